@@ -55,7 +55,7 @@ def attach(clock: Clock, job: Job) -> None:
     """Wrap the parts of this job with the clock. Within the engine, all that is not a layer's forward is backward."""
     spots: list[tuple[Any, str, str]] = [
         (job.trainer.engine, "train", "backward"),
-        (job.state.optimizer, "step", "optimizer"),
+        (job.state.optimizer, "update", "optimizer"),
         (job.state.optimizer, "sum_of_squares", "optimizer"),
     ]
     spots += [(stage, "forward", "forward") for stage in job.stages]

@@ -11,6 +11,8 @@ import math
 from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
 
+ZERO_STAGES = (0, 1, 2, 3)
+
 
 def _heads(f: CheckContext) -> Found:
     m = f.run.model
@@ -167,10 +169,9 @@ def _recompute(f: CheckContext) -> Found:
 
 def _zero(f: CheckContext) -> Found:
     stage = f.run.parallel.zero_stage
-    if stage == 3:
-        yield "--zero-stage 3 is not built yet; nearest: 2"
-    elif stage not in (0, 1, 2):
-        yield f"--zero-stage {stage} does not exist; valid: 0, 1, 2; nearest: {nearest(stage, (0, 1, 2))}"
+    if stage not in ZERO_STAGES:
+        valid = ", ".join(map(str, ZERO_STAGES))
+        yield f"--zero-stage {stage} does not exist; valid: {valid}; nearest: {nearest(stage, ZERO_STAGES)}"
 
 
 def _world(f: CheckContext) -> Found:

@@ -25,6 +25,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "zero_optimization.stage": "zero_stage",
         "zero_optimization.reduce_bucket_size": "bucket_size",
         "zero_optimization.overlap_comm": "overlap",
+        "zero_optimization.stage3_param_persistence_threshold": "zero3_persist_below",
     }
 )
 """Key -> the field of the same meaning."""
@@ -37,10 +38,9 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "zero_optimization.contiguous_gradients": ((True,), "gradients always lie in one piece"),
         "zero_optimization.offload_optimizer.device": (("none", None), "offload is not built yet"),
         "zero_optimization.offload_param.device": (("none", None), "offload is not built yet"),
-        "zero_optimization.sub_group_size": ((), "it belongs to ZeRO stage 3, which is not built yet"),
-        "zero_optimization.stage3_max_live_parameters": ((), "ZeRO stage 3 is not built yet"),
-        "zero_optimization.stage3_prefetch_bucket_size": ((), "ZeRO stage 3 is not built yet"),
-        "zero_optimization.stage3_param_persistence_threshold": ((), "ZeRO stage 3 is not built yet"),
+        "zero_optimization.sub_group_size": ((), "a rank updates its whole shard at once"),
+        "zero_optimization.stage3_max_live_parameters": ((), "use --zero3-gathered-bytes, in bytes"),
+        "zero_optimization.stage3_prefetch_bucket_size": ((), "use --zero3-gathered-bytes, in bytes"),
         "zero_optimization.zero_quantized_weights": ((False,), "quantised communication is not built yet"),
         "zero_optimization.zero_quantized_gradients": ((False,), "quantised communication is not built yet"),
         "zero_optimization.zero_hpz_partition_size": ((1,), "hierarchical partitioning is not built yet"),

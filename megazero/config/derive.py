@@ -60,6 +60,18 @@ def bucket_size(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> int:
     return max(BUCKET_NCCL, BUCKET_NCCL_PER_REPLICA * replicas) if nccl else BUCKET
 
 
+def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
+    """Number of neighbours that share out model state, as `mpu.axes.Axes` takes it; None where that is all of them.
+
+    replicas  number of ranks that hold the same layers: dp x cp
+
+    With sharded parameters (ZeRO-3) the neighbours are always ranks of one stage: a tied embedding is gathered for each
+    use, and the stages that hold it use it at different times.
+    """
+    size = parallel.zero_shard_size or replicas
+    return None if size == replicas and parallel.zero_stage < 3 else size
+
+
 def max_positions(model: ModelConfig) -> int:
     """Number of positions in a learned position table: the field, else the sequence length."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings

@@ -24,8 +24,10 @@ from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
-from megazero.pipeline.instruction import Instruction
-from megazero.pipeline.schedule import chunk_map, stage_schedule
+from megazero.pipeline.schedule import chunk_map, forward_only, stage_schedule
+from megazero.program.instruction import Instruction
+from megazero.program.shape import without_state
+from megazero.program.step import Lists, StepOptions
 
 PADDING = 64
 """Lengths are padded to a multiple of this, so that there are few: micro-batches of one shape go through the pipeline
@@ -62,7 +64,8 @@ class _Scored(nn.Module):
         self.found: list[Tensor] = []
         self.train(stage.training)
 
-    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, hidden: Tensor | None, batch: MicroBatch, units: tuple[int, int] | None = None) -> Tensor:
+        assert units is None, "a list for whole parameters cuts no chunk"
         head, counted = self.stage.head, batch.loss_mask
         assert head is not None and counted is not None
         losses, hits = token_losses(head, self.stage.trunk(hidden, batch), batch.labels, counted, greedy=self.greedy)
@@ -84,6 +87,8 @@ class Scorer:
         self._schedule = pipeline_schedule(run.parallel)
         self.chunk_map = chunk_map(self._schedule, grid.pp.size, len(self.stages))
         self._channels = Channels(grid, and_back=self.chunk_map.and_back) if grid.pp.size > 1 else None
+        whole = without_state(len(stage.units()) for stage in self.stages)
+        self._lists = Lists(self._schedule_of, lambda m: forward_only(self._schedule_of(m)), whole, StepOptions())
         self._warm: set[tuple[tuple[int, ...], bool]] = set()
         """Shapes of messages, with and without `greedy`, that have run without messages (`pipeline.warm_up`)."""
         self.device_tokens = 0
@@ -169,7 +174,7 @@ class Scorer:
         if last is not None:
             stages[-1] = last
         engine = PipelineEngine(
-            stages, self.grid, self._instructions, shape, compute_dtype(self.run.optimizer.precision), self._channels
+            stages, self.grid, self._lists, shape, compute_dtype(self.run.optimizer.precision), self._channels
         )
         if (shape, greedy) in self._warm:
             engine.is_warm[False] = True
@@ -184,6 +189,6 @@ class Scorer:
             found = torch.cat(last.found)
             table[found[:, 0].long()] = torch.cat([found[:, 1:], torch.ones_like(found[:, :1])], dim=1)
 
-    def _instructions(self, micro_batches: int) -> Sequence[Instruction]:
+    def _schedule_of(self, micro_batches: int) -> Sequence[Instruction]:
         parallel, grid = self.run.parallel, self.grid
         return stage_schedule(self._schedule, grid.pp.size, micro_batches, parallel.virtual_stages, grid.pp.index)

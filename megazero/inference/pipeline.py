@@ -5,12 +5,12 @@ s sequence, b rows, h hidden, v vocabulary, t = tp size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.model.batch import MicroBatch, PastKeyValues
 from megazero.model.stage import Stage
@@ -21,11 +21,16 @@ from megazero.mpu.grid import ProcessGrid, single_process_grid
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model for inference: this rank's model chunks in order, and which chunk is on which stage."""
+    """A model for inference: this rank's model chunks in order, and which chunk is on which stage.
+
+    reading: from a unit (embedding, block, head) to a context in which its parameters are whole. They always are,
+    unless the model is being trained with sharded parameters (`zero.state.ModelState.reading`).
+    """
 
     stages: Sequence[Stage]
     grid: ProcessGrid
     chunk_map: ChunkMap
+    reading: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
 
     @classmethod
     def of(
@@ -58,9 +63,13 @@ class Pipeline:
             stage, own = self.chunk_map.holder(number)
             mine = stage == self.grid.pp.index
             if mine and number == last:
-                return self.stages[own].logits(hidden, batch, positions)[0]
+                head = self.stages[own].head
+                assert head is not None
+                hidden = self._trunk(self.stages[own], hidden, batch)
+                with self.reading(head):
+                    return head.logits(hidden, positions)[0]
             if mine:
-                hidden = self.stages[own](hidden, batch).contiguous()
+                hidden = self._trunk(self.stages[own], hidden, batch).contiguous()
             elif hidden is None:
                 local = s // layout.tp.size if self.shards_the_sequence else s
                 hidden = torch.empty(local, b, layout.model.hidden_size, dtype=layout.dtype, device=tokens.device)
@@ -68,6 +77,15 @@ class Pipeline:
                 assert hidden is not None
                 broadcast(hidden, self.grid.pp, stage).wait()
         return None
+
+    def _trunk(self, stage: Stage, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """The embedding and the blocks of a chunk."""
+        for number, unit in enumerate(stage.units()):
+            if unit is not stage.head:
+                with self.reading(unit):
+                    hidden = stage(hidden, batch, (number, number + 1))
+        assert hidden is not None
+        return hidden
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
-        self.compile_ops = layout.compile
+        self.number, self.compile_ops = number, layout.compile
         self.attention_norm = layout.norm(f"{block(number)}.{ATTENTION_NORM}")
         self.attention = Attention(number, layout)
         self.attention_dropout = HiddenDropout(number, DropoutSite.ATTENTION_OUTPUT, layout)

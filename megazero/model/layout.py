@@ -41,6 +41,8 @@ class ModelLayout:
     fp8                  the state of FP8 products; None: all products are of `dtype`
     lora                 low-rank adapters of the blocks' linear layers, which alone are trained; None: no adapters, all
                          parameters are trained
+    allocate             whether parameters keep their memory. Without it a model is made unit by unit, and at most one
+                         unit has memory at a time; a model state gives the parameters theirs
 
     Raises ValueError for an unknown word in `recompute`, and for a table of another length than the model.
     """
@@ -59,6 +61,7 @@ class ModelLayout:
     attention: AttentionSupport = NOTHING_TRIED
     fp8: Fp8 | None = None
     lora: LowRank | None = None
+    allocate: bool = True
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.recompute) - set(RECOMPUTE))

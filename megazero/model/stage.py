@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from megazero.model.head import Head
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import VocabParallelEmbedding
 from megazero.mpu.lora import freeze_all_but_adapters
-from megazero.mpu.parameter import Parameter, spec_of
+from megazero.mpu.parameter import ModuleType, Parameter, spec_of, without_memory
 from megazero.mpu.random import initialise as initialise_parameter
 
 
@@ -62,15 +63,13 @@ class Stage(nn.Module):
                 "the head is untied (--untie-embeddings-and-output-weights), but a tied embedding was handed to it"
             )
         self.layout, self.spec = layout, spec
-        self.embedding = Embedding(layout, tied=tied_across_stages) if spec.has_embedding else None
-        self.blocks = nn.ModuleDict({str(number): Block(number, layout) for number in spec.blocks})
+        made: Callable[[ModuleType], ModuleType] = (lambda unit: unit) if layout.allocate else without_memory
+        self.embedding = made(Embedding(layout, tied=tied_across_stages)) if spec.has_embedding else None
+        self.blocks = nn.ModuleDict({str(number): made(Block(number, layout)) for number in spec.blocks})
         self.head: Head | None = None
         if spec.has_head:
-            self.head = Head(
-                layout,
-                shared=self._head_weight(tied, tied_across_stages, shared_embedding),
-                tied_copy=tied_across_stages,
-            )
+            shared = self._head_weight(tied, tied_across_stages, shared_embedding)
+            self.head = made(Head(layout, shared=shared, tied_copy=tied_across_stages))
         if layout.lora is not None:
             freeze_all_but_adapters(self)
 
@@ -91,13 +90,16 @@ class Stage(nn.Module):
         ends = (self.embedding, self.head)
         return [*(u for u in ends[:1] if u is not None), *self.blocks.values(), *(u for u in ends[1:] if u is not None)]
 
-    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, hidden: Tensor | None, batch: MicroBatch, units: tuple[int, int] | None = None) -> Tensor:
         """hidden [s(/t), b, h] of the previous chunk (None for the first) -> hidden of this chunk, [s(/t), b, h].
 
-        With the head: the sum of the counted token losses, 0-dim.
+        With the head: the sum of the counted token losses, 0-dim. units: only these units [start, stop) of the chunk,
+        whose hidden state is that of the unit before; None: all.
         """
-        hidden = self.trunk(hidden, batch)
-        return hidden if self.head is None else self.head(hidden, batch)
+        for unit in self.units()[slice(*(units or (None, None)))]:
+            hidden = self._run(unit, hidden, batch)
+        assert hidden is not None
+        return hidden
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch, positions: Tensor | None = None) -> Tensor:
         """The logits of the chunk with the head, [s, b, v] on every tp rank. Arguments as in `forward`.
@@ -109,15 +111,19 @@ class Stage(nn.Module):
 
     def trunk(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """The embedding and the blocks of this chunk: hidden [s(/t), b, h] or None -> [s(/t), b, h]."""
-        if self.embedding is not None:
-            hidden = self.embedding(batch)
+        for unit in self.units():
+            if unit is not self.head:
+                hidden = self._run(unit, hidden, batch)
         assert hidden is not None, "a stage without the embedding needs the hidden state of the stage before"
-        for number, block in zip(self.spec.blocks, self.blocks.values(), strict=True):
-            if self.layout.recompute_of(number) == FULL:
-                hidden = checkpoint(block, hidden, batch, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden = block(hidden, batch)
         return hidden
+
+    def _run(self, unit: nn.Module, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        if unit is self.embedding:
+            return self.embedding(batch)
+        assert hidden is not None, "a stage without the embedding needs the hidden state of the stage before"
+        if isinstance(unit, Block) and self.layout.recompute_of(unit.number) == FULL:
+            return checkpoint(unit, hidden, batch, use_reentrant=False, preserve_rng_state=False)
+        return unit(hidden, batch)
 
 
 def initialise(stage: Stage, seed: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
+from megazero.config.derive import shard_size
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.parameter import StateGroup
 
@@ -109,4 +110,5 @@ class Axes:
 
 def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
     """The grid's sizes: dp = world_size / (tp * pp), cp = 1."""
-    return Axes(parallel.pp, world_size // (parallel.tp * parallel.pp), 1, parallel.tp)
+    dp = world_size // (parallel.tp * parallel.pp)
+    return Axes(parallel.pp, dp, 1, parallel.tp, shard_size(parallel, dp))

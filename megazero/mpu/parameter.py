@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 Box = tuple[tuple[int, int], ...]
 """One half-open range per dimension of a global tensor."""
 
@@ -136,3 +137,10 @@ def spec_of(parameter: Tensor) -> ParameterSpec:
     """The spec of a parameter of a megazero model."""
     assert isinstance(parameter, Parameter), "every parameter of a stage is an mpu.parameter.Parameter"
     return parameter.spec
+
+
+def without_memory(module: ModuleType) -> ModuleType:
+    """The module, with the memory of its parameters freed. Their shapes stay; a model state gives them memory again."""
+    for parameter in module.parameters():
+        parameter.untyped_storage().resize_(0)
+    return module

@@ -22,20 +22,32 @@ from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.lora import low_rank
 from megazero.mpu.p2p import Channels
+from megazero.pipeline.actions import StateActions
 from megazero.pipeline.engine import PipelineEngine
-from megazero.pipeline.graphs import GraphedEngine
-from megazero.pipeline.instruction import Instruction
-from megazero.pipeline.schedule import is_breadth_first, stage_schedule
+from megazero.pipeline.graphs import GraphedEngine, ReplayedState
+from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.program.instruction import Instruction
+from megazero.program.shape import RankShape
+from megazero.program.step import Lists, StepOptions
 from megazero.system.streams import GraphCapture
 
 
-def build_stages(run: Run, grid: ProcessGrid) -> list[Stage]:
+def build_stages(run: Run, grid: ProcessGrid, *, allocate: bool = True) -> list[Stage]:
     """The model chunks of this rank, uninitialised: `ModelState.initialise` or a checkpoint sets their values.
 
+    allocate: whether parameters have memory (`ModelLayout.allocate`); a model state needs none.
     Communicates nothing. Raises ConfigError where --attention or --fp8 asks for what this device cannot do.
     """
-    return stages_of(run, grid.at.pp, grid.tp, grid.device, attention_support(run, grid.device), _fp8_state(run, grid))
+    return stages_of(
+        run,
+        grid.at.pp,
+        grid.tp,
+        grid.device,
+        attention_support(run, grid.device),
+        _fp8_state(run, grid),
+        allocate=allocate,
+    )
 
 
 def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
@@ -55,10 +67,13 @@ def stages_of(
     device: torch.device,
     attention: AttentionSupport = NOTHING_TRIED,
     fp8: Fp8 | None = None,
+    *,
+    allocate: bool = True,
 ) -> list[Stage]:
     """The model chunks of any pipeline rank, uninitialised. On the device "meta" they take no memory.
 
-    tp: the group of the tensor-parallel ranks; only its size and index are read. Communicates nothing.
+    tp: the group of the tensor-parallel ranks; only its size and index are read. allocate: as in `build_stages`.
+    Communicates nothing.
     """
     stages: list[Stage] = []
     layout = ModelLayout(
@@ -66,6 +81,7 @@ def stages_of(
         tp,
         compute_dtype(run.optimizer.precision),
         device=device,
+        allocate=allocate,
         sequence_parallel=run.parallel.sequence_parallel,
         recompute=recompute_by_flags(run),
         seed=run.data.seed,
@@ -130,33 +146,42 @@ def reduces_every_micro_batch(run: Run) -> bool:
     )
 
 
-def schedules(run: Run, pp_index: int, *, reduce_every: bool) -> Callable[[int], tuple[Instruction, ...]]:
-    """A function from a number of micro-batches to the instruction list of this pipeline rank. Lists are cached."""
-    lists: dict[int, tuple[Instruction, ...]] = {}
+def schedules(run: Run, pp_index: int) -> Callable[[int], tuple[Instruction, ...]]:
+    """A function from a number of micro-batches to computations and transfers of a training step on this stage."""
+    name, parallel = pipeline_schedule(run.parallel), run.parallel
+    return lambda m: stage_schedule(name, parallel.pp, m, parallel.virtual_stages, pp_index)
 
-    def schedule_of(micro_batches: int) -> tuple[Instruction, ...]:
-        if micro_batches not in lists:
-            name, parallel = pipeline_schedule(run.parallel), run.parallel
-            lists[micro_batches] = stage_schedule(
-                name, parallel.pp, micro_batches, parallel.virtual_stages, pp_index, reduce_every=reduce_every
-            )
-        return lists[micro_batches]
 
-    return schedule_of
+def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
+    """The lists of a rank of this stage. shape: its model state."""
+    schedule_of = schedules(run, pp_index)
+    options = StepOptions(
+        reduce_every=reduces_every_micro_batch(run),
+        overlap=run.parallel.overlap,
+        gathered_bytes=run.parallel.zero3_gathered_bytes,
+    )
+    return Lists(schedule_of, lambda m: forward_only(schedule_of(m)), shape, options)
 
 
 def build_engine(
-    run: Run, grid: ProcessGrid, stages: Sequence[Stage], channels: Channels, micro_batch_size: int | None = None
+    run: Run,
+    grid: ProcessGrid,
+    stages: Sequence[Stage],
+    channels: Channels,
+    lists: Lists,
+    state: StateActions | None,
+    micro_batch_size: int | None = None,
 ) -> PipelineEngine:
     """The engine that runs these stages. Its messages are [s(/t), b, h] of the compute dtype."""
     rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
-    schedule_of = schedules(run, grid.at.pp, reduce_every=reduces_every_micro_batch(run))
-    return PipelineEngine(list(stages), grid, schedule_of, shape, compute_dtype(run.optimizer.precision), channels)
+    return PipelineEngine(list(stages), grid, lists, shape, compute_dtype(run.optimizer.precision), channels, state)
 
 
-def with_graphs(engine: PipelineEngine, run: Run, grid: ProcessGrid) -> PipelineEngine | GraphedEngine:
+def with_graphs(
+    engine: PipelineEngine, state: ReplayedState, run: Run, grid: ProcessGrid
+) -> PipelineEngine | GraphedEngine:
     """The engine for training: with --cuda-graphs a `GraphedEngine` around it, else itself."""
     if not run.parallel.cuda_graphs:
         return engine
-    return GraphedEngine(engine, GraphCapture(grid.device), travels=grid.replicas.handle is not None)
+    return GraphedEngine(engine, state, GraphCapture(grid.device), travels=grid.replicas.handle is not None)

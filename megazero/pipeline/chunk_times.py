@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.pipeline.instruction import Op
+from megazero.program.instruction import Op
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.simulate import ComputationSpan, SimulationReport
+from megazero.program.instruction import Instruction, Op
 
 Shades = tuple[int, int]
 """Two colours of the 256-colour palette."""

@@ -1,13 +1,15 @@
-"""One interpreter for every schedule: it executes the instructions of this rank's list in order.
+"""One interpreter for every step: it executes the instructions of this rank's list in order.
 
-Messages between stages are hidden states and their gradients: [s, b, h], or [s/t, b, h] under sequence parallelism.
-Each stage reads tokens, labels and masks from its own copy of the micro-batch.
+It knows no feature by name. What a list asks of model state, `pipeline.actions.StateActions` does. Messages between
+stages are hidden states and their gradients: [s, b, h], or [s/t, b, h] under sequence parallelism. Each stage reads
+tokens, labels and masks from its own copy of the micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,83 +17,101 @@ from torch import Tensor, nn
 from megazero.model.batch import MicroBatch
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
-from megazero.pipeline.instruction import Instruction
-from megazero.pipeline.schedule import forward_only
-from megazero.pipeline.schedule_run import GradientSink, ScheduleRun, StageParts
+from megazero.pipeline.actions import NoState, StateActions, StepEnd
+from megazero.pipeline.schedule_run import ScheduleRun, StageParts
 from megazero.pipeline.warm_up import LonePass
+from megazero.program.instruction import Instruction
+from megazero.program.shape import RankShape
+
+
+class StepLists(Protocol):
+    """The lists of a rank, by number of micro-batches (`program.step.Lists`)."""
+
+    @property
+    def shape(self) -> RankShape: ...
+
+    def training(self, micro_batches: int) -> Sequence[Instruction]: ...
+
+    def evaluation(self, micro_batches: int) -> Sequence[Instruction]: ...
 
 
 class PipelineEngine:
     """Runs micro-batches through this rank's stages (model chunks), together with the neighbouring ranks.
 
-    stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch). They return hidden
-                  states; the model's last chunk returns the sum of token losses, 0-dim
-    schedule_of   from a number of micro-batches to this rank's training list
+    stages        the rank's chunks in order: modules called with (hidden or None, MicroBatch, units or None). They
+                  return hidden states; the model's last chunk returns the sum of token losses, 0-dim
+    lists         the lists of training and evaluation
     hidden_shape  shape of every message
     dtype         dtype of every message
     channels      sends and receives between neighbours; None only with one stage
+    state         parameters and gradients; default: parameters that are always there and are not trained
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
         grid: ProcessGrid,
-        schedule_of: Callable[[int], Sequence[Instruction]],
+        lists: StepLists,
         hidden_shape: tuple[int, ...],
         dtype: torch.dtype,
         channels: Channels | None,
+        state: StateActions | None = None,
     ) -> None:
         assert channels is not None or grid.pp.size == 1
-        self.stages, self.schedule_of = tuple(stages), schedule_of
+        self.stages, self.lists = tuple(stages), lists
         self.model_chunks = grid.pp.size * len(stages)
-        self.parts = StageParts(self.stages, self.model_chunks, hidden_shape, dtype, grid.device, channels)
+        self.parts = StageParts(
+            self.stages, self.model_chunks, hidden_shape, dtype, grid.device, channels, lists.shape, state or NoState()
+        )
         self._sends_at_once = grid.pp.size == 1 or grid.pp.is_on_host
         self.cool()
 
     @property
     def has_loss(self) -> bool:
         """Whether this rank holds the model's last chunk and so computes the loss."""
-        return any(i.model_chunk == self.model_chunks - 1 for i in self.schedule_of(1))
+        return any(i.model_chunk == self.model_chunks - 1 for i in self.lists.training(1))
 
     def cool(self) -> None:
         """Have the next step and evaluation warm up, if the backend needs that: something else will compute."""
         self.is_warm = dict.fromkeys((True, False), self._sends_at_once)
         """Whether training (True) and evaluation (False) may send messages: see `pipeline.warm_up`."""
 
-    def warm_up(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> None:
+    def warm_up(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> None:
         """Run a step without messages (`pipeline.warm_up`), before the first `train`, with its arguments.
 
-        The sink must forget the gradients afterwards. All ranks call it. Communicates what stages and sink do.
+        The model state must forget the gradients afterwards. All ranks call it. Communicates what stages and model
+        state do.
         """
-        LonePass(self.parts, micro_batches, sink).run(self.schedule_of(len(micro_batches)), loss_factor)
+        LonePass(self.parts, micro_batches, trains=True).run(self.lists.training(len(micro_batches)), loss_factor)
         self.is_warm[True] = True
 
     def warm_up_evaluation(self, micro_batches: Sequence[MicroBatch]) -> None:
         """As `warm_up`, for `evaluate`, which calls it if nobody has."""
         with self._evaluating():
-            LonePass(self.parts, micro_batches, None).run(forward_only(self.schedule_of(len(micro_batches))), None)
+            LonePass(self.parts, micro_batches, trains=False).run(self.lists.evaluation(len(micro_batches)), None)
         self.is_warm[False] = True
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: GradientSink) -> Tensor:
-        """Forward and backward of every micro-batch. Gradients go to the sink.
+    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, end: StepEnd | None = None) -> Tensor:
+        """A whole step: forward and backward of every micro-batch, and what else the list says.
 
         loss_factor  0-dim: factor of each micro-batch's summed loss in backward
+        end          what NORM and UPDATE do; None: a list without them
 
         Returns the sum of token losses over the micro-batches, without the factor, as a 0-dim float64 tensor on the
         device; 0 on ranks without the head. Communicates hidden states and their gradients with neighbouring stages,
-        and what the stages and the sink communicate. Raises PeerError when a neighbour fails.
+        and what stages, model state and `end` communicate. Raises PeerError when a neighbour fails.
         """
-        step = ScheduleRun(self.parts, micro_batches, sink)
-        step.run(self.schedule_of(len(micro_batches)), loss_factor)
+        step = ScheduleRun(self.parts, micro_batches, end, trains=True)
+        step.run(self.lists.training(len(micro_batches)), loss_factor)
         return step.loss_sum
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The sum of token losses as in `train`, without gradients and in the modules' evaluation mode."""
         if not self.is_warm[False]:
             self.warm_up_evaluation(micro_batches)
-        step = ScheduleRun(self.parts, micro_batches, None)
+        step = ScheduleRun(self.parts, micro_batches, trains=False)
         with self._evaluating():
-            step.run(forward_only(self.schedule_of(len(micro_batches))), None)
+            step.run(self.lists.evaluation(len(micro_batches)), None)
         return step.loss_sum
 
     @contextmanager

@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 from megazero.model.batch import MicroBatch
+from megazero.pipeline.actions import StateActions, StepEnd
 from megazero.pipeline.engine import PipelineEngine
-from megazero.pipeline.instruction import Instruction
-from megazero.pipeline.schedule_run import GradientSink, ScheduleRun
+from megazero.pipeline.schedule_run import ScheduleRun
+from megazero.program.instruction import Instruction, Op
 from megazero.system.streams import GraphCapture
 
 WARM_UP = 2
 """Steps without graphs before the first capture, in which libraries are initialised and kernels are loaded."""
 
 
-class ReplayedSink(GradientSink, Protocol):
-    """A sink whose record of arrived gradients can be read and set, since a replay does not call it."""
+class ReplayedState(StateActions, Protocol):
+    """A model state whose record of arrived gradients can be read and set, since a replay does not call it."""
 
     def arrived(self) -> Any: ...
 
@@ -46,12 +47,13 @@ def replayed(micro_batches: int, travels: bool) -> range:
 class GraphedEngine:
     """A `PipelineEngine` of one stage and one chunk whose training step replays micro-batches.
 
-    travels: whether gradients and parameters travel over dp: whether its group has a handle. A graph could not wait
-    for them. Evaluation uses no graph.
+    state: the engine's model state. travels: whether gradients and parameters travel over dp: whether its group has a
+    handle. A graph could not wait for them. Evaluation uses no graph.
     """
 
-    def __init__(self, engine: PipelineEngine, capture: GraphCapture, *, travels: bool) -> None:
+    def __init__(self, engine: PipelineEngine, state: ReplayedState, capture: GraphCapture, *, travels: bool) -> None:
         assert engine.model_chunks == 1, "a graph holds the whole model"
+        self.state = state
         self.engine, self.capture, self.travels = engine, capture, travels
         self.steps = 0
         self._graphs: dict[bool, tuple[Callable[[], None], Any]] = {}
@@ -78,24 +80,24 @@ class GraphedEngine:
         """
         self._graphs.clear()
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, sink: ReplayedSink) -> Tensor:
+    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, end: StepEnd | None = None) -> Tensor:
         """As `PipelineEngine.train`, with the same bits if the kernels are deterministic."""
         self.steps += 1
         if self.steps <= WARM_UP:
             self._ready |= {number > 0 for number in range(len(micro_batches))}
-            return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, sink))
+            return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, end))
         loss_sum = self._prepare(micro_batches[0], loss_factor)
-        instructions, replays = self.engine.schedule_of(len(micro_batches)), replayed(len(micro_batches), self.travels)
-        step = ScheduleRun(self.engine.parts, micro_batches, sink, loss_sum)
+        instructions, replays = (
+            self.engine.lists.training(len(micro_batches)),
+            replayed(len(micro_batches), self.travels),
+        )
+        step = ScheduleRun(self.engine.parts, micro_batches, end, trains=True, loss_sum=loss_sum)
         step.begin(instructions, loss_factor)
-        for number, batch in enumerate(micro_batches):
-            if number in replays:
-                self._replay(batch, sink, adds=number > 0)
-            else:
-                step.execute([i for i in instructions if i.micro_batch == number])
-        if not self.travels:  # a graph reduces nothing, so the sink is called here for the complete sums
-            sink.before_backward(0, True)
-            sink.after_backward(0)
+        for i in instructions:
+            if i.micro_batch not in replays:
+                step.execute([i])
+            elif i.op is Op.FORWARD:
+                self._replay(micro_batches[i.micro_batch], adds=i.micro_batch > 0)
         step.finish()
         return loss_sum.clone()
 
@@ -108,28 +110,26 @@ class GraphedEngine:
         self._batch.loss_factor.copy_(loss_factor)
         return self._loss_sum.zero_()
 
-    def _replay(self, batch: MicroBatch, sink: ReplayedSink, *, adds: bool) -> None:
+    def _replay(self, batch: MicroBatch, *, adds: bool) -> None:
+        """Forward and backward of a micro-batch. adds: add its gradients to those that are there."""
         assert self._batch is not None
         _each(lambda fixed, new: fixed.copy_(new, non_blocking=True), self._batch, batch)
         if adds not in self._ready:
             self._ready.add(adds)
-            self.capture.on_side_stream(lambda: self._one(sink))
+            self.capture.on_side_stream(self._one)
             return
         if adds not in self._graphs:
-            self._graphs[adds] = self.capture.record(lambda: self._one(sink)), sink.arrived()
+            self._graphs[adds] = self.capture.record(self._one), self.state.arrived()
         replay, arrived = self._graphs[adds]
         replay()
         if not adds:
-            sink.say_arrived(arrived)
+            self.state.say_arrived(arrived)
 
-    def _one(self, sink: ReplayedSink) -> None:
-        """Forward and backward of the fixed micro-batch as the first of two, which does not reduce."""
+    def _one(self) -> None:
+        """Forward and backward of the fixed micro-batch."""
         assert self._batch is not None
-        instructions: list[Instruction] = [i for i in self.engine.schedule_of(2) if i.micro_batch == 0]
-        assert not any(i.reduce for i in instructions), (
-            "gradients that are reduced at every micro-batch have no fixed memory"
-        )
-        step = ScheduleRun(self.engine.parts, [self._batch], sink, self._loss_sum)
+        instructions = [Instruction(op, 0, 0, model_chunk=0) for op in (Op.FORWARD, Op.BACKWARD)]
+        step = ScheduleRun(self.engine.parts, [self._batch], trains=True, loss_sum=self._loss_sum)
         step.begin(instructions, self._batch.loss_factor)
         step.execute(instructions)
         step.finish()

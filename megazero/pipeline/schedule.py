@@ -16,13 +16,13 @@ breadth-first order of chunks: Lamy-Poirier 2023 (arXiv 2211.05953); zero bubble
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
 from megazero.mpu.chunks import ChunkMap
-from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.zero_bubble import zb_h1, zb_v
+from megazero.program.instruction import Instruction, Op
 
 Order = Callable[[int], list[Instruction]]
 """From a stage to its computations, in order."""
@@ -39,30 +39,27 @@ def chunk_map(name: str, stages: int, virtual_stages: int) -> ChunkMap:
 
 
 def make_schedule(
-    name: str, stages: int, micro_batches: int, virtual_stages: int = 1, *, reduce_every: bool = False
+    name: str, stages: int, micro_batches: int, virtual_stages: int = 1
 ) -> tuple[tuple[Instruction, ...], ...]:
     """The list of every stage, for any number of stages, micro-batches and chunks.
 
-    name          gpipe: all forwards, then all backwards; several chunks breadth-first, chunk by chunk
-                  1f1b, interleaved: forward and backward in turn; with several chunks per stage interleaved 1F1B
-                  zb-h1: 1f1b with split backwards, one chunk per stage
-                  zb-v: split backwards, two chunks per stage, there and back
-    reduce_every  reduce gradients in every backward (in its weights' part); else in the last one of each chunk
+    name  gpipe: all forwards, then all backwards; several chunks breadth-first, chunk by chunk
+          1f1b, interleaved: forward and backward in turn; with several chunks per stage interleaved 1F1B
+          zb-h1: 1f1b with split backwards, one chunk per stage
+          zb-v: split backwards, two chunks per stage, there and back
 
     Raises ValueError for an unknown name, a count below 1, or a number of chunks that the schedule does not have.
     """
     order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
-    return tuple(
-        _with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks) for stage in range(stages)
-    )
+    return tuple(_with_transfers(order_of(stage), stage, chunks) for stage in range(stages))
 
 
 def stage_schedule(
-    name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int, *, reduce_every: bool = False
+    name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int
 ) -> tuple[Instruction, ...]:
     """The list of one stage. Arguments and errors as in `make_schedule`."""
     order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
-    return _with_transfers(_with_reduction(order_of(stage), reduce_every), stage, chunks)
+    return _with_transfers(order_of(stage), stage, chunks)
 
 
 def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
@@ -171,14 +168,6 @@ CHUNKS: Mapping[str, int | None] = MappingProxyType({name: kind.chunks for name,
 SCHEDULES = tuple(KINDS)
 
 
-def _with_reduction(order: list[Instruction], reduce_every: bool) -> list[Instruction]:
-    last = {instruction.chunk: at for at, instruction in enumerate(order) if instruction.ends_backward}
-    return [
-        replace(i, reduce=True) if i.ends_backward and (reduce_every or last[i.chunk] == at) else i
-        for at, i in enumerate(order)
-    ]
-
-
 def _with_transfers(order: list[Instruction], stage: int, chunks: ChunkMap) -> tuple[Instruction, ...]:
     """Number the chunks as the model does, and add what a stage sends and receives."""
     numbers = chunks.of(stage)
@@ -187,7 +176,7 @@ def _with_transfers(order: list[Instruction], stage: int, chunks: ChunkMap) -> t
 
     def transfers(i: Instruction) -> tuple[Instruction | None, Instruction, Instruction | None]:
         front, back, number = in_front[i.chunk], behind[i.chunk], numbers[i.chunk]
-        numbered = Instruction(i.op, i.micro_batch, i.chunk, reduce=i.reduce, model_chunk=number)
+        numbered = Instruction(i.op, i.micro_batch, i.chunk, model_chunk=number)
         if i.op is Op.FORWARD:
             return _transfer(Op.RECV_FORWARD, numbered, front), numbered, _transfer(Op.SEND_FORWARD, numbered, back)
         if i.op is Op.BACKWARD_WEIGHT:

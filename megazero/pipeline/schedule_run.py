@@ -1,16 +1,16 @@
 """One pass over an instruction list: its state between the instructions.
 
 Memory: a stage's output is freed as soon as its message is sent. Its backward starts from the output's node in the
-autograd graph (`GradientEdge`), for which the output is not needed. A stage's input is kept until its backward. For the
-second part of a split backward the sink keeps the layers' inputs and the gradients of their outputs. Losses are summed
-on the device, and the host does not wait for it.
+autograd graph (`GradientEdge`), for which the output is not needed. A stage's input is kept until its backward. Where a
+list cuts a chunk into units, the same holds for each unit. For the second part of a split backward the model state
+keeps the layers' inputs and the gradients of their outputs. Losses are summed on the device, and the host does not wait
+for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels, Tag
-from megazero.pipeline.instruction import Instruction, Op
+from megazero.pipeline.actions import StateActions, StepEnd
+from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.cut import Pass, units_of
+from megazero.program.shape import RankShape
 
 
 @dataclass(frozen=True)
@@ -35,57 +38,66 @@ class StageParts:
     dtype: torch.dtype
     device: torch.device
     channels: Channels | None
+    shape: RankShape
+    state: StateActions
 
 
-class GradientSink(Protocol):
-    """Accumulates and reduces gradients. The engine calls it around each backward of a chunk (own number)."""
-
-    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
-        """Called before a backward.
-
-        reduce  reduce the chunk's gradients in this backward: it is the chunk's last one, or every one reduces
-        defer   number of the micro-batch if this is the input part of a split backward. Gradients of weights can then
-                wait for `run_deferred`
-        """
-
-    def after_backward(self, chunk: int) -> None:
-        """Called after a backward: each of its gradients has been accumulated or deferred."""
-
-    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
-        """Accumulate the gradients that the backward of this micro-batch deferred. reduce: as in `before_backward`."""
-
-
-Key = tuple[int, int]
-"""(micro-batch, the stage's own number of the chunk)."""
+Key = tuple[int, int, int]
+"""(micro-batch, the stage's own number of the chunk, number of the unit within it)."""
 
 
 class ScheduleRun:
     """The state of one pass over an instruction list. All its tables are empty at the end.
 
     `run` is the whole pass. The same can be done by `begin`, `execute` for consecutive parts of the list, and `finish`.
-    loss_sum: a 0-dim float64 tensor to which losses are added; default: a new one.
+
+    end       what NORM and UPDATE do; None: an evaluation, or a pass that ends before them
+    trains    whether backwards follow
+    loss_sum  a 0-dim float64 tensor to which losses are added; default: a new one
     """
 
     def __init__(
         self,
         parts: StageParts,
         micro_batches: Sequence[MicroBatch],
-        sink: GradientSink | None,
+        end: StepEnd | None = None,
+        *,
+        trains: bool,
         loss_sum: Tensor | None = None,
     ) -> None:
-        self.parts, self.micro_batches, self.sink = parts, micro_batches, sink
+        self.parts, self.state, self.end, self.trains = parts, parts.state, end, trains
+        self.micro_batches = micro_batches
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device) if loss_sum is None else loss_sum
         self.loss_factor: Tensor | None = None
-        self.arriving: dict[tuple[bool, Key], tuple[Tensor, CommunicationHandle | None]] = {}
+        self.arriving: dict[tuple[bool, Pass], tuple[Tensor, CommunicationHandle | None]] = {}
         """Inputs of chunks, hidden states (False) and gradients (True): posted receives, or tensors from a chunk of
         this rank.
         """
-        self.leaving: dict[tuple[bool, Key], Tensor] = {}
+        self.leaving: dict[tuple[bool, Pass], Tensor] = {}
         """Tensors that wait for their send."""
+        self.between: dict[tuple[bool, Pass], Tensor | None] = {}
+        """What one unit of a chunk has handed to the next: a hidden state (False) or a gradient (True)."""
         self.own: dict[int, int] = {}
         """From the model chunks of this rank to its own numbers of them."""
         self.inputs: dict[Key, Tensor] = {}
         self.edges: dict[Key, GradientEdge | None] = {}
+        self.actions: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.SEND_FORWARD: self._send,
+            Op.SEND_BACKWARD: self._send,
+            Op.RECV_FORWARD: self._receive,
+            Op.RECV_BACKWARD: self._receive,
+            Op.GATHER: lambda i: self.state.gather(*i.buckets),
+            Op.RELEASE: lambda i: self.state.release(*i.buckets),
+            Op.REDUCE: lambda i: self.state.reduce(*i.buckets),
+            Op.REDUCE_ACROSS: lambda i: self.state.reduce_across(*i.buckets),
+            Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(),
+            Op.NORM: self._norm,
+            Op.UPDATE: self._update,
+        }
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
         self.begin(instructions, loss_factor)
@@ -97,76 +109,97 @@ class ScheduleRun:
         self.loss_factor = loss_factor
         if loss_factor is not None:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
-        self.own = {i.model_chunk: i.chunk for i in instructions}
+        self.own = {i.model_chunk: i.chunk for i in instructions if i.is_compute}
 
     def execute(self, instructions: Sequence[Instruction]) -> None:
         """Execute the next instructions of the list."""
-        actions = {
-            Op.FORWARD: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward,
-            Op.BACKWARD_WEIGHT: self._backward_weight,
-            Op.SEND_FORWARD: self._send,
-            Op.SEND_BACKWARD: self._send,
-            Op.RECV_FORWARD: self._receive,
-            Op.RECV_BACKWARD: self._receive,
-        }
         for instruction in instructions:
-            actions[instruction.op](instruction)
+            self.actions[instruction.op](instruction)
 
     def finish(self) -> None:
         """Wait until all sends are complete. Called after the last instruction."""
         if self.parts.channels is not None:
             self.parts.channels.flush()
-        assert not (self.arriving or self.leaving or self.inputs or self.edges), "the schedule left something undone"
+        left = self.arriving or self.leaving or self.between or self.inputs or self.edges
+        assert not left, "the list left something undone"
+
+    # --- computations ----------------------------------------------------------------------------------------------
 
     def _forward(self, i: Instruction) -> None:
-        key = i.micro_batch, i.chunk
-        hidden = self._arrived(False, key) if i.model_chunk > 0 else None
-        if hidden is not None and self.sink is not None:
-            self.inputs[key] = hidden.requires_grad_()
-        output = self.parts.stages[i.chunk](hidden, self.micro_batches[i.micro_batch])
-        if self.sink is not None:
+        units, shapes = self._units(i), self.parts.shape.units[i.chunk]
+        for unit in units:
+            self.state.ready(shapes[unit].forward)
+        where, key = (i.micro_batch, i.chunk), (i.micro_batch, i.chunk, units.start)
+        if units.start:
+            hidden = self.between.pop((False, where))
+        else:
+            hidden = self._arrived(False, where) if i.model_chunk > 0 else None
+        if hidden is not None and self.trains:
+            # A stage's input has a gradient, for which the stage before waits; a unit's has one where it is needed.
+            self.inputs[key] = hidden if units.start else hidden.requires_grad_()
+        output = self.parts.stages[i.chunk](hidden, self.micro_batches[i.micro_batch], i.units)
+        if self.trains:
             # None: no parameter so far is trained (a chunk with a frozen embedding only).
             self.edges[key] = get_gradient_edge(output) if output.requires_grad else None
-        if i.model_chunk == self.parts.model_chunks - 1:
+        if units.stop < len(shapes):
+            self.between[False, where] = output.detach().requires_grad_(self.trains and output.requires_grad)
+        elif i.model_chunk == self.parts.model_chunks - 1:
             self.loss_sum += output.detach()
             if self.loss_factor is not None:
                 # The gradient that the loss's backward starts from: d(factor * loss) / d(loss).
-                self.arriving[True, key] = self.loss_factor.to(output), None
+                self.arriving[True, where] = self.loss_factor.to(output), None
         else:
-            assert output.shape == self.parts.hidden_shape and output.dtype == self.parts.dtype, (
-                output.shape,
-                output.dtype,
-            )
             self._hand_on(False, i, output.detach())
 
     def _backward(self, i: Instruction) -> None:
-        key = i.micro_batch, i.chunk
+        units, shapes = self._units(i), self.parts.shape.units[i.chunk]
+        for unit in units:
+            self.state.ready(shapes[unit].backward)
+        where, key = (i.micro_batch, i.chunk), (i.micro_batch, i.chunk, units.start)
         edge = self.edges.pop(key)
-        gradient = self._arrived(True, key)
-        assert self.sink is not None
-        self.sink.before_backward(i.chunk, i.reduce, i.micro_batch if i.op is Op.BACKWARD_INPUT else None)
+        gradient = self.between.pop((True, where)) if units.stop < len(shapes) else self._arrived(True, where)
+        self.state.before_backward(key if i.op is Op.BACKWARD_INPUT else None)
         if edge is not None:
+            assert gradient is not None, "a unit's output has a gradient, but not the next unit's input"
             torch.autograd.backward([edge], [gradient])
-        self.sink.after_backward(i.chunk)
-        if i.model_chunk > 0:
-            input_gradient = self.inputs.pop(key).grad
-            assert input_gradient is not None, "a stage's output does not depend on its input"
-            self._hand_on(True, i, input_gradient)
+        self.state.after_backward()
+        given = self.inputs.pop(key).grad if key in self.inputs else None
+        if units.start:
+            self.between[True, where] = given
+        elif i.model_chunk > 0:
+            assert given is not None, "a stage's output does not depend on its input"
+            self._hand_on(True, i, given)
 
     def _backward_weight(self, i: Instruction) -> None:
-        assert self.sink is not None
-        self.sink.run_deferred(i.chunk, i.micro_batch, i.reduce)
+        self.state.run_deferred((i.micro_batch, i.chunk, self._units(i).start))
 
-    def _arrived(self, backward: bool, key: Key) -> Tensor:
-        tensor, handle = self.arriving.pop((backward, key))
+    def _units(self, i: Instruction) -> range:
+        return units_of(i, self.parts.shape)
+
+    # --- the end of a step -----------------------------------------------------------------------------------------
+
+    def _norm(self, i: Instruction) -> None:
+        assert self.end is not None
+        self.end.norm(self.loss_sum)
+
+    def _update(self, i: Instruction) -> None:
+        assert self.end is not None
+        self.end.update(i.buckets)
+
+    # --- hidden states and their gradients -------------------------------------------------------------------------
+
+    def _arrived(self, backward: bool, where: Pass) -> Tensor:
+        tensor, handle = self.arriving.pop((backward, where))
         if handle is not None:
             handle.wait()
         return tensor
 
     def _hand_on(self, backward: bool, i: Instruction, tensor: Tensor) -> None:
         """Pass a tensor to the next chunk if that is on this rank, else to the send that follows."""
+        assert tensor.shape == self.parts.hidden_shape and tensor.dtype == self.parts.dtype, (
+            tensor.shape,
+            tensor.dtype,
+        )
         taker = self.own.get(i.model_chunk + (-1 if backward else 1))
         if taker is None:
             self.leaving[backward, (i.micro_batch, i.chunk)] = tensor

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megazero.pipeline.chunk_times import ChunkTimes
-from megazero.pipeline.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op
 
 Channel = tuple[int, int, bool]
 """(sending stage, receiving stage, whether it carries gradients)."""
@@ -94,8 +94,8 @@ def check_complete(
 ) -> None:
     """Raise ScheduleError unless a schedule is complete.
 
-    Every (micro-batch, chunk) must be computed once (a split backward in both parts), each message be sent and received
-    once by the right stages, and the gradients of every chunk be reduced in its last backward.
+    Every (micro-batch, chunk) must be computed once (a split backward in both parts), and each message be sent and
+    received once by the right stages.
     """
     holders = _holders(schedule, len(schedule) * virtual_stages)
     split = any(i.op is Op.BACKWARD_WEIGHT for instructions in schedule for i in instructions)
@@ -122,12 +122,6 @@ def check_complete(
             missing = [str(Instruction(*key)) for key in (wanted - found)]
             extra = [str(Instruction(*key)) for key in (found - wanted)]
             raise ScheduleError(f"stage {stage}: missing {missing or 'nothing'}, too many {extra or 'none'}")
-        flags = {i.chunk: i.reduce for i in instructions if i.ends_backward}
-        if not all(flags.values()):
-            raise ScheduleError(
-                f"stage {stage}: gradients of chunks {[c for c, r in flags.items() if not r]} are not reduced at the "
-                "end"
-            )
 
 
 def _holders(schedule: Sequence[Sequence[Instruction]], count: int) -> list[tuple[int, int]]:

@@ -9,18 +9,26 @@ model of it: most schedules would hang in their first step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 import torch
 
-from megazero.pipeline.instruction import Instruction
 from megazero.pipeline.schedule_run import ScheduleRun
+from megazero.program.instruction import Instruction, Op
 
 
 class LonePass(ScheduleRun):
     """A pass whose messages are made up or dropped. It computes what `ScheduleRun` does, in as much memory.
 
-    Gradients and losses are meaningless: the sink has to forget them. Communicates what layers and sink do within the
-    stage, so all ranks of a stage make it together.
+    It ends before the norm. Gradients and losses are meaningless: the model state has to forget them. Communicates what
+    layers and the model state do within the stage, so all ranks of a stage make it together.
     """
+
+    def execute(self, instructions: Sequence[Instruction]) -> None:
+        """See `ScheduleRun.execute`."""
+        ends = (Op.REDUCE_PARTIAL, Op.NORM)
+        super().execute(list(takewhile(lambda i: i.op not in ends, instructions)))
 
     def _send(self, i: Instruction) -> None:
         del self.leaving[i.is_backward, (i.micro_batch, i.chunk)]

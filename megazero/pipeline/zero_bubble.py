@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from megazero.mpu.chunks import ChunkMap
-from megazero.pipeline.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op
 
 _Order = list[Instruction]
 

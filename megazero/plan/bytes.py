@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.derive import bucket_size
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import UNSHARED, group_sizes, pack, shard_sizes
+from megazero.zero.layout import UNSHARED, group_sizes, pack, packing_of, shard_sizes
 from megazero.zero.placement import Column, Placement, columns, placements
 
 
@@ -63,15 +62,19 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     )
     held = dict.fromkeys(Column, 0)
     parameters = 0
-    most = bucket_size(run.parallel, axes.dp * axes.cp, nccl=_has_nccl(run.parallel, axes))
-    for bucket in pack(specs_of(run, stage, 0), group_sizes(axes, at), most):
+    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=_has_nccl(run.parallel, axes))
+    sizes = group_sizes(axes, at)
+    for bucket in pack(specs_of(run, stage, 0), sizes, packing):
         parameters += bucket.used
         for column, dtype in dtypes.items():
-            elements = bucket.numel // shards[bucket.group] if row[column] is Placement.SHARDED else bucket.numel
+            whole = row[column] is Placement.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
+            elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
             held[column] += elements * dtype.itemsize
-    frozen = pack(specs_of(run, stage, 0, trained=False), UNSHARED, most)
-    parameters += sum(bucket.used for bucket in frozen)
-    held[Column.PARAMETER] += sum(bucket.numel for bucket in frozen) * dtypes[Column.PARAMETER].itemsize
+    sharded = row[Column.PARAMETER] is Placement.SHARDED
+    for bucket in pack(specs_of(run, stage, 0, trained=False), sizes if sharded else UNSHARED, packing):
+        parameters += bucket.used
+        elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel
+        held[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)
     own = [specs[number] for number in chunks_of(run).of(stage)]
     embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)

@@ -100,9 +100,7 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
             absent = [wanted for wanted in frozen.by_name if wanted not in source.entries]
             if absent:
                 raise ConversionError(f"{source.path} does not fit the model: it has no {', '.join(absent[:20])}")
-            for parameter in frozen.by_name.values():
-                spec = spec_of(parameter)
-                copy_box(parameter.data, spec, source.read(spec.name))
+            frozen.fill(lambda p: copy_box(p.data, spec_of(p), source.read(spec_of(p).name)))
     except Exception as error:
         failure = error
     raise_on_all_ranks(grid.world, grid.device, failure)

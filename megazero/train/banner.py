@@ -130,7 +130,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     """(name, text) of the schedule with its bubble, ZeRO's traffic, recompute and CUDA graphs."""
     micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
-    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual, reduce_every=False), chunk_times(run))
+    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual), chunk_times(run))
     widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
     live = max(report.peak_activations)
     lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]

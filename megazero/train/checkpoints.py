@@ -19,7 +19,7 @@ from megazero.train.adapters import peft_files
 from megazero.train.logs import as_config_error
 from megazero.zero.layout import owned_fragments
 from megazero.zero.optimizer import ShardedOptimizer
-from megazero.zero.state import bucket_size_on
+from megazero.zero.state import packing_on
 
 
 def claim_checkpoints(
@@ -62,9 +62,9 @@ def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequ
     def specs(pp_index: int, tp_index: int) -> Any:
         return specs_of(run, pp_index, tp_index)
 
-    most = bucket_size_on(grid, run.parallel)
+    packing = packing_on(grid, run.parallel)
 
     def held_by(at: Coordinates) -> list[Any]:
-        return [fragment for _, fragment in owned_fragments(specs(at.pp, at.tp), grid.axes, at, most)]
+        return [fragment for _, fragment in owned_fragments(specs(at.pp, at.tp), grid.axes, at, packing)]
 
     return lambda: [held_by(grid.axes.coordinates(rank)) for rank in range(grid.axes.world_size)]

@@ -14,7 +14,7 @@ from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.optim.loss_scale import LossScaler
-from megazero.pipeline.build import build_engine, build_stages, with_graphs
+from megazero.pipeline.build import build_engine, build_stages, step_lists, with_graphs
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.stage_specs import chunks_of
@@ -60,8 +60,7 @@ class Job:
     def report(self) -> None:
         """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
         self.trainer.log.close()
-        self.state.model.wait_parameters()
-        text = sample_text(self.run, self.stages, self.grid, self.prepared.tokenizer)
+        text = sample_text(self.run, self.stages, self.state.model, self.grid, self.prepared.tokenizer)
         if self.grid.rank == 0:
             report(self.run, text)
 
@@ -83,13 +82,14 @@ def build_job(
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
-    stages = build_stages(run, grid)
+    stages = build_stages(run, grid, allocate=False)
     model = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(model, run.optimizer, grid)
     state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)
     channels = Channels(grid, and_back=chunks_of(run).and_back)
-    engine = with_graphs(build_engine(run, grid, stages, channels), run, grid)
-    probe_engine = build_engine(run, grid, stages, channels, micro_batch_size=1)
+    lists = step_lists(run, grid.at.pp, model.shape)
+    engine = build_engine(run, grid, stages, channels, lists, model.actions)
+    probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
     minutes = run.trainer.exit_duration_in_mins  # counted from here, when the kernels are compiled
@@ -108,7 +108,7 @@ def build_job(
     trainer = Trainer(
         run,
         grid,
-        engine,
+        with_graphs(engine, model.actions, run, grid),
         state,
         batches,
         log,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megazero.config.schema import Run
 from megazero.data.tokenizer import Tokenizer
@@ -15,22 +16,26 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.telemetry.sinks import named_places
 from megazero.train.banner_parts import pairs
+from megazero.zero.state import ModelState
 
 
-def sample_text(run: Run, stages: Sequence[Stage], grid: ProcessGrid, tokenizer: Tokenizer | None) -> str | None:
+def sample_text(
+    run: Run, stages: Sequence[Stage], model: ModelState, grid: ProcessGrid, tokenizer: Tokenizer | None
+) -> str | None:
     """The prompt of --sample-prompt and the model's continuation; None without a tokenizer or a prompt.
 
-    A collective of all ranks. Their parameters must have been gathered.
+    A collective of all ranks. Sharded parameters are gathered unit by unit.
     """
     prompt = run.trainer.sample_prompt
     if prompt is None or tokenizer is None:
         return None
+    model.wait_parameters()
     ids = tokenizer.encode(prompt)
     if not ids:
         return None
     eod_id = run.data.eod_id
     (new,) = generate(
-        Pipeline.of(stages, grid, chunks_of(run)),
+        replace(Pipeline.of(stages, grid, chunks_of(run)), reading=model.reading),
         [ids],
         run.trainer.sample_tokens,
         Sampling(temperature=0.7, top_k=20),

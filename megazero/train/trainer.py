@@ -15,7 +15,6 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import ProcessGrid, uncounted
-from megazero.optim.clip import clip_coefficient
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
@@ -26,6 +25,7 @@ from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
 from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
+from megazero.train.step_end import TrainingStepEnd
 
 GROWTH = 1.25
 """Free memory of the host's allocator is returned to the system when a rank's resident set exceeds its size after the
@@ -115,22 +115,23 @@ class Trainer:
         began += self.warm_up(batches, scale / positions)
         if self.state.fp8 is not None:
             self.state.fp8.begin()
-        loss_sum = self.engine.train(batches, scale / positions, self.state.model.reducer)
-        self.state.optimizer.finish_reduction()
-        late = self.deadline is not None and time.monotonic() >= self.deadline
-        loss = loss_sum if self.reports_loss else 0.0
-        squares, loss_sum, tokens, asked = self.reduce(
-            self.state.optimizer.sum_of_squares(), loss, self.count(batches), float(stop or late)
+        end = TrainingStepEnd(
+            optimizer=self.state.optimizer,
+            reduce=self.reduce_once,
+            lr=now.lr,
+            positions=positions,
+            scale=scale,
+            clip_grad=self.run.optimizer.clip_grad,
+            tokens=self.count(batches),
+            reports=self.reports_loss,
+            stops=lambda: stop or (self.deadline is not None and time.monotonic() >= self.deadline),
         )
-        self.signals.begin()  # not before the first reduction: until then a signal may end a rank and nothing is lost
-        unscale = positions / (tokens * scale)
-        norm = squares.sqrt() * unscale
-        bad = ~(torch.isfinite(norm) & torch.isfinite(loss_sum))
-        self.state.optimizer.step(now.lr, unscale * clip_coefficient(norm, self.run.optimizer.clip_grad), bad)
-        self.state.scaler.update(bad)
+        self.engine.train(batches, scale / positions, end)
+        self.state.optimizer.end_step(end.bad)
+        self.state.scaler.update(end.bad)
         if self.state.fp8 is not None:
-            self.first_scales(self.state.fp8, bad)
-        self.asked_to_stop = asked
+            self.first_scales(self.state.fp8, end.bad)
+        self.asked_to_stop = end.asked
         self.batches.train.upload()
         self.position = TrainingPosition(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         seconds = time.perf_counter() - began
@@ -138,11 +139,11 @@ class Trainer:
             iteration=self.position.iteration,
             consumed_samples=self.position.consumed_samples,
             consumed_tokens=self.position.consumed_tokens,
-            loss=loss_sum / tokens,
-            grad_norm=norm,
+            loss=end.loss_sum / end.all_tokens,
+            grad_norm=end.grad_norm,
             lr=now.lr,
             loss_scale=scale,
-            skipped=bad,
+            skipped=end.bad,
             global_batch_size=size,
             step_seconds=seconds,
         )
@@ -164,13 +165,19 @@ class Trainer:
         """
         if isinstance(self.engine, GraphedEngine) or self.engine.is_warm[True]:
             return 0.0
-        began, grid, reducer = time.perf_counter(), self.grid, self.state.model.reducer
+        began, grid = time.perf_counter(), self.grid
         if self.state.fp8 is not None:
             self.state.fp8.begin()
         with uncounted(*grid.step_groups):
-            self.engine.warm_up(batches, loss_factor, reducer)
-            reducer.discard()
+            self.engine.warm_up(batches, loss_factor)
+            self.state.model.reducer.discard()
         return time.perf_counter() - began
+
+    def reduce_once(self, *values: Tensor | float) -> list[Tensor]:
+        """`reduce` of a training step."""
+        sums = self.reduce(*values)
+        self.signals.begin()  # not before the first reduction: until then a signal may end a rank and nothing is lost
+        return sums
 
     def reduce(self, *values: Tensor | float) -> list[Tensor]:
         """The sum of each value over all ranks, as 0-dim float64 tensors; one all-reduce of the world.

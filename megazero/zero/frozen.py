@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
-from megazero.zero.layout import UNSHARED, pack
+from megazero.mpu.grid import StateGroups
+from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
+from megazero.zero.gatherer import WholeParameters
+from megazero.zero.layout import UNSHARED, BucketLayout, Packing, pack
+from megazero.zero.placement import Placement
+from megazero.zero.storage import Bucket, StoredColumn
 
 FROZEN = "frozen"
 """Their key in a table of bytes by column."""
@@ -33,19 +37,50 @@ def specs_by_unit(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) -> li
     ]
 
 
-class FrozenParameters:
-    """The frozen parameters of a rank's chunks, moved into flat buffers. Their values are zero at first.
+def buckets_of(
+    layouts: Sequence[BucketLayout], by_name: Mapping[str, Parameter], group_of: Callable[[StateGroup], StateGroups]
+) -> tuple[Bucket, ...]:
+    """The buckets of this rank with these layouts and parameters."""
+    return tuple(
+        Bucket(layout, tuple(by_name[entry.spec.name] for entry in layout.entries), group_of(layout.group))
+        for layout in layouts
+    )
 
-    They are packed like buckets of a group of one, so that matrices that are multiplied as one (gate and up) stay
-    adjacent.
+
+class FrozenParameters:
+    """The frozen parameters of a rank's chunks, moved into flat buckets without other columns.
+
+    groups     the ranks over which each bucket is sharded, where the parameter column is (ZeRO-3)
+    placement  of the parameter column
     """
 
-    def __init__(self, chunks: Sequence[Sequence[nn.Module]], device: torch.device, bucket_size: int) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[nn.Module]],
+        sizes: Mapping[StateGroup, int],
+        group_of: Callable[[StateGroup], StateGroups],
+        placement: Placement,
+        packing: Packing,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.by_name = parameters_by_name(chunks, trained=False)
-        self.nbytes = 0
-        for layout in pack(specs_by_unit(chunks, trained=False), UNSHARED, bucket_size):
-            dtype = self.by_name[layout.entries[0].spec.name].dtype
-            memory = torch.zeros(layout.numel, dtype=dtype, device=device)
-            self.nbytes += memory.nbytes
-            for entry in layout.entries:
-                self.by_name[entry.spec.name].data = memory[entry.offset : entry.stop].view(entry.spec.local_shape)
+        layouts = pack(
+            specs_by_unit(chunks, trained=False), sizes if placement is Placement.SHARDED else UNSHARED, packing
+        )
+        self.buckets = buckets_of(layouts, self.by_name, group_of)
+        kept = [index for index, layout in enumerate(layouts) if layout.kept_whole]
+        self.column = StoredColumn(placement, dtype, self.buckets, device, whole=kept)
+        self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(self.buckets)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank stores."""
+        return self.column.nbytes
+
+    def fill(self, write: Callable[[Parameter], None]) -> None:
+        """Have `write` write the whole value of each parameter, one bucket after the other. Communicates nothing."""
+        for at in self.parameters:
+            with at.filling():
+                for parameter in at.bucket.parameters:
+                    write(parameter)

@@ -1,70 +1,132 @@
-"""All-gather of updated parameters after a step, overlapped with the next forward."""
+"""Whole parameters: where they are, and the all-gathers that bring them there.
+
+There are two kinds of buckets. A kept bucket is whole on every rank; after a step in which the ranks have updated
+different shards it is gathered once (ZeRO-1, 2). The parameters of a sharded bucket (ZeRO-3) are gathered for each use
+and freed afterwards: their tensors stay, and only the memory behind them comes and goes, so a view that autograd has
+saved reads the right values in backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.zero.storage import Bucket, StoredColumn
 
 
-class ParameterGatherer:
-    """Gathers the parameter column bucket by bucket, in forward order.
+@dataclass(frozen=True)
+class WholeParameters:
+    """The whole parameters of one bucket.
 
-    column    the parameter column, whole on every rank
-    state     an optimizer column: if it is not sharded, every rank updates everything and nothing is communicated
-    units     modules in forward order. A hook waits, before a unit's forward, for the buckets with its parameters
-    overlap   wait only in these hooks; else `launched_all` waits for all buckets
+    column    the parameter column, in which the bucket has the number `index`
+    whole     [numel], of which the parameters are views; without memory while a sharded bucket is not gathered
+    sharded   whether the column holds a shard only
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        column: StoredColumn,
-        state: StoredColumn,
-        units: Sequence[nn.Module],
-        *,
-        overlap: bool,
-    ) -> None:
-        self.buckets, self.column, self.state, self.overlap = buckets, column, state, overlap
-        self._gathers: dict[int, CommunicationHandle] = {}
-        bucket_of = {id(parameter): index for index, bucket in enumerate(buckets) for parameter in bucket.parameters}
-        for unit in units:
-            needed = sorted({bucket_of[id(parameter)] for parameter in unit.parameters() if parameter.requires_grad})
-            unit.register_forward_pre_hook(partial(self._before_forward, needed))
+    bucket: Bucket
+    column: StoredColumn
+    index: int
+    whole: Tensor
+    sharded: bool
+
+    @classmethod
+    def adopt(cls, column: StoredColumn, index: int, bucket: Bucket) -> WholeParameters:
+        """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
+        sharded, numel = column.is_sharded_in(index), bucket.layout.numel
+        whole = torch.empty(numel, dtype=column.dtype, device=column.device) if sharded else column.held(index)
+        for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
+            assert parameter.dtype == column.dtype, f"{entry.spec.name} is {parameter.dtype}, not {column.dtype}"
+            parameter.data = whole[entry.offset : entry.stop].view(entry.spec.local_shape)
+        found = cls(bucket, column, index, whole, sharded)
+        if sharded:
+            found.free()
+        return found
 
     @property
-    def communicates(self) -> bool:
-        """Whether `launch` gathers buckets. In a group of one rank nothing travels then."""
-        return self.state.is_sharded
+    def nbytes(self) -> int:
+        return self.bucket.layout.numel * self.whole.element_size()
 
-    def launch(self, index: int) -> None:
-        """Start to gather bucket `index` after this rank has updated its shard. Communicates an all-gather over the
-        neighbours that share out its state.
-        """
-        assert index not in self._gathers
-        if self.communicates:
-            bucket = self.buckets[index]
-            self._gathers[index] = collectives.all_gather(
-                self.column.held(index), self.column.shard(index), bucket.groups.inner
-            )
+    def allocate(self) -> None:
+        """Give a sharded bucket's tensor memory. Its content is undefined."""
+        storage = self.whole.untyped_storage()
+        assert storage.nbytes() == 0, f"parameters of bucket {self.index} are gathered already"
+        storage.resize_(self.nbytes)
 
-    def launched_all(self) -> None:
-        """Called after every bucket has been launched. Without overlap it waits for all of them."""
+    def free(self) -> None:
+        """Free the memory of a sharded bucket's tensor."""
+        self.whole.untyped_storage().resize_(0)
+
+    def keep_shard(self) -> None:
+        """Copy this rank's range of the whole values into the column."""
+        if self.sharded:
+            self.column.held(self.index).copy_(self.whole[slice(*self.bucket.shard)])
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """A context in which all values of the bucket are written; then only what this rank stores is kept."""
+        if self.sharded:
+            self.allocate()
+        yield
+        self.keep_shard()
+        if self.sharded:
+            self.free()
+
+
+class ParameterGatherer:
+    """Gathers whole parameters and frees them.
+
+    parameters  by number of the bucket, the trained buckets first
+    overlap     a gather goes on until the parameters are read; else its launch waits for it
+    """
+
+    def __init__(self, parameters: Sequence[WholeParameters], *, overlap: bool) -> None:
+        self.parameters, self.overlap = parameters, overlap
+        self._gathers: dict[int, CommunicationHandle] = {}
+
+    def gather(self, index: int) -> None:
+        """Start to gather bucket `index`. Communicates an all-gather over the ranks that share out its state."""
+        assert index not in self._gathers, f"bucket {index} is being gathered"
+        at = self.parameters[index]
+        if at.sharded:
+            at.allocate()
+        handle = collectives.all_gather(at.whole, at.column.shard(at.index), at.bucket.groups.inner)
+        self._gathers[index] = handle
         if not self.overlap:
-            self.wait()
+            self.ready([index])
+
+    def release(self, index: int) -> None:
+        """Free the whole parameters of a sharded bucket."""
+        self.ready([index])
+        self.parameters[index].free()
+
+    def ready(self, indices: Sequence[int]) -> None:
+        """Return once these buckets have been gathered, if they are being."""
+        for index in indices:
+            if index in self._gathers:
+                self._gathers.pop(index).wait()
 
     def wait(self) -> None:
         """Return once all launched buckets have been gathered."""
-        for index in list(self._gathers):
-            self._gathers.pop(index).wait()
+        self.ready(list(self._gathers))
 
-    def _before_forward(self, needed: Sequence[int], *_: Any) -> None:
-        for index in needed:
-            if index in self._gathers:
-                self._gathers.pop(index).wait()
+    @contextmanager
+    def reading(self, indices: Sequence[int]) -> Iterator[None]:
+        """A context in which these buckets are whole. A collective of the ranks that share out their state.
+
+        Sharded ones are gathered at its begin and freed at its end.
+        """
+        sharded = [index for index in indices if self.parameters[index].sharded]
+        for index in sharded:
+            self.gather(index)
+        self.ready(indices)
+        try:
+            yield
+        finally:
+            for index in sharded:
+                self.release(index)

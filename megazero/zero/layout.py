@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from megazero.config.derive import bucket_size
+from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
@@ -47,6 +49,7 @@ class BucketLayout:
     used     elements [0, used) belong to parameters
     numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
     group    the ranks that hold these parameters, reduce their gradients and shard their state
+    kept_whole  whether the parameters stay whole on every rank where parameters are sharded (--zero3-persist-below)
 
     A shard is a K-th of the bucket, where K neighbours share out the state (`Axes.inner_ranks`). The N / K ranks that
     store the same shard (`Axes.across_ranks`) each own an equal part of it, so that each element has one owner.
@@ -58,6 +61,7 @@ class BucketLayout:
     used: int
     numel: int
     group: StateGroup
+    kept_whole: bool = False
 
     def shard(self, index: int, size: int) -> tuple[int, int]:
         """Range (start, stop) of the bucket that neighbour `index` of `size` stores of a sharded column."""
@@ -82,15 +86,36 @@ class BucketLayout:
                 yield BucketFragment(entry.spec, first - entry.offset, last - entry.offset, first)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How parameters are packed.
+
+    bucket_size  elements that a bucket holds at most. A parameter is never split, so a larger one makes a larger bucket
+    by_unit      no bucket spans two units, and tables (embeddings, a head) have buckets of their own, since backward
+                 does not read them. For parameters that are gathered for each use (ZeRO-3)
+    keep_below   with `by_unit`: parameters of fewer elements stay whole on every rank, in buckets of their own that
+                 may span units
+    """
+
+    bucket_size: int
+    by_unit: bool = False
+    keep_below: int = 0
+
+
+def packing_of(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> Packing:
+    """How a run's parameters are packed. replicas, nccl: as in `config.derive.bucket_size`."""
+    most = bucket_size(parallel, replicas, nccl=nccl)
+    return Packing(most, by_unit=parallel.zero_stage >= 3, keep_below=parallel.zero3_persist_below)
+
+
 def pack(
-    chunks: Sequence[Sequence[Sequence[ParameterSpec]]], sizes: Mapping[StateGroup, int], bucket_size: int
+    chunks: Sequence[Sequence[Sequence[ParameterSpec]]], sizes: Mapping[StateGroup, int], packing: Packing
 ) -> tuple[BucketLayout, ...]:
     """Buckets of one rank, in forward order.
 
-    chunks       specs by model chunk and unit (embedding, blocks, head), in forward order. A name that comes again is
-                 the same parameter and is packed where it came first
-    sizes        number of ranks in each group that some spec names
-    bucket_size  elements that a bucket holds at most. A parameter is never split, so a larger one makes a larger bucket
+    chunks  specs by model chunk and unit (embedding, blocks, head), in forward order. A name that comes again is the
+            same parameter and is packed where it came first
+    sizes   number of ranks in each group that some spec names
 
     No bucket spans two chunks or two groups. Matrices of equal shape that follow each other in a unit (gate and up) are
     adjacent in one bucket.
@@ -98,23 +123,55 @@ def pack(
     buckets: list[BucketLayout] = []
     seen: set[str] = set()
     for number, units in enumerate(chunks):
-        filling: list[ParameterSpec] = []
-
-        def close(number: int = number, filling: list[ParameterSpec] = filling) -> None:
-            if filling:
-                buckets.append(_bucket(number, filling, sizes))
-                filling.clear()
-
+        filling = _Filling(number, sizes, packing.bucket_size)
+        kept: list[list[ParameterSpec]] = []
         for unit in units:
             fresh = [spec for spec in unit if spec.name not in seen]
             seen.update(spec.name for spec in fresh)
-            for together in _inseparable(fresh):
-                others = filling and filling[0].state_group is not together[0].state_group
-                if others or _numel(filling) + _numel(together) > bucket_size:
-                    close()
-                filling.extend(together)
-        close()
+            small = [spec for spec in fresh if packing.by_unit and spec.local_numel < packing.keep_below]
+            kept += _inseparable(small)
+            for part in _parts([spec for spec in fresh if spec not in small], packing):
+                filling.add(_inseparable(part))
+                if packing.by_unit:
+                    filling.close()
+        filling.close()
+        filling.add(kept)
+        filling.close(kept_whole=True)
+        buckets += filling.closed
     return tuple(buckets)
+
+
+def _parts(unit: list[ParameterSpec], packing: Packing) -> list[list[ParameterSpec]]:
+    """The parameters of a unit that may share buckets."""
+    if not packing.by_unit:
+        return [unit]
+    tables = [spec for spec in unit if spec.kind is ParameterKind.EMBEDDING]
+    return [tables, [spec for spec in unit if spec.kind is not ParameterKind.EMBEDDING]]
+
+
+@dataclass
+class _Filling:
+    """The buckets of one chunk: the one that is being filled, and those that are closed."""
+
+    chunk: int
+    sizes: Mapping[StateGroup, int]
+    bucket_size: int
+    filling: list[ParameterSpec] = field(default_factory=list)
+    closed: list[BucketLayout] = field(default_factory=list)
+
+    def add(self, runs: Iterable[list[ParameterSpec]]) -> None:
+        """Add runs of parameters that share a bucket."""
+        for together in runs:
+            others = self.filling and self.filling[0].state_group is not together[0].state_group
+            if others or _numel(self.filling) + _numel(together) > self.bucket_size:
+                self.close()
+            self.filling += together
+
+    def close(self, *, kept_whole: bool = False) -> None:
+        """End the bucket that is being filled."""
+        if self.filling:
+            self.closed.append(_bucket(self.chunk, self.filling, self.sizes, kept_whole=kept_whole))
+            self.filling = []
 
 
 def _numel(specs: Iterable[ParameterSpec]) -> int:
@@ -139,7 +196,9 @@ def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
     return runs
 
 
-def _bucket(chunk: int, specs: Sequence[ParameterSpec], sizes: Mapping[StateGroup, int]) -> BucketLayout:
+def _bucket(
+    chunk: int, specs: Sequence[ParameterSpec], sizes: Mapping[StateGroup, int], *, kept_whole: bool
+) -> BucketLayout:
     ordered = sorted(specs, key=lambda spec: not spec.kind.decays)  # stable: order is kept within both parts
     entries, offset, decayed = [], 0, 0
     for spec in ordered:
@@ -148,7 +207,7 @@ def _bucket(chunk: int, specs: Sequence[ParameterSpec], sizes: Mapping[StateGrou
         if spec.kind.decays:
             decayed = offset
     group = specs[0].state_group
-    return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, sizes[group]), group)
+    return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, sizes[group]), group, kept_whole)
 
 
 def _padded(used: int, size: int) -> int:
@@ -167,20 +226,25 @@ def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
     return {group: len(axes.state_ranks(group, at)) for group in StateGroup}
 
 
+def state_groups(axes: Axes, at: Coordinates) -> dict[StateGroup, tuple[int, int]]:
+    """By group, the number of ranks that share out a state, and of those that hold the same shard."""
+    return {group: (len(axes.inner_ranks(group, at)), len(axes.across_ranks(group, at))) for group in StateGroup}
+
+
 def shard_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
     """Number of ranks over which the state of the rank at `at` is sharded, by group."""
-    return {group: len(axes.inner_ranks(group, at)) for group in StateGroup}
+    return {group: inner for group, (inner, _) in state_groups(axes, at).items()}
 
 
 def owned_fragments(
-    chunks: Sequence[Sequence[Sequence[ParameterSpec]]], axes: Axes, at: Coordinates, bucket_size: int
+    chunks: Sequence[Sequence[Sequence[ParameterSpec]]], axes: Axes, at: Coordinates, packing: Packing
 ) -> Iterator[tuple[int, BucketFragment]]:
     """(bucket number, fragment) for all fragments that the rank at `at` owns, at any ZeRO stage.
 
     On that rank `ShardedOptimizer.fragments` gives the same fragments with values. Over all ranks they cover every
     element once; parameters replicated over tp are owned once by each tp rank.
     """
-    for number, layout in enumerate(pack(chunks, group_sizes(axes, at), bucket_size)):
+    for number, layout in enumerate(pack(chunks, group_sizes(axes, at), packing)):
         members = axes.inner_ranks(layout.group, at), axes.across_ranks(layout.group, at)
         inner, across = ((ranks.index(axes.rank(at)), len(ranks)) for ranks in members)
         for fragment in layout.fragments(*layout.owned(inner, across)):

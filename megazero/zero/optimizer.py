@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,11 +22,26 @@ ADAM = {"megazero": adam_steps, "apex": apex.adam_steps}
 """Adam by --optimizer-impl."""
 
 
+@dataclass(frozen=True)
+class UpdateValues:
+    """What all updates of a step share.
+
+    lr          learning rate of this step
+    multiplier  0-dim on the device: clip coefficient / loss scale
+    skip        0-dim bool on the device, the same on all ranks: weights, moments and step count keep their bits
+    """
+
+    lr: float
+    multiplier: Tensor
+    skip: Tensor
+
+
 class ShardedOptimizer:
     """AdamW, Adam or SGD on flat ranges: this rank's shards (ZeRO-1, 2), or whole buckets on every rank (ZeRO-0).
 
-    (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.) A step is `finish_reduction`, `sum_of_squares` (which the caller
-    sums over all ranks), `step`. None of them waits for the device.
+    (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.) The end of a step is `complete_reduction`, `sum_of_squares`
+    (which the caller sums over all ranks), `update` for each bucket once, `end_step`. None of them waits for the
+    device.
 
     step_count  0-dim float64 tensor on the device: number of steps that were not skipped
     """
@@ -36,12 +52,9 @@ class ShardedOptimizer:
         self._counted = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=True)]
         self._replicas = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=False)]
 
-    def finish_reduction(self) -> None:
-        """Wait until the step's gradients are summed over their groups, and over tp where they are partial.
-
-        Communicates the reductions that have not been launched yet (`reducer.GradientReducer`).
-        """
-        self.state.reducer.finish()
+    def complete_reduction(self) -> None:
+        """Wait until the reductions that the step's list has launched are complete."""
+        self.state.reducer.complete()
 
     def sum_of_squares(self) -> Tensor:
         """This rank's part of the squared norm of the reduced gradients, 0-dim float64. Communicates nothing.
@@ -58,23 +71,17 @@ class ShardedOptimizer:
             total += 0.0 * sum_of_squares(view)
         return total
 
-    def step(self, lr: float, multiplier: Tensor, skip: Tensor) -> None:
-        """Update the weights with the gradients times `multiplier`, start to gather them, and reset the gradients.
+    def update(self, indices: Sequence[int], now: UpdateValues) -> None:
+        """Update the ranges of these buckets that this rank owns, with the gradients times `now.multiplier`.
 
-        lr          learning rate of this step
-        multiplier  0-dim on the device: clip coefficient / loss scale
-        skip        0-dim bool on the device, the same on all ranks: weights, moments and step count keep their bits
-
-        Communicates under ZeRO-1 and 2: one all-gather per bucket over its group, for which the next forward waits.
+        Communicates nothing: the gathers of parameters that are kept whole are instructions of their own.
         """
-        self.state.wait_parameters()
-        number = self.step_count + 1.0
-        for indices in self._together():
-            self._update([own for index in indices for own in self._ranges(index)], lr, number, multiplier, skip)
-            for index in indices:
-                self.state.gatherer.launch(index)
-        self.state.gatherer.launched_all()
-        self.step_count = torch.where(skip, self.step_count, number)
+        self.state.gatherer.ready(indices)
+        self._update([own for index in indices for own in self._ranges(index)], now, self.step_count + 1.0)
+
+    def end_step(self, skip: Tensor) -> None:
+        """Count the step unless it was skipped, and reset the gradients. skip: as in `UpdateValues`."""
+        self.step_count = torch.where(skip, self.step_count, self.step_count + 1.0)
         self.state.reducer.reset()
 
     def fragments(self) -> Iterator[Fragment]:
@@ -111,12 +118,13 @@ class ShardedOptimizer:
             for column in (weights, table[Column.EXP_AVG], table.get(Column.EXP_AVG_SQ)):
                 if column is not None:
                     collectives.all_gather(column.shard(index), column.owned(index), bucket.groups.across).wait()
-                    if not column.is_sharded:
+                    if not column.is_sharded_in(index):
                         collectives.all_gather(column.held(index), column.shard(index), bucket.groups.inner).wait()
             if self.state.has_master:
                 start, stop = weights.range_of(index)
                 table[Column.PARAMETER].view(index, start, stop).copy_(weights.held(index))
-                self.state.gatherer.launch(index)
+                if weights.is_sharded and not table[Column.PARAMETER].is_sharded_in(index):
+                    self.state.gatherer.gather(index)
         self.state.wait_parameters()
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
@@ -131,13 +139,6 @@ class ShardedOptimizer:
                 else:
                     runs.append((fragment.offset, stop))
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
-
-    def _together(self) -> list[list[int]]:
-        """Which buckets are updated by one call: a bucket alone where it is gathered as soon as it is updated, so that
-        its message travels while the next is updated; else all of them.
-        """
-        indices = list(range(len(self.state.buckets)))
-        return [[index] for index in indices] if self.state.gatherer.communicates else [indices]
 
     def _decay_ranges(self, index: int) -> Iterator[tuple[int, int, float]]:
         """The ranges of a bucket that this rank updates, as (start, stop, weight decay): two at most."""
@@ -162,27 +163,27 @@ class ShardedOptimizer:
                 decay,
             )
 
-    def _update(self, ranges: Sequence[AdamRange], lr: float, number: Tensor, multiplier: Tensor, skip: Tensor) -> None:
+    def _update(self, ranges: Sequence[AdamRange], now: UpdateValues, number: Tensor) -> None:
         cfg = self.cfg
         if cfg.optimizer == "sgd":
             for own in ranges:
                 sgd_step(
                     *own[:4],
-                    lr=lr,
+                    lr=now.lr,
                     momentum=cfg.sgd_momentum,
                     weight_decay=own.weight_decay,
-                    multiplier=multiplier,
-                    skip=skip,
+                    multiplier=now.multiplier,
+                    skip=now.skip,
                 )
             return
         ADAM[cfg.optimizer_impl](
             ranges,
-            lr=lr,
+            lr=now.lr,
             beta1=cfg.adam_beta1,
             beta2=cfg.adam_beta2,
             eps=cfg.adam_eps,
             decoupled=cfg.optimizer == "adamw",
             step=number,
-            multiplier=multiplier,
-            skip=skip,
+            multiplier=now.multiplier,
+            skip=now.skip,
         )

@@ -1,7 +1,7 @@
 """ZeRO as a table: stage -> column of the model state -> replicated or sharded (arXiv:1910.02054).
 
-The model states of the stages differ in this table only. Outside the model state, a sharded gradient decides when
-gradients are reduced (`pipeline.build.reduces_every_micro_batch`).
+The model states of the stages differ in this table only. The lists of a step follow from it (`zero.shape`): a sharded
+gradient is reduced in every backward, sharded parameters are gathered for each use.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ PLACEMENTS: dict[int, dict[Column, Placement]] = {
     0: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.REPLICATED),
     1: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.SHARDED),
     2: _row(Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
+    3: _row(Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
 }
 """By ZeRO stage. Of a sharded gradient a rank keeps only its own range after a reduction."""
 

@@ -1,17 +1,17 @@
 """Accumulation of gradients in buckets and their reduction to the owners.
 
 Gradients are summed in the bucket's flat buffer (fp32 for 16-bit parameters). A layer's backward writes or adds its
-part there itself (`mpu.gradient`). A gradient that autograd accumulates is added when it is complete, and freed. In a
-backward that reduces, the chunk is armed: a bucket is reduced over its group as soon as it is complete, while backward
-goes on. All ranks of a group launch the same buckets in the same order, the last bucket of the chunk first. A bucket
-that is complete earlier waits for its turn.
-With hybrid shards this is over the neighbours, and the sum across them comes once per step (`zero.across`).
+part there itself (`mpu.gradient`). A gradient that autograd accumulates is added when it is complete, and freed. The
+step's list says when a bucket is reduced over its group; meanwhile backward goes on. All ranks of a group have the same
+list, so they launch the same buckets in the same order.
+
+With hybrid shards a reduction has two halves: `reduce` over the neighbours that share out the state, and once per step
+`reduce_across` over the ranks that store the same shard.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,8 @@ IN_FLIGHT = 2
 """Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 
 Arrived = tuple[frozenset[int], ...]
+Key = tuple[int, int, int]
+"""(micro-batch, chunk, first unit) of a backward."""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class _Target:
 
 
 class GradientReducer:
-    """Accumulates and reduces the gradients of all buckets of a rank; a `pipeline.engine.GradientSink`.
+    """Accumulates and reduces the gradients of all buckets of a rank.
 
     buckets   in forward order
     column    the gradient column. If it is sharded (ZeRO-2), a bucket's whole gradient is in a buffer of the pool from
@@ -77,7 +79,7 @@ class GradientReducer:
     state     an optimizer column. A reduction delivers the range that this column stores: by a reduce-scatter if it is
               sharded, else by an all-reduce (with hybrid shards by a reduce-scatter and `AcrossSum`'s all-gather)
     dtype     dtype in which gradients are communicated
-    overlap   reduce during backward; else at its end. The results have the same bits
+    overlap   a reduction goes on while backward does; else its launch waits for it. The results have the same bits
     tp        group over which tp_partial gradients are summed
 
     Communicates per reduction: one reduce-scatter (or all-reduce) of the bucket over its neighbours. Per step: for each
@@ -109,12 +111,9 @@ class GradientReducer:
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._launched = [False] * len(buckets)
         self._completed = [False] * len(buckets)
-        self._armed: int | None = None
-        self._deferred: dict[tuple[int, int], list[tuple[int, int, Write]]] = {}
-        """Deferred gradients of each (chunk, micro-batch): (bucket, entry, write) in order of arrival."""
+        self._deferred: dict[Key, list[tuple[int, int, Write]]] = {}
+        """Deferred gradients of each (micro-batch, chunk, unit): (bucket, entry, write) in order of arrival."""
         self._deferring: list[tuple[int, int, Write]] | None = None
-        self._missing: dict[int, Counter[int]] = {}
-        self._queue: list[int] = []
         self._reductions: list[_BucketReduction] = []
         for index, bucket in enumerate(buckets):
             for entry, parameter in enumerate(bucket.parameters):
@@ -129,62 +128,40 @@ class GradientReducer:
 
     # --- what the engine calls -------------------------------------------------------------------------------------
 
-    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
-        """Called before a backward of model chunk `chunk`.
+    def before_backward(self, defer: Key | None) -> None:
+        """Called before a backward.
 
-        reduce  reduce the chunk's buckets during this backward or at its end
-        defer   number of the micro-batch: gradients that can wait are made by `run_deferred`. None: none waits
-
-        A bucket whose group spans stages (a tied embedding's) is reduced by `finish`. Its part on the first stage is
-        complete only after the step's last backward, and the last stage would need a buffer for each micro-batch until
-        then.
+        defer: its micro-batch, chunk and first unit, if gradients that can wait are made by `run_deferred`.
         """
-        assert self._armed is None and self._deferring is None, "one backward at a time"
+        assert self._deferring is None, "one backward at a time"
         if defer is not None:
-            assert not reduce, "a chunk is reduced with what was deferred"
-            self._deferring = self._deferred.setdefault((chunk, defer), [])
-        if reduce:
-            self._armed = chunk
-            self._queue = [i for i in reversed(range(len(self.buckets))) if self._is_in(i, chunk)]
-            self._missing = {i: Counter(dict(enumerate(self.buckets[i].uses))) for i in self._queue}
+            assert defer not in self._deferred, f"the backward {defer} is deferred already"
+            self._deferring = self._deferred[defer] = []
 
-    def after_backward(self, chunk: int) -> None:
-        """Called after a backward. If it reduces, launch the buckets that are left; missing gradients count as zero."""
+    def after_backward(self) -> None:
+        """Called after a backward."""
         self._deferring = None
-        if self._armed == chunk:
-            while self._queue:
-                self.launch(self._queue.pop(0))
-            self._armed = None
 
     @torch.no_grad()
-    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
-        """Make and add the gradients that the backward of this micro-batch deferred; free the tensors that they needed.
-
-        reduce: as in `before_backward`.
-        """
-        held = self._deferred.pop((chunk, micro_batch))
-        self.before_backward(chunk, reduce)
-        if reduce:  # only the deferred gradients are still missing
-            self._missing = {i: Counter(entry for index, entry, _ in held if index == i) for i in self._queue}
+    def run_deferred(self, key: Key) -> None:
+        """Make and add the gradients that a backward deferred; free the tensors that they needed."""
+        held = self._deferred.pop(key)
         held.reverse()
         while held:
             self.accumulate(*held.pop())
-        self.after_backward(chunk)
 
-    def finish(self) -> None:
-        """Launch the reductions that are left, wait for all, and sum tp_partial gradients over tp.
-
-        After it, the elements that this rank updates are summed over their group (and tp). All ranks call this.
-        """
-        assert self._armed is None and not self._deferred, "a backward is still under way"
-        for index in reversed(range(len(self.buckets))):
-            if self._arrived[index] or not self._launched[index]:
-                self.launch(index)
+    def complete(self) -> None:
+        """Wait for all reductions. All ranks call this at the end of a step."""
+        assert not self._deferred, "a backward is still under way"
+        late = [index for index, arrived in enumerate(self._arrived) if arrived]
+        assert not late, f"gradients of buckets {late} are not reduced"
         while self._reductions:
             self._complete_oldest()
-        for index in reversed(range(len(self.buckets))):
-            self.launch_across(index)
         self.across.complete()
+
+    def sum_partials(self) -> None:
+        """Sum tp_partial gradients over tp, after `complete`. All ranks call this."""
+        self.complete()
         self._sum_partials()
 
     def reset(self) -> None:
@@ -195,7 +172,7 @@ class GradientReducer:
 
     def discard(self) -> None:
         """Forget all gradients, and those that are being reduced: wait for the reductions, give buffers back."""
-        assert self._armed is None and self._deferring is None and not self._deferred, "a backward is under way"
+        assert self._deferring is None and not self._deferred, "a backward is under way"
         while self._reductions:
             self._complete_oldest()
         self.across.complete()
@@ -228,20 +205,13 @@ class GradientReducer:
             self._deferring.append((index, entry, write))
 
     def accumulate(self, index: int, entry: int, write: Write) -> None:
-        """Add a gradient to its bucket, and launch the buckets of the armed chunk that are complete and in turn."""
+        """Add a gradient to its bucket."""
         assert self.column.is_sharded or not self._launched[index], "a gradient arrived after its bucket was reduced"
         spec = self.buckets[index].layout.entries[entry]
         into = self._whole(index)[spec.offset : spec.stop].view(spec.spec.local_shape)
         # An entry that has not arrived yet still has the previous step's gradient, or undefined content.
         write(into, entry in self._arrived[index])
         self._arrived[index].add(entry)
-        if self._armed is None or index not in self._missing:
-            return
-        self._missing[index][entry] -= 1
-        if self._missing[index][entry] == 0:
-            del self._missing[index][entry]
-        while self.overlap and self._queue and not self._missing[self._queue[0]]:
-            self.launch(self._queue.pop(0))
 
     def _whole(self, index: int) -> Tensor:
         """The whole gradient of a bucket, [numel]."""
@@ -254,12 +224,8 @@ class GradientReducer:
 
     # --- one bucket ------------------------------------------------------------------------------------------------
 
-    def _is_in(self, index: int, chunk: int) -> bool:
-        layout = self.buckets[index].layout
-        return layout.chunk == chunk and not layout.group.spans_stages
-
-    def launch(self, index: int) -> None:
-        """Start to reduce a bucket over its neighbours."""
+    def reduce(self, index: int) -> None:
+        """Start to reduce a bucket over its neighbours; a gradient that has not arrived counts as zero."""
         assert index not in self.across.launched, "a bucket is reduced before it is summed across"
         bucket, whole = self.buckets[index], self._whole(index)
         for number, entry in enumerate(bucket.layout.entries):
@@ -281,11 +247,15 @@ class GradientReducer:
             handle = collectives.all_reduce(travelling, bucket.groups.inner)
         self._reductions.append(_BucketReduction(index, handle, travelling, borrowed))
         holds_memory = self.column.is_sharded or travelling is not whole
-        while holds_memory and len(self._reductions) > IN_FLIGHT:
+        most = IN_FLIGHT if self.overlap else 0
+        while (holds_memory or not self.overlap) and len(self._reductions) > most:
             self._complete_oldest()
 
-    def launch_across(self, index: int) -> None:
-        """Start to sum a bucket's shard across, once per step and after its last `launch`, for which this waits."""
+    def reduce_across(self, index: int) -> None:
+        """Start to sum a bucket's shard across the sets of neighbours: once per step, after the bucket's last `reduce`.
+
+        Waits for that.
+        """
         while any(reduction.index == index for reduction in self._reductions):
             self._complete_oldest()
         self.across.launch(index)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from megazero.config.derive import bucket_size
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.mpu.random import initialise
-from megazero.zero.frozen import FROZEN, FrozenParameters, parameters_by_name, specs_by_unit
-from megazero.zero.gatherer import ParameterGatherer
-from megazero.zero.layout import group_sizes, pack
+from megazero.zero.actions import BucketActions
+from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
+from megazero.zero.gatherer import ParameterGatherer, WholeParameters
+from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.placement import Column, columns, placements
 from megazero.zero.reducer import GradientReducer
-from megazero.zero.storage import Bucket, StoredColumn
+from megazero.zero.shape import StateWidths, rank_shape
+from megazero.zero.storage import StoredColumn
 
 
 class HasUnits(Protocol):
@@ -37,8 +40,9 @@ class ModelState:
             memory of their own (`frozen`), without gradient and optimizer state
     grid    a bucket is reduced and sharded over the groups of what its parameters name (`mpu.parameter.StateGroup`)
 
-    `reducer` is the engine's gradient sink. After construction all weights are zero: `initialise` or a checkpoint sets
-    them. Construction communicates nothing. Raises ValueError for an unknown ZeRO stage.
+    `actions` is what the engine calls, and `shape` is what the lists of a step are made from. After construction all
+    weights are zero: `initialise` or a checkpoint sets them. Construction communicates nothing. Raises ValueError for
+    an unknown ZeRO stage.
     """
 
     def __init__(
@@ -50,16 +54,22 @@ class ModelState:
     ) -> None:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
-        most = bucket_size_on(grid, parallel)
-        self.buckets = _buckets(chunks, grid, most)
         row = placements(parallel.zero_stage)
         dtypes = columns(compute_dtype(optimizer.precision), state_dtype(optimizer.precision), optimizer.optimizer)
+        packing, sizes = packing_on(grid, parallel), group_sizes(grid.axes, grid.at)
+        layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
+        self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
+        kept = [index for index, layout in enumerate(layouts) if layout.kept_whole]
         self.columns: dict[Column, StoredColumn] = {}
         for column, dtype in dtypes.items():
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
-            self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate)
-        self._adopt_parameters()
-        self.frozen = FrozenParameters(chunks, grid.device, most)
+            whole = kept if column is Column.PARAMETER else ()
+            self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate, whole)
+        held = self.columns[Column.PARAMETER]
+        self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
+        self.frozen = FrozenParameters(
+            chunks, sizes, grid.state_groups, row[Column.PARAMETER], packing, held.dtype, grid.device
+        )
         self.reducer = GradientReducer(
             self.buckets,
             self.columns[Column.GRADIENT],
@@ -68,20 +78,11 @@ class ModelState:
             overlap=parallel.overlap,
             tp=grid.tp,
         )
-        self.gatherer = ParameterGatherer(
-            self.buckets,
-            self.columns[Column.PARAMETER],
-            self.columns[Column.EXP_AVG],
-            [unit for units in chunks for unit in units],
-            overlap=parallel.overlap,
-        )
-
-    def _adopt_parameters(self) -> None:
-        column = self.columns[Column.PARAMETER]
-        for index, bucket in enumerate(self.buckets):
-            for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
-                assert parameter.dtype == column.dtype, f"{entry.spec.name} is {parameter.dtype}, not {column.dtype}"
-                parameter.data = column.view(index, entry.offset, entry.stop).view(entry.spec.local_shape)
+        self.gatherer = ParameterGatherer([*self.parameters, *self.frozen.parameters], overlap=parallel.overlap)
+        self.actions = BucketActions(self.reducer, self.gatherer)
+        widths = StateWidths(held.dtype.itemsize, self.columns[Column.GRADIENT].dtype.itemsize)
+        frozen = [bucket.layout for bucket in self.frozen.buckets]
+        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, state_groups(grid.axes, grid.at))
 
     @property
     def weights(self) -> StoredColumn:
@@ -102,17 +103,19 @@ class ModelState:
         self.wait_parameters()
         master = self.columns.get(Column.MASTER)
         for index, bucket in enumerate(self.buckets):
-            for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
-                if master is None:
-                    initialise(parameter, entry.spec, seed)
-                    continue
-                values = torch.empty(entry.spec.local_shape, dtype=master.dtype, device=parameter.device)
-                initialise(values, entry.spec, seed)
-                parameter.copy_(values)
-                first, last = master.range_of(index)
-                start, stop = max(first, entry.offset), min(last, entry.stop)
-                if start < stop:
-                    master.view(index, start, stop).copy_(values.view(-1)[start - entry.offset : stop - entry.offset])
+            with self.parameters[index].filling():
+                for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
+                    if master is None:
+                        initialise(parameter, entry.spec, seed)
+                        continue
+                    values = torch.empty(entry.spec.local_shape, dtype=master.dtype, device=parameter.device)
+                    initialise(values, entry.spec, seed)
+                    parameter.copy_(values)
+                    first, last = master.range_of(index)
+                    start, stop = max(first, entry.offset), min(last, entry.stop)
+                    if start < stop:
+                        part = values.view(-1)[start - entry.offset : stop - entry.offset]
+                        master.view(index, start, stop).copy_(part)
 
     def bytes(self) -> dict[str, int]:
         """Bytes of each column on this rank, and of frozen parameters if there are any, as allocated.
@@ -123,27 +126,31 @@ class ModelState:
         return held | ({FROZEN: self.frozen.nbytes} if self.frozen.nbytes else {})
 
     def wait_parameters(self) -> None:
-        """Return once all parameters are gathered after the last step.
+        """Return once the parameters that are whole between two steps are gathered after the last one.
 
-        The units' forward waits by itself; any other reader must call this.
+        The engine waits by itself; any other reader must call this, or `reading`.
         """
         self.gatherer.wait()
 
+    @contextmanager
+    def reading(self, unit: nn.Module | None = None) -> Iterator[None]:
+        """A context in which the parameters of a unit (None: all) are whole, trained and frozen ones.
 
-def bucket_size_on(grid: ProcessGrid, parallel: ParallelConfig) -> int:
-    """Most elements of a bucket on this grid, the same on every rank."""
-    return bucket_size(parallel, grid.replicas.size, nccl=grid.world.is_on_device)
+        A collective of the ranks that share out their state.
+        """
+        wanted = None if unit is None else {id(parameter) for parameter in unit.parameters()}
+        held = [at.bucket.parameters for at in self.gatherer.parameters]
+        with self.gatherer.reading(
+            [n for n, own in enumerate(held) if wanted is None or any(id(parameter) in wanted for parameter in own)]
+        ):
+            yield
 
 
-def _buckets(chunks: Sequence[Sequence[nn.Module]], grid: ProcessGrid, most: int) -> tuple[Bucket, ...]:
-    """The trained parameters of the chunks, packed into buckets."""
-    by_name = parameters_by_name(chunks, trained=True)
-    specs = specs_by_unit(chunks, trained=True)
-    layouts = pack(specs, group_sizes(grid.axes, grid.at), most)
-    buckets = []
-    for layout in layouts:
-        held = tuple(by_name[entry.spec.name] for entry in layout.entries)
-        users = [{spec.name for spec in unit} for unit in specs[layout.chunk]]
-        uses = tuple(sum(entry.spec.name in names for names in users) for entry in layout.entries)
-        buckets.append(Bucket(layout, held, uses, grid.state_groups(layout.group)))
-    return tuple(buckets)
+def packing_on(grid: ProcessGrid, parallel: ParallelConfig) -> Packing:
+    """How parameters are packed on this grid, the same on every rank."""
+    return packing_of(parallel, grid.replicas.size, nccl=grid.world.is_on_device)
+
+
+def _specs(chunks: Sequence[Sequence[nn.Module]]) -> list[list[list[ParameterSpec]]]:
+    """The specs of all parameters, by chunk and unit."""
+    return [[[spec_of(parameter) for parameter in unit.parameters()] for unit in units] for units in chunks]

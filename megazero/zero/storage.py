@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,11 @@ class Bucket:
     """A bucket on this rank.
 
     parameters  the parameters in the order of the layout's entries
-    uses        for each parameter: number of units of the bucket's model chunk that use it; each adds to its gradient
     groups      the ranks that reduce the bucket and shard its state
     """
 
     layout: BucketLayout
     parameters: tuple[Parameter, ...]
-    uses: tuple[int, ...]
     groups: StateGroups
 
     @property
@@ -43,7 +41,8 @@ class Bucket:
 class StoredColumn:
     """One column of a model state on this rank: per bucket a 1-D tensor of `dtype`, whole or this rank's shard.
 
-    allocate: `torch.zeros` or `torch.empty`.
+    allocate  `torch.zeros` or `torch.empty`
+    whole     numbers of buckets that are stored whole although the column is sharded
     """
 
     def __init__(
@@ -53,8 +52,9 @@ class StoredColumn:
         buckets: Sequence[Bucket],
         device: torch.device,
         allocate: Callable[..., Tensor] = torch.zeros,
+        whole: Collection[int] = (),
     ) -> None:
-        self.placement, self.dtype, self.device = placement, dtype, device
+        self.placement, self.dtype, self.device, self._whole = placement, dtype, device, frozenset(whole)
         self._buckets = buckets
         self._held = [
             allocate(stop - start, dtype=dtype, device=device)
@@ -65,6 +65,10 @@ class StoredColumn:
     def is_sharded(self) -> bool:
         return self.placement is Placement.SHARDED
 
+    def is_sharded_in(self, index: int) -> bool:
+        """Whether this rank stores only its shard of bucket `index`."""
+        return self.is_sharded and index not in self._whole
+
     @property
     def nbytes(self) -> int:
         """Bytes of the column's storages."""
@@ -73,7 +77,7 @@ class StoredColumn:
     def range_of(self, index: int) -> tuple[int, int]:
         """The range (start, stop) of bucket `index` that this rank stores."""
         bucket = self._buckets[index]
-        return bucket.shard if self.is_sharded else (0, bucket.layout.numel)
+        return bucket.shard if self.is_sharded_in(index) else (0, bucket.layout.numel)
 
     def held(self, index: int) -> Tensor:
         """All that this rank stores of bucket `index`, [stop - start]."""

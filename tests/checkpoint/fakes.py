@@ -18,7 +18,7 @@ from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.zero.fragment import Fragment
-from megazero.zero.layout import BucketFragment, owned_fragments
+from megazero.zero.layout import BucketFragment, Packing, owned_fragments
 
 VOCAB, HIDDEN, BLOCKS = 37, 12, 4
 EVERY = slice(None)
@@ -77,7 +77,7 @@ class Layout:
 
     def fragments(self, rank: int) -> list[BucketFragment]:
         at = self.axes.coordinates(rank)
-        return [piece for _, piece in owned_fragments(self.chunks(at), self.axes, at, self.bucket)]
+        return [piece for _, piece in owned_fragments(self.chunks(at), self.axes, at, Packing(self.bucket))]
 
     def all_fragments(self) -> list[list[BucketFragment]]:
         return [self.fragments(rank) for rank in range(self.axes.world_size)]

@@ -11,13 +11,12 @@ import torch
 from megazero.checkpoint.format import FragmentSpec, columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
-from megazero.config.derive import bucket_size
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.build import build_stages
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import owned_fragments
+from megazero.zero.layout import owned_fragments, packing_of
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.fakes import box_of
@@ -49,11 +48,11 @@ def whole(name: str, column: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def held_by_all(run: Run, axes: Axes) -> list[list[FragmentSpec]]:
-    most = bucket_size(run.parallel, axes.dp, nccl=False)
+    packing = packing_of(run.parallel, axes.dp, nccl=False)
 
     def held(rank: int) -> list[FragmentSpec]:
         at = axes.coordinates(rank)
-        return [piece for _, piece in owned_fragments(specs_of(run, at.pp, at.tp), axes, at, most)]
+        return [piece for _, piece in owned_fragments(specs_of(run, at.pp, at.tp), axes, at, packing)]
 
     return [held(rank) for rank in range(axes.world_size)]
 

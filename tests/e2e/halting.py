@@ -106,7 +106,12 @@ def in_step(halt: Halt) -> None:
         train_step(trainer, **options)
 
     Trainer.train_step = counted  # type: ignore[assignment, method-assign]
-    before(ShardedOptimizer, "step", lambda *_: now[0] == halt.iteration, halt)
+
+    def first(*_: object) -> bool:
+        is_here, now[0] = now[0] == halt.iteration, 0
+        return is_here
+
+    before(ShardedOptimizer, "update", first, halt)
 
 
 class Half:

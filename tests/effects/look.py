@@ -195,7 +195,7 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
         "history": None if job.trainer.state.fp8 is None else len(job.trainer.state.fp8.history),
         "buckets": [bucket.layout.numel for bucket in job.state.model.buckets],
         "memory": job.state.model.bytes(),
-        "schedule": job.probe_engine.schedule_of(4),
+        "schedule": job.probe_engine.lists.training(4),
         "start": _digest(p for _, p in parameters),
         "moments": _digest(column.held(index) for column in moments for index in range(len(job.state.model.buckets))),
     }
@@ -249,17 +249,17 @@ def _spy_on_ops(seen: Seen, patch: pytest.MonkeyPatch) -> None:
 
 def _spy_on_reduction(job: Job, seen: Seen) -> None:
     reducer: Any = job.state.model.reducer
-    launch, after, order = reducer.launch, reducer.after_backward, list[Any]()
+    launch, after, order = reducer.reduce, reducer.after_backward, list[Any]()
 
     def launched(index: int) -> None:
         order.append(index)
         launch(index)
 
-    def over(chunk: int) -> None:
+    def over() -> None:
         order.append("backward is over")
-        after(chunk)
+        after()
 
-    reducer.launch, reducer.after_backward, seen["launches"] = launched, over, order
+    reducer.reduce, reducer.after_backward, seen["launches"] = launched, over, order
 
 
 def _spy_on_saves(job: Job, seen: Seen) -> None:

@@ -16,8 +16,9 @@ from megazero.mpu import collectives
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.p2p import Channels, Tag
+from megazero.program.instruction import Instruction, Op
+from megazero.program.step import Lists
 from megazero.train.trainer import Trainer
-from megazero.zero.reducer import GradientReducer
 from tests.launches import COLLECTIVES, RULES, Launch, Line, Trace, check, deadlock, differences, recorded_launches
 from tests.parity.training import data_flags, job_on_rank, recorded_on_rank, small_model
 from tests.ranks import run_ranks
@@ -133,20 +134,23 @@ FLAGS = [
 ]
 
 
-def upside_down(reducer: GradientReducer, chunk: int, reduce: bool, defer: int | None = None) -> None:
-    BEFORE_BACKWARD(reducer, chunk, reduce, defer)
-    reducer._queue.reverse()
+def upside_down(lists: Lists, micro_batches: int) -> tuple[Instruction, ...]:
+    """The list with the reductions after all computations, in the opposite order."""
+    listed = TRAINING(lists, micro_batches)
+    norm = next(at for at, i in enumerate(listed) if i.op is Op.NORM)
+    reductions = [i for i in listed if i.op is Op.REDUCE]
+    return (*(i for i in listed[:norm] if i.op is not Op.REDUCE), *reductions[::-1], *listed[norm:])
 
 
 def alone(trainer: Trainer, *values: Tensor | float) -> list[Tensor]:
     return [torch.as_tensor(value, dtype=torch.float64) for value in values]
 
 
-BEFORE_BACKWARD = GradientReducer.before_backward
+TRAINING = Lists.training
 PLANTS: dict[str, tuple[type, str, Callable[..., object], str]] = {
     "a rank reduces its first bucket first": (
-        GradientReducer,
-        "before_backward",
+        Lists,
+        "training",
         upside_down,
         r"ranks \[0, 1\]: launch \d+ is all_reduce, \d+ float32, op sum on rank 0, and all_reduce, \d+ float32, op sum",
     ),

@@ -84,8 +84,8 @@ def train_on_rank(
         patch.setenv("MEGAZERO_FUSED", fused)
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
-    job.state.model.wait_parameters()
-    return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
+    with job.state.model.reading():
+        return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 
 def recorded_on_rank(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -15,10 +16,14 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
+from megazero.pipeline.actions import Key
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
-from megazero.pipeline.schedule import CHUNKS, chunk_map, make_schedule, stage_schedule
+from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
 from megazero.pipeline.simulate import peak_activations
+from megazero.program.instruction import Instruction
+from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.program.step import Lists, StepOptions
 from tests.pipeline.toy import HIDDEN, LAYERS, SEQUENCE, ToyStage, gradients, micro_batch, sequential, split_batch
 from tests.ranks import run_ranks
 
@@ -26,14 +31,23 @@ FACTOR = 0.37
 SCHEDULES = tuple(CHUNKS)
 
 
+Call = tuple[str, int | tuple[int, ...]]
+"""What the engine asks for: ("backward", chunk), ("reduce", bucket), ("norm", 0), ("update", buckets)."""
+
+
 class Recorder:
-    """A sink that writes down its calls and checks that gradients grow between the two of a pair."""
+    """A model state and a step's end that write down their calls, and check that gradients grow in the backward of
+    their units. Every unit is a bucket.
+    """
 
     def __init__(self, stages: list[ToyStage]) -> None:
         self.stages = stages
-        self.calls: list[tuple[int, bool]] = []
+        self.units = [(chunk, set(names)) for chunk, stage in enumerate(stages) for names in stage.names()]
+        """By bucket."""
+        self.calls: list[Call] = []
+        self.announced: list[int] = []
         self.open: int | None = None
-        self.deferred: dict[tuple[int, int], list] = {}
+        self.deferred: dict[Key, list] = {}
         self.holding: list | None = None
         for stage in stages:
             for weight in stage.weights.values():
@@ -45,25 +59,28 @@ class Recorder:
         else:
             self.holding.append((weight, make))
 
-    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+    def ready(self, buckets: Sequence[int]) -> None:
+        self.announced += buckets
+
+    def run_deferred(self, key: Key) -> None:
         assert self.open is None
-        self.calls.append((chunk, reduce))
-        for weight, make in self.deferred.pop((chunk, micro_batch)):
+        self.calls.append(("backward", key[1]))
+        for weight, make in self.deferred.pop(key):
             self.take(weight, make)
 
-    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
+    def before_backward(self, defer: Key | None) -> None:
         assert self.open is None
-        self.open = chunk
+        self.open = self.units[self.announced[-1]][0]
         if defer is None:
-            self.calls.append((chunk, reduce))
+            self.calls.append(("backward", self.open))
         else:
-            assert not reduce and (chunk, defer) not in self.deferred
-            self.holding = self.deferred[chunk, defer] = []
+            assert defer not in self.deferred and defer[1] == self.open
+            self.holding = self.deferred[defer] = []
         self.before = {i: gradients([stage]) for i, stage in enumerate(self.stages)}
         self.before = {i: {k: v.clone() for k, v in found.items()} for i, found in self.before.items()}
 
-    def after_backward(self, chunk: int) -> None:
-        assert self.open == chunk
+    def after_backward(self) -> None:
+        chunk, last = self.open, self.units[self.announced[-1]][1]
         self.open = None
         for i, stage in enumerate(self.stages):
             changed = {
@@ -73,8 +90,34 @@ class Recorder:
             if self.holding is not None:
                 assert not any(name.endswith("_weight") for name in changed), "weights wait"
             elif i == chunk:
-                assert changed or not stage.weights
+                assert changed & last or not stage.weights
         self.holding = None
+
+    def gather(self, bucket: int) -> None:
+        raise AssertionError("every parameter is whole")
+
+    release = reduce_across = gather
+
+    def reduce(self, bucket: int) -> None:
+        self.calls.append(("reduce", bucket))
+
+    def reduce_partial(self) -> None:
+        raise AssertionError("no sum is partial")
+
+    def norm(self, loss_sum: torch.Tensor) -> None:
+        self.calls.append(("norm", 0))
+
+    def update(self, buckets: Sequence[int]) -> None:
+        self.calls.append(("update", tuple(buckets)))
+
+
+def shape_of(stages: Sequence[ToyStage], *, cut: bool) -> RankShape:
+    """Every unit has a bucket of its own, which travels where chunks are to be cut."""
+    counts = [len(stage.names()) for stage in stages]
+    buckets = [BucketShape(chunk, 8, 8, shards=1 + cut) for chunk, count in enumerate(counts) for _ in range(count)]
+    numbers = iter(range(len(buckets)))
+    units = tuple(tuple(UnitShape((n,), (n,), (n,)) for n in islice(numbers, count)) for count in counts)
+    return RankShape(units, tuple(buckets))
 
 
 def build_stages(
@@ -88,17 +131,23 @@ def build_stages(
 
 
 def build_engine(
-    grid: ProcessGrid, stages: list[ToyStage], channels: Channels | None, name: str, every: bool = False, size: int = 2
+    grid: ProcessGrid,
+    state: Recorder,
+    channels: Channels | None,
+    name: str,
+    every: bool = False,
+    size: int = 2,
+    cut: bool = False,
 ) -> PipelineEngine:
-    pp, at = grid.axes.pp, grid.at.pp
-    return PipelineEngine(
-        stages,
-        grid,
-        lambda m: stage_schedule(name, pp, m, len(stages), at, reduce_every=every),
-        (SEQUENCE, size, HIDDEN),
-        torch.float64,
-        channels,
+    pp, at, stages = grid.axes.pp, grid.at.pp, state.stages
+
+    def schedule(m: int) -> tuple[Instruction, ...]:
+        return stage_schedule(name, pp, m, len(stages), at)
+
+    lists = Lists(
+        schedule, lambda m: forward_only(schedule(m)), shape_of(stages, cut=cut), StepOptions(reduce_every=every)
     )
+    return PipelineEngine(stages, grid, lists, (SEQUENCE, size, HIDDEN), torch.float64, channels, state)
 
 
 def run_case(
@@ -110,27 +159,28 @@ def run_case(
     every: bool,
     tied: bool,
     jitter: bool,
-) -> tuple[float, float, dict[str, torch.Tensor], list[tuple[int, bool]]]:
-    """Training loss, evaluation loss before it, gradients and sink calls of this rank."""
+    cut: bool = False,
+) -> tuple[float, float, dict[str, torch.Tensor], list[Call]]:
+    """Training loss, evaluation loss before it, gradients and the engine's calls on this rank."""
     random = np.random.default_rng(grid.rank) if jitter else None
     stages = build_stages(grid.at.pp, grid.axes.pp, virtual, tied, random, name)
-    engine = build_engine(grid, stages, channels, name, every, batches[0].tokens.shape[0])
-    sink = Recorder(stages)
+    state = Recorder(stages)
+    engine = build_engine(grid, state, channels, name, every, batches[0].tokens.shape[0], cut)
     valid = engine.evaluate(batches)
     assert all(stage.training for stage in stages) and not any(
         gradient.any() for gradient in gradients(stages).values()
     )
-    loss = engine.train(batches, torch.tensor(FACTOR, dtype=torch.float64), sink)
+    loss = engine.train(batches, torch.tensor(FACTOR, dtype=torch.float64), state)
     assert loss.dtype == valid.dtype == torch.float64 and loss.dim() == 0
-    return loss.item(), valid.item(), gradients(stages), sink.calls
+    return loss.item(), valid.item(), gradients(stages), state.calls
 
 
 def body(rank: int, pp: int, cases: list[tuple], jitter: bool = False, and_back: bool = False) -> list[tuple]:
     grid = build_grid(Axes(pp=pp))
     channels = Channels(grid, and_back) if pp > 1 else None
     return [
-        run_case(grid, channels, name, virtual, [micro_batch(i) for i in range(m)], every, tied, jitter)
-        for name, virtual, m, every, tied in cases
+        run_case(grid, channels, name, virtual, [micro_batch(i) for i in range(m)], every, tied, jitter, cut)
+        for name, virtual, m, every, tied, cut in cases
     ]
 
 
@@ -160,7 +210,7 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 
 def compare(results: list[list[tuple]], cases: list[tuple], pp: int) -> None:
-    for number, (name, virtual, m, every, tied) in enumerate(cases):
+    for number, (name, virtual, m, every, tied, cut) in enumerate(cases):
         ranks = [result[number] for result in results]
         loss, wanted = sequential([micro_batch(i) for i in range(m)], FACTOR, tied)
         for which in (0, 1):
@@ -174,8 +224,27 @@ def compare(results: list[list[tuple]], cases: list[tuple], pp: int) -> None:
         for key, gradient in wanted.items():
             assert_equal(found[key], gradient, f"{cases[number]} {key}")
         for stage, (*_, calls) in enumerate(ranks):
-            schedule = make_schedule(name, pp, m, virtual, reduce_every=every)[stage]
-            assert calls == [(i.chunk, i.reduce) for i in schedule if i.ends_backward]
+            assert calls == wanted_calls(name, pp, virtual, m, stage, every=every, cut=cut), cases[number]
+
+
+def wanted_calls(name: str, pp: int, virtual: int, m: int, stage: int, *, every: bool, cut: bool) -> list[Call]:
+    """Each bucket is reduced in its chunk's last backward or in every one, the last first, and all are updated.
+
+    cut: of the micro-batches that reduce each unit has a backward of its own, after which its bucket is reduced.
+    """
+    counts = [len(toy.names()) for toy in build_stages(stage, pp, virtual, name=name)]
+    numbers = [range(sum(counts[:chunk]), sum(counts[: chunk + 1])) for chunk in range(virtual)]
+    passes = [(i.micro_batch, i.chunk) for i in make_schedule(name, pp, m, virtual)[stage] if i.ends_backward]
+    reducing = passes if every else [max(p for p in passes if p[1] == chunk) for chunk in range(virtual)]
+    calls: list[Call] = []
+    for micro_batch_number, chunk in passes:
+        if (micro_batch_number, chunk) not in reducing:
+            calls.append(("backward", chunk))
+        elif cut:
+            calls += [call for n in reversed(numbers[chunk]) for call in (("backward", chunk), ("reduce", n))]
+        else:
+            calls += [("backward", chunk), *(("reduce", n) for n in reversed(numbers[chunk]))]
+    return [*calls, ("norm", 0), ("update", tuple(range(sum(counts))))]
 
 
 def virtuals(name: str, *wanted: int) -> list[int]:
@@ -185,10 +254,10 @@ def virtuals(name: str, *wanted: int) -> list[int]:
 
 def all_cases(every: bool = False, tied: bool = False) -> list[tuple]:
     return [
-        (name, virtual, m, every, tied)
+        (name, virtual, m, every, tied, cut)
         for name in SCHEDULES
         for virtual in virtuals(name, 1, 2, 3)
-        for m in (1, 2, 3, 4, 7)
+        for m, cut in ((1, False), (2, True), (3, False), (4, False), (7, True))
     ]
 
 
@@ -202,14 +271,23 @@ def test_every_schedule_gives_the_gradients_of_plain_autograd(pp):
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_tied_weights_and_reduction_at_every_micro_batch(pp):
-    cases = [(name, virtual, 3, True, True) for name in SCHEDULES for virtual in virtuals(name, 1, 2)]
+    cases = [
+        (name, virtual, 3, True, True, cut)
+        for name in SCHEDULES
+        for virtual in virtuals(name, 1, 2)
+        for cut in (False, True)
+    ]
     compare(run_ranks(pp, body, pp, cases), cases, pp)
 
 
 @pytest.mark.slow
 def test_results_do_not_depend_on_who_gets_ahead():
-    cases = [("1f1b", 1, 7, False, False), ("interleaved", 2, 7, False, False), ("gpipe", 3, 5, False, False)]
-    cases += [("zb-h1", 1, 7, False, False), ("zb-v", 2, 7, False, False)]
+    cases = [
+        ("1f1b", 1, 7, False, False, False),
+        ("interleaved", 2, 7, False, False, False),
+        ("gpipe", 3, 5, False, False, False),
+    ]
+    cases += [("zb-h1", 1, 7, False, False, False), ("zb-v", 2, 7, False, False, True)]
     compare(run_ranks(3, body, 3, cases, True), cases, 3)
 
 
@@ -217,7 +295,7 @@ def test_results_do_not_depend_on_who_gets_ahead():
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_messages_matched_by_order_alone(pp):
     cases = [
-        (name, virtual, m, False, False)
+        (name, virtual, m, False, False, m == pp)
         for name, virtual in (("1f1b", 1), ("interleaved", 2), ("gpipe", 2), ("zb-h1", 1), ("zb-v", 2))
         for m in (1, pp, 2 * pp + 1)
     ]
@@ -257,9 +335,8 @@ def label_body(rank: int, pp: int, virtual: int, swap: bool) -> dict[str, float]
     losses = {}
     for name in (name for name in SCHEDULES if virtuals(name, virtual)):
         stages = build_stages(rank, pp, virtual, name=name)
-        loss = build_engine(grid, stages, channels, name).train(
-            batches, torch.tensor(1.0, dtype=torch.float64), Recorder(stages)
-        )
+        state = Recorder(stages)
+        loss = build_engine(grid, state, channels, name).train(batches, torch.tensor(1.0, dtype=torch.float64), state)
         dist.all_reduce(loss, group=grid.pp.handle)
         losses[name] = loss.item()
     return losses
@@ -295,22 +372,24 @@ class Watcher(Recorder):
         for stage, ended in zip(self.stages, self.ended, strict=True):
             assert all(ref() is None for ref in stage.inputs[:ended]), "an input outlives its backward"
 
-    def before_backward(self, chunk: int, reduce: bool, defer: int | None = None) -> None:
+    def before_backward(self, defer: Key | None) -> None:
         self.look()
+        chunk = self.open = self.units[self.announced[-1]][0]
         self.begun[chunk] += 1
         sent = [] if chunk in self.handed_over else self.stages[chunk].outputs[: self.begun[chunk]]
         alive = [i for i, output in enumerate(sent) if not _soon_gone(output)]
         assert not alive, f"outputs {alive} are alive although their gradient has arrived"
-        self.holding = None if defer is None else self.deferred.setdefault((chunk, defer), [])
+        self.holding = None if defer is None else self.deferred.setdefault(defer, [])
 
-    def after_backward(self, chunk: int) -> None:
-        self.ended[chunk] += self.holding is None
-        self.holding = None
+    def after_backward(self) -> None:
+        assert self.open is not None
+        self.ended[self.open] += self.holding is None
+        self.holding = self.open = None
 
-    def run_deferred(self, chunk: int, micro_batch: int, reduce: bool) -> None:
+    def run_deferred(self, key: Key) -> None:
         self.look()
-        super().run_deferred(chunk, micro_batch, reduce)
-        self.ended[chunk] += 1
+        super().run_deferred(key)
+        self.ended[key[1]] += 1
 
 
 def _soon_gone(reference) -> bool:
@@ -327,9 +406,9 @@ def memory_body(rank: int, pp: int, virtual: int, m: int) -> dict[str, int]:
     found = {}
     for name in (name for name in SCHEDULES if virtuals(name, virtual)):
         stages = build_stages(rank, pp, virtual, name=name)
-        engine = build_engine(grid, stages, channels, name)
         numbers = chunk_map(name, pp, virtual).of(rank)
         watcher = Watcher(stages, {chunk for chunk, number in enumerate(numbers) if number + 1 in numbers})
+        engine = build_engine(grid, watcher, channels, name)
         engine.train([micro_batch(i) for i in range(m)], torch.tensor(1.0, dtype=torch.float64), watcher)
         assert all(_soon_gone(ref) for stage in stages for ref in stage.outputs)
         assert all(ref() is None for stage in stages for ref in stage.inputs)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megazero.model.batch import MicroBatch
 from megazero.mpu.fp8 import Fp8Layer
+from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine, replayed
 from megazero.system.streams import GraphCapture
 from megazero.telemetry.record import StepRecord
@@ -86,11 +87,13 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
     log = []
     if graphs:
         engine = job.trainer.engine
+        assert isinstance(engine, PipelineEngine)
         held = [getattr(module, "fp8", None) for stage in job.stages for module in stage.modules()]
         layers = [layer for layer in held if isinstance(layer, Fp8Layer)]
         assert bool(layers) == ("--fp8" in flags)
         replays = Replays(job.state.model, lambda: graphed._loss_sum, layers)
-        graphed = job.trainer.engine = GraphedEngine(engine, replays, travels=size > 1)  # type: ignore[arg-type]
+        graphed = GraphedEngine(engine, job.state.model.actions, replays, travels=size > 1)
+        job.trainer.engine = graphed
         log = replays.log
     job.fit()
     assert not graphs or not graphed._graphs, "graphs outlive the job"
@@ -229,9 +232,11 @@ def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: 
         *data_flags(corpus, tmp_path / "cache"),
     ]
     job, _ = job_on_rank(0, 1, flags)
-    engine = GraphedEngine(job.trainer.engine, Replays(job.state.model, lambda: engine._loss_sum), travels=False)  # type: ignore[arg-type]
+    replays = Replays(job.state.model, lambda: engine._loss_sum)
+    assert isinstance(job.trainer.engine, PipelineEngine)
+    engine = GraphedEngine(job.trainer.engine, job.state.model.actions, replays, travels=False)
     (batch,) = job.trainer.batches.train.micro_batches(0, 1)
     engine._prepare(batch, torch.ones((), dtype=torch.float64))
     masked = MicroBatch(batch.tokens, batch.labels, torch.ones_like(batch.labels, dtype=torch.bool), batch.samples)
     with pytest.raises(AssertionError, match="loss_mask"):
-        engine._replay(masked, job.state.model.reducer, adds=False)
+        engine._replay(masked, adds=False)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import make_schedule
+from megazero.program.instruction import Instruction, Op
 from tests.launches import MESSAGES, ONE_QUEUE, Launch, Line, Trace, deadlock, differences
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3)]

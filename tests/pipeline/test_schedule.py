@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megazero.pipeline.chunk_times import uniform_times
-from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import CHUNKS, forward_only, is_breadth_first, make_schedule, stage_schedule
 from megazero.pipeline.simulate import ScheduleError, check_complete, peak_activations, simulate
+from megazero.program.instruction import Instruction, Op
 
 STAGES, MICRO_BATCHES, VIRTUAL = range(1, 9), range(1, 21), range(1, 5)
 WHOLE = [name for name, chunks in CHUNKS.items() if chunks is None]
@@ -90,15 +90,7 @@ def test_two_stages_wrap_both_ways_on_channels_of_their_own():
     assert sent == received == [(1, 0), (1, 1), (1, 2), (1, 3)]
 
 
-def test_reduction_comes_with_the_last_backward_or_with_every_one():
-    for name, v in (("1f1b", 1), ("interleaved", 3), ("gpipe", 3)):
-        for stage in make_schedule(name, 3, 7, v):
-            flags = [(i.chunk, i.reduce) for i in stage if i.op is Op.BACKWARD]
-            assert [c for c, reduce in flags if reduce] == list(dict.fromkeys(c for c, _ in reversed(flags)))[::-1]
-        for stage in make_schedule(name, 3, 7, v, reduce_every=True):
-            assert all(i.reduce for i in stage if i.op is Op.BACKWARD) and not any(
-                i.reduce for i in stage if i.op is not Op.BACKWARD
-            )
+def test_which_schedules_are_breadth_first():
     assert [is_breadth_first(name, v) for name, v in (("gpipe", 1), ("gpipe", 2), ("1f1b", 2), ("interleaved", 2))] == [
         False,
         True,
@@ -159,8 +151,6 @@ def test_broken_schedules_are_found():
         check_complete([good[0], tuple(i for i in good[1] if (i.op, i.micro_batch) != (Op.BACKWARD, 1))], 3, 1)
     with pytest.raises(ScheduleError, match="too many"):
         check_complete([good[0], good[1] + good[1][-1:]], 3, 1)
-    with pytest.raises(ScheduleError, match="not reduced"):
-        check_complete([tuple(replace(i, reduce=False) for i in good[0]), good[1]], 3, 1)
     receives = [n for n, i in enumerate(good[1]) if i.op is Op.RECV_FORWARD]
     with pytest.raises(
         ScheduleError, match="boundary 0 of micro-batch 0 is sent, boundary 0 of micro-batch 1 is received"

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from megazero.pipeline.chunk_times import profiled_times, uniform_times
-from megazero.pipeline.instruction import Instruction, Op
 from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
 from megazero.pipeline.simulate import ScheduleError, SimulationReport, check_complete, peak_activations, simulate
+from megazero.program.instruction import Instruction, Op
 from tests.reference import REFERENCE, needs_reference
 
 NAMES = [name for name, chunks in CHUNKS.items() if chunks is not None]
@@ -159,15 +159,12 @@ def test_the_middle_of_the_v_hands_over_on_its_stage():
     assert stage_schedule("zb-v", 4, 6, 2, 2) == make_schedule("zb-v", 4, 6, 2)[2]
 
 
-def test_reduction_comes_with_the_weights_and_those_in_the_order_of_their_inputs():
+def test_the_weights_come_in_the_order_of_their_inputs():
     for name, p, m in random.Random(4).sample(SIZES, 20):
-        for every in (False, True):
-            for stage in make_schedule(name, p, m, chunks_of(name), reduce_every=every):
-                inputs, weights = ([i for i in stage if i.op is op] for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
-                assert [(i.micro_batch, i.chunk) for i in inputs] == [(i.micro_batch, i.chunk) for i in weights]
-                assert [i.reduce for i in weights] == [every or i.micro_batch == m - 1 for i in weights]
-                assert not any(i.reduce for i in stage if i.op is not Op.BACKWARD_WEIGHT)
-                assert weights[-1].chunk == 0, "a weight that both chunks of a stage use is complete with chunk 0"
+        for stage in make_schedule(name, p, m, chunks_of(name)):
+            inputs, weights = ([i for i in stage if i.op is op] for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+            assert [(i.micro_batch, i.chunk) for i in inputs] == [(i.micro_batch, i.chunk) for i in weights]
+            assert weights[-1].chunk == 0, "a weight that both chunks of a stage use is complete with chunk 0"
 
 
 def test_what_cannot_be_is_refused_and_what_is_broken_is_found():

@@ -86,22 +86,34 @@ class ToyStage(nn.Module):
         self.outputs: list = []
         self.inputs: list = []
 
-    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+    def names(self) -> list[list[str]]:
+        """The names of the weights of each unit: embedding, blocks, head."""
+        blocks = [[f"block{i}_weight", f"block{i}_bias"] for i in self.blocks]
+        return [["embedding"]] * self.embedding + blocks + [[self.head_name]] * self.head
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch, units: tuple[int, int] | None = None) -> Tensor:
         if self.jitter is not None:
             time.sleep(self.jitter.uniform(0, 0.004))
-        if self.embedding:
-            assert hidden is None
-            hidden = F.embedding(batch.tokens, self.weights["embedding"]).transpose(0, 1)
-        else:
+        names = self.names()
+        start, stop = units or (0, len(names))
+        if start == 0 and not self.embedding:
             assert hidden is not None
             self.inputs.append(weakref.ref(hidden))
-        for i in self.blocks:
-            hidden = hidden + torch.tanh(
-                _Linear.apply(hidden, self.weights[f"block{i}_weight"]) + self.weights[f"block{i}_bias"]
-            )
-        if not self.head:
-            return _Copy.apply(hidden, self.outputs)
-        logits = _Linear.apply(hidden, self.weights[self.head_name]).transpose(0, 1)
+        for number in range(start, stop):
+            hidden = self._unit(number, [self.weights[name] for name in names[number]], hidden, batch)
+        assert hidden is not None
+        return hidden if self.head or stop < len(names) else _Copy.apply(hidden, self.outputs)
+
+    def _unit(self, number: int, weights: list[Tensor], hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        if self.embedding and number == 0:
+            assert hidden is None
+            (table,) = weights
+            return F.embedding(batch.tokens, table).transpose(0, 1)
+        assert hidden is not None
+        if number < self.embedding + len(self.blocks):
+            weight, bias = weights
+            return hidden + torch.tanh(_Linear.apply(hidden, weight) + bias)
+        logits = _Linear.apply(hidden, *weights).transpose(0, 1)
         losses = F.cross_entropy(logits.reshape(-1, VOCAB), batch.labels.reshape(-1), reduction="none")
         mask = 1.0 if batch.loss_mask is None else batch.loss_mask.reshape(-1)
         return (losses * mask).sum()

@@ -59,6 +59,6 @@ def test_a_poisoned_step_leaves_every_bit(calls: list[int]) -> None:
     rank.backward(1)
     rank.state.columns[Column.GRADIENT].held(0)[1] = torch.nan
     norm = rank.norm()
-    rank.optimizer.step(0.05, 1 / norm, ~torch.isfinite(norm))
+    rank.update(0.05, 1 / norm, ~torch.isfinite(norm))
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert rank.optimizer.step_count == 1

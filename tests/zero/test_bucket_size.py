@@ -15,7 +15,7 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import Group
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import BucketLayout, group_sizes, pack
+from megazero.zero.layout import BucketLayout, Packing, group_sizes, pack
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -52,7 +52,9 @@ def trained(rank: int, size: int, flags: list[str], nccl: bool) -> tuple[list[Bu
         job, _ = job_on_rank(rank, size, flags)
         job.fit()
     specs, sizes = specs_of(job.run, 0, 0), group_sizes(job.grid.axes, job.grid.at)
-    return [bucket.layout for bucket in job.state.model.buckets], list(pack(specs, sizes, 7500 if nccl else 4000))
+    return [bucket.layout for bucket in job.state.model.buckets], list(
+        pack(specs, sizes, Packing(7500 if nccl else 4000))
+    )
 
 
 def test_a_run_with_nccl_has_larger_buckets_and_its_checkpoint_opens(corpus: Path, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_the_planner_has_the_same_buckets(monkeypatch: pytest.MonkeyPatch) -> No
 
     def gradients(ranks: Axes, most: int) -> int:
         sizes = group_sizes(ranks, Coordinates(0, 0, 0, 0))
-        return sum(8 * layout.numel // ranks.dp for layout in pack(specs_of(run, 0, 0), sizes, most))
+        return sum(8 * layout.numel // ranks.dp for layout in pack(specs_of(run, 0, 0), sizes, Packing(most)))
 
     assert (gloo, named, card) == (gradients(axes, 4000), gradients(axes, 12_500), gradients(axes, 12_500))
     assert gloo != named and alone == gradients(Axes(), 4000)

@@ -29,9 +29,8 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
     for case in cases:
         here = build(case, grid)
         here.backward(0)
-        here.optimizer.step(
-            0.05, torch.ones((), dtype=torch.float64), torch.tensor(False)
-        )  # no norm: its group is dp itself here
+        # no norm: its group is dp itself here
+        here.update(0.05, torch.ones((), dtype=torch.float64), torch.tensor(False))
         here.state.wait_parameters()
         groups = here.grid.shared[StateGroup.REPLICAS]
         results.append(
@@ -167,11 +166,12 @@ def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
     results, grid = [], build_grid(cases[0].axes)
     for case in cases:
         here = build(case, grid)
-        here.state.reducer.before_backward(0, True)
         value = 2.0 if rank == 0 else 2.0**-11
-        torch.stack([(parameter * value).sum() for parameter in here.chunks[0].parameters()]).sum().backward()
-        here.state.reducer.after_backward(0)
-        here.optimizer.finish_reduction()
+        with here.state.reading():
+            here.state.actions.before_backward(None)
+            torch.stack([(parameter * value).sum() for parameter in here.chunks[0].parameters()]).sum().backward()
+            here.state.actions.after_backward()
+        here.reduce()
         results.append([here.state.columns[Column.GRADIENT].shard(0)[0].item()])
     return results
 

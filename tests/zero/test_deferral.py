@@ -12,6 +12,7 @@ import torch
 
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
+from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage
 from megazero.mpu.grid import single_process_grid
 from megazero.mpu.parameter import ParameterKind
@@ -42,15 +43,17 @@ def build(precision: str, zero_stage: int, tied: bool) -> tuple[Run, Stage, Mode
     return run, stages[0], state
 
 
-def backward(stage: Stage, state: ModelState, batch, reduce: bool, defer: int | None) -> None:
+def backward(stage: Stage, state: ModelState, batch: MicroBatch, defer: int | None) -> None:
     loss = stage(None, batch)
-    state.reducer.before_backward(0, reduce, defer)
+    state.reducer.before_backward(None if defer is None else (defer, 0, 0))
     loss.backward()
-    state.reducer.after_backward(0)
+    state.reducer.after_backward()
 
 
 def gradients(state: ModelState) -> list[torch.Tensor]:
-    state.reducer.finish()
+    for index in reversed(range(len(state.buckets))):
+        state.reducer.reduce(index)
+    state.reducer.complete()
     column = state.columns[Column.GRADIENT]
     return [column.view(i, 0, bucket.layout.used).clone() for i, bucket in enumerate(state.buckets)]
 
@@ -66,11 +69,11 @@ def test_the_same_bits_whenever_they_are_made(precision: str, zero_stage: int, t
         batches = [replace(probe_batches(run, torch.device("cpu"))[n % 2], samples=torch.tensor([n])) for n in range(3)]
         for _ in range(2):
             for n, batch in enumerate(batches):
-                backward(stage, state, batch, reduce=behind is None and n == 2, defer=None if behind is None else n)
+                backward(stage, state, batch, None if behind is None else n)
                 if behind is not None and n >= behind:
-                    state.reducer.run_deferred(0, n - behind, False)
+                    state.reducer.run_deferred((n - behind, 0, 0))
             for n in range(max(0, 3 - behind) if behind else 3, 3):
-                state.reducer.run_deferred(0, n, n == 2)
+                state.reducer.run_deferred((n, 0, 0))
             found.append(gradients(state))
             state.reducer.reset()
     for other in found[1:]:
@@ -81,7 +84,7 @@ def test_the_same_bits_whenever_they_are_made(precision: str, zero_stage: int, t
 def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() -> None:
     run, stage, state = build("bf16", 2, tied=False)
     reducer = state.reducer
-    backward(stage, state, probe_batches(run, torch.device("cpu"))[0], reduce=False, defer=0)
+    backward(stage, state, probe_batches(run, torch.device("cpu"))[0], 0)
     tables = {
         i
         for i, bucket in enumerate(state.buckets)
@@ -90,7 +93,7 @@ def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() ->
     assert set(reducer._borrowed) == tables != set(range(len(state.buckets))), (
         "no buffer of a bucket without a table is held"
     )
-    held = reducer._deferred[0, 0]
+    held = reducer._deferred[0, 0, 0]
     kinds = [reducer.buckets[index].layout.entries[entry].spec.kind for index, entry, _ in held]
     assert (
         set(kinds) == {ParameterKind.MATRIX, ParameterKind.BIAS, ParameterKind.NORM}
@@ -98,7 +101,7 @@ def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() ->
     )
     watched = [weakref.ref(write) for _, _, write in held]
     del held
-    state.reducer.run_deferred(0, 0, True)
+    state.reducer.run_deferred((0, 0, 0))
     assert not any(ref() for ref in watched) and not reducer._deferred
     with pytest.raises(KeyError):
-        state.reducer.run_deferred(0, 0, True)
+        state.reducer.run_deferred((0, 0, 0))

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from megazero.mpu.grid import build_grid
 from megazero.mpu.parameter import StateGroup
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
+from megazero.program.instruction import Instruction, Op
 from megazero.zero.placement import Column
 from tests.parameters import Piece, assemble, worst_difference
 from tests.ranks import run_ranks
 from tests.stages import STAGES
-from tests.zero.toy import Case, Rank, build, joined, poison, reference, train_all
+from tests.zero.toy import Case, Rank, before_norm, build, joined, poison, reference, sample_numbers, train_all
 
 ALL_AXES = Axes(pp=2, dp=2, tp=2)
 HYBRID = replace(ALL_AXES, shard_size=1)
@@ -53,17 +55,18 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
     grid, norms = build_grid(cases[0].axes), []
     for case in cases:
         here = build(case, grid)
-        for number, chunk in enumerate(here.chunks):
-            here.state.reducer.before_backward(number, True)
+        for chunk in here.chunks:
             losses = []
-            for parameter in chunk.parameters():
-                spec = parameter.spec  # type: ignore[attr-defined]
-                ends = 2 if spec.state_group is StateGroup.TIED else 1
-                holders = here.grid.replicas.size * (here.grid.tp.size if spec.tp_partial else 1) * ends
-                losses.append(parameter.flatten()[: spec.stored_numel].sum() / holders)
+            with here.state.reading():
+                for parameter in chunk.parameters():
+                    spec = parameter.spec  # type: ignore[attr-defined]
+                    ends = 2 if spec.state_group is StateGroup.TIED else 1
+                    holders = here.grid.replicas.size * (here.grid.tp.size if spec.tp_partial else 1) * ends
+                    losses.append(parameter.flatten()[: spec.stored_numel].sum() / holders)
+            here.state.actions.before_backward(None)
             torch.stack(losses).sum().backward()
-            here.state.reducer.after_backward(number)
-        here.optimizer.finish_reduction()
+            here.state.actions.after_backward()
+        here.reduce()
         norms.append(here.norm().item())
     return norms
 
@@ -170,19 +173,18 @@ def unequal_ranks(rank: int, case: Case) -> tuple[float, list[Piece]]:
     """A step in which parameters of some ranks get no gradient at all, then one in which none does anywhere."""
     here = build(case)
     unit = here.chunks[0].units()[-1]
-    here.state.reducer.before_backward(0, True)
-    if here.grid.replicas.index == 0:
-        unit(0).backward()
-    here.state.reducer.after_backward(0)
-    here.optimizer.finish_reduction()
+    with here.state.reading(unit):
+        here.state.actions.before_backward(None)
+        if here.grid.replicas.index == 0:
+            unit(0).backward()
+        here.state.actions.after_backward()
+    here.reduce()
     norm = here.norm()
-    here.optimizer.step(0.0, clip_coefficient(norm, 1.0), ~torch.isfinite(norm))
+    here.update(0.0, clip_coefficient(norm, 1.0), ~torch.isfinite(norm))
     poison(here.state)
-    here.state.reducer.before_backward(0, True)
-    here.state.reducer.after_backward(0)
-    here.optimizer.finish_reduction()
+    here.reduce()
     zero = here.norm()
-    here.optimizer.step(0.1, clip_coefficient(zero, 1.0), ~torch.isfinite(zero))
+    here.update(0.1, clip_coefficient(zero, 1.0), ~torch.isfinite(zero))
     assert zero.item() == 0.0
     return norm.item(), here.values()
 
@@ -216,7 +218,7 @@ def overflow(rank: int, here: Rank, victims: list[int], bad: float) -> list[dict
         here.backward(number)
         norm = here.norm()
         skip = ~torch.isfinite(norm)
-        here.optimizer.step(0.05, clip_coefficient(norm, 1.0), skip)
+        here.update(0.05, clip_coefficient(norm, 1.0), skip)
         here.state.wait_parameters()
         scaler.update(skip)
         return bool(skip)
@@ -260,9 +262,15 @@ def uneven(rank: int, cases: list[Case]) -> list[bool]:
     for case in cases:
         here = build(case, grid)
         here.step(0)
-        first = torch.stack([unit(5) for unit in here.chunks[0].units()]).detach()
-        here.state.wait_parameters()
-        good.append(torch.equal(first, torch.stack([unit(5) for unit in here.chunks[0].units()]).detach()))
+        instructions = here.step_list()
+        begin = next(at for at, i in enumerate(instructions) if i.is_backward)
+        here.execute(instructions[:begin], 1)
+        found = [here.losses[0, 0, number].detach() for number in range(len(here.chunks[0].units()))]
+        here.execute(takewhile(before_norm, instructions[begin:]), 1)
+        samples = sample_numbers(case, 1)[rank :: case.axes.dp]
+        with here.state.reading(), torch.no_grad():
+            wanted = [torch.stack([unit(sample) for sample in samples]).sum() for unit in here.chunks[0].units()]
+        good.append(all(map(torch.equal, found, wanted)))
     return good
 
 
@@ -279,13 +287,12 @@ def pending_after_step(rank: int, case: Case) -> tuple[int, int, int]:
     here = build(case)
     here.step(0)
     pending = here.state.gatherer._gathers
-    after_step = len(pending)
-    units = here.chunks[0].units()
-    units[0](0)
-    after_first = len(pending)
-    for unit in units[1:]:
-        unit(0)
-    return after_step, after_first, len(pending)
+    found = [len(pending)]
+    for i in here.step_list():
+        if i.op is Op.FORWARD:
+            here.execute([i], 1)
+            found.append(len(pending))
+    return found[0], found[1], found[-1]
 
 
 def test_gathers_overlap_the_next_forward_only_where_asked() -> None:
@@ -295,41 +302,43 @@ def test_gathers_overlap_the_next_forward_only_where_asked() -> None:
     assert run_ranks(2, pending_after_step, replace(case, overlap=False)) == [(0, 0, 0)] * 2
 
 
-def launches(rank: int, case: Case) -> list[tuple[int, bool]]:
-    """(bucket, whether backward was still running) for each reduction of a step; rank 1's gradients arrive in another
-    order.
+def launches(rank: int, case: Case) -> tuple[list[tuple[int, int]], dict[int, int]]:
+    """(bucket, the first unit whose backward is over) for each reduction of a step; rank 1 has no gradients.
+
+    And for each bucket the first unit that adds to its gradients.
     """
     here = build(case)
-    units = here.chunks[0].units()
-    log: list[tuple[int, bool]] = []
-    launch = here.state.reducer.launch
-    running = [False]
+    log: list[tuple[int, int]] = []
+    launch, backward, over = here.state.reducer.reduce, here._backward, [-1]
 
     def spy(index: int) -> None:
-        log.append((index, running[0]))
+        log.append((index, over[0]))
         launch(index)
 
-    here.state.reducer.launch = spy  # type: ignore[method-assign]
-    here.state.reducer.before_backward(0, True)
-    running[0] = True
-    for unit in units if rank == 1 else reversed(units):
-        unit(rank).backward()
-    running[0] = False
-    here.state.reducer.after_backward(0)
-    here.optimizer.finish_reduction()
-    return log
+    def counted(i: Instruction) -> None:
+        if rank == 1:
+            here.losses.clear()
+        backward(i)
+        over[0] = 0 if i.units is None else i.units[0]
+
+    here.state.reducer.reduce = spy  # type: ignore[method-assign]
+    here._backward = counted  # type: ignore[method-assign]
+    here.backward(0)
+    units = here.state.shape.units[0]
+    first = {bucket: number for number in reversed(range(len(units))) for bucket in units[number].gradients}
+    return log, first
 
 
 def test_all_ranks_launch_their_buckets_in_one_order() -> None:
-    """Last bucket first whatever arrives when; where arrivals allow, while backward runs."""
+    """Last bucket first whatever arrives; with overlap as soon as it is complete, while backward runs."""
     case = Case(Axes(dp=2), 2, bucket_size=100, tied=False)
-    in_order, other = run_ranks(2, launches, case)
+    (in_order, first), (other, _) = run_ranks(2, launches, case)
     order = [index for index, _ in in_order]
     assert order == sorted(order, reverse=True) and len(order) > 3
-    assert [index for index, _ in other] == order
-    assert all(early for _, early in in_order)
-    apart = run_ranks(2, launches, replace(case, overlap=False))
-    assert [index for index, _ in apart[0]] == order and not any(early for _, early in apart[0])
+    assert other == in_order == [(index, first[index]) for index in order]
+    assert len({over for _, over in in_order}) > 3
+    (apart, _), _ = run_ranks(2, launches, replace(case, overlap=False))
+    assert apart == [(index, 0) for index in order]
 
 
 def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:

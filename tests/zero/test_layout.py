@@ -12,7 +12,7 @@ from megazero.model.stage import Stage, whole_model
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard, spec_of
-from megazero.zero.layout import UNSHARED, owned_fragments, pack
+from megazero.zero.layout import UNSHARED, Packing, owned_fragments, pack
 from megazero.zero.placement import placements
 from tests.ranks import run_ranks
 from tests.stages import STAGES
@@ -41,7 +41,9 @@ def specs_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[Paramet
 
 
 def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
-    (bucket,) = pack([[[bias("n", 3), matrix("a", 2, 5), bias("a.b", 2), matrix("b", 1, 7)]]], shared_by(4), 1000)
+    (bucket,) = pack(
+        [[[bias("n", 3), matrix("a", 2, 5), bias("a.b", 2), matrix("b", 1, 7)]]], shared_by(4), Packing(1000)
+    )
     assert [(e.spec.name, e.offset) for e in bucket.entries] == [("a", 0), ("b", 10), ("n", 17), ("a.b", 20)]
     assert (bucket.decayed, bucket.used, bucket.numel) == (17, 22, 24)
     assert [bucket.shard(i, 4) for i in range(4)] == [(0, 6), (6, 12), (12, 18), (18, 24)]
@@ -51,7 +53,7 @@ def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 24])
 def test_shards_of_all_but_small_buckets_begin_at_multiples_of_eight(size: int) -> None:
     for rows in (1, 500, 513, 20_011):
-        (bucket,) = pack([[[matrix("a", rows, 3)]]], shared_by(size), 1_000_000)
+        (bucket,) = pack([[[matrix("a", rows, 3)]]], shared_by(size), Packing(1_000_000))
         starts = {bucket.shard(i, size)[0] % 8 for i in range(size)}
         padding = bucket.numel - bucket.used
         assert padding < (8 * size if bucket.used >= 512 * size else size) and 64 * padding <= bucket.used + 64 * size
@@ -60,29 +62,31 @@ def test_shards_of_all_but_small_buckets_begin_at_multiples_of_eight(size: int) 
 
 def test_a_bucket_closes_before_it_overflows_and_at_the_end_of_a_chunk() -> None:
     units = [[matrix("a", 4, 4)], [matrix("b", 4, 4)], [matrix("c", 4, 3)]]
-    buckets = pack([units, [[matrix("d", 2, 2)]]], UNSHARED, 32)
+    buckets = pack([units, [[matrix("d", 2, 2)]]], UNSHARED, Packing(32))
     assert [[e.spec.name for e in b.entries] for b in buckets] == [["a", "b"], ["c"], ["d"]]
     assert [b.chunk for b in buckets] == [0, 0, 1]
-    assert [[e.spec.name for e in b.entries] for b in pack([units], UNSHARED, 1)] == [["a"], ["b"], ["c"]]
+    assert [[e.spec.name for e in b.entries] for b in pack([units], UNSHARED, Packing(1))] == [["a"], ["b"], ["c"]]
 
 
 def test_gate_and_up_stay_side_by_side_even_with_biases() -> None:
     unit = [matrix("gate", 8, 4), bias("gate.b", 8), matrix("up", 8, 4), bias("up.b", 8), matrix("down", 4, 8)]
-    first, second = pack([[unit]], UNSHARED, 40)
+    first, second = pack([[unit]], UNSHARED, Packing(40))
     assert [e.spec.name for e in first.entries] == ["gate", "up", "gate.b", "up.b"]
     assert first.entries[1].offset == 32
     assert [e.spec.name for e in second.entries] == ["down"]
 
 
 def test_a_name_that_comes_again_is_one_parameter() -> None:
-    buckets = pack([[[matrix("word", 3, 3)]], [[matrix("block", 2, 2)], [matrix("word", 3, 3)]]], shared_by(2), 1000)
+    buckets = pack(
+        [[[matrix("word", 3, 3)]], [[matrix("block", 2, 2)], [matrix("word", 3, 3)]]], shared_by(2), Packing(1000)
+    )
     assert [[e.spec.name for e in b.entries] for b in buckets] == [["word"], ["block"]]
 
 
 def test_the_tied_embedding_has_a_bucket_of_its_own() -> None:
     case = Case(Axes(pp=2, dp=3), bucket_size=10_000)
     for pp_index in range(2):
-        buckets = pack(specs_of(case, pp_index, 0), shared_by(3), 10_000)
+        buckets = pack(specs_of(case, pp_index, 0), shared_by(3), Packing(10_000))
         (tied,) = [b for b in buckets if b.group is StateGroup.TIED]
         assert [e.spec.name for e in tied.entries] == ["embedding.word.weight"]
         assert tied.numel % 6 == 0
@@ -93,7 +97,7 @@ def test_a_bucket_holds_parameters_of_one_group() -> None:
     tied = [
         replace(spec, state_group=StateGroup.TIED) for spec in (matrix("b", 5, 3), bias("b.b", 3), matrix("c", 2, 3))
     ]
-    (before, between, after) = pack([[[matrix("a", 3, 3)], tied, [bias("d", 3)]]], shared_by(5), 1000)
+    (before, between, after) = pack([[[matrix("a", 3, 3)], tied, [bias("d", 3)]]], shared_by(5), Packing(1000))
     assert [[e.spec.name for e in b.entries] for b in (before, between, after)] == [["a"], ["b", "c", "b.b"], ["d"]]
     assert [b.group for b in (before, between, after)] == [*StateGroup, StateGroup.REPLICAS]
     assert (before.numel, between.numel, after.numel) == (10, 30, 5)  # 9 shared by 5, 24 shared by 10, 3 shared by 5
@@ -101,7 +105,7 @@ def test_a_bucket_holds_parameters_of_one_group() -> None:
 
 def test_padding_is_in_no_piece() -> None:
     word = shard("word", (11, 3), ParameterKind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
-    (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, 1000)
+    (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, Packing(1000))
     assert [(p.spec.name, p.start, p.stop, p.offset) for p in bucket.fragments(0, bucket.numel)] == [
         ("word", 0, 9, 0),
         ("b", 0, 2, 24),
@@ -129,7 +133,7 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
     owned: dict[tuple[str, object, int], list[tuple[int, int]]] = {}
     for rank in range(axes.world_size):
         at = axes.coordinates(rank)
-        for _, piece in owned_fragments(specs_of(case, at.pp, at.tp), axes, at, 50):
+        for _, piece in owned_fragments(specs_of(case, at.pp, at.tp), axes, at, Packing(50)):
             replica = -1 if piece.spec.tp_sharded else at.tp
             owned.setdefault((piece.spec.name, piece.spec.box, replica), []).append((piece.start, piece.stop))
     names = {
@@ -157,7 +161,7 @@ def test_owned_fragments_are_the_fragments_of_the_rank(axes: Axes) -> None:
     """What rank 0 writes into a manifest about others is what they hold, at every ZeRO stage."""
     for rank, stages in enumerate(run_ranks(8, _fragments, [Case(axes, stage, bucket_size=50) for stage in STAGES])):
         at = axes.coordinates(rank)
-        pieces = owned_fragments(specs_of(Case(axes), at.pp, at.tp), axes, at, 50)
+        pieces = owned_fragments(specs_of(Case(axes), at.pp, at.tp), axes, at, Packing(50))
         assert stages == [[(piece.spec.name, piece.start, piece.stop) for _, piece in pieces]] * 3
 
 
@@ -200,7 +204,7 @@ def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
         )
         specs = [[[spec_of(p) for p in unit.parameters()] for unit in stage.units()]]
         found: tuple[set[str], set[str]] = set(), set()
-        for bucket in pack(specs, UNSHARED, 100):
+        for bucket in pack(specs, UNSHARED, Packing(100)):
             for entry in bucket.entries:
                 found[entry.offset >= bucket.decayed].add(entry.spec.name)
         assert found == (common | more, plain | fewer)
@@ -230,7 +234,7 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
         layouts.append(
             [
                 [(e.spec.name, e.offset, e.spec.tp_partial) for e in bucket.entries]
-                for bucket in pack(specs, shared_by(4), 2000)
+                for bucket in pack(specs, shared_by(4), Packing(2000))
             ]
         )
     assert all(layout == layouts[0] for layout in layouts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from megazero.mpu.grid import Group, ProcessGrid, build_grid, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, StateGroup, shard
 from megazero.mpu.random import initialise
 from megazero.optim.clip import clip_coefficient
-from megazero.zero.optimizer import ShardedOptimizer
+from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.cut import units_of
+from megazero.program.step import StepOptions, training_step
+from megazero.zero.optimizer import ShardedOptimizer, UpdateValues
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 from tests.late import late_collectives
@@ -55,6 +59,7 @@ class Case:
     steps: int = 6
     reduce_every: bool | None = None
     poison: bool = False
+    gathered_bytes: int | None = None
 
 
 def _coefficients(name: str, role: str, sample: int) -> Callable[[ParameterSpec], tuple[Tensor, Tensor]]:
@@ -70,6 +75,20 @@ def _coefficients(name: str, role: str, sample: int) -> Callable[[ParameterSpec]
         return a[region], b[region]
 
     return boxed
+
+
+class _Quadratic(torch.autograd.Function):
+    """sum(a w + b w^2 / 2), whose gradient is made in forward: as that of a table, which backward does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a + b * w)
+        return (a * w + 0.5 * b * w * w).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (known,) = ctx.saved_tensors
+        return gradient * known, None, None
 
 
 class Unit(nn.Module):
@@ -89,7 +108,10 @@ class Unit(nn.Module):
             a, b = _coefficients(spec.name, self.role, sample)(spec)
             share = (self.tp.index + 1) / sum(range(1, self.tp.size + 1)) if spec.tp_partial else 1.0
             w = parameter.flatten()[: spec.stored_numel].view(a.shape).double()
-            total = total + share * (a * w + 0.5 * b * w * w).sum()
+            if spec.kind is ParameterKind.EMBEDDING:
+                total = total + share * _Quadratic.apply(w, a, b)
+            else:
+                total = total + share * (a * w + 0.5 * b * w * w).sum()
         return total
 
 
@@ -178,21 +200,78 @@ class Rank:
     state: ModelState
     optimizer: ShardedOptimizer
 
-    def backward(self, step: int) -> None:
-        """All micro-batches of a step, the schedule of chunks last to first within each; ends with the reduced
-        gradients.
-        """
-        case, count = self.case, self.case.accumulation
+    losses: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    """By micro-batch, chunk and first unit: what `execute` has computed, and not gone back through."""
+
+    def schedule(self) -> list[Instruction]:
+        """One micro-batch after the other: all chunks forward, then all back."""
+        chunks = range(len(self.chunks))
+        return [
+            Instruction(op, batch, chunk)
+            for batch in range(self.case.accumulation)
+            for op, order in ((Op.FORWARD, chunks), (Op.BACKWARD, chunks[::-1]))
+            for chunk in order
+        ]
+
+    def step_list(self) -> tuple[Instruction, ...]:
+        """The list of a whole step."""
+        case = self.case
         every = case.zero_stage >= 2 if case.reduce_every is None else case.reduce_every
-        mine = sample_numbers(case, step)[self.grid.replicas.index :: self.grid.replicas.size]
-        for batch in range(count):
-            losses = [[chunk(sample) for sample in mine[batch::count]] for chunk in self.chunks]
-            for number in reversed(range(len(self.chunks))):
-                self.state.reducer.before_backward(number, every or batch == count - 1)
-                if losses[number]:
-                    (torch.stack(losses[number]).sum() / case.samples).backward()
-                self.state.reducer.after_backward(number)
-        self.optimizer.finish_reduction()
+        return training_step(self.schedule(), self.state.shape, StepOptions(every, case.overlap, case.gathered_bytes))
+
+    def execute(self, instructions: Iterable[Instruction], step: int, now: UpdateValues | None = None) -> None:
+        """Execute a part of a step's list. now: for its updates."""
+        state, mine = self.state, sample_numbers(self.case, step)[self.grid.replicas.index :: self.grid.replicas.size]
+        on_one = {Op.GATHER: "gather", Op.RELEASE: "release", Op.REDUCE: "reduce", Op.REDUCE_ACROSS: "reduce_across"}
+        for i in instructions:
+            if i.op is Op.FORWARD:
+                self._forward(i, mine[i.micro_batch :: self.case.accumulation])
+            elif i.op is Op.BACKWARD:
+                self._backward(i)
+            elif i.op in on_one:
+                getattr(state.actions, on_one[i.op])(*i.buckets)
+            elif i.op is Op.REDUCE_PARTIAL:
+                state.actions.reduce_partial()
+            elif i.op is Op.UPDATE:
+                assert now is not None
+                self.optimizer.update(i.buckets, now)
+            else:
+                assert i.op is Op.NORM, i
+
+    def _forward(self, i: Instruction, samples: list[int]) -> None:
+        units = units_of(i, self.state.shape)
+        losses = []
+        for number in units:
+            self.state.actions.ready(self.state.shape.units[i.chunk][number].forward)
+            losses += [self.chunks[i.chunk].units()[number](sample) for sample in samples]
+        if losses:
+            self.losses[i.micro_batch, i.chunk, units.start] = torch.stack(losses).sum()
+
+    def _backward(self, i: Instruction) -> None:
+        units = units_of(i, self.state.shape)
+        for number in units:
+            self.state.actions.ready(self.state.shape.units[i.chunk][number].backward)
+        self.state.actions.before_backward(None)
+        loss = self.losses.pop((i.micro_batch, i.chunk, units.start), None)
+        if loss is not None:
+            (loss / self.case.samples).backward()
+        self.state.actions.after_backward()
+
+    def backward(self, step: int) -> None:
+        """A step's list as far as the norm: all micro-batches; ends with the reduced gradients."""
+        self.execute(takewhile(before_norm, self.step_list()), step)
+        self.optimizer.complete_reduction()
+
+    def reduce(self) -> None:
+        """The step's reductions, each once, of gradients that are there already."""
+        once = training_step(self.schedule(), self.state.shape, StepOptions())
+        self.execute((i for i in once if i.op in (Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL)), 0)
+        self.optimizer.complete_reduction()
+
+    def update(self, lr: float, multiplier: Tensor, skip: Tensor) -> None:
+        """The rest of the list: the updates, and what follows them."""
+        self.execute(dropwhile(before_norm, self.step_list()), 0, UpdateValues(lr, multiplier, skip))
+        self.optimizer.end_step(skip)
 
     def norm(self) -> Tensor:
         """The global norm, as a trainer takes it."""
@@ -204,7 +283,7 @@ class Rank:
         """One whole training step; the norm before clipping."""
         self.backward(number)
         norm = self.norm()
-        self.optimizer.step(lr, clip_coefficient(norm, self.case.clip), ~torch.isfinite(norm))
+        self.update(lr, clip_coefficient(norm, self.case.clip), ~torch.isfinite(norm))
         return norm
 
     def gradients(self) -> list[tuple[ParameterSpec, int, Tensor]]:
@@ -217,8 +296,13 @@ class Rank:
         ]
 
     def values(self) -> list[Piece]:
-        self.state.wait_parameters()
-        return values_of(self.chunks)
+        with self.state.reading():
+            return values_of(self.chunks)
+
+
+def before_norm(i: Instruction) -> bool:
+    """Whether it is not the step's norm."""
+    return i.op is not Op.NORM
 
 
 def sample_numbers(case: Case, step: int) -> list[int]:
@@ -312,7 +396,7 @@ def train(rank: int, case: Case, grid: ProcessGrid | None = None) -> dict[str, A
             here.backward(0)
             first = here.gradients()
             norm = here.norm()
-            here.optimizer.step(0.05, clip_coefficient(norm, case.clip), ~torch.isfinite(norm))
+            here.update(0.05, clip_coefficient(norm, case.clip), ~torch.isfinite(norm))
         else:
             norm = here.step(step)
         norms.append(norm.item())
@@ -341,6 +425,7 @@ def poison(state: ModelState) -> None:
     for index, bucket in enumerate(state.buckets):
         state.columns[Column.GRADIENT].held(index).fill_(torch.nan)
         state.wait_parameters()
-        state.columns[Column.PARAMETER].held(index)[bucket.layout.used :] = torch.nan
+        parameters = state.columns[Column.PARAMETER]
+        parameters.held(index)[max(0, bucket.layout.used - parameters.range_of(index)[0]) :] = torch.nan
     for buffer in state.reducer.pool.free:
         buffer.fill_(torch.nan)

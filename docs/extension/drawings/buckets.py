@@ -8,7 +8,7 @@ from docs.extension.svg import COLOURS, Picture, shade
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.parameter import ParameterSpec, StateGroup
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import BucketLayout, pack
+from megazero.zero.layout import BucketLayout, Packing, pack
 from megazero.zero.placement import PLACEMENTS, Placement, columns
 
 _WIDTH, _LEFT, _BAR, _ROW = 760, 92, 34, 20
@@ -18,7 +18,7 @@ def buckets(layers: int = 2, dp: int = 4, bucket_size: int = 12_000) -> str:
     """Above: the buckets of a tiny model and the cut into a part per rank. Below: the columns by ZeRO stage."""
     model = ModelConfig(num_layers=layers, hidden_size=32, num_attention_heads=4, vocab_size=256, seq_length=32)
     run = Run(model=model, parallel=ParallelConfig())
-    layouts = pack(specs_of(run, 0, 0), dict.fromkeys(StateGroup, dp), bucket_size)
+    layouts = pack(specs_of(run, 0, 0), dict.fromkeys(StateGroup, dp), Packing(bucket_size))
     top = 30.0
     height = top + len(layouts) * (_BAR + 30) + 44 + len(PLACEMENTS) * (5 * _ROW + 48)
     picture = Picture(_WIDTH, height, f"Buckets of a model of {layers} blocks on {dp} ranks")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from docs.extension.svg import Picture, shade
 from megazero.pipeline.chunk_times import uniform_times
-from megazero.pipeline.instruction import Op
 from megazero.pipeline.schedule import CHUNKS, make_schedule
 from megazero.pipeline.simulate import SimulationReport, simulate
+from megazero.program.instruction import Op
 
 COLOURS = {
     Op.FORWARD: "#4878a8",

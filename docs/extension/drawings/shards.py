@@ -12,7 +12,7 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterSpec
 from megazero.plan.parameter_specs import specs_of
 from megazero.zero.fragment import FragmentSpec
-from megazero.zero.layout import owned_fragments
+from megazero.zero.layout import Packing, owned_fragments
 
 _LEFT, _ROW = 96, 30
 _MODEL = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=256, seq_length=32)
@@ -77,7 +77,7 @@ def parts_by_rank(tp: int, dp: int) -> Mapping[int, Sequence[FragmentSpec]]:
     for replica in range(dp):
         for index in range(tp):
             at = Coordinates(0, replica, 0, index)
-            owned = [fragment for _, fragment in owned_fragments(specs_of(run, 0, index), axes, at, 1 << 20)]
+            owned = [fragment for _, fragment in owned_fragments(specs_of(run, 0, index), axes, at, Packing(1 << 20))]
             written[axes.rank(at)] = fragments_to_write(owned, index, tp)
     return written
 

@@ -15,8 +15,16 @@ class ParallelConfig:
     "Number of tensor-parallel ranks. They share every layer."
     pp: int = option(1, "--pipeline-model-parallel-size", common=True)
     "Number of pipeline stages. Each has some of the layers."
-    zero_stage: int = option(0, metavar="{0,1,2}", common=True)
-    "ZeRO stage: 0 shards nothing over dp, 1 the optimizer state, 2 the gradients too."
+    zero_stage: int = option(0, metavar="{0,1,2,3}", common=True)
+    "ZeRO stage: 0 shards nothing over dp, 1 the optimizer state, 2 the gradients too, 3 the parameters too."
+    zero_shard_size: int | None = option(None, metavar="K", derived="all of them")
+    """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
+    other. Gradients are reduced within a set first and then across the sets."""
+    zero3_gathered_bytes: int | None = option(None, metavar="BYTES", derived="two units")
+    """With --zero-stage 3: most bytes of gathered parameters on a rank at any time. A larger budget gathers earlier
+    and, with --zero3-regather step, less often."""
+    zero3_persist_below: int = option(0, metavar="N")
+    "With --zero-stage 3: parameters of fewer elements on a rank stay whole on every rank."
     pipeline_schedule: str | None = option(
         None,
         choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),

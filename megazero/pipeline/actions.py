@@ -1,0 +1,80 @@
+"""What the engine asks of others: the model state for instructions on buckets, and the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+Key = tuple[int, int, int]
+"""(micro-batch, the stage's own number of the chunk, number of the first unit)."""
+
+
+class StateActions(Protocol):
+    """The parameters and gradients of a rank: one method for each kind of instruction, and what surrounds a backward.
+
+    Buckets are named by their numbers in `program.shape.RankShape`.
+    """
+
+    def ready(self, buckets: Sequence[int]) -> None:
+        """Return once the parameters of these buckets can be read: wait for gathers that were launched."""
+
+    def gather(self, bucket: int) -> None:
+        """Start to gather the whole parameters of a bucket from the ranks' shards."""
+
+    def release(self, bucket: int) -> None:
+        """Free the whole parameters of a bucket; this rank's shard stays."""
+
+    def before_backward(self, defer: Key | None) -> None:
+        """Called before a backward. defer: it is the input part of a split one; gradients of weights can wait for
+        `run_deferred` with the same key.
+        """
+
+    def after_backward(self) -> None:
+        """Called after a backward: each of its gradients has been accumulated or deferred."""
+
+    def run_deferred(self, key: Key) -> None:
+        """Accumulate the gradients that the backward with this key deferred."""
+
+    def reduce(self, bucket: int) -> None:
+        """Start to sum a bucket's gradients over the ranks that share its shards."""
+
+    def reduce_across(self, bucket: int) -> None:
+        """Start to sum a bucket's reduced shard over the ranks that hold the same one."""
+
+    def reduce_partial(self) -> None:
+        """Sum partial gradients over tp, once all reductions are complete."""
+
+
+class StepEnd(Protocol):
+    """The end of a step."""
+
+    def norm(self, loss_sum: Tensor) -> None:
+        """Reduce what all ranks have to know: the norm, the loss and requests. loss_sum: 0-dim float64 of this rank."""
+
+    def update(self, buckets: Sequence[int]) -> None:
+        """Update the ranges of these buckets that this rank owns."""
+
+
+class NoState:
+    """Parameters that nobody shards, gathers or trains: those of a model for inference."""
+
+    def ready(self, buckets: Sequence[int]) -> None:
+        """They are always there."""
+
+    def gather(self, bucket: int) -> None:
+        raise AssertionError("parameters without a model state are whole")
+
+    release = reduce = reduce_across = gather
+
+    def before_backward(self, defer: Key | None) -> None:
+        raise AssertionError("there is no training without a model state")
+
+    def after_backward(self) -> None:
+        raise AssertionError("there is no training without a model state")
+
+    reduce_partial = after_backward
+
+    def run_deferred(self, key: Key) -> None:
+        raise AssertionError("there is no training without a model state")

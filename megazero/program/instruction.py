@@ -1,0 +1,126 @@
+"""Instructions, of which a step's list consists. Nothing here communicates or imports torch.
+
+A list is what one rank does in one step, in order. Computations and messages between stages come from a schedule. The
+instructions on model state (gather, release, reduce, norm, update) are placed by `program.passes`. Every instruction
+runs on a lane: computations one after the other, the messages of a group one after the other beside them. It starts
+once what it reads is there, and `program.effects` says what it reads and writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+Units = tuple[int, int]
+"""The units [start, stop) of a model chunk, by their numbers within the chunk."""
+
+
+class Lane(Enum):
+    """Where an instruction runs. Instructions of one lane run in the order of the list."""
+
+    COMPUTE = "compute"
+    STAGES = "messages between stages"
+    SHARDS = "messages among the ranks that share the shards of a state"
+    ACROSS = "messages among the ranks that hold the same shard"
+    TENSOR = "messages over tp"
+    WORLD = "messages over all ranks"
+
+
+class Op(Enum):
+    """The kind of an instruction."""
+
+    RECV_FORWARD = "receive hidden states"
+    FORWARD = "forward"
+    SEND_FORWARD = "send hidden states"
+    RECV_BACKWARD = "receive gradients"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward of the input"
+    BACKWARD_WEIGHT = "backward of the weights"
+    SEND_BACKWARD = "send gradients"
+    GATHER = "gather parameters"
+    RELEASE = "release parameters"
+    REDUCE = "reduce gradients"
+    REDUCE_ACROSS = "reduce gradients across"
+    REDUCE_PARTIAL = "sum partial gradients over tp"
+    NORM = "norm"
+    UPDATE = "update"
+
+
+_BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_BACKWARD)
+_COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+_TRANSFERS = (*_SENDS, Op.RECV_FORWARD, Op.RECV_BACKWARD)
+_LANES = {
+    **dict.fromkeys(_TRANSFERS, Lane.STAGES),
+    Op.GATHER: Lane.SHARDS,
+    Op.REDUCE: Lane.SHARDS,
+    Op.REDUCE_ACROSS: Lane.ACROSS,
+    Op.REDUCE_PARTIAL: Lane.TENSOR,
+    Op.NORM: Lane.WORLD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One entry of a list.
+
+    op           the kind
+    micro_batch  of a computation or transfer: number of the micro-batch within the step; -1 for others
+    chunk        of a computation or transfer: the stage's own number of the model chunk, 0 .. V-1; -1 for others
+    peer         stage at the other end of a send or receive; -1 for others
+    model_chunk  the chunk's number in the model, 0 .. p*V-1; -1 in an order of computations without transfers
+    units        of a computation: the units of the chunk that it computes; None: all of them, as one autograd graph
+    buckets      of an instruction on model state: the numbers of its buckets (`program.shape.RankShape`)
+    """
+
+    op: Op
+    micro_batch: int = -1
+    chunk: int = -1
+    peer: int = -1
+    model_chunk: int = -1
+    units: Units | None = None
+    buckets: tuple[int, ...] = ()
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it belongs to the backward pass; transfers of gradients do."""
+        return self.op in _BACKWARD_OPS
+
+    @property
+    def is_compute(self) -> bool:
+        return self.op in _COMPUTATIONS
+
+    @property
+    def is_send(self) -> bool:
+        return self.op in _SENDS
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it is a message between stages."""
+        return self.op in _TRANSFERS
+
+    @property
+    def ends_backward(self) -> bool:
+        """Whether the gradients of its micro-batch and units exist after it: a whole backward, or the weights' part."""
+        return self.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+
+    @property
+    def lane(self) -> Lane:
+        """Where it runs."""
+        return _LANES.get(self.op, Lane.COMPUTE)
+
+    @property
+    def boundary(self) -> int:
+        """For a send or receive: number of the boundary between model chunks that it crosses, the same at both ends."""
+        return self.model_chunk if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else self.model_chunk - 1
+
+    def __str__(self) -> str:
+        where = [f"micro-batch {self.micro_batch}, chunk {self.chunk}"] if self.micro_batch >= 0 else []
+        if self.units is not None:
+            first, stop = self.units
+            where.append(f"unit {first}" if stop == first + 1 else f"units {first} to {stop - 1}")
+        if self.buckets:
+            where.append(f"bucket{'s' * (len(self.buckets) > 1)} {', '.join(map(str, self.buckets))}")
+        if self.peer >= 0:
+            where.append(f"{'to' if self.is_send else 'from'} stage {self.peer}")
+        return f"{self.op.value} ({', '.join(where)})" if where else self.op.value

@@ -1,0 +1,54 @@
+"""Place the reductions of gradients in a list.
+
+A bucket is reduced when the backward of the first unit that uses it is over, since a backward takes the units in
+reverse order. A bucket that several stages hold (a tied embedding's) is reduced at the end of the step: its part on the
+first stage is complete only after the step's last backward, and the last stage would need a buffer for each micro-batch
+until then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.cut import Pass, units_of
+from megazero.program.shape import RankShape
+
+
+def reducing_passes(instructions: Sequence[Instruction], *, every: bool) -> set[Pass]:
+    """The passes whose backward reduces: every one, or for each chunk the one whose backward ends last."""
+    last = {i.chunk: (i.micro_batch, i.chunk) for i in instructions if i.ends_backward}
+    return {(i.micro_batch, i.chunk) for i in instructions if i.ends_backward} if every else set(last.values())
+
+
+def place_reductions(instructions: Sequence[Instruction], shape: RankShape, *, every: bool) -> tuple[Instruction, ...]:
+    """The list with a REDUCE for each bucket, as soon as its gradients are complete.
+
+    every: reduce in every backward (a sharded gradient); else in the last one of each chunk. All ranks of a group have
+    the same list, so they launch the same reductions in the same order: the last bucket of a chunk first.
+    """
+    reducing = reducing_passes(instructions, every=every)
+    complete = _completed_by(shape)
+    placed: list[Instruction] = []
+    for i in instructions:
+        placed.append(i)
+        if i.ends_backward and (i.micro_batch, i.chunk) in reducing:
+            buckets = [bucket for unit in reversed(units_of(i, shape)) for bucket in complete[i.chunk, unit]]
+            placed += [Instruction(Op.REDUCE, buckets=(bucket,)) for bucket in buckets]
+    late = [number for number in reversed(shape.trained) if shape.buckets[number].spans_stages]
+    return (*placed, *(Instruction(Op.REDUCE, buckets=(number,)) for number in late))
+
+
+def _completed_by(shape: RankShape) -> dict[tuple[int, int], list[int]]:
+    """For each (chunk, unit) the buckets, the last one first, whose gradients are complete after its backward."""
+    first: dict[int, tuple[int, int]] = {}
+    for chunk, units in enumerate(shape.units):
+        for number, unit in enumerate(units):
+            for bucket in unit.gradients:
+                if shape.buckets[bucket].chunk == chunk and not shape.buckets[bucket].spans_stages:
+                    first.setdefault(bucket, (chunk, number))
+    complete: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for bucket in sorted(first, reverse=True):
+        complete[first[bucket]].append(bucket)
+    return complete

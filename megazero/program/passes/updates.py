@@ -1,0 +1,48 @@
+"""Place the end of a step: reductions across, sums over tp, the norm, the updates and the gathers that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.program.instruction import Instruction, Op
+from megazero.program.shape import BucketShape, RankShape
+
+
+def gathered_after_update(bucket: BucketShape) -> bool:
+    """Whether the ranks update different shards of parameters that each of them keeps whole (ZeRO-1, 2)."""
+    return bucket.trained and bucket.sharded_state and not bucket.gathered and bucket.shards > 1
+
+
+def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+    """The list with a REDUCE_ACROSS for each bucket of which several ranks hold the same shard.
+
+    It follows the bucket's last REDUCE, one REDUCE later: until then the first one has had time to end.
+    """
+    last = {i.buckets[0]: at for at, i in enumerate(instructions) if i.op is Op.REDUCE}
+    placed: list[Instruction] = []
+    waiting: list[Instruction] = []
+    for at, i in enumerate(instructions):
+        placed.append(i)
+        if i.op is not Op.REDUCE:
+            continue
+        placed += waiting
+        ends = last[i.buckets[0]] == at and shape.buckets[i.buckets[0]].across > 1
+        waiting = [Instruction(Op.REDUCE_ACROSS, buckets=i.buckets)] if ends else []
+    return (*placed, *waiting)
+
+
+def place_updates(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+    """The list with what follows the last backward.
+
+    A bucket that is gathered after its update is updated alone, so that its message travels while the next one is
+    updated. All others are updated by one instruction.
+    """
+    alone = [number for number in shape.trained if gathered_after_update(shape.buckets[number])]
+    together = tuple(number for number in shape.trained if number not in alone)
+    end = [Instruction(Op.REDUCE_PARTIAL)] if shape.sums_partials else []
+    end.append(Instruction(Op.NORM))
+    for number in alone:
+        end += [Instruction(op, buckets=(number,)) for op in (Op.UPDATE, Op.GATHER)]
+    if together:
+        end.append(Instruction(Op.UPDATE, buckets=together))
+    return (*instructions, *end)

@@ -1,0 +1,84 @@
+"""What the passes, the checker and the simulator know of a rank: its units and buckets, without tensors.
+
+All ranks of a role, that is of one stage and one tp index, have the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """A bucket of a rank (`zero.layout.BucketLayout`).
+
+    chunk             the stage's own number of the model chunk that it belongs to
+    parameter_bytes   bytes of its whole parameter column
+    gradient_bytes    bytes of its whole gradient column; 0 for frozen parameters
+    trained           whether its parameters have gradients and are updated
+    gathered          whether its parameters are sharded, and so have to be gathered for each use (ZeRO-3)
+    sharded_gradient  whether a rank keeps only its shard of a reduced gradient (ZeRO-2, 3)
+    sharded_state     whether a rank updates only its shard. Unless `gathered`, the parameters are gathered afterwards
+    shards            number of ranks that share the shards of its state
+    across            number of ranks that hold the same shard
+    spans_stages      whether ranks of several stages hold it: a tied embedding
+    """
+
+    chunk: int
+    parameter_bytes: int
+    gradient_bytes: int
+    trained: bool = True
+    gathered: bool = False
+    sharded_gradient: bool = False
+    sharded_state: bool = False
+    shards: int = 1
+    across: int = 1
+    spans_stages: bool = False
+
+    @property
+    def travels(self) -> bool:
+        """Whether its gradients are communicated at all: whether several ranks hold it."""
+        return self.shards * self.across > 1
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """A unit of a model chunk: embedding, block or head. Each field is a tuple of numbers of buckets.
+
+    forward    those whose parameters its forward reads
+    backward   those whose parameters its backward reads
+    gradients  those to whose gradients its backward adds
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """The model state of a rank.
+
+    units         by the rank's own number of a chunk, then in forward order
+    buckets       all buckets; the trained ones come first, in forward order
+    sums_partials whether gradients of replicas over tp are partial sums that are added once a step
+    """
+
+    units: tuple[tuple[UnitShape, ...], ...]
+    buckets: tuple[BucketShape, ...]
+    sums_partials: bool = False
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The numbers of the trained buckets."""
+        return tuple(number for number, bucket in enumerate(self.buckets) if bucket.trained)
+
+    def bytes_of(self, buckets: Iterable[int]) -> int:
+        """Bytes of the whole parameters of these buckets."""
+        return sum(self.buckets[number].parameter_bytes for number in buckets)
+
+
+def without_state(units: Iterable[int]) -> RankShape:
+    """The shape of a model whose parameters are neither sharded nor trained. units: their number in each chunk."""
+    return RankShape(tuple((UnitShape((), (), ()),) * count for count in units), ())

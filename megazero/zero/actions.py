@@ -1,0 +1,59 @@
+"""What a step's list asks of the model state, by number of the bucket; `pipeline.actions.StateActions` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.zero.gatherer import ParameterGatherer
+from megazero.zero.reducer import Arrived, GradientReducer, Key
+
+
+class BucketActions:
+    """The actions of one rank: reductions by its reducer, gathers by its gatherer."""
+
+    def __init__(self, reducer: GradientReducer, gatherer: ParameterGatherer) -> None:
+        self.reducer, self.gatherer = reducer, gatherer
+
+    def ready(self, buckets: Sequence[int]) -> None:
+        """Return once the parameters of these buckets are there."""
+        self.gatherer.ready(buckets)
+
+    def gather(self, bucket: int) -> None:
+        """Start to gather a bucket's parameters."""
+        self.gatherer.gather(bucket)
+
+    def release(self, bucket: int) -> None:
+        """Free a sharded bucket's whole parameters."""
+        self.gatherer.release(bucket)
+
+    def before_backward(self, defer: Key | None) -> None:
+        """Called before a backward."""
+        self.reducer.before_backward(defer)
+
+    def after_backward(self) -> None:
+        """Called after a backward."""
+        self.reducer.after_backward()
+
+    def run_deferred(self, key: Key) -> None:
+        """Accumulate the gradients that a backward deferred."""
+        self.reducer.run_deferred(key)
+
+    def reduce(self, bucket: int) -> None:
+        """Start to reduce a bucket's gradients."""
+        self.reducer.reduce(bucket)
+
+    def reduce_across(self, bucket: int) -> None:
+        """Start to sum a reduced shard over the ranks that hold the same one."""
+        self.reducer.reduce_across(bucket)
+
+    def reduce_partial(self) -> None:
+        """Sum partial gradients over tp."""
+        self.reducer.sum_partials()
+
+    def arrived(self) -> Arrived:
+        """See `GradientReducer.arrived`."""
+        return self.reducer.arrived()
+
+    def say_arrived(self, arrived: Arrived) -> None:
+        """See `GradientReducer.say_arrived`."""
+        self.reducer.say_arrived(arrived)
