@@ -9,7 +9,7 @@ from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import UNSHARED, group_sizes, pack, packing_of, shard_sizes
+from megazero.zero.layout import frozen_sizes, group_sizes, pack, packing_of, shard_sizes
 from megazero.zero.placement import Column, Placement, columns, placements
 
 
@@ -71,7 +71,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
             held[column] += elements * dtype.itemsize
     sharded = row[Column.PARAMETER] is Placement.SHARDED
-    for bucket in pack(specs_of(run, stage, 0, trained=False), sizes if sharded else UNSHARED, packing):
+    for bucket in pack(specs_of(run, stage, 0, trained=False), frozen_sizes(sizes, row[Column.PARAMETER]), packing):
         parameters += bucket.used
         elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel
         held[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize

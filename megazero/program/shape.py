@@ -23,6 +23,7 @@ class BucketShape:
     shards            number of ranks that share the shards of its state
     across            number of ranks that hold the same shard
     spans_stages      whether ranks of several stages hold it: a tied embedding
+    shards_span       whether these also share out its shards; else each stage has all shards, and sums them across
     """
 
     chunk: int
@@ -35,6 +36,7 @@ class BucketShape:
     shards: int = 1
     across: int = 1
     spans_stages: bool = False
+    shards_span: bool = False
 
     @property
     def travels(self) -> bool:

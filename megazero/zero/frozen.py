@@ -11,7 +11,7 @@ from torch import nn
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
 from megazero.zero.gatherer import WholeParameters
-from megazero.zero.layout import UNSHARED, BucketLayout, Packing, pack
+from megazero.zero.layout import BucketLayout, Packing, frozen_sizes, pack
 from megazero.zero.placement import Placement
 from megazero.zero.storage import Bucket, StoredColumn
 
@@ -50,8 +50,8 @@ def buckets_of(
 class FrozenParameters:
     """The frozen parameters of a rank's chunks, moved into flat buckets without other columns.
 
-    groups     the ranks over which each bucket is sharded, where the parameter column is (ZeRO-3)
-    placement  of the parameter column
+    sizes, group_of  the ranks that hold a parameter, by its group: their number, and their process groups
+    placement        of the parameter column: sharded with ZeRO-3
     """
 
     def __init__(
@@ -65,9 +65,7 @@ class FrozenParameters:
         device: torch.device,
     ) -> None:
         self.by_name = parameters_by_name(chunks, trained=False)
-        layouts = pack(
-            specs_by_unit(chunks, trained=False), sizes if placement is Placement.SHARDED else UNSHARED, packing
-        )
+        layouts = pack(specs_by_unit(chunks, trained=False), frozen_sizes(sizes, placement), packing)
         self.buckets = buckets_of(layouts, self.by_name, group_of)
         kept = [index for index, layout in enumerate(layouts) if layout.kept_whole]
         self.column = StoredColumn(placement, dtype, self.buckets, device, whole=kept)

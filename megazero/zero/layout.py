@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megazero.config.derive import bucket_size
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
+from megazero.zero.placement import Placement
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
 """Group sizes for memory that is never sharded: frozen parameters."""
@@ -226,14 +228,38 @@ def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
     return {group: len(axes.state_ranks(group, at)) for group in StateGroup}
 
 
-def state_groups(axes: Axes, at: Coordinates) -> dict[StateGroup, tuple[int, int]]:
-    """By group, the number of ranks that share out a state, and of those that hold the same shard."""
-    return {group: (len(axes.inner_ranks(group, at)), len(axes.across_ranks(group, at))) for group in StateGroup}
+class SharedBy(NamedTuple):
+    """The ranks that hold the same parameters.
+
+    shards  number of neighbours that share out the state
+    across  number of ranks that store the same shard
+    local   whether the neighbours are on one stage
+    """
+
+    shards: int
+    across: int
+    local: bool
+
+
+def frozen_sizes(sizes: Mapping[StateGroup, int], placement: Placement) -> Mapping[StateGroup, int]:
+    """The sizes for which frozen parameters are packed: `sizes`, or 1 where the parameter column is not sharded."""
+    return sizes if placement is Placement.SHARDED else UNSHARED
+
+
+def state_groups(axes: Axes, at: Coordinates) -> dict[StateGroup, SharedBy]:
+    """The ranks that hold the same parameters as the rank at `at`, by group."""
+
+    def shared(group: StateGroup) -> SharedBy:
+        inner = axes.inner_ranks(group, at)
+        stages = {axes.coordinates(rank).pp for rank in inner}
+        return SharedBy(len(inner), len(axes.across_ranks(group, at)), len(stages) == 1)
+
+    return {group: shared(group) for group in StateGroup}
 
 
 def shard_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
     """Number of ranks over which the state of the rank at `at` is sharded, by group."""
-    return {group: inner for group, (inner, _) in state_groups(axes, at).items()}
+    return {group: shared.shards for group, shared in state_groups(axes, at).items()}
 
 
 def owned_fragments(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.program.shape import BucketShape, RankShape, UnitShape
-from megazero.zero.layout import BucketLayout
+from megazero.zero.layout import BucketLayout, SharedBy
 from megazero.zero.placement import Column, Placement
 
 Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
@@ -28,7 +28,7 @@ def rank_shape(
     frozen: Sequence[BucketLayout],
     row: Mapping[Column, Placement],
     widths: StateWidths,
-    groups: Mapping[StateGroup, tuple[int, int]],
+    groups: Mapping[StateGroup, SharedBy],
 ) -> RankShape:
     """The shape of a rank that holds these parameters.
 
@@ -36,7 +36,7 @@ def rank_shape(
     layouts  the buckets of trained parameters
     frozen   the buckets of frozen parameters, which are numbered after them
     row      the placements of the columns
-    groups   by group, the number of ranks that share out a state, and of those that hold the same shard
+    groups   by group, the ranks that hold a parameter
 
     An embedding's and a head's table are not read in backward: the gradient of a lookup needs the ids alone, and the
     head makes its gradients in forward (`mpu.head_loss`).
@@ -62,11 +62,11 @@ def _bucket(
     layout: BucketLayout,
     row: Mapping[Column, Placement],
     widths: StateWidths,
-    group: tuple[int, int],
+    group: SharedBy,
     *,
     trained: bool,
 ) -> BucketShape:
-    shards, across = group
+    shards, across, local = group
     sharded = {column for column, placement in row.items() if placement is Placement.SHARDED}
     return BucketShape(
         layout.chunk,
@@ -79,4 +79,5 @@ def _bucket(
         shards=shards,
         across=across,
         spans_stages=layout.group.spans_stages,
+        shards_span=layout.group.spans_stages and not local,
     )

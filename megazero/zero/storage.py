@@ -66,8 +66,8 @@ class StoredColumn:
         return self.placement is Placement.SHARDED
 
     def is_sharded_in(self, index: int) -> bool:
-        """Whether this rank stores only its shard of bucket `index`."""
-        return self.is_sharded and index not in self._whole
+        """Whether this rank stores only its shard of bucket `index`, and that is not the whole bucket."""
+        return self.is_sharded and index not in self._whole and self._buckets[index].groups.inner.size > 1
 
     @property
     def nbytes(self) -> int:

@@ -1,9 +1,9 @@
 """Place the reductions of gradients in a list.
 
 A bucket is reduced when the backward of the first unit that uses it is over, since a backward takes the units in
-reverse order. A bucket that several stages hold (a tied embedding's) is reduced at the end of the step: its part on the
-first stage is complete only after the step's last backward, and the last stage would need a buffer for each micro-batch
-until then.
+reverse order. There is one exception: a bucket whose shards several stages share out (a tied embedding's) is reduced at
+the end of the step. Its part on the first stage is complete only after the step's last backward, and the last stage
+would need a buffer for each micro-batch until then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def place_reductions(instructions: Sequence[Instruction], shape: RankShape, *, e
         if i.ends_backward and (i.micro_batch, i.chunk) in reducing:
             buckets = [bucket for unit in reversed(units_of(i, shape)) for bucket in complete[i.chunk, unit]]
             placed += [Instruction(Op.REDUCE, buckets=(bucket,)) for bucket in buckets]
-    late = [number for number in reversed(shape.trained) if shape.buckets[number].spans_stages]
+    late = [number for number in reversed(shape.trained) if shape.buckets[number].shards_span]
     return (*placed, *(Instruction(Op.REDUCE, buckets=(number,)) for number in late))
 
 
@@ -46,7 +46,7 @@ def _completed_by(shape: RankShape) -> dict[tuple[int, int], list[int]]:
     for chunk, units in enumerate(shape.units):
         for number, unit in enumerate(units):
             for bucket in unit.gradients:
-                if shape.buckets[bucket].chunk == chunk and not shape.buckets[bucket].spans_stages:
+                if shape.buckets[bucket].chunk == chunk and not shape.buckets[bucket].shards_span:
                     first.setdefault(bucket, (chunk, number))
     complete: dict[tuple[int, int], list[int]] = defaultdict(list)
     for bucket in sorted(first, reverse=True):

@@ -16,19 +16,23 @@ def gathered_after_update(bucket: BucketShape) -> bool:
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
     """The list with a REDUCE_ACROSS for each bucket of which several ranks hold the same shard.
 
-    It follows the bucket's last REDUCE, one REDUCE later: until then the first one has had time to end.
+    It follows the bucket's last REDUCE, one REDUCE later: until then the first one has had time to end. Buckets that
+    several stages hold come last, because these stages end their backwards at different times.
     """
     last = {i.buckets[0]: at for at, i in enumerate(instructions) if i.op is Op.REDUCE}
     placed: list[Instruction] = []
     waiting: list[Instruction] = []
+    late: list[Instruction] = []
     for at, i in enumerate(instructions):
         placed.append(i)
         if i.op is not Op.REDUCE:
             continue
         placed += waiting
-        ends = last[i.buckets[0]] == at and shape.buckets[i.buckets[0]].across > 1
-        waiting = [Instruction(Op.REDUCE_ACROSS, buckets=i.buckets)] if ends else []
-    return (*placed, *waiting)
+        bucket = shape.buckets[i.buckets[0]]
+        ends = last[i.buckets[0]] == at and bucket.across > 1
+        across = [Instruction(Op.REDUCE_ACROSS, buckets=i.buckets)] if ends else []
+        waiting, late = ([], late + across) if bucket.spans_stages else (across, late)
+    return (*placed, *waiting, *late)
 
 
 def place_updates(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
