@@ -20,11 +20,13 @@ class StepOptions:
     reduce_every    reduce gradients in every backward; else in the last one of each chunk
     overlap         cut computations by unit where gradients or parameters travel meanwhile
     gathered_bytes  budget of gathered parameters; None: two units
+    regather        when parameters are gathered again: one of `passes.gathers.REGATHER`
     """
 
     reduce_every: bool = False
     overlap: bool = True
     gathered_bytes: int | None = None
+    regather: str = "micro-batch"
 
 
 def training_step(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> tuple[Instruction, ...]:
@@ -60,7 +62,7 @@ def _with_gathers(
     if not any(bucket.gathered for bucket in shape.buckets):
         return tuple(instructions)
     budget = two_units(instructions, shape) if options.gathered_bytes is None else options.gathered_bytes
-    return place_gathers(instructions, shape, budget)
+    return place_gathers(instructions, shape, budget, options.regather)
 
 
 class Lists:

@@ -1,21 +1,58 @@
-"""Place the gathers and releases of sharded parameters (ZeRO-3) in a list, under a budget of bytes."""
+"""Place the gathers and releases of sharded parameters (ZeRO-3) in a list, under a budget of bytes.
+
+The computations that read sharded parameters are the uses. Two decisions follow each other.
+
+What stays. Between two uses of a bucket its parameters are kept, or released and gathered again. With `micro-batch`
+they are kept only if no other use comes between. With `step` they are kept where this saves the most bytes under the
+budget: the order of uses is known, so that is offline caching (`passes.caching`).
+
+When a gather starts. Gathers share the lane SHARDS with reductions, and a lane works in the order of the list. A gather
+stands behind the release of an earlier use, so that it travels beside the computations from there to its own use: one
+computation ahead in a row of equal units, and further where a table is among them, whose gather takes longer. It starts
+later where the budget has no room for it before, at the latest at its use. Gathers stand in the order of their uses,
+since a later one in front would delay an earlier one. And they stand before the reductions at the same place of the
+list: a computation is about to wait for them, while for a reduction nobody waits before the end of the step.
+
+Parameters change at the end of a step. Each bucket is released after its last use in the list, before its UPDATE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import median_high
 
 from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.caching import CacheSearch, as_bits, fewest_bytes
 from megazero.program.passes.cut import units_of
 from megazero.program.shape import RankShape
+
+REGATHER = ("micro-batch", "step")
+"""When parameters are gathered again: for each use, or only where the budget does not hold them from use to use."""
+OVERLAP_WORTH = 20
+"""A computation that waits for a gather costs as much as a twentieth of the gather's bytes. So `step` gathers at most
+1.05 times the least bytes possible under the budget, and more than the least only where this lets gathers overlap.
+"""
+
+Use = tuple[int, ...]
+"""The buckets with sharded parameters that a computation reads."""
+Gap = tuple[int, int]
+"""A bucket, and the number of a use that reads it: the time since the use before that reads it."""
 
 
 class BudgetError(ValueError):
     """The budget does not hold the parameters of one computation."""
 
 
-def uses(i: Instruction, shape: RankShape) -> tuple[int, ...]:
-    """The buckets with sharded parameters that a computation reads, in ascending order."""
+def uses(i: Instruction, shape: RankShape) -> Use:
+    """The buckets with sharded parameters that a computation reads, in ascending order.
+
+    The weights' part of a split backward reads none. What it runs are the closures that `mpu.linear`, `mpu.fp8_linear`
+    and autograd (for norms) handed to the gradient targets; they hold layers' inputs and gradients of outputs, not
+    weights. Adapters (`mpu.lora`) are such linear layers.
+    """
     if not i.is_compute or i.op is Op.BACKWARD_WEIGHT:
         return ()
     units = [shape.units[i.chunk][number] for number in units_of(i, shape)]
@@ -23,11 +60,15 @@ def uses(i: Instruction, shape: RankShape) -> tuple[int, ...]:
     return tuple(sorted(bucket for bucket in read if shape.buckets[bucket].gathered))
 
 
+def uses_of(instructions: Sequence[Instruction], shape: RankShape) -> list[Use]:
+    """The uses of a list, in order: computations that read no sharded parameters are none."""
+    return [use for i in instructions if (use := uses(i, shape))]
+
+
 def two_units(instructions: Sequence[Instruction], shape: RankShape) -> int:
     """Bytes of the parameters of the two largest computations that follow each other."""
-    used = [set(uses(i, shape)) for i in instructions if uses(i, shape)]
-    pairs = pairwise(used)
-    return max((shape.bytes_of(one | other) for one, other in pairs), default=one_unit(instructions, shape))
+    pairs = pairwise(uses_of(instructions, shape))
+    return max((shape.bytes_of({*one, *other}) for one, other in pairs), default=one_unit(instructions, shape))
 
 
 def one_unit(instructions: Sequence[Instruction], shape: RankShape) -> int:
@@ -35,37 +76,143 @@ def one_unit(instructions: Sequence[Instruction], shape: RankShape) -> int:
     return max((shape.bytes_of(uses(i, shape)) for i in instructions), default=0)
 
 
-def place_gathers(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> tuple[Instruction, ...]:
-    """The list with a GATHER before and a RELEASE after each use of sharded parameters.
+def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> int:
+    """Bytes that any placement under this budget gathers at least.
 
-    budget: most bytes of whole parameters at any time. A gather is placed one computation ahead of its use where the
-    budget allows, so that it travels meanwhile. Parameters that the next computation reads as well are kept.
+    They can be reached, except where buckets have so many sizes that `CacheSearch` gives up: then they are the bound of
+    `fewest_bytes`.
+    """
+    order, sizes = uses_of(instructions, shape), [bucket.parameter_bytes for bucket in shape.buckets]
+    if not order:
+        return 0
+    found = CacheSearch(order, sizes, budget).run()
+    return found.loaded if found.least else fewest_bytes(order, sizes, budget)
+
+
+def place_gathers(
+    instructions: Sequence[Instruction], shape: RankShape, budget: int, regather: str = "micro-batch"
+) -> tuple[Instruction, ...]:
+    """The list with a GATHER before and a RELEASE after the uses of sharded parameters, as described above.
+
+    budget: most bytes of whole parameters at any time. regather: one of `REGATHER`.
+    The result depends on the arguments only, so it is the same on all ranks of a role.
     Raises BudgetError where the budget does not hold the parameters of one computation.
     """
-    at = [position for position, i in enumerate(instructions) if uses(i, shape)]
-    used = {position: uses(instructions[position], shape) for position in at}
-    following = dict(pairwise(at))
-    placed: list[Instruction] = []
-    held: set[int] = set()
-
-    def gather(buckets: Sequence[int]) -> None:
-        for bucket in buckets:
-            if bucket not in held:
-                held.add(bucket)
-                placed.append(Instruction(Op.GATHER, buckets=(bucket,)))
-
-    for position, i in enumerate(instructions):
-        if position not in used:
-            placed.append(i)
-            continue
-        if shape.bytes_of(used[position]) > budget:
-            raise BudgetError(f"{i} reads {shape.bytes_of(used[position])} bytes of parameters, the budget is {budget}")
-        gather(used[position])
-        ahead = used[following[position]] if position in following else ()
-        if shape.bytes_of({*held, *ahead}) <= budget:
-            gather(ahead)
+    read = [uses(i, shape) for i in instructions]
+    order, sizes = [use for use in read if use], [bucket.parameter_bytes for bucket in shape.buckets]
+    if not order:
+        return tuple(instructions)
+    for i, use in zip(instructions, read, strict=True):
+        if shape.bytes_of(use) > budget:
+            raise BudgetError(f"{i} reads {shape.bytes_of(use)} bytes of parameters, the budget is {budget}")
+    choices = _kept_choices(order, sizes, budget) if regather == "step" else [set[Gap]()]
+    placements = [_placement(order, sizes, budget, kept) for kept in choices]
+    best = min(placements, key=lambda placement: OVERLAP_WORTH * placement.gathered + placement.late)
+    placed, number = best.gathers[0].copy(), 0
+    for i, use in zip(instructions, read, strict=True):
         placed.append(i)
-        for bucket in sorted(held - set(ahead)):
-            held.remove(bucket)
-            placed.append(Instruction(Op.RELEASE, buckets=(bucket,)))
+        if use:
+            placed += best.releases[number]
+            number += 1
+            placed += best.gathers[number]
     return tuple(placed)
+
+
+def _kept_choices(order: Sequence[Use], sizes: Sequence[int], budget: int) -> list[set[Gap]]:
+    """Two answers to what stays: that with the fewest bytes, and that with the fewest among those which leave room for
+    the next use's parameters beside each use, where the budget has this room at all.
+    """
+    windows = [tuple({*use, *coming}) for use, coming in pairwise([*order, ()])]
+    fitting = [
+        window if sum(sizes[bucket] for bucket in window) <= budget else use
+        for window, use in zip(windows, order, strict=True)
+    ]
+    return [_kept(order, CacheSearch(wanted, sizes, budget).run().held) for wanted in (order, fitting)]
+
+
+def _kept(order: Sequence[Use], held: Sequence[int]) -> set[Gap]:
+    """The gaps in which a bucket is held at all uses, of those with a use between. held: as in `CachePlan`."""
+    kept: set[Gap] = set()
+    used = lost = 0
+    last: dict[int, int] = {}
+    for number, (use, content) in enumerate(zip(order, held, strict=True)):
+        lost |= used & ~content
+        kept |= {(b, number) for b in use if last.get(b, number) < number - 1 and not lost >> b & 1}
+        used, lost = used | as_bits(use), lost & ~as_bits(use)
+        last.update(dict.fromkeys(use, number))
+    return kept
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """Where gathers and releases stand.
+
+    gathers   by use: those behind the releases of the use before it, the first ones at the begin of the list
+    releases  by use: those behind it
+    gathered  bytes that are gathered
+    late      bytes of gathers that begin at their use
+    """
+
+    gathers: Mapping[int, list[Instruction]]
+    releases: Mapping[int, list[Instruction]]
+    gathered: int
+    late: int
+
+
+def _placement(order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Collection[Gap]) -> _Placement:
+    """The placement that keeps buckets in these gaps, and in others where a gather would follow its release at once."""
+    gathers: dict[int, list[Instruction]] = defaultdict(list)
+    releases: dict[int, list[Instruction]] = defaultdict(list)
+    room, last, latest = _room(order, sizes, budget, kept), dict[int, int](), 0
+    wanted = _wanted_starts(order, sizes, kept)
+    gathered = late = 0
+    for number, use in enumerate(order):
+        for bucket in use:
+            if (bucket, number) in kept:
+                continue
+            start, free = number, last.get(bucket, -1) + 1
+            while start > max(free, latest, wanted[bucket, number]) and room[start - 1] >= sizes[bucket]:
+                start -= 1
+                room[start] -= sizes[bucket]
+            if bucket in last:
+                if start == free:
+                    continue
+                releases[free - 1].append(Instruction(Op.RELEASE, buckets=(bucket,)))
+            gathers[start].append(Instruction(Op.GATHER, buckets=(bucket,)))
+            gathered, late, latest = gathered + sizes[bucket], late + sizes[bucket] * (start == number), start
+        last.update(dict.fromkeys(use, number))
+    for bucket in sorted(last):
+        releases[last[bucket]].append(Instruction(Op.RELEASE, buckets=(bucket,)))
+    return _Placement(gathers, releases, gathered, late)
+
+
+def _wanted_starts(order: Sequence[Use], sizes: Sequence[int], kept: Collection[Gap]) -> dict[Gap, int]:
+    """For each gather the use beside which it starts if there is room: late, but in time.
+
+    The lane works off the gathers in order, so a gather is in time if it ends before its use and before those behind it
+    have to start. Of its duration a list knows nothing. A gather of median size is taken to last half a computation:
+    where it lasts longer than a whole one, the gathers determine the time of the step, and starting earlier is no help.
+    """
+    computation = 2 * median_high(sum(sizes[bucket] for bucket in use) for use in order)
+    start = len(order) * computation
+    wanted: dict[Gap, int] = {}
+    for number in range(len(order) - 1, -1, -1):
+        for bucket in reversed(order[number]):
+            if (bucket, number) not in kept and (number == 0 or bucket not in order[number - 1]):
+                start = min(start, number * computation) - sizes[bucket]
+            wanted[bucket, number] = start // computation
+    return wanted
+
+
+def _room(order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Collection[Gap]) -> list[int]:
+    """For each use the bytes of the budget that its own parameters and those kept across it leave."""
+    change, last = [0] * (len(order) + 1), dict[int, int]()
+    for number, use in enumerate(order):
+        for bucket in use:
+            since = number
+            if (bucket, number) in kept:
+                since = last[bucket] + 1
+            change[since] += sizes[bucket]
+            change[number + 1] -= sizes[bucket]
+            last[bucket] = number
+    return [budget - full for full in accumulate(change[:-1])]
