@@ -266,6 +266,8 @@ def test_a_budget_below_one_unit_is_refused_with_the_numbers() -> None:
     listed = stage_schedule("1f1b", 1, 1, 1, 0)
     with pytest.raises(BudgetError, match=r"forward .* unit 1\) reads 30 bytes of parameters, the budget is 29"):
         training_step(listed, shape, StepOptions(gathered_bytes=29))
+    with pytest.raises(BudgetError, match="reads 40 bytes"):
+        least_bytes(listed, shape, 29)
 
 
 def test_the_weights_part_of_a_backward_holds_nothing() -> None:

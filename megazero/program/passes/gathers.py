@@ -80,9 +80,9 @@ def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: i
     """Bytes that any placement under this budget gathers at least.
 
     They can be reached, except where buckets have so many sizes that `CacheSearch` gives up: then they are the bound of
-    `fewest_bytes`.
+    `fewest_bytes`. Raises BudgetError as `place_gathers` does.
     """
-    order, sizes = uses_of(instructions, shape), [bucket.parameter_bytes for bucket in shape.buckets]
+    order, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
     if not order:
         return 0
     found = CacheSearch(order, sizes, budget).run()
@@ -98,24 +98,35 @@ def place_gathers(
     The result depends on the arguments only, so it is the same on all ranks of a role.
     Raises BudgetError where the budget does not hold the parameters of one computation.
     """
-    read = [uses(i, shape) for i in instructions]
-    order, sizes = [use for use in read if use], [bucket.parameter_bytes for bucket in shape.buckets]
+    order, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
     if not order:
         return tuple(instructions)
-    for i, use in zip(instructions, read, strict=True):
-        if shape.bytes_of(use) > budget:
-            raise BudgetError(f"{i} reads {shape.bytes_of(use)} bytes of parameters, the budget is {budget}")
     choices = _kept_choices(order, sizes, budget) if regather == "step" else [set[Gap]()]
     placements = [_placement(order, sizes, budget, kept) for kept in choices]
     best = min(placements, key=lambda placement: OVERLAP_WORTH * placement.gathered + placement.late)
     placed, number = best.gathers[0].copy(), 0
-    for i, use in zip(instructions, read, strict=True):
+    for i in instructions:
         placed.append(i)
-        if use:
+        if uses(i, shape):
             placed += best.releases[number]
             number += 1
             placed += best.gathers[number]
     return tuple(placed)
+
+
+def _sizes(shape: RankShape) -> list[int]:
+    return [bucket.parameter_bytes for bucket in shape.buckets]
+
+
+def _fitting_uses(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> list[Use]:
+    """The uses of a list. Raises BudgetError where one of them does not fit."""
+    found: list[Use] = []
+    for i in instructions:
+        use = uses(i, shape)
+        if shape.bytes_of(use) > budget:
+            raise BudgetError(f"{i} reads {shape.bytes_of(use)} bytes of parameters, the budget is {budget}")
+        found += [use] if use else []
+    return found
 
 
 def _kept_choices(order: Sequence[Use], sizes: Sequence[int], budget: int) -> list[set[Gap]]:
