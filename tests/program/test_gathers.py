@@ -230,6 +230,15 @@ def test_a_table_starts_as_much_earlier_as_it_is_larger() -> None:
     assert found[80] == found[90] == found[1000] == [0, 1, 1, 1, 1, 2, 2, 3]
 
 
+def test_a_gather_does_not_overtake_one_that_is_needed_sooner() -> None:
+    """Bucket 4 has no room beside use 3. There is some for bucket 5, but it waits."""
+    shape = blocks_of([10, 10, 10, 30, 30, 10, 50])
+    turns = [Instruction(Op.FORWARD, 0, 0, units=(unit, unit + 1)) for unit in range(7)]
+    placed = place_gathers(turns, shape, 50)
+    assert [i.buckets[0] for i in placed if i.op is Op.GATHER] == list(range(7))
+    assert lead(placed, shape)[4:6] == [0, 1]
+
+
 def test_a_bucket_is_kept_where_its_gather_would_follow_its_release() -> None:
     """Two units that take turns: room for both means that none has to leave."""
     shape = blocks_of([10, 10])
