@@ -1,4 +1,4 @@
-"""`megazero draw-schedule`: a pipeline schedule in the terminal, with its bubble and what each stage holds."""
+"""`megazero draw-schedule`: a pipeline schedule, or a whole step, in the terminal, with its bubble and its memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
-from megazero.pipeline.chunk_times import profiled_times, uniform_times
 from megazero.pipeline.draw import DrawOptions, draw
-from megazero.pipeline.schedule import CHUNKS, SCHEDULES, forward_only, make_schedule
-from megazero.pipeline.simulate import check_complete, simulate
+from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, make_schedule
+from megazero.program.checker import check
+from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, ExampleModel
+from megazero.program.instruction import Instruction, Lane
+from megazero.program.shape import RankShape
+from megazero.program.simulate import schedule_shape, simulate
+from megazero.program.step import StepOptions, evaluation_step, training_step
+from megazero.program.times import ChunkTimes, profiled_times, uniform_times
 
 DESCRIPTION = """
 Draw a pipeline schedule in the terminal, with its bubble and the activations each stage holds.
@@ -26,6 +32,7 @@ EXAMPLES = (
     "megazero draw-schedule --pp 4 --micro-batches 8 --schedule zb-v",
     "megazero draw-schedule --pp 12 --micro-batches 64 --schedule 1f1b --fit",
     "megazero draw-schedule --pp 8 --micro-batches 24 --schedule zb-h1 --profile 18.522 18.086 9.337 0.601 --fit",
+    "megazero draw-schedule --pp 2 --micro-batches 2 --zero-stage 3 --gathered-units 3",
     "python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --message-time 0.2",
 )
 
@@ -59,7 +66,37 @@ def arguments() -> argparse.ArgumentParser:
     add("--fit", action="store_true", help="shrink to one band")
     add("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
     add("--list", type=int, metavar="STAGE", help="print the instructions of one stage instead")
+    _add_state(parser)
     return parser
+
+
+def _add_state(parser: argparse.ArgumentParser) -> None:
+    """The flags of a whole step: those of model state."""
+    group = parser.add_argument_group(
+        "the whole step",
+        "With --zero-stage the picture has the lanes of every stage: computations, gathers and reductions of buckets, "
+        "messages. The model has blocks of one size; embedding and head are as large. Every unit is a bucket.",
+    )
+    add = group.add_argument
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="draw the whole step, with gradients and parameters")
+    add("--dp", type=int, default=4, metavar="N", help="replicas (default 4)")
+    add("--zero-shard-size", type=int, metavar="K", help="ranks that share the shards of a state (default: all N)")
+    add("--blocks", type=int, default=2, metavar="N", help="blocks of every model chunk (default 2)")
+    add(
+        "--gathered-units",
+        type=int,
+        default=2,
+        metavar="N",
+        help="budget of gathered parameters under ZeRO-3, in units (default 2)",
+    )
+    add(
+        "--gather-time",
+        type=float,
+        default=0.2,
+        metavar="T",
+        help="time of gathering a unit (default 0.2); a reduction sends twice as many bytes",
+    )
+    add("--update-time", type=float, default=0.1, metavar="T", help="time of updating a unit (default 0.1)")
 
 
 def wants_colour(choice: str) -> bool:
@@ -77,16 +114,8 @@ def main(argv: Sequence[str]) -> int:
 
 def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Print the schedule. Problems of the flags end the program through `parser.error`, with status 2."""
+    _check(args, parser)
     profile = args.profile or []
-    work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
-    if not (all(0 < time < math.inf for time in work) and all(0 <= time < math.inf for time in messages)):
-        parser.error("times of work are above 0, those of messages at least 0, and all of them are finite")
-    if args.width is not None and args.width < 1:
-        parser.error(f"--width {args.width}: must be at least 1")
-    if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
-        parser.error(f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}")
-    if args.list is not None and not 0 <= args.list < args.pp:
-        parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
     name = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
     virtual = (CHUNKS[name] or 1) if args.virtual_stages is None else args.virtual_stages
     try:
@@ -95,16 +124,66 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(str(error))
     if args.forward_only:
         schedule = tuple(forward_only(stage) for stage in schedule)
-    check_complete(schedule, args.micro_batches, virtual, backward=not args.forward_only)
     times = uniform_times(args.pp * virtual, args.forward_time, args.backward_time, args.message_time, args.weight_time)
-    report = simulate(schedule, profiled_times(args.pp, virtual, *args.profile) if args.profile else times)
+    times = profiled_times(args.pp, virtual, *profile) if profile else times
+    shapes = [schedule_shape(stage) for stage in schedule]
+    if args.zero_stage is not None:
+        times = _with_state(times, args)
+        shapes = _shapes(name, virtual, args)
+        schedule = tuple(_whole(args, *both) for both in zip(schedule, shapes, strict=True))
+    by_role = {(stage, 0): shape for stage, shape in enumerate(shapes)}
+    check({(stage, 0): own for stage, own in enumerate(schedule)}, by_role, args.micro_batches)
     if args.list is not None:
         print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
         return
+    report = simulate(schedule, times, shapes)
     chunks = f", {virtual} chunks each" if virtual > 1 else ""
-    print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches")
+    zero = f", ZeRO-{args.zero_stage} on {args.dp} replicas" if args.zero_stage is not None else ""
+    print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches{zero}")
     apart = f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
     bubble = f"{report.bubble:.2%}" + apart * (report.longest < report.makespan * (1 - 1e-9))
     print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
-    print(draw(report, DrawOptions(width, wants_colour(args.color), args.fit)))
+    options = DrawOptions(width, wants_colour(args.color), args.fit, lanes=args.zero_stage is not None)
+    print(draw(report, options))
+
+
+def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    profile = args.profile or []
+    work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
+    messages += (args.gather_time, args.update_time)
+    if not (all(0 < time < math.inf for time in work) and all(0 <= time < math.inf for time in messages)):
+        parser.error("times of work are above 0, those of messages at least 0, and all of them are finite")
+    if args.width is not None and args.width < 1:
+        parser.error(f"--width {args.width}: must be at least 1")
+    if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
+        parser.error(f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}")
+    if args.list is not None and not 0 <= args.list < args.pp:
+        parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
+    for flag in ("dp", "blocks", "gathered_units"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
+    if args.zero_shard_size is not None and (args.zero_shard_size < 1 or args.dp % args.zero_shard_size):
+        parser.error(f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}")
+
+
+def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape]:
+    """The model state of every stage."""
+    shards = args.zero_shard_size or args.dp
+    chunks = chunk_map(name, args.pp, virtual)
+    model = ExampleModel((args.blocks,) * chunks.count, args.zero_stage, shards, args.dp // shards)
+    return [model.shape(chunks.of(stage)) for stage in range(args.pp)]
+
+
+def _whole(args: argparse.Namespace, schedule: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+    """The list of a stage's step (or evaluation)."""
+    options = StepOptions(reduce_every=args.zero_stage >= 2, gathered_bytes=PARAMETER_BYTES * args.gathered_units)
+    make = evaluation_step if args.forward_only else training_step
+    return make(schedule, shape, options)
+
+
+def _with_state(times: ChunkTimes, args: argparse.Namespace) -> ChunkTimes:
+    """The times with those of messages on model state."""
+    per_byte = args.gather_time / PARAMETER_BYTES
+    lanes = {Lane.SHARDS: per_byte, Lane.ACROSS: per_byte}
+    return replace(times, per_byte=lanes, update=args.update_time / GRADIENT_BYTES)

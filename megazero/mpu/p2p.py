@@ -4,7 +4,7 @@ Every directed pair of neighbouring stages has a channel for hidden states (forw
 (backward), as far as the layout of the chunks needs them. So no message waits behind one in the other direction.
 
 NCCL runs the operations of a communicator in order of issue. With NCCL each channel therefore is a two-rank group, and
-messages are matched by order; `megazero.pipeline.simulate` checks that the order is the same at both ends. Other
+messages are matched by order; `megazero.program.simulate` checks that the order is the same at both ends. Other
 backends match messages by tag, on the pipeline's group. gloo cannot read CUDA tensors; they go through pinned host
 memory.
 

@@ -4,16 +4,20 @@ Each computation is a block with the number of its micro-batch. In colours, forw
 on bright, and the weights' part of a split backward black on grey-green. Each model chunk has a colour of its own, in
 two alternating shades. In plain text `|F3b` is the forward of micro-batch 3 in chunk b, W is the weights' part of a
 backward, and a dot is idle time. A picture that is wider than the terminal continues in further bands below.
+
+With `lanes`, a stage has a row for each lane on which it communicates as well: `|G2` gathers bucket 2, R reduces one, A
+reduces one across, T sums over tp, N is the norm, f and b are hidden states and gradients that arrive. U is an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megazero.pipeline.simulate import ComputationSpan, SimulationReport
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.simulate import SimulationReport
+from megazero.program.span import Span
 
 Shades = tuple[int, int]
 """Two colours of the 256-colour palette."""
@@ -21,9 +25,33 @@ Shades = tuple[int, int]
 _FORWARD: tuple[Shades, ...] = ((25, 32), (30, 37), (54, 97), (60, 67))
 _BACKWARD: tuple[Shades, ...] = ((172, 214), (131, 174), (142, 185), (71, 114))
 _WEIGHT: tuple[Shades, ...] = ((151, 194), (152, 195), (187, 230), (188, 254))
-_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
-_FILLING = {"F": " ", "B": "-", "W": "="}
-_TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT}
+_GATHER: tuple[Shades, ...] = ((66, 73),)
+_REDUCE: tuple[Shades, ...] = ((95, 138),)
+_OTHER: tuple[Shades, ...] = ((240, 244),)
+_LETTERS = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.BACKWARD_INPUT: "B",
+    Op.BACKWARD_WEIGHT: "W",
+    Op.UPDATE: "U",
+    Op.GATHER: "G",
+    Op.REDUCE: "R",
+    Op.REDUCE_ACROSS: "A",
+    Op.REDUCE_PARTIAL: "T",
+    Op.NORM: "N",
+    Op.RECV_FORWARD: "f",
+    Op.RECV_BACKWARD: "b",
+}
+_FILLING = {"F": " ", "W": "=", "U": "+"}
+"""Of the blocks in plain text; of others a dash."""
+_TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT, "G": _GATHER, "R": _REDUCE, "A": _REDUCE}
+_LANE_NAMES = {
+    Lane.STAGES: "messages",
+    Lane.SHARDS: "shards",
+    Lane.ACROSS: "across",
+    Lane.TENSOR: "tp",
+    Lane.WORLD: "world",
+}
 _WHITE, _BLACK = 231, 16
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
@@ -35,11 +63,13 @@ class DrawOptions:
     width   columns of the terminal
     colour  use Unicode and 256 colours; else plain ASCII
     fit     draw one band, also where blocks become too narrow for their labels
+    lanes   draw the lanes of messages below each stage
     """
 
     width: int = 100
     colour: bool = False
     fit: bool = False
+    lanes: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,39 +85,87 @@ def draw(report: SimulationReport, look: DrawOptions) -> str:
     chunks = 1 + max((span.instruction.chunk for row in report.spans for span in row), default=0)
     split = any(span.instruction.op is Op.BACKWARD_WEIGHT for row in report.spans for span in row)
     painter = _Painter(look, chunks, split)
-    margin = len(f"stage {len(report.spans) - 1}") + 2
+    margin = max(len(f"stage {len(report.spans) - 1}"), 10 * look.lanes) + 2
     room = max(10, look.width - margin)
-    scale = _columns_per_unit(report, painter, room, look.fit)
-    total = round(report.makespan * scale)
-    rows = [painter.cells(row, scale, total) for row in report.spans]
+    scale = _columns_per_unit(report, painter, room, look)
+    drawn = list(_rows(report, look.lanes))
+    total = round(max((spans[-1].end for _, spans in drawn if spans), default=0.0) * scale)
+    rows = [(name, painter.cells(spans, scale, total)) for name, spans in drawn]
     lines: list[str] = []
     band = _band_width(report, scale, total, room)
     for start in range(0, max(total, 1), band):
         stop = min(total, start + band)
         lines.append(" " * margin + painter.dim(_ruler(start, stop, scale)))
-        lines += [f"stage {i}".ljust(margin) + painter.paint(row[start:stop]) for i, row in enumerate(rows)]
+        lines += [name.ljust(margin) + painter.paint(row[start:stop]) for name, row in rows]
         lines.append("")
-    return "\n".join([*lines, *painter.legend(margin), "", *_summary(report, painter, margin)])
+    ops = {span.instruction.op for _, spans in drawn for span in spans}
+    return "\n".join([*lines, *painter.legend(margin, ops), "", *_summary(report, painter, margin)])
 
 
-def _columns_per_unit(report: SimulationReport, painter: _Painter, room: int, fit: bool) -> float:
-    """Columns per unit of time: enough for every label, more where there is room; with `fit` exactly one band."""
+_MESSAGES = {
+    Op.RECV_FORWARD: ("f", "hidden states arrive"),
+    Op.RECV_BACKWARD: ("b", "gradients arrive"),
+    Op.GATHER: ("G", "gather of a bucket's parameters"),
+    Op.REDUCE: ("R", "reduction of its gradients"),
+    Op.REDUCE_ACROSS: ("A", "the same across"),
+    Op.REDUCE_PARTIAL: ("T", "sum over tp"),
+    Op.NORM: ("N", "norm"),
+    Op.UPDATE: ("U", "update"),
+}
+
+
+def _rows(report: SimulationReport, lanes: bool) -> Iterator[tuple[str, list[Span]]]:
+    """(name, spans) of each row. Units of a chunk that follow each other at once are one block."""
+    for stage, spans in enumerate(report.spans):
+        yield f"stage {stage}", _merged(spans)
+        if lanes:
+            by_lane: dict[Lane, list[Span]] = {}
+            for span in report.messages[stage]:
+                if span.end > span.start and not span.instruction.is_send:
+                    by_lane.setdefault(span.instruction.lane, []).append(span)
+            yield from ((f"  {name}", by_lane[lane]) for lane, name in _LANE_NAMES.items() if lane in by_lane)
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    found: list[Span] = []
+    for span in spans:
+        i = replace(span.instruction, units=None)
+        if found and i.is_compute and found[-1].instruction == i and found[-1].end == span.start:
+            found[-1] = Span(i, found[-1].start, span.end)
+        else:
+            found.append(Span(i, span.start, span.end))
+    return found
+
+
+def _columns_per_unit(report: SimulationReport, painter: _Painter, room: int, look: DrawOptions) -> float:
+    """Columns per unit of time: enough for every label, more where there is room; with `fit` exactly one band.
+
+    With `lanes` enough for the labels of whole computations; shorter blocks have none.
+    """
     spans = [span for row in report.spans for span in row if span.end > span.start]
-    shortest = min((span.end - span.start for span in spans), default=1.0)
+    seconds: dict[tuple[int, Instruction], float] = {}
+    for stage, row in enumerate(report.spans):
+        for span in row:
+            if span.instruction.is_compute and span.end > span.start:
+                key = stage, replace(span.instruction, units=None)
+                seconds[key] = seconds.get(key, 0.0) + span.end - span.start
+    shortest = min(seconds.values(), default=1.0)
     label = max((len(painter.label(span.instruction)) for span in spans), default=1)
     needed = (label + painter.gap) / shortest
+    painter.shrunk = look.lanes
     if report.makespan * needed > room:
-        painter.shrunk = fit
-        return room / report.makespan if fit else needed
-    # The shortest block gets whole columns, at most twice the width of its label.
-    whole = int(min(room / report.makespan, 2 * needed) * shortest + 1e-9)
+        painter.shrunk = look.fit or look.lanes
+        return room / report.makespan if look.fit else needed
+    # The shortest block gets whole columns, at most twice the width of its label; beside short messages more.
+    whole = int(min(room / report.makespan, (8 if look.lanes else 2) * needed) * shortest + 1e-9)
     return max(whole / shortest, needed)
 
 
 def _band_width(report: SimulationReport, scale: float, total: int, room: int) -> int:
     """Columns of a band. Bands have equal widths, multiples of the shortest block if it fits into `room`."""
     bands = max(1, -(-total // room))
-    block = max(1, round(min((span.end - span.start for row in report.spans for span in row), default=1.0) * scale))
+    spans = (span for row in report.spans for span in row if span.instruction.is_compute)
+    block = max(1, round(min((span.end - span.start for span in spans), default=1.0) * scale))
     even = -(-total // bands)
     return min(room, -(-even // block) * block) if block <= room else room
 
@@ -126,12 +204,13 @@ class _Painter:
         """Whether blocks may be narrower. Labels that would touch the next one are then left out."""
 
     def label(self, i: Instruction) -> str:
+        number = str(i.micro_batch) if i.micro_batch >= 0 else ",".join(map(str, i.buckets[:1]))
         if self.colour:
-            return str(i.micro_batch)
-        chunk = _letter(i.chunk) if self.chunks > 1 else ""
-        return f"{_LETTERS[i.op]}{i.micro_batch}{chunk}"
+            return number
+        chunk = _letter(i.chunk) if self.chunks > 1 and i.chunk >= 0 else ""
+        return f"{_LETTERS[i.op]}{number}{chunk}"
 
-    def cells(self, spans: Sequence[ComputationSpan], scale: float, total: int) -> list[_Cell]:
+    def cells(self, spans: Sequence[Span], scale: float, total: int) -> list[_Cell]:
         """A row as columns. Blocks begin and end at rounded columns, so that simultaneous events are aligned."""
         row = [_Cell("·" if self.colour else ".")] * total
         for span in spans:
@@ -146,8 +225,8 @@ class _Painter:
         if self.colour:
             return label.center(width) if len(label) + self.shrunk <= width else " " * width
         if len(label) < width:
-            return "|" + label.ljust(width - 1, _FILLING[_LETTERS[i.op]])
-        return label[0] * width
+            return "|" + label.ljust(width - 1, _FILLING.get(_LETTERS[i.op], "-"))
+        return label[0] * width if label else ""
 
     def paint(self, cells: Sequence[_Cell]) -> str:
         return "".join(
@@ -156,15 +235,15 @@ class _Painter:
 
     def _run(self, of: Instruction | None, text: str) -> str:
         return (
-            (self.dim(text) if of is None else self._coloured(_LETTERS[of.op], of.chunk, of.micro_batch, text))
+            (self.dim(text) if of is None else self._coloured(_LETTERS[of.op], max(of.chunk, 0), _shade(of), text))
             if self.colour
             else text
         )
 
     def _coloured(self, letter: str, chunk: int, micro_batch: int, text: str) -> str:
-        table = _TABLES[letter]
+        table = _TABLES.get(letter, _OTHER)
         ground = table[chunk % len(table)][micro_batch % 2]
-        return f"\x1b[38;5;{_WHITE if letter == 'F' else _BLACK};48;5;{ground}m{text}\x1b[0m"
+        return f"\x1b[38;5;{_WHITE if letter in 'FG' else _BLACK};48;5;{ground}m{text}\x1b[0m"
 
     def dim(self, text: str) -> str:
         return f"\x1b[38;5;243m{text}\x1b[0m" if self.colour and text else text
@@ -175,8 +254,15 @@ class _Painter:
         whole, eighths = divmod(round(share * width * 8), 8)
         return f"\x1b[38;5;67m{'█' * whole}{_BLOCKS[eighths].strip()}\x1b[0m"
 
-    def legend(self, margin: int) -> Iterator[str]:
-        """Lines that explain the colours or the letters."""
+    def legend(self, margin: int, ops: Collection[Op]) -> Iterator[str]:
+        """Lines that explain the colours or the letters. ops: what is drawn."""
+        yield from self._computations(margin)
+        words = [(letter, words) for op, (letter, words) in _MESSAGES.items() if op in ops]
+        if words:
+            shown = (self._coloured(letter, 0, 0, f" {letter} ") if self.colour else letter for letter, _ in words)
+            yield " " * margin + "  ".join(f"{sign} {said}" for sign, (_, said) in zip(shown, words, strict=True))
+
+    def _computations(self, margin: int) -> Iterator[str]:
         if not self.colour:
             chunk = "a" if self.chunks > 1 else ""
             behind = f", chunks {', '.join(map(_letter, range(self.chunks)))}" if self.chunks > 1 else ""
@@ -190,6 +276,11 @@ class _Painter:
                 for chunk in range(self.chunks)
             )
             yield " " * margin + f"{word}  " + "".join(swatches).rstrip()
+
+
+def _shade(i: Instruction) -> int:
+    """A number of which neighbours have different parities."""
+    return i.micro_batch if i.micro_batch >= 0 else sum(i.buckets)
 
 
 def _letter(chunk: int) -> str:

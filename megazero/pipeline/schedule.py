@@ -6,7 +6,7 @@ are on one stage there is no message.
 
 There is one channel per directed pair of stages and direction (forward, backward). Both ends of a channel send and
 receive its messages in the same order. A receive is posted before the computation that precedes its use, so that the
-transfer overlaps that computation. A send follows the computation that made its message. `megazero.pipeline.simulate`
+transfer overlaps that computation. A send follows the computation that made its message. `megazero.program.simulate`
 checks that a schedule is complete and free of deadlocks under these rules.
 
 1F1B: Narayanan et al. 2021 (arXiv 2104.04473), interleaved included; GPipe: Huang et al. 2019 (arXiv 1811.06965);

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config.schema import Run
-from megazero.pipeline.chunk_times import ChunkTimes
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs
+from megazero.program.times import ChunkTimes
 
 
 def chunk_times(run: Run) -> ChunkTimes:

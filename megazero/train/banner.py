@@ -26,10 +26,10 @@ from megazero.mpu.grid import Group, ProcessGrid
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
-from megazero.pipeline.simulate import simulate
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.times import chunk_times
+from megazero.program.simulate import simulate
 from megazero.system import allocator, threads
 from megazero.system import device as devices
 from megazero.telemetry.units import count

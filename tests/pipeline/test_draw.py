@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megazero.pipeline.chunk_times import uniform_times
 from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
-from megazero.pipeline.simulate import simulate
+from megazero.program.simulate import simulate
+from megazero.program.times import uniform_times
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
 
@@ -125,3 +125,21 @@ def test_the_tool_takes_published_times():
     assert done.returncode == 2 and "zb-v has 2 chunks per stage, not 3" in done.stderr
     done = run_tool("--weight-time", "2")
     assert done.returncode == 2 and "a part of --backward-time 2" in done.stderr
+
+
+def test_the_lanes_of_a_whole_step():
+    words = ["--pp", "1", "-m", "1", "--zero-stage", "3", "--blocks", "1", "--width", "70", "--update-time", "0"]
+    done = run_tool(*words, "--gather-time", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1f1b: 1 stages, 1 micro-batches, ZeRO-3 on 4 replicas\n")
+    lanes = [line[12:].rstrip() for line in done.stdout.splitlines() if line.startswith(("stage 0", "  shards"))]
+    computes, messages = "".join(lanes[::2]), "".join(lanes[1::2])
+    assert re.findall(r"[A-Z]\d", messages) == ["G0", "G1", "G2", "G1", "R2", "G0", "R1", "R0"]
+    assert computes.index("|F0") == messages.index("|G1"), "the first unit starts with the second gather"
+    assert "G gather of a bucket's parameters  R reduction of its gradients" in done.stdout
+    assert "\x1b[" in run_tool(*words, "--color", "always").stdout
+    listed = run_tool(*words, "--list", "0").stdout.splitlines()
+    assert listed[:3] == ["   0  gather parameters (bucket 0)", "   1  gather parameters (bucket 1)", listed[2]]
+    assert listed[-1].endswith("update (buckets 0, 1, 2)")
+    done = run_tool(*words, "--dp", "4", "--zero-shard-size", "3")
+    assert done.returncode == 2 and "--zero-shard-size 3 does not divide --dp 4" in done.stderr

@@ -20,9 +20,9 @@ from megazero.pipeline.actions import Key
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
-from megazero.pipeline.simulate import peak_activations
 from megazero.program.instruction import Instruction
 from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.program.simulate import peak_activations
 from megazero.program.step import Lists, StepOptions
 from tests.pipeline.toy import HIDDEN, LAYERS, SEQUENCE, ToyStage, gradients, micro_batch, sequential, split_batch
 from tests.ranks import run_ranks

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.pipeline.chunk_times import profiled_times, uniform_times
 from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
-from megazero.pipeline.simulate import ScheduleError, SimulationReport, check_complete, peak_activations, simulate
+from megazero.program.checker import check_schedule
+from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
+from megazero.program.simulate import SimulationReport, peak_activations, simulate
+from megazero.program.times import profiled_times, uniform_times
 from tests.reference import REFERENCE, needs_reference
 
 NAMES = [name for name, chunks in CHUNKS.items() if chunks is not None]
@@ -35,7 +37,7 @@ def run(name: str, p: int, m: int, *profile: float) -> SimulationReport:
 def check(name: str, p: int, m: int) -> None:
     v = chunks_of(name)
     schedule = make_schedule(name, p, m, v)
-    check_complete(schedule, m, v)
+    check_schedule(schedule, m)
     report = run(name, p, m)
     work = 3 * m * v
     if m >= p:  # nothing is shorter: the last stage has nothing to do for p - 1 forwards
@@ -44,7 +46,7 @@ def check(name: str, p: int, m: int) -> None:
         assert report.own_bubble == 0.0
     assert all(peak == min(m, p) * v for peak in report.peak_activations)
     evaluation = [forward_only(stage) for stage in schedule]
-    check_complete(evaluation, m, v, backward=False)
+    check_schedule(evaluation, m)
     assert set(simulate(evaluation, uniform_times(p * v)).peak_activations) == {1}
 
 
@@ -173,15 +175,13 @@ def test_what_cannot_be_is_refused_and_what_is_broken_is_found():
             make_schedule(name, 2, 2, wrong)
     first, second = make_schedule("zb-h1", 2, 3)
     lost = tuple(i for i in second if (i.op, i.micro_batch) != (Op.BACKWARD_WEIGHT, 1))
-    with pytest.raises(
-        ScheduleError, match=r"stage 1: missing \['backward of the weights \(micro-batch 1, chunk 0\)'\]"
-    ):
-        check_complete([first, lost], 3, 1)
+    with pytest.raises(ProgramError, match=r"backward of the input \(micro-batch 1.* makes what the weights'"):
+        check_schedule([first, lost], 3)
     early = sorted(second, key=lambda i: i.op is not Op.BACKWARD_WEIGHT)
-    with pytest.raises(ScheduleError, match="the input's part of its backward"):
+    with pytest.raises(ProgramError, match=r"reads what the weights' backward needs .* which no instruction before it"):
         simulate([first, tuple(early)], uniform_times(2))
-    with pytest.raises(ScheduleError, match="not on one stage each"):
-        check_complete([first, tuple(replace(i, model_chunk=0) for i in second)], 3, 1)
+    with pytest.raises(ProgramError, match="is for model chunk 0, which chunk 0 of stage 0 is"):
+        check_schedule([first, tuple(replace(i, model_chunk=0) for i in second)], 3)
 
 
 def test_what_lives_on_between_the_parts_can_weigh_less():

@@ -12,12 +12,14 @@ from docs.extension.drawings.grid import grid
 from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule, schedules
 from docs.extension.drawings.shards import boxes, files
+from docs.extension.drawings.step import step
 
 DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
     {
         "grid": grid,
         "schedule": schedule,
         "schedules": schedules,
+        "step": step,
         "boxes": boxes,
         "buckets": buckets,
         "batch": batch,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from docs.extension.svg import Picture, shade
-from megazero.pipeline.chunk_times import uniform_times
 from megazero.pipeline.schedule import CHUNKS, make_schedule
-from megazero.pipeline.simulate import SimulationReport, simulate
 from megazero.program.instruction import Op
+from megazero.program.simulate import SimulationReport, simulate
+from megazero.program.times import uniform_times
 
 COLOURS = {
     Op.FORWARD: "#4878a8",

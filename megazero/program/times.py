@@ -1,10 +1,11 @@
-"""The times that a simulation of a schedule takes: of each model chunk's computations, and of a message."""
+"""The times that a simulation takes: of each model chunk's computations, and of messages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from megazero.program.instruction import Op
+from megazero.program.instruction import Instruction, Lane, Op, Units
 
 
 @dataclass(frozen=True)
@@ -13,17 +14,36 @@ class ChunkTimes:
 
     forward   of each model chunk
     backward  of each model chunk, both parts together
-    message   of one message
+    message   of one message between stages
     weight    of each model chunk: the weights' part of `backward`; None: half of it
+    units     of each model chunk: the relative times of its units; None: all the same
+    per_byte  of a message on another lane: the time for each byte that a rank sends; 0 for lanes that are not named
+    latency   of each such message, in addition
+    update    of an update, for each byte of gradients that the rank updates
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     message: float = 0.0
     weight: tuple[float, ...] | None = None
+    units: tuple[tuple[float, ...], ...] | None = None
+    per_byte: Mapping[Lane, float] = field(default_factory=dict)
+    latency: float = 0.0
+    update: float = 0.0
+
+    def computation(self, i: Instruction, units: Units, count: int) -> float:
+        """The time of a computation of the units [first, stop) of a chunk of `count` units."""
+        whole = self.of(i.op, i.model_chunk)
+        first, stop = units
+        if stop - first == count:
+            return whole
+        if self.units is None:
+            return whole * (stop - first) / count
+        shares = self.units[i.model_chunk]
+        return whole * sum(shares[first:stop]) / sum(shares)
 
     def of(self, op: Op, model_chunk: int) -> float:
-        """The time of a computation."""
+        """The time of a computation of a whole chunk."""
         if op is Op.FORWARD:
             return self.forward[model_chunk]
         whole = self.backward[model_chunk]

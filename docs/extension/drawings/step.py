@@ -1,0 +1,95 @@
+"""A whole step as it runs: for each stage a row of computations, and one for each lane on which it communicates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+
+from docs.extension.svg import Picture, shade
+from megazero.pipeline.schedule import CHUNKS, chunk_map, make_schedule
+from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, ExampleModel
+from megazero.program.instruction import Lane, Op
+from megazero.program.simulate import SimulationReport, simulate
+from megazero.program.span import Span
+from megazero.program.step import StepOptions, training_step
+from megazero.program.times import uniform_times
+
+COLOURS = {
+    Op.FORWARD: "#4878a8",
+    Op.BACKWARD: "#c87f3e",
+    Op.BACKWARD_INPUT: "#c87f3e",
+    Op.BACKWARD_WEIGHT: "#5d9a6b",
+    Op.UPDATE: "#7a7f8c",
+    Op.GATHER: "#4d9a9a",
+    Op.REDUCE: "#b85c66",
+    Op.REDUCE_ACROSS: "#9a6fb0",
+}
+WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.UPDATE: "update",
+    Op.GATHER: "gather",
+    Op.REDUCE: "reduction",
+    Op.REDUCE_ACROSS: "reduction across",
+}
+_LANES = {Lane.SHARDS: "shards", Lane.ACROSS: "across"}
+_ROW, _GAP, _MARGIN, _TOP, _WIDTH = 22, 3, 96, 26, 780
+_GATHER_TIME, _UPDATE_TIME = 0.12, 0.08
+"""Of one unit; a chunk's forward takes 1, its backward 2."""
+
+
+def simulated(zero: int, shard_size: int, pp: int, micro_batches: int, blocks: int) -> SimulationReport:
+    """The step of a model with this number of blocks on each stage, on 4 replicas, by 1F1B."""
+    chunks = chunk_map("1f1b", pp, CHUNKS["1f1b"] or 1)
+    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size)
+    shapes = [model.shape(chunks.of(stage)) for stage in range(pp)]
+    options = StepOptions(reduce_every=zero >= 2, gathered_bytes=2 * PARAMETER_BYTES)
+    schedule = make_schedule("1f1b", pp, micro_batches)
+    lists = [training_step(own, shape, options) for own, shape in zip(schedule, shapes, strict=True)]
+    per_byte = dict.fromkeys(_LANES, _GATHER_TIME / PARAMETER_BYTES)
+    times = replace(uniform_times(pp), per_byte=per_byte, update=_UPDATE_TIME / GRADIENT_BYTES)
+    return simulate(lists, times, shapes)
+
+
+def step(zero: int = 3, shard_size: int = 4, pp: int = 2, micro_batches: int = 2, blocks: int = 2) -> str:
+    """The lanes of one step."""
+    report = simulated(zero, shard_size, pp, micro_batches, blocks)
+    rows = [row for stage in range(pp) for row in _rows(report, stage)]
+    picture = Picture(_WIDTH, _TOP + len(rows) * (_ROW + _GAP) + 8 * pp + 24, f"The lanes of a step under ZeRO-{zero}")
+    ends = (span.end for _, spans in rows for span in spans)
+    scale = (picture.width - _MARGIN) / max(ends)
+    picture.text(0, 14, f"ZeRO-{zero}, {pp} stages, {micro_batches} micro-batches", at="start", bold=True, size=13)
+    y = float(_TOP)
+    for name, spans in rows:
+        y += 8 * name.startswith("stage")
+        picture.text(0 if name.startswith("stage") else 14, y + 15, name, at="start", size=11)
+        for span in spans:
+            _block(picture, span, y, scale)
+        y += _ROW + _GAP
+    _legend(picture, {span.instruction.op for _, spans in rows for span in spans})
+    return picture.svg()
+
+
+def _rows(report: SimulationReport, stage: int) -> list[tuple[str, list[Span]]]:
+    messages = sorted(report.messages[stage], key=lambda span: span.instruction.lane.value)
+    by_lane = {lane: list(spans) for lane, spans in groupby(messages, key=lambda span: span.instruction.lane)}
+    lanes = [(name, by_lane[lane]) for lane, name in _LANES.items() if lane in by_lane]
+    return [(f"stage {stage}", list(report.spans[stage])), *lanes]
+
+
+def _block(picture: Picture, span: Span, y: float, scale: float) -> None:
+    """A computation has the number of its micro-batch, a message that of its bucket."""
+    i, x, width = span.instruction, _MARGIN + span.start * scale, (span.end - span.start) * scale
+    number = i.micro_batch if i.is_compute else i.buckets[0]
+    picture.box(x + 0.4, y, max(width - 0.8, 0.4), _ROW, shade(COLOURS[i.op], -0.14 * (number % 2)))
+    if width > 9:
+        picture.text(x + width / 2, y + 15, str(number), size=10.5, fill="#fff")
+
+
+def _legend(picture: Picture, shown: set[Op]) -> None:
+    x, y = float(_MARGIN), picture.height - 8
+    for op, said in WORDS.items():
+        if op in shown:
+            picture.box(x, y - 10, 14, 12, COLOURS[op])
+            picture.text(x + 20, y, said, at="start", size=11)
+            x += 46 + 6.2 * len(said)

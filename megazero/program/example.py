@@ -1,0 +1,48 @@
+"""The model state of a model whose blocks are all alike, for pictures of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.program.shape import BucketShape, RankShape, UnitShape
+
+PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
+"""Of an element: a 16-bit parameter, and its gradient, which is summed in fp32."""
+
+
+@dataclass(frozen=True)
+class ExampleModel:
+    """A model, and how its state is sharded.
+
+    blocks  number of blocks of each model chunk; the embedding and the head come on top
+    numel   elements of a unit, the same for all
+    """
+
+    blocks: tuple[int, ...]
+    zero_stage: int
+    shards: int
+    across: int = 1
+    numel: int = 1
+
+    def shape(self, model_chunks: Sequence[int]) -> RankShape:
+        """The shape of a rank that holds these chunks: one bucket for each unit."""
+        units: list[tuple[UnitShape, ...]] = []
+        buckets: list[BucketShape] = []
+        for chunk, number in enumerate(model_chunks):
+            count = self.blocks[number] + (number == 0) + (number == len(self.blocks) - 1)
+            units.append(tuple(UnitShape((n,), (n,), (n,)) for n in range(len(buckets), len(buckets) + count)))
+            buckets += [self._bucket(chunk)] * count
+        return RankShape(tuple(units), tuple(buckets))
+
+    def _bucket(self, chunk: int) -> BucketShape:
+        return BucketShape(
+            chunk,
+            PARAMETER_BYTES * self.numel,
+            GRADIENT_BYTES * self.numel,
+            gathered=self.zero_stage == 3 and self.shards > 1,
+            sharded_gradient=self.zero_stage >= 2,
+            sharded_state=self.zero_stage >= 1,
+            shards=self.shards,
+            across=self.across,
+        )

@@ -1,0 +1,285 @@
+"""Run the lists of a step without processes: whether they end, and how long every lane takes.
+
+The rules are NCCL's, the strictest of the backends. A rank issues its instructions in order. A computation starts when
+the one before it is done and what it reads is there (`program.effects`). A message starts when all of its ranks have
+issued it, what it reads is there, and the messages before it on its lane are over. The i-th message of one rank in a
+group, or on a channel between two stages, meets the i-th message of every other rank, whatever their tensors are. A
+send is waited for by nobody. A collective over several stages is issued only when the rank's collectives before it are
+over, as on a card that runs one at a time.
+
+Where all ranks of a group have the same list (the replicas of a role, the tp indexes of a stage), one of them stands
+for all, so its messages never wait for others.
+
+A channel has one sender and one receiver, and lists have no branches. So the result does not depend on the order in
+which ranks run. Tests check this with `pick`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megazero.program.effects import Effects, Scope, Value, describe, effects
+from megazero.program.error import ProgramError
+from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.meetings import Meetings, Message
+from megazero.program.shape import RankShape, without_state
+from megazero.program.span import Span
+from megazero.program.times import ChunkTimes
+from megazero.program.traffic import message_bytes
+
+IN_FLIGHT = 2
+"""Most reductions at a time where each needs a buffer of its own (sharded gradients)."""
+
+
+@dataclass(frozen=True)
+class SimulationReport:
+    """The result of a simulation, in the unit of `ChunkTimes`.
+
+    makespan          from the start of the first computation to the end of the last one
+    longest           the longest time of one rank, from the start of its own first computation to the end of its last
+                      one. It is the cost of a step if the stages do not wait for each other between steps
+    bubble            fraction of makespan x ranks in which no computation ran
+    busy              time of computation of each rank
+    peak_activations  per rank, the largest number of (micro-batch, chunk) pairs whose forward has started and whose
+                      backward (with the weights' part) has not ended; 1 in a forward-only run
+    spans             each rank's computations in order, updates that take time included
+    messages          each rank's messages, in the order in which they were over
+    """
+
+    makespan: float
+    longest: float
+    bubble: float
+    busy: tuple[float, ...]
+    peak_activations: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    messages: tuple[tuple[Span, ...], ...]
+
+    @property
+    def own_bubble(self) -> float:
+        """(longest - work) / longest, the bubble rate of zero-bubble papers (arXiv 2401.10241, section 5.3).
+
+        It is the same as `bubble` where the first stage begins first and ends last, as in 1F1B.
+        """
+        return 1.0 - sum(self.busy) / (self.longest * len(self.busy)) if self.longest else 0.0
+
+
+def simulate(
+    lists: Sequence[Sequence[Instruction]],
+    times: ChunkTimes,
+    shapes: Sequence[RankShape] | None = None,
+    *,
+    pick: Callable[[list[int]], int] | None = None,
+) -> SimulationReport:
+    """Run the list of one rank of every stage to its end.
+
+    shapes: the ranks' model states; None: the lists have no instructions on it. pick: chooses the next stage among
+    those that can run. Raises ProgramError: a deadlock, with the blocked instruction of every stage; messages that do
+    not fit together; an instruction that reads what none before it has made.
+    """
+    if shapes is None:
+        shapes = [schedule_shape(instructions) for instructions in lists]
+    return _Simulation(lists, times, shapes).run(pick)
+
+
+def schedule_shape(instructions: Sequence[Instruction]) -> RankShape:
+    """The shape of a rank whose list has a schedule's instructions only: chunks of one unit, no model state."""
+    return without_state([1] * (1 + max((i.chunk for i in instructions if i.is_compute), default=-1)))
+
+
+def peak_activations(
+    instructions: Sequence[Instruction], weights: Sequence[float] | None = None, kept: Sequence[float] | None = None
+) -> float:
+    """Largest sum of weights over the live (micro-batch, chunk) pairs of one rank, as `SimulationReport` counts them.
+
+    weights  for each of the rank's chunks, such as bytes (default: 1)
+    kept     for each chunk, the part of its weight that lives between the parts of a split backward (default: all)
+    """
+    trains = any(i.ends_backward for i in instructions)
+    live = peak = 0.0
+    for i in instructions:
+        if not i.is_compute or (i.units is not None and i.units[0] > 0):
+            continue
+        whole = 1.0 if weights is None else weights[i.chunk]
+        later = whole if kept is None else kept[i.chunk]
+        live += {Op.FORWARD: whole, Op.BACKWARD: -whole, Op.BACKWARD_INPUT: later - whole, Op.BACKWARD_WEIGHT: -later}[
+            i.op
+        ]
+        peak = max(peak, live)
+        live = live if trains else 0.0
+    return peak
+
+
+@dataclass
+class _Rank:
+    """A rank on its way through its list.
+
+    clock      when its last computation ends
+    values     when what exists was made; or the message that makes it
+    lanes      when the last message of a lane ends
+    in_flight  reductions that have a buffer of their own
+    last       its last collective over several stages
+    """
+
+    number: int
+    instructions: Sequence[Instruction]
+    scope: Scope
+    next: int = 0
+    clock: float = 0.0
+    values: dict[Value, float | Message] = field(default_factory=dict)
+    lanes: dict[Lane, Message] = field(default_factory=dict)
+    in_flight: deque[Message] = field(default_factory=deque)
+    last: Message | None = None
+    spans: list[Span] = field(default_factory=list)
+    messages: list[Span] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.next == len(self.instructions)
+
+    @property
+    def current(self) -> Instruction:
+        return self.instructions[self.next]
+
+
+class _Simulation:
+    def __init__(self, lists: Sequence[Sequence[Instruction]], times: ChunkTimes, shapes: Sequence[RankShape]) -> None:
+        self.times = times
+        trains = any(i.ends_backward for instructions in lists for i in instructions)
+        self.ranks = [
+            _Rank(number, instructions, Scope(shape, len(times.forward), trains))
+            for number, (instructions, shape) in enumerate(zip(lists, shapes, strict=True))
+        ]
+        for rank in self.ranks:
+            rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
+        self.meetings = Meetings(shapes, times.message)
+        self.actions = {Lane.COMPUTE: self._compute, Lane.STAGES: self._transfer}
+
+    def run(self, pick: Callable[[list[int]], int] | None) -> SimulationReport:
+        able = deque(rank.number for rank in self.ranks)
+        blocked: dict[int, Message] = {}
+        while able:
+            chosen = able.popleft() if pick is None else pick(sorted(able))
+            if pick is not None:
+                able.remove(chosen)
+            message = self._advance(self.ranks[chosen], one=pick is not None)
+            if message is not None:
+                blocked[chosen] = message
+            elif not self.ranks[chosen].is_done:
+                able.append(chosen)
+            for over in self.meetings.take_over():
+                for number in [number for number, awaited in blocked.items() if awaited is over]:
+                    del blocked[number]
+                    able.append(number)
+        if blocked:
+            raise ProgramError(self._deadlock(blocked))
+        self.meetings.check_over()
+        return self._report()
+
+    def _deadlock(self, blocked: dict[int, Message]) -> str:
+        lines = [
+            f"  stage {number}: {self.ranks[number].current} (number {self.ranks[number].next} of its list) waits for "
+            f"{message.waits}"
+            for number, message in sorted(blocked.items())
+        ]
+        return "deadlock; every stage that is not done is blocked:\n" + "\n".join(lines)
+
+    def _advance(self, rank: _Rank, *, one: bool) -> Message | None:
+        """Run a rank until it is done or blocked; returns the message that blocks it. one: at most one instruction."""
+        while not rank.is_done:
+            i = rank.current
+            does = effects(i, rank.scope)
+            start = rank.clock
+            for values in (does.needs, does.takes):
+                for value in values:
+                    made = self._made(rank, value)
+                    if isinstance(made, Message):
+                        if made.end is None:
+                            return made
+                        made = made.end
+                    start = max(start, made)
+            message = self.actions.get(i.lane, self._communicate)(rank, i, does, start)
+            if message is not None:
+                return message
+            rank.next += 1
+            if one:
+                break
+        return None
+
+    def _made(self, rank: _Rank, value: Value) -> float | Message:
+        made = rank.values.get(value)
+        if made is None:
+            what = f"reads {describe(value)}, which no instruction before it has made"
+            raise ProgramError(what, f"stage {rank.number}", rank.next, rank.current)
+        return made
+
+    def _compute(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
+        if i.is_compute:
+            units = rank.scope.units_of(i)
+            rank.clock = start + self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
+            rank.spans.append(Span(i, start, rank.clock))
+        elif i.op is Op.UPDATE:
+            size = sum(_updated_bytes(rank.scope.shape, bucket) for bucket in i.buckets)
+            rank.clock = start + self.times.update * size
+            if rank.clock > start:
+                rank.spans.append(Span(i, start, rank.clock))
+        self._write(rank, does, rank.clock)
+
+    def _transfer(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
+        """Post one end of a message between stages."""
+        # A send follows its computation, and a receive reads nothing: both are posted at the rank's clock.
+        message = self.meetings.transfer(rank.number, rank.next, i, rank.clock, rank.messages)
+        self._write(rank, does, message)
+
+    def _communicate(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> Message | None:
+        shape = rank.scope.shape
+        crosses = self.meetings.crosses(rank.number, i)
+        if crosses and rank.last is not None and rank.last.end is None:
+            return rank.last
+        before = rank.lanes.get(i.lane)
+        if before is not None:
+            if before.end is None:
+                return before
+            start = max(start, before.end)
+        size = message_bytes(i, shape)
+        duration = self.times.per_byte.get(i.lane, 0.0) * size + self.times.latency * (size > 0)
+        message = self.meetings.collective(rank.number, rank.next, i, start, duration, rank.messages)
+        rank.lanes[i.lane] = message
+        rank.last = message if crosses else rank.last
+        self._write(rank, does, message)
+        if i.op is Op.REDUCE and any(shape.buckets[bucket].sharded_gradient for bucket in i.buckets):
+            self._limit(rank, message)
+        return None
+
+    def _limit(self, rank: _Rank, launched: Message) -> None:
+        """The rank waits for the oldest reduction where too many have buffers of their own."""
+        rank.in_flight.append(launched)
+        if len(rank.in_flight) > IN_FLIGHT and (oldest := rank.in_flight.popleft()).end is not None:
+            rank.clock = max(rank.clock, oldest.end)
+
+    def _write(self, rank: _Rank, does: Effects, made: float | Message) -> None:
+        for value in does.takes:
+            del rank.values[value]
+        for values in (does.makes, does.adds):
+            for value in values:
+                rank.values[value] = made
+
+    def _report(self) -> SimulationReport:
+        spans = tuple(tuple(rank.spans) for rank in self.ranks)
+        makespan = max((row[-1].end for row in spans if row), default=0.0)
+        longest = max((row[-1].end - row[0].start for row in spans if row), default=0.0)
+        busy = tuple(sum(span.end - span.start for span in row) for row in spans)
+        bubble = 1.0 - sum(busy) / (makespan * len(spans)) if makespan else 0.0
+        peaks = tuple(int(peak_activations(rank.instructions)) for rank in self.ranks)
+        messages = tuple(tuple(sorted(rank.messages, key=_by_end)) for rank in self.ranks)
+        return SimulationReport(makespan, longest, bubble, busy, peaks, spans, messages)
+
+
+def _by_end(span: Span) -> tuple[float, float, str]:
+    return span.end, span.start, str(span.instruction)
+
+
+def _updated_bytes(shape: RankShape, number: int) -> float:
+    bucket = shape.buckets[number]
+    return bucket.gradient_bytes / (bucket.shards if bucket.sharded_state else 1)

@@ -1,0 +1,34 @@
+"""Bytes of the messages on model state, by the convention of the ZeRO papers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.shape import RankShape
+
+
+def message_bytes(i: Instruction, shape: RankShape) -> int:
+    """Bytes of a gather or reduction: an all-gather's output, a reduce-scatter's input, twice an all-reduce's tensor.
+
+    A ring of N ranks sends (N - 1) / N of it. 0 for messages that carry no bucket, and in a group of one rank.
+    """
+    total = 0
+    for bucket in map(shape.buckets.__getitem__, i.buckets):
+        if i.op is Op.REDUCE_ACROSS:
+            total += 2 * bucket.gradient_bytes // bucket.shards * (bucket.across > 1)
+        elif i.op is Op.GATHER and bucket.shards > 1:
+            total += bucket.parameter_bytes
+        elif i.op is Op.REDUCE and bucket.shards > 1:
+            total += bucket.gradient_bytes * (1 if bucket.sharded_state else 2)
+    return total
+
+
+def traffic(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
+    """Bytes of a rank's messages on model state in one step, by lane."""
+    sent: Counter[Lane] = Counter()
+    for i in instructions:
+        if i.buckets:
+            sent[i.lane] += message_bytes(i, shape)
+    return {lane: count for lane, count in sent.items() if count}

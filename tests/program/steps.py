@@ -1,0 +1,158 @@
+"""Steps of made-up models: shapes and lists of all stages, drawn at random or by name."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule
+from megazero.program.checker import Role
+from megazero.program.instruction import Instruction
+from megazero.program.passes.gathers import one_unit, two_units
+from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.program.step import StepOptions, evaluation_step, training_step
+
+EMBEDDING, BLOCK, HEAD = 70, 90, 50
+"""Elements of the units' buckets."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its layout. units: blocks of every model chunk, in turn. frozen: embedding and blocks have a frozen
+    bucket as well; the embedding nothing else.
+    """
+
+    schedule: str = "1f1b"
+    pp: int = 2
+    virtual: int = 1
+    micro_batches: int = 3
+    units: tuple[int, ...] = (2,)
+    zero: int = 1
+    dp: int = 4
+    across: int = 1
+    tied: bool = False
+    frozen: bool = False
+    partial: bool = False
+    merged: bool = False
+    overlap: bool = True
+    budget: str = "two"
+    evaluation: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """The lists of a step, as `checker.check` takes them."""
+
+    lists: dict[Role, tuple[Instruction, ...]]
+    shapes: dict[Role, RankShape]
+    micro_batches: int
+    budgets: dict[Role, int]
+
+
+def shape_of(model: Model, stage: int) -> RankShape:
+    """The units and buckets of a stage. merged: all blocks of a chunk are in one bucket (not under ZeRO-3)."""
+    chunks = chunk_map(model.schedule, model.pp, model.virtual)
+    trained: list[BucketShape] = []
+    frozen: list[BucketShape] = []
+    wanted: list[list[tuple[str, list[int], list[int]]]] = []
+    ties = {0: -1}  # the bucket of a tied embedding, once it is there
+
+    def bucket(chunk: int, numel: int, *, spans: bool = False, is_trained: bool = True) -> int:
+        shards = model.dp // model.across * (2 if spans and model.across == 1 and model.zero < 3 else 1)
+        across = model.across * (2 if spans and (model.across > 1 or model.zero == 3) else 1)
+        made = BucketShape(
+            chunk,
+            2 * numel,
+            4 * numel * is_trained,
+            trained=is_trained,
+            gathered=model.zero == 3,
+            sharded_gradient=is_trained and model.zero >= 2,
+            sharded_state=is_trained and model.zero >= 1,
+            shards=shards,
+            across=across,
+            spans_stages=spans,
+        )
+        (trained if is_trained else frozen).append(made)
+        return len(trained if is_trained else frozen) - 1
+
+    together = chunks.last_stage == 0
+    for chunk, number in enumerate(chunks.of(stage)):
+        units: list[tuple[str, list[int], list[int]]] = []
+        if number == 0:
+            adapted = [bucket(chunk, EMBEDDING, is_trained=False)] if model.frozen else []
+            own = [] if model.frozen else [bucket(chunk, EMBEDDING, spans=model.tied and not together)]
+            ties[0] = own[0] if own else -1
+            units.append(("embedding", own, adapted))
+        shared = bucket(chunk, BLOCK) if model.merged and model.zero < 3 else None
+        for _ in range(model.units[number % len(model.units)]):
+            adapted = [bucket(chunk, BLOCK, is_trained=False)] if model.frozen else []
+            units.append(("block", [bucket(chunk, BLOCK) if shared is None else shared], adapted))
+        if number == chunks.count - 1:
+            own = [bucket(chunk, HEAD)]
+            if model.tied and not model.frozen:
+                own.append(ties[0] if together else bucket(chunk, EMBEDDING, spans=True))
+            units.append(("head", own, []))
+        wanted.append(units)
+    shapes = []
+    for units in wanted:
+        row = []
+        for _, own, adapted in units:
+            read = (*own, *(len(trained) + number for number in adapted))
+            row.append(UnitShape(read, read, tuple(own)))
+        shapes.append(tuple(row))
+    return RankShape(tuple(shapes), (*trained, *frozen), model.partial)
+
+
+def step_of(model: Model) -> Step:
+    """The lists that the passes make."""
+    schedule = make_schedule(model.schedule, model.pp, model.micro_batches, model.virtual)
+    lists: dict[Role, tuple[Instruction, ...]] = {}
+    shapes: dict[Role, RankShape] = {}
+    budgets: dict[Role, int] = {}
+    for stage, instructions in enumerate(schedule):
+        role = stage, 0
+        shapes[role] = shape = shape_of(model, stage)
+        if model.evaluation:
+            instructions = forward_only(instructions)
+        listed = (evaluation_step if model.evaluation else training_step)(
+            instructions, shape, StepOptions(reduce_every=model.zero >= 2, overlap=model.overlap, gathered_bytes=10**9)
+        )
+        lists[role] = listed
+        if model.zero == 3:
+            cut = [i for i in listed if not i.buckets]
+            budgets[role] = {"one": one_unit(cut, shape), "two": two_units(cut, shape), "all": 10**9}[model.budget]
+            options = StepOptions(reduce_every=True, overlap=model.overlap, gathered_bytes=budgets[role])
+            make = evaluation_step if model.evaluation else training_step
+            lists[role] = make(instructions, shape, options)
+    return Step(lists, shapes, model.micro_batches, budgets)
+
+
+def drawn(source: random.Random) -> Model:
+    """Any layout."""
+    name = source.choice(list(CHUNKS))
+    pp = source.randint(1, 5)
+    virtual = CHUNKS[name] or source.randint(1, 3)
+    zero = source.randint(0, 3)
+    dp = source.choice((1, 2, 4))
+    return Model(
+        name,
+        pp,
+        virtual,
+        source.randint(1, 8),
+        tuple(source.choices((1, 2, 3), k=source.randint(1, 3))),
+        zero,
+        dp,
+        source.choice([across for across in (1, 2, 4) if across <= dp]),
+        tied=source.random() < 0.5,
+        frozen=source.random() < 0.3,
+        partial=source.random() < 0.5,
+        merged=source.random() < 0.5,
+        overlap=source.random() < 0.7,
+        budget=source.choice(("one", "two", "all")),
+        evaluation=source.random() < 0.2,
+    )
+
+
+def changed(step: Step, stage: int, instructions: tuple[Instruction, ...]) -> Step:
+    """The step with another list for a stage."""
+    return replace(step, lists=step.lists | {(stage, 0): instructions})

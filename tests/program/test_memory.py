@@ -1,0 +1,178 @@
+"""Bytes alive at every instruction, beside sums by hand; and what a trace says of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megazero.pipeline.schedule import make_schedule
+from megazero.program.effects import Scope
+from megazero.program.instruction import Instruction, Op
+from megazero.program.memory import Column, Sample, StepBytes, UnitBytes, peak, samples
+from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.program.step import StepOptions, training_step
+from megazero.program.trace import MemoryTrace, as_json, trace, write
+
+UNIT = UnitBytes(input=0, kept=50, forward=80, backward=120, deferred=20)
+HIDDEN, OPTIMIZER = 10, 1000
+
+
+def model(zero: int) -> RankShape:
+    """One chunk of three units with a bucket each: 100 bytes of parameters, 200 of gradients, 4 shards."""
+    bucket = BucketShape(0, 100, 200, True, zero == 3, zero >= 2, zero >= 1, 4)
+    return RankShape((tuple(UnitShape((n,), (n,), (n,)) for n in range(3)),), (bucket,) * 3)
+
+
+def step(zero: int, schedule: str = "1f1b", micro_batches: int = 2) -> MemoryTrace:
+    """The first of two stages."""
+    shape = model(zero)
+    own = make_schedule(schedule, 2, micro_batches)[0]
+    listed = training_step(own, shape, StepOptions(reduce_every=zero >= 2, overlap=zero > 0))
+    return trace("stage 0", listed, Scope(shape, 2), StepBytes(HIDDEN, ((UNIT,) * 3,), OPTIMIZER))
+
+
+def at(found: MemoryTrace, text: str, nth: int = 0) -> Sample:
+    return [sample for sample in found.samples if str(sample.instruction).startswith(text)][nth]
+
+
+def test_columns_that_last_are_those_of_the_zero_stage():
+    lasting = {
+        0: {Column.PARAMETERS: 300, Column.GRADIENTS: 600},
+        1: {Column.PARAMETERS: 300, Column.GRADIENTS: 600},
+        2: {Column.PARAMETERS: 300, Column.GRADIENTS: 150},
+        3: {Column.PARAMETERS: 75, Column.GRADIENTS: 150},
+    }
+    for zero, columns in lasting.items():
+        found = step(zero).samples
+        for column, size in columns.items():
+            assert {sample.columns[column] for sample in found} == {size}
+        assert all(sample.columns[Column.OPTIMIZER] == OPTIMIZER for sample in found)
+
+
+def test_activations_live_from_forward_to_backward():
+    """Whole chunks: the first unit reads tokens, so it keeps 50 and the two others as much; 10 more is the output."""
+    found = step(0)
+    first, second = at(found, "forward (micro-batch 0"), at(found, "forward (micro-batch 1")
+    assert first.columns[Column.ACTIVATIONS] == 150 and second.columns[Column.ACTIVATIONS] == 300
+    assert first.columns[Column.HIDDEN] == HIDDEN
+    assert first.columns[Column.WORKING] == 2 * 50 + 80 - 150 - HIDDEN
+    last = at(found, "backward (micro-batch 1")
+    assert last.columns[Column.ACTIVATIONS] == 150 and last.columns[Column.HIDDEN] == HIDDEN
+    assert last.columns[Column.WORKING] == 120 - 50
+    assert Column.ACTIVATIONS not in found.samples[-1].columns
+
+
+def test_units_that_are_cut_keep_their_inputs_and_are_freed_one_by_one():
+    found = step(3)
+    kept = [at(found, f"forward (micro-batch 0, chunk 0, unit {n})").columns[Column.ACTIVATIONS] for n in range(3)]
+    assert kept == [50, 110, 170], "each unit but the first keeps its input of 10"
+    freed = [at(found, f"backward (micro-batch 1, chunk 0, unit {n})").columns[Column.ACTIVATIONS] for n in (2, 1, 0)]
+    assert freed == [170, 110, 50]
+
+
+def test_deferred_parts_replace_activations():
+    found = step(0, "zb-h1", 3)
+    first = at(found, "backward of the input (micro-batch 0")
+    halves = {place.half: size for place, size in first.places.items() if place.micro_batch == 0 and place.unit == 2}
+    assert halves == {"": 50, "deferred": 20}
+    after = found.samples[first.number + 1]
+    assert {p.half for p in after.places if p.micro_batch == 0 and p.column is Column.ACTIVATIONS} <= {"deferred"}
+    assert Column.ACTIVATIONS not in found.samples[-1].columns
+
+
+def test_gathered_parameters_are_alive_from_gather_to_release():
+    found = step(3)
+    assert max(sample.columns.get(Column.GATHERED, 0) for sample in found.samples) == 200, "two units"
+    gather = at(found, "gather parameters (bucket 2)")
+    assert gather.columns[Column.GATHERED] - found.samples[gather.number - 1].columns[Column.GATHERED] == 0, (
+        "bucket 0 is released by the instruction before"
+    )
+    assert Column.GATHERED not in found.samples[-1].columns
+
+
+def test_three_buffers_hold_whole_gradients_and_two_of_them_travel():
+    found = step(2, micro_batches=3)
+    whole = (Column.BUFFERS, Column.TRAVELLING, Column.SPARE)
+    held = [sum(sample.columns.get(column, 0) for column in whole) for sample in found.samples]
+    assert max(held) == 3 * 200 and held == sorted(held), "the pool frees nothing"
+    assert max(sample.columns.get(Column.TRAVELLING, 0) for sample in found.samples) == 2 * 200
+    assert found.samples[-1].columns[Column.SPARE] == 600
+
+
+def test_received_messages_are_alive_until_they_are_used():
+    shape = model(0)
+    own = make_schedule("gpipe", 2, 4)[1]
+    listed = training_step(own, shape, StepOptions())
+    found = list(samples(listed, Scope(shape, 2), StepBytes(HIDDEN, ((UNIT,) * 3,))))
+    receives = [sample for sample in found if sample.instruction.op is Op.RECV_FORWARD]
+    assert [sample.columns[Column.HIDDEN] for sample in receives] == [10, 20, 20, 20], "one is posted ahead"
+
+
+def test_the_peak_is_the_first_of_the_largest():
+    shape = model(3)
+    found = step(3)
+    own = [sample.instruction for sample in found.samples]
+    same = peak(own, Scope(shape, 2), StepBytes(HIDDEN, ((UNIT,) * 3,), OPTIMIZER))
+    assert same == found.peak and same.total == max(sample.total for sample in found.samples)
+    assert all(sample.total < same.total for sample in found.samples[: same.number])
+
+
+def test_the_json_adds_up(tmp_path: Path):
+    found = step(3)
+    (path,) = write(found, tmp_path / "step.json")
+    text = json.loads(path.read_text())
+    assert text == as_json(found) and len(text["instructions"]) == len(found.samples)
+    for entry, sample in zip(text["instructions"], found.samples, strict=True):
+        assert sum(entry["columns"].values()) == entry["bytes"] == sample.total
+        assert entry["instruction"] == str(sample.instruction)
+    forward = next(e for e in text["instructions"] if e["instruction"] == "forward (micro-batch 1, chunk 0, unit 1)")
+    assert forward["micro_batches"]["1"] == 50 + 60 + 10
+    # Of unit 1: its shard of parameters and of gradients, the gathered bucket, activations of both micro-batches.
+    assert forward["units"]["chunk 0, unit 1"] == 25 + 50 + 100 + 2 * 60
+    assert text["peak"]["bytes"] == max(entry["bytes"] for entry in text["instructions"])
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
+def test_a_picture_shows_the_columns_and_the_peak(tmp_path: Path, suffix: str):
+    found = step(3, micro_batches=6)
+    picture, beside = write(found, tmp_path / f"step{suffix}")
+    assert beside.suffix == ".json" and json.loads(beside.read_text())["rank"] == "stage 0"
+    text = picture.read_text()
+    drawing = ElementTree.fromstring(re.search(r"<svg.*</svg>", text, re.DOTALL)[0])  # type: ignore[index]
+    areas = drawing.findall("{*}polygon")
+    named = [area[0].text for area in areas]
+    present = {column for sample in found.samples for column in sample.columns}
+    assert sorted(map(str, named)) == sorted(column.value for column in present)
+    heights = [float(point.split(",")[1]) for area in areas for point in area.attrib["points"].split()]
+    assert min(heights) == pytest.approx(64) and max(heights) == pytest.approx(510), "the peak fills the frame"
+    assert f"at number {found.peak.number}" in text and "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    if suffix == ".html":
+        assert "Alive at the peak" in text and "optimizer" in text
+
+
+def test_a_long_list_is_drawn_with_its_peaks(tmp_path: Path):
+    found = step(3, micro_batches=80)
+    assert len(found.samples) > 1000
+    text = write(found, tmp_path / "step.svg")[0].read_text()
+    points = re.findall(r'<polygon points="([^"]*)"', text)
+    assert max(len(area.split()) for area in points) <= 4000 and len(text) < 1_000_000
+    heights = [float(point.split(",")[1]) for area in points for point in area.split()]
+    assert min(heights) == pytest.approx(64)
+
+
+def test_another_suffix_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"step\.png does not end in \.json, \.svg, \.html"):
+        write(step(0), tmp_path / "step.png")
+
+
+def test_a_unit_that_keeps_its_input_counts_it_once():
+    """As one graph: the second unit's own input of 10 is kept, the first one reads tokens."""
+    keeps = replace(UNIT, input=HIDDEN)
+    own = (Instruction(Op.FORWARD, 0, 0, model_chunk=0),)
+    (found,) = samples(own, Scope(model(0), 1), StepBytes(HIDDEN, ((keeps,) * 3,)))
+    assert found.columns[Column.ACTIVATIONS] == 3 * 50 + 2 * HIDDEN
