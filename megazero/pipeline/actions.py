@@ -7,8 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-Key = tuple[int, int, int]
-"""(micro-batch, the stage's own number of the chunk, number of the first unit)."""
+from megazero.program.instruction import ComputationKey
 
 
 class StateActions(Protocol):
@@ -26,7 +25,7 @@ class StateActions(Protocol):
     def release(self, bucket: int) -> None:
         """Free the whole parameters of a bucket; this rank's shard stays."""
 
-    def before_backward(self, defer: Key | None) -> None:
+    def before_backward(self, defer: ComputationKey | None) -> None:
         """Called before a backward. defer: it is the input part of a split one; gradients of weights can wait for
         `run_deferred` with the same key.
         """
@@ -34,7 +33,7 @@ class StateActions(Protocol):
     def after_backward(self) -> None:
         """Called after a backward: each of its gradients has been accumulated or deferred."""
 
-    def run_deferred(self, key: Key) -> None:
+    def run_deferred(self, key: ComputationKey) -> None:
         """Accumulate the gradients that the backward with this key deferred."""
 
     def reduce(self, bucket: int) -> None:
@@ -68,7 +67,7 @@ class NoState:
 
     release = reduce = reduce_across = gather
 
-    def before_backward(self, defer: Key | None) -> None:
+    def before_backward(self, defer: ComputationKey | None) -> None:
         raise AssertionError("there is no training without a model state")
 
     def after_backward(self) -> None:
@@ -76,5 +75,5 @@ class NoState:
 
     reduce_partial = after_backward
 
-    def run_deferred(self, key: Key) -> None:
+    def run_deferred(self, key: ComputationKey) -> None:
         raise AssertionError("there is no training without a model state")

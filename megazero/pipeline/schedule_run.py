@@ -20,7 +20,7 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.actions import StateActions, StepEnd
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import ComputationKey, Instruction, Op
 from megazero.program.passes.cut import Pass, units_of
 from megazero.program.shape import RankShape
 
@@ -40,10 +40,6 @@ class StageParts:
     channels: Channels | None
     shape: RankShape
     state: StateActions
-
-
-Key = tuple[int, int, int]
-"""(micro-batch, the stage's own number of the chunk, number of the unit within it)."""
 
 
 class ScheduleRun:
@@ -79,8 +75,8 @@ class ScheduleRun:
         """What one unit of a chunk has handed to the next: a hidden state (False) or a gradient (True)."""
         self.own: dict[int, int] = {}
         """From the model chunks of this rank to its own numbers of them."""
-        self.inputs: dict[Key, Tensor] = {}
-        self.edges: dict[Key, GradientEdge | None] = {}
+        self.inputs: dict[ComputationKey, Tensor] = {}
+        self.edges: dict[ComputationKey, GradientEdge | None] = {}
         self.actions: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,

@@ -13,6 +13,8 @@ from enum import Enum
 
 Units = tuple[int, int]
 """The units [start, stop) of a model chunk, by their numbers within the chunk."""
+ComputationKey = tuple[int, int, int]
+"""(micro-batch, own number of the chunk, number of the first unit): what a forward and its backward share."""
 
 
 class Lane(Enum):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megazero.program.instruction import ComputationKey
 from megazero.zero.gatherer import ParameterGatherer
-from megazero.zero.reducer import Arrived, GradientReducer, Key
+from megazero.zero.reducer import Arrived, GradientReducer
 
 
 class BucketActions:
@@ -26,7 +27,7 @@ class BucketActions:
         """Free a sharded bucket's whole parameters."""
         self.gatherer.release(bucket)
 
-    def before_backward(self, defer: Key | None) -> None:
+    def before_backward(self, defer: ComputationKey | None) -> None:
         """Called before a backward."""
         self.reducer.before_backward(defer)
 
@@ -34,7 +35,7 @@ class BucketActions:
         """Called after a backward."""
         self.reducer.after_backward()
 
-    def run_deferred(self, key: Key) -> None:
+    def run_deferred(self, key: ComputationKey) -> None:
         """Accumulate the gradients that a backward deferred."""
         self.reducer.run_deferred(key)
 

@@ -25,6 +25,7 @@ from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterKind
+from megazero.program.instruction import ComputationKey
 from megazero.zero.across import AcrossSum
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
@@ -32,8 +33,6 @@ IN_FLIGHT = 2
 """Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 
 Arrived = tuple[frozenset[int], ...]
-Key = tuple[int, int, int]
-"""(micro-batch, chunk, first unit) of a backward."""
 
 
 @dataclass
@@ -111,7 +110,7 @@ class GradientReducer:
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._launched = [False] * len(buckets)
         self._completed = [False] * len(buckets)
-        self._deferred: dict[Key, list[tuple[int, int, Write]]] = {}
+        self._deferred: dict[ComputationKey, list[tuple[int, int, Write]]] = {}
         """Deferred gradients of each (micro-batch, chunk, unit): (bucket, entry, write) in order of arrival."""
         self._deferring: list[tuple[int, int, Write]] | None = None
         self._reductions: list[_BucketReduction] = []
@@ -128,7 +127,7 @@ class GradientReducer:
 
     # --- what the engine calls -------------------------------------------------------------------------------------
 
-    def before_backward(self, defer: Key | None) -> None:
+    def before_backward(self, defer: ComputationKey | None) -> None:
         """Called before a backward.
 
         defer: its micro-batch, chunk and first unit, if gradients that can wait are made by `run_deferred`.
@@ -143,7 +142,7 @@ class GradientReducer:
         self._deferring = None
 
     @torch.no_grad()
-    def run_deferred(self, key: Key) -> None:
+    def run_deferred(self, key: ComputationKey) -> None:
         """Make and add the gradients that a backward deferred; free the tensors that they needed."""
         held = self._deferred.pop(key)
         held.reverse()

@@ -16,11 +16,10 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid, build_grid
 from megazero.mpu.p2p import Channels
-from megazero.pipeline.actions import Key
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import ComputationKey, Instruction
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.simulate import peak_activations
 from megazero.program.step import Lists, StepOptions
@@ -47,7 +46,7 @@ class Recorder:
         self.calls: list[Call] = []
         self.announced: list[int] = []
         self.open: int | None = None
-        self.deferred: dict[Key, list] = {}
+        self.deferred: dict[ComputationKey, list] = {}
         self.holding: list | None = None
         for stage in stages:
             for weight in stage.weights.values():
@@ -62,13 +61,13 @@ class Recorder:
     def ready(self, buckets: Sequence[int]) -> None:
         self.announced += buckets
 
-    def run_deferred(self, key: Key) -> None:
+    def run_deferred(self, key: ComputationKey) -> None:
         assert self.open is None
         self.calls.append(("backward", key[1]))
         for weight, make in self.deferred.pop(key):
             self.take(weight, make)
 
-    def before_backward(self, defer: Key | None) -> None:
+    def before_backward(self, defer: ComputationKey | None) -> None:
         assert self.open is None
         self.open = self.units[self.announced[-1]][0]
         if defer is None:
@@ -372,7 +371,7 @@ class Watcher(Recorder):
         for stage, ended in zip(self.stages, self.ended, strict=True):
             assert all(ref() is None for ref in stage.inputs[:ended]), "an input outlives its backward"
 
-    def before_backward(self, defer: Key | None) -> None:
+    def before_backward(self, defer: ComputationKey | None) -> None:
         self.look()
         chunk = self.open = self.units[self.announced[-1]][0]
         self.begun[chunk] += 1
@@ -386,7 +385,7 @@ class Watcher(Recorder):
         self.ended[self.open] += self.holding is None
         self.holding = self.open = None
 
-    def run_deferred(self, key: Key) -> None:
+    def run_deferred(self, key: ComputationKey) -> None:
         self.look()
         super().run_deferred(key)
         self.ended[key[1]] += 1
