@@ -174,6 +174,16 @@ def _zero(f: CheckContext) -> Found:
         yield f"--zero-stage {stage} does not exist; valid: {valid}; nearest: {nearest(stage, ZERO_STAGES)}"
 
 
+def _shard_size(f: CheckContext) -> Found:
+    p, size, dp = f.run.parallel, f.run.parallel.zero_shard_size, f.dp
+    if size is not None and dp is not None and dp % size:
+        yield (
+            f"--zero-shard-size {size} does not divide the {dp} data-parallel ranks (world size {f.world_size} / "
+            f"(--tp {p.tp} x --pp {p.pp})), so that sets of {size} neighbours would not all hold the same shards; "
+            f"nearest: {nearest(size, divisors(dp))}"
+        )
+
+
 def _world(f: CheckContext) -> Found:
     p, world = f.run.parallel, f.world_size
     ranks = p.tp * p.pp
@@ -272,6 +282,7 @@ LAYOUT_CHECKS = (
     check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
     check(_zero, "zero_stage"),
     check(_world, "tp", "pp"),
+    check(_shard_size, "zero_shard_size", "tp", "pp"),
     check(_backend, "backend", "device"),
     check(
         _cuda_graphs,

@@ -43,7 +43,10 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "zero_optimization.stage3_prefetch_bucket_size": ((), "use --zero3-gathered-bytes, in bytes"),
         "zero_optimization.zero_quantized_weights": ((False,), "quantised communication is not built yet"),
         "zero_optimization.zero_quantized_gradients": ((False,), "quantised communication is not built yet"),
-        "zero_optimization.zero_hpz_partition_size": ((1,), "hierarchical partitioning is not built yet"),
+        "zero_optimization.zero_hpz_partition_size": (
+            (1,),
+            "it shards copies of parameters alone; --zero-shard-size shards all state over a few ranks",
+        ),
         "activation_checkpointing.partition_activations": ((False,), "sharded activations are not built yet"),
         "activation_checkpointing.cpu_checkpointing": ((False,), "activation offload is not built yet"),
         "activation_checkpointing.contiguous_memory_optimization": (

@@ -207,6 +207,7 @@ EFFECTS = (
         refused=False,
     ),
     Effect("zero_stage", _shards, _SHARDED, _TIED, refused=False),
+    Effect("zero_shard_size", lambda f: f.dp != 1, _SHARDED, ("tp", "pp"), refused=False),
     *(
         Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
         for name in ("overlap", "grad_reduce_dtype")

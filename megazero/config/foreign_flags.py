@@ -124,6 +124,8 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "full-shard",
             "fsdp-config",
         ),
+        "--zero-shard-size": ("data-parallel-shard-degree", "dp-shard", "mics-shard-size", "fsdp-size", "hsdp"),
+        "--zero-shard-size, which is dp divided by their number": ("num-distributed-optimizer-instances",),
         "--zero-stage": ("zero1", "zero2", "zero-1", "zero-2", "zero-3", "zero-optimization", "stage"),
         "--attention flash": ("flash", "flash-attn", "use-flash-attention", "flash-attention"),
         "--attention": ("sdpa", "attn-implementation"),

@@ -67,6 +67,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             ),
             *(
                 "bucket_size",
+                "zero_shard_size",
                 "loss_scale_window",
                 "hysteresis",
                 "micro_batch_size",

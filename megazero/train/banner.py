@@ -16,19 +16,21 @@ from fused_ops.attention.selection import choose
 from fused_ops.registry import refusal
 from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
-from megazero.config.dtypes import compute_dtype, state_dtype
+from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.dump import RUN_FILE, changed_settings
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid
+from megazero.mpu.parameter import StateGroup
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.times import chunk_times
+from megazero.plan.traffic import Traffic, state_traffic
 from megazero.program.simulate import simulate
 from megazero.system import allocator, threads
 from megazero.system import device as devices
@@ -54,11 +56,11 @@ def banner(
     said     settings that the user changed from the defaults, by section; None: a program made the run
     notes    sentences that the user should read before the run
     """
-    axes = grid.axes
+    axes, zero = grid.axes, parts.zero(run.parallel.zero_stage, grid.axes)
     sections = [
         (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
         ("Model", parts.pairs(_model(run))),
-        (f"Memory of the model state, ZeRO-{run.parallel.zero_stage}", parts.stage_table(stage_bytes(run, axes))),
+        (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
         ("Schedule", parts.pairs([*schedule_lines(run, axes), *_communication(run, grid)])),
         ("Run", parts.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
@@ -127,16 +129,19 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
 
 
 def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
-    """(name, text) of the schedule with its bubble, ZeRO's traffic, recompute and CUDA graphs."""
+    """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute and CUDA graphs."""
     micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual), chunk_times(run))
-    widths = compute_dtype(run.optimizer.precision).itemsize, state_dtype(run.optimizer.precision).itemsize
     live = max(report.peak_activations)
     lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
     breadth_first = is_breadth_first(name, virtual)
-    traffic = parts.traffic_sentence(
-        run.parallel.zero_stage, axes.dp, micro_batches, widths[1], widths[0], breadth_first=breadth_first
+    traffic, of_zero_1 = (_traffic(run, axes, micro_batches, stage) for stage in (run.parallel.zero_stage, 1))
+    gradients = parts.traffic_sentence(
+        run.parallel.zero_stage,
+        micro_batches if axes.dp > 1 else 1,
+        traffic.total / (of_zero_1.total or 1.0),
+        breadth_first=breadth_first,
     )
     recompute = (
         f"{run.parallel.recompute_granularity}, {recompute_step_flops(run) / step_flops(run):.0%} on top "
@@ -150,18 +155,44 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     lines += [("cuda graphs", graphs)] * bool(graphs)
     return (
         lines
-        + [("gradients", traffic)] * bool(traffic)
+        + [("gradients", gradients)] * bool(gradients)
+        + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * (axes.shard_size is not None)
         + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
+    )
+
+
+def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traffic:
+    """What the run would send per parameter under this ZeRO stage."""
+    replicas, optimizer = axes.dp * axes.cp, run.optimizer
+    size = axes.shard_size or replicas
+    once = is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages)
+    return state_traffic(
+        zero_stage,
+        size,
+        replicas // size,
+        micro_batches=micro_batches,
+        reductions=1 if once else micro_batches,
+        gradient_bytes=grad_reduce_dtype(optimizer.precision, run.parallel.grad_reduce_dtype).itemsize,
+        parameter_bytes=compute_dtype(optimizer.precision).itemsize,
     )
 
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
     """The transport of each axis (shared memory or the backend); empty for one rank."""
-    ways = [(name, group, False) for name, group in (("tp", grid.tp), ("dp", grid.replicas))] + [("pp", grid.pp, True)]
+    of_state = grid.state_groups(StateGroup.REPLICAS)
+    apart = of_state.across.size > 1
+    ways = [
+        ("tp", grid.tp, False),
+        ("dp in sets" if apart else "dp", of_state.inner, False),
+        ("dp across sets", of_state.across, False),
+        ("pp", grid.pp, True),
+    ]
     words = [f"{name} through {_way(group, messages)}" for name, group, messages in ways if group.handle is not None]
     if words:
         # Shared memory does not overlap: a rank copies its tensors itself, between computations.
-        overlapped = run.parallel.overlap and grid.replicas.handle is not None and grid.replicas.exchange is None
+        overlapped = run.parallel.overlap and any(
+            group.handle is not None and group.exchange is None for group in (of_state.inner, of_state.across)
+        )
         words += [
             word
             for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("dp overlapped", overlapped))

@@ -1,6 +1,6 @@
 """The parts of the banner, as text of at most 100 columns. The text is ASCII, so that it prints under any locale.
 
-The functions take plain numbers and strings, so they need none of the modules that they describe.
+The functions take plain numbers, strings and tables, so they need none of the modules that they describe.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from megazero.mpu.axes import Axes
 from megazero.plan.bytes import StageBytes
+from megazero.plan.traffic import Traffic
 from megazero.telemetry.units import count, size
 
 WIDTH = 100
@@ -170,28 +172,36 @@ def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages
     )
 
 
-def traffic_factor(micro_batches: int, gradient_bytes: int, parameter_bytes: int, *, breadth_first: bool) -> float:
-    """Data-parallel bytes of ZeRO-2 over those of ZeRO-1: (m*g + p) / (g + p), or 1 when each chunk is reduced once."""
-    times = 1 if breadth_first else micro_batches
-    return (times * gradient_bytes + parameter_bytes) / (gradient_bytes + parameter_bytes)
+def zero(zero_stage: int, axes: Axes) -> str:
+    """`ZeRO-1`, or `ZeRO-1 in sets of 2 of 4 replicas`."""
+    size, replicas = axes.shard_size, axes.dp * axes.cp
+    return f"ZeRO-{zero_stage}" + ("" if size is None else f" in sets of {size} of {replicas} replicas")
 
 
-def traffic_sentence(
-    zero_stage: int, dp: int, micro_batches: int, gradient_bytes: int, parameter_bytes: int, *, breadth_first: bool
-) -> str:
+def sets_sentence(zero_stage: int, traffic: Traffic) -> str:
+    """The traffic of hybrid shards in a sentence."""
+    most = "at most " if zero_stage == 3 else ""
+    return (
+        f"a rank sends {most}{traffic.inside:.3g} bytes per parameter inside its set in a step, and "
+        f"{traffic.across:.3g} across the sets"
+    )
+
+
+def traffic_sentence(zero_stage: int, micro_batches: int, factor: float, *, breadth_first: bool) -> str:
     """The extra traffic of ZeRO-2 in a sentence; empty if there is none.
 
-    gradient_bytes, parameter_bytes: bytes per element of gradients and weights. breadth_first: gpipe with virtual
-    stages runs the micro-batches of a chunk one after the other, so the chunk is reduced once.
+    factor: its data-parallel bytes over those of ZeRO-1. breadth_first: gpipe with virtual stages runs the
+    micro-batches of a chunk one after the other, so the chunk is reduced once.
     """
-    if zero_stage != 2 or dp == 1 or micro_batches == 1:
+    if zero_stage != 2 or micro_batches == 1:
         return ""
     if breadth_first:
         return (
             "each chunk's gradients are reduced once, after its last micro-batch; at most two chunks' full "
             "gradients are held"
         )
-    factor = traffic_factor(micro_batches, gradient_bytes, parameter_bytes, breadth_first=False)
+    if factor == 1:
+        return ""
     return (
         f"gradients are reduced at each of the {micro_batches} micro-batches, so that only the own shard is kept: "
         f"{factor:.2f} times "

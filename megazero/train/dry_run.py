@@ -67,7 +67,8 @@ def _with_default_vocabulary(run: Run) -> Run:
 
 def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
     axes = axes_of(run.parallel, ranks)
-    head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, ZeRO-{run.parallel.zero_stage}"
+    zero = parts.zero(run.parallel.zero_stage, axes)
+    head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, {zero}"
     if run.model.vocab_size is None:
         left.append("bytes: how many tokens there are is the tokenizer's to say; or give --vocab-size")
         table = ""

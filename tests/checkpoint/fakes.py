@@ -34,10 +34,11 @@ class Layout:
     bucket: int = 10**9
     divisor: int = 1
     tied: bool = True
+    shard_size: int | None = None
 
     @property
     def axes(self) -> Axes:
-        return Axes(self.pp, self.dp, 1, self.tp)
+        return Axes(self.pp, self.dp, 1, self.tp, self.shard_size)
 
     def chunks(self, at: Coordinates) -> list[list[list[ParameterSpec]]]:
         """The specs of a rank: an embedding, blocks with split and replicated tensors, a head that is tied or not."""

@@ -20,6 +20,7 @@ LAYOUTS = (
     Layout(tp=2, dp=2, pp=2, bucket=333, divisor=128),
     Layout(tp=1, dp=2, pp=4, bucket=90),
     Layout(tp=4, dp=1, pp=2, divisor=2),
+    Layout(tp=1, dp=6, pp=3, bucket=333, shard_size=2),
 )
 
 

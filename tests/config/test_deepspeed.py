@@ -135,7 +135,7 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "ZeRO stage 3 is not built yet"),
         ({"zero_optimization": {"sub_group_size": 1e9}}, "sub_group_size"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "quantised communication is not built yet"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "hierarchical partitioning"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "--zero-shard-size shards all state"),
         ({"zero_optimization": {"reduce_scatter": False}}, "sharded gradients always travel by reduce-scatter"),
         ({"zero_optimization": {"reduce_bucket_size": 1, "allgather_bucket_size": 2}}, "one size serves"),
         ({"aio": {"block_size": 1}}, "NVMe offload is not built yet"),

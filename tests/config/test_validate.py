@@ -174,6 +174,14 @@ REFUSED = [
     ("--recompute-num-layers 2", 1, "needs --recompute-granularity full", "--recompute-granularity full"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
     ("--zero-stage 3", 1, "--zero-stage 3 is not built yet", "--zero-stage 2"),
+    (
+        "--zero-stage 1 --tp 2 --zero-shard-size 3",
+        8,
+        "--zero-shard-size 3 does not divide the 4 data-parallel ranks (world size 8 / (--tp 2 x --pp 1)), so that "
+        "sets of 3 neighbours would not all hold the same shards; nearest: 2 or 4",
+        "--zero-shard-size 2",
+    ),
+    ("--zero-shard-size 0", 2, "--zero-shard-size 0: must be at least 1", "--zero-shard-size 2"),
     ("--zero-stage 4", 1, "--zero-stage 4 does not exist", "--zero-stage 2"),
     (
         "--tp 4 --pp 12",
@@ -392,6 +400,7 @@ IDLE = [
     ("--sequence-parallel", 2, "--sequence-parallel has no effect without --tp above 1", "--tp 2"),
     ("--partition-by time", 2, "--partition-by time has no effect without --pp above 1", "--pp 2"),
     ("--zero-stage 1 --tp 2", 2, "--zero-stage 1 has no effect without several data-parallel ranks", "--tp 1"),
+    ("--zero-shard-size 1 --tp 2", 2, "--zero-shard-size 1 has no effect without several data-parallel", "--tp 1"),
     (
         "--zero-stage 1 --pp 2 --untie-embeddings-and-output-weights",
         2,

@@ -95,6 +95,7 @@ class Case:
     pp: int
     dp: int
     zero: int
+    shard: int | None
     schedule: str
     virtual: int
     sequence_parallel: bool
@@ -122,7 +123,7 @@ class Case:
             f"tp{self.tp}",
             f"pp{self.pp}",
             f"dp{self.dp}",
-            f"z{self.zero}",
+            f"z{self.zero}" + (f"of{self.shard}" if self.shard else ""),
             f"{self.schedule}x{self.virtual}",
         ]
         parts += ["sp"] * self.sequence_parallel + [f"re-{self.recompute}{self.every}"] * (self.recompute != "none")
@@ -142,6 +143,7 @@ class Case:
             "--bucket-size": self.bucket,
         }
         words = [str(word) for pair in flags.items() for word in pair]
+        words += ["--zero-shard-size", str(self.shard)] * (self.shard is not None)
         words += ["--recompute-num-layers", str(self.every)] * (self.recompute == "full")
         words += ["--sequence-parallel"] * self.sequence_parallel + ["--no-overlap"] * (not self.overlap)
         return words + ["--no-shared-memory"] * (not self.shared_memory)
@@ -158,6 +160,7 @@ def fits(case: Case) -> bool:
         and case.virtual in CHUNKS[case.schedule]
         and model.layers + 2 >= case.pp * case.virtual
         and (not case.sequence_parallel or case.tp > 1)
+        and (case.shard is None or (case.shard < case.dp and case.dp % case.shard == 0))
     )
 
 
@@ -172,7 +175,8 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
             "model": pick(models),
             "tp": pick((1, 2, 3, 4)),
             "pp": pick((1, 2, 3, 4)),
-            "dp": pick((1, 2, 3)),
+            "dp": pick((1, 2, 3, 4)),
+            "shard": pick((None, None, None, 1, 2)),
             "zero": pick(STAGES),
             "schedule": pick(tuple(CHUNKS)),
             "virtual": pick((1, 2)),
@@ -217,6 +221,9 @@ REQUIRED: tuple[dict[str, object], ...] = (
         "accumulation": 1,
     },
     {"pp": 1, "dp": 2, "schedule": "zb-v", "tied": True, "zero": 2, "accumulation": 3},
+    {"pp": 2, "dp": 4, "shard": 2, "tied": True, "zero": 2, "accumulation": 3},
+    {"pp": 3, "dp": 2, "shard": 1, "tied": True, "zero": 0},
+    {"tp": 2, "dp": 4, "shard": 2, "zero": 1},
 )
 
 

@@ -35,7 +35,16 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("layout", [[], ["--tp", "2", "--pp", "2"], ["--pp", "2", "--virtual-stages", "2"]])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        ["--tp", "2", "--pp", "2"],
+        ["--pp", "2", "--virtual-stages", "2"],
+        ["--zero-shard-size", "2"],
+        ["--pp", "2", "--zero-shard-size", "1"],
+    ],
+)
 def test_bytes_in_the_banner_are_those_held(
     layout: list[str], stage: int, precision: str, corpus: Path, tmp_path: Path
 ) -> None:

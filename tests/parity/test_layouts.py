@@ -45,6 +45,7 @@ def test_what_is_drawn(seed: int) -> None:
         "pp",
         "dp",
         "zero",
+        "shard",
         "schedule",
         "recompute",
         "sequence_parallel",

@@ -54,18 +54,27 @@ def layout(
 
 
 SP = "--sequence-parallel"
+SETS_OF_1, SETS_OF_2 = ("--zero-shard-size", "1"), ("--zero-shard-size", "2")
 BEFORE: dict[str, tuple[int, list[str]]] = {
     "tied: one process": layout(),
     "tied: tp2 sp, interleaved pp2": layout(2, 2, 1, 0, "interleaved", 2, SP),
     "tied: zb-v pp2 dp2 ZeRO-2": layout(1, 2, 2, 2, "zb-v", 2, "--bucket-size", "700"),
-    "tied: zb-h1 pp3 dp2 ZeRO-1": layout(1, 3, 2, 1, "zb-h1", 1, "--bucket-size", "1500"),
+    "tied: zb-h1 pp3 dp2 ZeRO-1": layout(1, 3, 2, 1, "zb-h1", 1, "--bucket-size", "1500", *SETS_OF_1),
     "untied: tp3 dp2 ZeRO-1": layout(3, 1, 2, 1),
     "untied: zb-h1 pp4": layout(1, 4, 1, 0, "zb-h1"),
-    "untied: tp2 pp2 dp2 ZeRO-2": layout(2, 2, 2, 2, "1f1b", 1, "--bucket-size", "900"),
+    "untied: tp2 pp2 dp2 ZeRO-2": layout(2, 2, 2, 2, "1f1b", 1, "--bucket-size", "900", *SETS_OF_1),
 }
 AFTER: dict[str, tuple[tuple[int, list[str]], ...]] = {
-    "tied: one process": (layout(4, 1, 1, 0, "1f1b", 1, SP), layout(1, 4, 1, 0, "zb-v", 2), layout(1, 1, 3, 2)),
-    "tied: tp2 sp, interleaved pp2": (layout(), layout(3, 2, 1, 0, "zb-h1"), layout(1, 2, 2, 1, "interleaved", 2)),
+    "tied: one process": (
+        layout(4, 1, 1, 0, "1f1b", 1, SP),
+        layout(1, 4, 1, 0, "zb-v", 2),
+        layout(1, 1, 4, 2, "1f1b", 1, *SETS_OF_2),
+    ),
+    "tied: tp2 sp, interleaved pp2": (
+        layout(),
+        layout(3, 2, 1, 0, "zb-h1"),
+        layout(1, 2, 2, 1, "interleaved", 2, *SETS_OF_1),
+    ),
     "tied: zb-v pp2 dp2 ZeRO-2": (
         layout(1, 3, 1, 0, "zb-v", 2),
         layout(2, 1, 2, 2, "1f1b", 1, SP),

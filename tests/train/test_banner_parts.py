@@ -6,6 +6,7 @@ import pytest
 
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.bytes import StageBytes
+from megazero.plan.traffic import Traffic
 from megazero.train.banner_parts import (
     changes_table,
     draw_grid,
@@ -14,9 +15,10 @@ from megazero.train.banner_parts import (
     pairs,
     schedule_sentence,
     sections,
+    sets_sentence,
     stage_table,
-    traffic_factor,
     traffic_sentence,
+    zero,
 )
 
 
@@ -71,12 +73,18 @@ def test_stages_that_are_alike_share_a_line() -> None:
 
 def test_traffic_of_zero_2() -> None:
     """Design: per step stage 1 moves (g+p)P bytes over dp, stage 2 (m*g + p)P."""
-    assert traffic_factor(8, 4, 2, breadth_first=False) == pytest.approx((8 * 4 + 2) / (4 + 2))
-    assert traffic_factor(8, 4, 2, breadth_first=True) == 1
-    assert "5.67 times" in traffic_sentence(2, 4, 8, 4, 2, breadth_first=False)
-    assert "once" in traffic_sentence(2, 4, 8, 4, 2, breadth_first=True)
-    for zero_stage, dp, micro_batches in ((1, 4, 8), (2, 1, 8), (2, 4, 1)):
-        assert traffic_sentence(zero_stage, dp, micro_batches, 4, 2, breadth_first=False) == ""
+    assert "5.67 times" in traffic_sentence(2, 8, (8 * 4 + 2) / (4 + 2), breadth_first=False)
+    assert "once" in traffic_sentence(2, 8, 1.0, breadth_first=True)
+    for zero_stage, micro_batches, factor in ((1, 8, 5.67), (2, 8, 1.0), (2, 1, 5.67)):
+        assert traffic_sentence(zero_stage, micro_batches, factor, breadth_first=False) == ""
+
+
+def test_hybrid_shards_are_told() -> None:
+    assert zero(1, Axes(dp=4)) == "ZeRO-1"
+    assert zero(2, Axes(dp=2, cp=2, shard_size=2)) == "ZeRO-2 in sets of 2 of 4 replicas"
+    said = "a rank sends 6 bytes per parameter inside its set in a step, and 4 across the sets"
+    assert sets_sentence(1, Traffic(6.0, 4.0)) == said
+    assert sets_sentence(3, Traffic(6.0, 4.0)) == said.replace("sends 6", "sends at most 6")
 
 
 def test_sentences_and_tables() -> None:

@@ -1,0 +1,50 @@
+"""Bytes that a rank sends over the data-parallel ranks in a step, by formula."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a rank and step for each element of its buckets: a reduce-scatter's input, an all-gather's output and
+    twice an all-reduce's tensor, as `mpu.grid.Group.traffic` counts them.
+
+    inside  among the K neighbours that share out the state
+    across  among the N / K ranks that store the same shard
+    """
+
+    inside: float
+    across: float
+
+    @property
+    def total(self) -> float:
+        return self.inside + self.across
+
+
+def state_traffic(
+    zero_stage: int,
+    shard_size: int,
+    sets: int,
+    *,
+    micro_batches: int,
+    reductions: int,
+    gradient_bytes: float,
+    parameter_bytes: float,
+) -> Traffic:
+    """The traffic of the gradients and parameters of a rank (ZeRO: arXiv:1910.02054, section 7).
+
+    Under ZeRO-3 this is the most: parameters are gathered for the forward and for the backward of each micro-batch. A
+    list may keep some of them in between.
+
+    shard_size       K, number of neighbours that share out the state
+    sets             number of such sets, N / K
+    reductions       how often ZeRO-2 and 3 reduce a bucket in a step: as often as there are micro-batches, or once
+                     where the schedule is breadth-first. What goes across is sent once per step at every stage
+    gradient_bytes   bytes per element of a gradient that travels
+    parameter_bytes  bytes per element of a parameter
+    """
+    gathered = {0: gradient_bytes, 3: 2 * micro_batches * parameter_bytes}.get(zero_stage, parameter_bytes)
+    times = reductions if zero_stage >= 2 else 1
+    inside = 0.0 if shard_size == 1 else times * gradient_bytes + gathered
+    return Traffic(inside, 0.0 if sets == 1 else 2 * gradient_bytes / shard_size)
