@@ -1,0 +1,47 @@
+"""A model is made shard by shard: what building takes at most, seen by torch's allocator."""
+
+import pytest
+import torch
+
+from fused_ops.blocks import block_elements
+from megazero.config.parse import parse_run
+from megazero.mpu.axes import Coordinates, axes_of
+from megazero.mpu.grid import Group, ProcessGrid, StateGroups, single_process_grid
+from megazero.mpu.parameter import StateGroup
+from megazero.pipeline.build import build_stages
+from megazero.zero.state import ModelState
+from tests.plan.meter import metered
+
+SHAPE = "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 3000"
+CONSTANT = 40 * block_elements(torch.device("cpu"))
+"""Bytes for what is not a parameter: a block of initial values while it is drawn, in float64 with its random bits."""
+
+
+def grid_of(rank: int, size: int, axes) -> ProcessGrid:
+    """The grid of one of `size` replicas, without processes: nothing that is built here communicates."""
+    grid = single_process_grid()
+    replicas = Group(tuple(range(size)), rank, None)
+    grid.axes, grid.rank, grid.at, grid.replicas = axes, rank, Coordinates(0, rank, 0, 0), replicas
+    grid.shared = dict.fromkeys(StateGroup, StateGroups(replicas, Group((rank,), 0, None)))
+    return grid
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_building_with_sharded_parameters_takes_the_shards_and_one_unit(rank, precision):
+    run = parse_run([*SHAPE.split(), "--zero-stage", "3", "--precision", precision, "--global-batch-size", "8"], 4)
+    grid = grid_of(rank, 4, axes_of(run.parallel, 4))
+
+    def build() -> ModelState:
+        state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel)
+        state.initialise(7)
+        return state
+
+    state, taken = metered(build)
+    held = sum(state.bytes().values())
+    units = [unit for chunk in state.shape.units for unit in chunk]
+    largest = max(state.shape.bytes_of(unit.forward) for unit in units)
+    master = max(p.numel() for bucket in state.buckets for p in bucket.parameters) * 4 * state.has_master
+    assert held <= taken.left <= held + CONSTANT
+    assert taken.peak <= held + largest + master + CONSTANT
+    assert sum(state.shape.bytes_of(unit.forward) for unit in units) > 3 * (largest + CONSTANT), "the bound says much"
