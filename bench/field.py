@@ -15,6 +15,10 @@ W1 = Workload("W1")
 W2 = replace(W1, name="W2", vocabulary=50304)
 TWO = replace(W1, name="W1 on two ranks", ranks=2, threads=1)
 PIPELINE = replace(TWO, micro_batches=4)
+WIDE = replace(TWO, name="wide", hidden=1024, heads=16, micro_batch=1)
+"""Few tokens for its 110 million parameters, so that gathers and reductions count."""
+UNIT = 12 * WIDE.hidden**2 + 13 * WIDE.hidden
+"""Parameters of a block of it."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,12 @@ class Table:
     def tiny(self) -> Table:
         """The same table with a tiny model and without compilation."""
         work = replace(self.work, layers=2, hidden=64, heads=2, sequence=32, vocabulary=256, micro_batch=2, threads=1)
-        rivals = tuple(replace(rival, settings={**rival.settings, "compile": False}) for rival in self.rivals)
-        return replace(self, work=work, rivals=rivals)
+
+        def eager(rival: Entry) -> Entry:
+            compiles = "compile" in rival.settings
+            return replace(rival, settings=rival.settings | ({"compile": False} if compiles else {}))
+
+        return replace(self, work=work, rivals=tuple(map(eager, self.rivals)))
 
 
 def megazero(name: str, *layout: str, replicas: int = 1) -> Entry:
@@ -55,16 +63,26 @@ def plain(name: str, note: str = "", **settings: Any) -> Entry:
     return Entry(name, "plain_gpt", settings, note=note)
 
 
-def deepspeed(stage: int, note: str = "", **settings: Any) -> Entry:
+def deepspeed(stage: int, note: str = "", name: str = "", **settings: Any) -> Entry:
     note = f"blocks compiled, its own CPU Adam{note}"
-    return Entry(
-        f"DeepSpeed ZeRO-{stage}", "deepspeed_", {"stage": stage, "compile": True, **settings}, replicas=2, note=note
-    )
+    settings = {"stage": stage, "compile": True, **settings}
+    return Entry(name or f"DeepSpeed ZeRO-{stage}", "deepspeed_", settings, replicas=2, note=note)
 
 
 def torch_parallel(name: str, kind: str, note: str = "", replicas: int = 1, **settings: Any) -> Entry:
     return Entry(name, "torch_parallel", {"kind": kind, **settings}, replicas=replicas, note=note)
 
+
+TRAFFIC = {
+    1: "a reduce-scatter of fp32 gradients and a gather of bf16 parameters: 4 + 2 bytes a parameter and step",
+    3: "the same, and parameters are gathered in forward and in backward: 4 + 2 x 2 bytes a parameter and step",
+}
+SHARDED = "blocks compiled; a block is a unit, resharded after its forward; gradients travel in fp32"
+TWO_BLOCKS = {
+    "stage3_max_live_parameters": 2 * UNIT,
+    "stage3_max_reuse_distance": 2 * UNIT,
+    "stage3_prefetch_bucket_size": UNIT,
+}
 
 # Settings are the fastest of those that were tried: precision "master" (bf16 parameters with fp32 masters) or
 # "autocast" (fp32 parameters), attention "sdpa" or "eager" (written in plain ops, which the compiler then fuses).
@@ -121,6 +139,20 @@ TABLES = (
         TWO,
         megazero("megazero ZeRO-2", "--zero-stage", "2", replicas=2),
         (deepspeed(2), deepspeed(3, "; shards the parameters as well")),
+    ),
+    Table(
+        "ZeRO-3",
+        "two ranks with one thread each, BLOOM, 8 layers of 1024, 2 x 1 x 512 tokens",
+        WIDE,
+        replace(megazero("megazero ZeRO-3", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
+        (
+            replace(megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2), note=TRAFFIC[1]),
+            torch_parallel("FSDP2", "fsdp2", SHARDED, replicas=2, compile=True),
+            deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
+            deepspeed(
+                3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
+            ),
+        ),
     ),
     Table(
         "tp",

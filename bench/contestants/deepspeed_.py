@@ -5,7 +5,7 @@ can be built.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -29,9 +29,16 @@ def optimizer_of(kind: str, parameters: Any, work: Workload) -> Any:
 
 
 def build(
-    work: Workload, stage: int, compile: bool = False, adam: str = "deepspeed", reduce: str = ""
+    work: Workload,
+    stage: int,
+    compile: bool = False,
+    adam: str = "deepspeed",
+    reduce: str = "",
+    zero: Mapping[str, Any] | None = None,
 ) -> Callable[[], float]:
-    """reduce: the dtype in which gradients are reduced, as DeepSpeed's `communication_data_type`; "": its default."""
+    """reduce: the dtype in which gradients are reduced, as DeepSpeed's `communication_data_type`; "": its default.
+    zero: further entries of its `zero_optimization`.
+    """
     torch.manual_seed(1234)
     model, batches = model_of(work, "bloom", "eager"), Batches(work, rank())
     config = {
@@ -39,7 +46,7 @@ def build(
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": work.clip,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, **(zero or {})},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         **({"communication_data_type": reduce} if reduce else {}),

@@ -16,8 +16,10 @@ from megazero.data.progress import silent
 from megazero.data.writer import PairWriter
 from megazero.launch import Environment, launch
 from megazero.telemetry.record import StepValues
+from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
+from megazero.train.trainer import Trainer
 
 
 def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
@@ -61,13 +63,17 @@ def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     folder = Path(os.environ["BENCH_FOLDER"]) / f"rank-{environment.rank}"
     folder.mkdir()
     write_words(work, folder)
-    run = parse_run([*flags_of(work, folder, replicas), *layout], environment.world_size)
+    run = parse_run([*flags_of(work, folder, replicas), *layout], environment.world_size, model_source)
     prepared = prepare(run, environment.world_size, silent)
     return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
-    trainer = build_megazero(work, list(layout), replicas).trainer
+    return step_of(build_megazero(work, list(layout), replicas).trainer)
+
+
+def step_of(trainer: Trainer) -> Step:
+    """The trainer's step. It returns the loss that goes to the log: that of all replicas."""
     losses: list[float | Tensor] = []
     write = trainer.log.step
 

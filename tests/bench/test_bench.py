@@ -15,6 +15,7 @@ import torch
 from bench import results
 from bench.case import Sizes
 from bench.contestants.megazero_memory import largest
+from bench.contestants.megazero_meter import peaks
 from bench.contestants.megazero_split import Clock
 from bench.field import TABLES
 from bench.harness import Contestant, Match, Samples, Unavailable
@@ -83,6 +84,19 @@ def memory(tmp_path: Path) -> None:
         assert (parts["shared memory"] > 0) == (name == "tp")
 
 
+def state_memory(tmp_path: Path) -> None:
+    """What is allocated is what was predicted, the meter sees all of it, and what cannot run is named."""
+    found = run_quick("state_memory", tmp_path, "--layouts", "pp2-dp2-z2")
+    ranks = found["layouts"]["pp2-dp2-z2"]
+    assert len(ranks) == 4 and not found["left_out"]
+    for rank in ranks:
+        held, phases = rank["held"], rank["peaks"]
+        assert held["parameter"] == rank["predicted"]["weights"] and held["gradient"] == rank["predicted"]["gradients"]
+        assert held["master"] + held["exp_avg"] + held["exp_avg_sq"] == rank["predicted"]["optimizer"]
+        assert sum(held.values()) < phases["construction"]["end"] <= phases["construction"]["peak"]
+        assert phases["construction"]["end"] < phases["step"]["peak"]
+
+
 def ops(tmp_path: Path) -> None:
     found = run_quick("ops", tmp_path, "--only", "gelu")
     assert [row["name"] for row in found["ops"]] == [name for name in CASES if "gelu" in name]
@@ -113,7 +127,7 @@ def generate(tmp_path: Path) -> None:
     assert all(row["same"] == row["batch"] for row in rows if row["dtype"] == "fp32"), "both sides generate the same"
 
 
-SCRIPTS = {check.__name__: check for check in (peers, train, memory, ops, exchange, async_save, generate)}
+SCRIPTS = {check.__name__: check for check in (peers, train, memory, state_memory, ops, exchange, async_save, generate)}
 
 
 @pytest.mark.slow
@@ -150,6 +164,31 @@ def test_what_was_alive_when_that_was_most() -> None:
     ]
     changes += [change(31, 4, 10), change(120, 5, 25), change(121, 4, -10), change(122, 6, 20)]
     assert largest([*reversed(changes), *calls]) == {"fused_ops/b.py": 50, "elsewhere": 45}
+
+
+def test_the_peak_of_a_phase_counts_what_was_there_before() -> None:
+    def change(ts: int, size: int) -> dict[str, Any]:
+        return {"name": "[memory]", "ts": ts, "args": {"Addr": 0, "Bytes": size}}
+
+    def span(name: str, ts: int, dur: int) -> dict[str, Any]:
+        return {"name": name, "cat": "user_annotation", "ts": ts, "dur": dur}
+
+    changes = [change(1, 100), change(2, 50), change(3, -50), change(15, 500), change(22, -300), change(31, 40)]
+    spans = [span("construction", 0, 10), span("step", 20, 5), span("step", 30, 5)]
+    assert peaks([*reversed(changes), *spans]) == {
+        "construction": {"peak": 150, "end": 100},
+        "step": {"peak": 340, "end": 340},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_contestants_of_zero_3_train_the_same_model() -> None:
+    """Without compilation, and of those that are installed."""
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-m", "bench.agreement", "--quick", "--steps", "10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0 and "FSDP2: " in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "DeepSpeed" not in name and "apex" not in name])

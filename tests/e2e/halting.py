@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megazero.checkpoint import blocks, folder, save_phases
 from megazero.cli.training import train
 from megazero.launch import Environment, exit_now, exit_status
+from megazero.mpu import collectives
 from megazero.telemetry import watchdog
 from megazero.telemetry.console import survive_lost_console
 from megazero.train.save_policy import SavePolicy
@@ -85,6 +86,16 @@ class Jump(Halt):
         time.time_ns = lambda: nanoseconds() + wrong * 10**9
 
 
+@dataclass(frozen=True)
+class Launch(Halt):
+    """The point before a collective of a step: the one with this number, from 1, of the ones that the rank launches.
+
+    With number 0 the rank does not stop: the file `pipe` gets the number of collectives of the iteration.
+    """
+
+    number: int = 0
+
+
 def before(owner: Any, name: str, is_here: Callable[..., bool], halt: Halt) -> None:
     """Stand before a call of `owner.name` whose arguments are those of the point."""
     original = getattr(owner, name)
@@ -112,6 +123,28 @@ def in_step(halt: Halt) -> None:
         return is_here
 
     before(ShardedOptimizer, "update", first, halt)
+
+
+def in_launch(halt: Halt) -> None:
+    """Gathers and reductions of the step are under way, as many as the number says."""
+    assert isinstance(halt, Launch)
+    train_step, launched = Trainer.train_step, [-1]
+
+    def counted(trainer: Trainer, **options: Any) -> None:
+        here = trainer.position.iteration + 1 == halt.iteration
+        launched[0] = 0 if here else -1
+        train_step(trainer, **options)
+        if here and not halt.number:
+            Path(halt.pipe).write_text(f"{launched[0]}\n")
+        launched[0] = -1
+
+    def is_here(*_: Any, **options: Any) -> bool:
+        launched[0] += launched[0] >= 0
+        return launched[0] == halt.number > 0
+
+    Trainer.train_step = counted  # type: ignore[assignment, method-assign]
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        before(collectives, name, is_here, halt)
 
 
 class Half:
@@ -153,6 +186,7 @@ def is_saved(halt: Halt) -> None:
 
 POINTS: dict[str, Callable[[Halt], None]] = {
     "step": in_step,
+    "launch": in_launch,
     "write": in_write,
     # every file is whole, and there is no manifest yet
     "manifest": lambda halt: before(

@@ -5,6 +5,7 @@ tell from the numbers.
 from __future__ import annotations
 
 import os
+import random
 import re
 import select
 import signal
@@ -18,8 +19,9 @@ import pytest
 
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.verify import verify
-from tests.e2e.command import ROOT, TINY, by_iteration, environment
-from tests.e2e.halting import Halt, forked
+from tests.e2e.command import ROOT, TINY, by_iteration, environment, metrics
+from tests.e2e.halting import Halt, Launch, forked
+from tests.stages import STAGES
 
 EVERY = 4
 SECONDS = 240
@@ -37,6 +39,7 @@ class Kill:
 
     begins   iteration of the checkpoint that it must have started from; 0: from scratch
     point    where a rank is killed (`halting.POINTS`), in which iteration
+    number   at "launch": of the collective before which the rank stands
     saved    iteration of the newest checkpoint that is complete afterwards, as `latest` says
     whom     "rank": the one that stands there. "launcher": the launcher, and its ranks must go with it
     started  "forked", or "torchrun" as users start it
@@ -50,6 +53,11 @@ class Kill:
     whom: str = "rank"
     flags: tuple[object, ...] = ()
     started: str = "forked"
+    number: int = 0
+
+    def halt(self, pipe: Path) -> Halt:
+        where = self.point, self.iteration, self.rank, str(pipe)
+        return Launch(*where, self.number) if self.point == "launch" else Halt(*where)
 
 
 def flags_of(folder: Path, corpus: Path, precision: str, steps: int) -> list[object]:
@@ -114,7 +122,7 @@ def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
     output.unlink(missing_ok=True)
     os.mkfifo(pipe)
     reached = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    halt = Halt(kill.point, kill.iteration, kill.rank, str(pipe))
+    halt = kill.halt(pipe)
     if kill.started == "forked":
         process = forked(ranks, [*flags, *kill.flags], output, [halt])
         pid = process.pid
@@ -162,6 +170,9 @@ def check_place(kill: Kill, folder: Path) -> None:
     found = by_iteration(folder / "m")
     if kill.point == "step":
         assert max(found, default=0) == kill.iteration - 1, "the step before is the last"
+    elif kill.point == "launch":  # a run before may have come further
+        first = kill.iteration == kill.begins + 1
+        assert first or metrics(folder / "m")[-1]["iteration"] == kill.iteration - 1, "the step before is the last"
     else:
         assert kill.iteration in found
     building = list((folder / "saved").glob(f".tmp-iter_{kill.iteration:07d}-*"))
@@ -179,11 +190,11 @@ def _status(process: object) -> int | None:
     return process.exitcode  # type: ignore[attr-defined]
 
 
-def whole(ranks: int, flags: Sequence[object], folder: Path) -> str:
+def whole(ranks: int, flags: Sequence[object], folder: Path, halts: Sequence[Halt] = ()) -> str:
     """Have it run to its end; what it printed."""
     output = folder / "whole"
     output.unlink(missing_ok=True)
-    assert _status(forked(ranks, flags, output)) == 0, output.read_text()[-4000:]
+    assert _status(forked(ranks, flags, output, halts)) == 0, output.read_text()[-4000:]
     return output.read_text()
 
 
@@ -199,7 +210,7 @@ def check_folder(folder: Path, saved: int) -> None:
 def carry_out(kills: Sequence[Kill], ranks: int, flags: Sequence[object], folder: Path) -> None:
     """One after the other; each starts from what the one before has left."""
     for each in kills:
-        told = kill(each, ranks, [*flags, *([] if ranks == 1 else HOME)], folder)
+        told = kill(each, ranks, flags, folder)
         assert started_from(told, folder) == each.begins, each
         check_folder(folder, each.saved)
 
@@ -231,10 +242,46 @@ def test_killed_on_one_layout_is_bitwise(tmp_path: Path, corpus: Path) -> None:
         Kill(4, "saved", 8, rank=3, saved=8),
         Kill(8, "write", 12, rank=1, saved=8, flags=("--async-save",)),
     ]
-    carry_out(kills, 4, flags, folder)
+    carry_out(kills, 4, [*flags, *HOME], folder)
     assert started_from(whole(4, [*flags, *HOME], folder), folder) == 8
     again = whole(4, [*flags, *HOME], folder)
     assert started_from(again, folder) == steps and "nothing left to train" in again
+    check_bitwise(folder, reference, steps)
+
+
+def kills_in_steps(count: int, steps: int, launches: Sequence[int], seed: int) -> list[Kill]:
+    """Each in a step that the run before has not saved, before any collective of any rank, or of the launcher there.
+
+    launches: by rank, the collectives of a step.
+    """
+    draw, saved, found = random.Random(seed), 0, []
+    for _ in range(count):
+        iteration, rank = draw.randint(saved + 1, min(saved + EVERY + 2, steps)), draw.randrange(len(launches))
+        number, whom = draw.randint(1, launches[rank]), draw.choice(("rank", "rank", "launcher"))
+        begins, saved = saved, max(saved, (iteration - 1) // EVERY * EVERY)
+        found.append(Kill(begins, "launch", iteration, rank, saved, whom, number=number))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in STAGES[:-1]), STAGES[-1]]
+)
+def test_killed_ten_times_in_the_midst_of_a_step_is_bitwise(
+    stage: int, seed: int, tmp_path: Path, corpus: Path
+) -> None:
+    """While parameters are gathered and gradients reduced: what a step has done so far leaves no trace."""
+    steps, reference, folder = 14, tmp_path / "reference", tmp_path / "killed"
+    layout = ["--pp", 2, "--zero-stage", stage, "--micro-batch-size", 2, "--bucket-size", 800]
+    files = [tmp_path / f"launches-{rank}" for rank in range(4)]
+    tallies = [Launch("launch", 2, rank, str(file)) for rank, file in enumerate(files)]
+    whole(4, [*flags_of(reference, corpus, "bf16", steps), *layout], reference, tallies)
+    launches = [int(file.read_text()) for file in files]
+    assert min(launches) > 4, "gathers, reductions, the norm"
+    flags = [*flags_of(folder, corpus, "bf16", steps), *layout]
+    kills = kills_in_steps(10, steps, launches, seed)
+    carry_out(kills, 4, flags, folder)
+    assert started_from(whole(4, flags, folder), folder) == kills[-1].saved
     check_bitwise(folder, reference, steps)
 
 
@@ -248,7 +295,7 @@ def test_killed_on_other_layouts(tmp_path: Path, corpus: Path) -> None:
         Kill(4, "write", 8, rank=3, saved=4, flags=(*AWAY[0], "--pp", 1), whom="launcher"),
         Kill(4, "saved", 8, rank=1, saved=8, flags=(*AWAY[1], "--pp", 1)),
     ]
-    carry_out(kills, 4, flags, folder)
+    carry_out(kills, 4, [*flags, *HOME], folder)
     assert started_from(whole(4, [*flags, *HOME], folder), folder) == 8
     expected = lines_of(reference, steps)
     for iteration, lines in lines_of(folder, steps).items():
