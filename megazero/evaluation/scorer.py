@@ -88,7 +88,13 @@ class Scorer:
         self.chunk_map = chunk_map(self._schedule, grid.pp.size, len(self.stages))
         self._channels = Channels(grid, and_back=self.chunk_map.and_back) if grid.pp.size > 1 else None
         whole = without_state(len(stage.units()) for stage in self.stages)
-        self._lists = Lists(self._schedule_of, lambda m: forward_only(self._schedule_of(m)), whole, StepOptions())
+        self._lists = Lists(
+            self._schedule_of,
+            lambda m: forward_only(self._schedule_of(m)),
+            whole,
+            StepOptions(),
+            self.chunk_map.count,
+        )
         self._warm: set[tuple[tuple[int, ...], bool]] = set()
         """Shapes of messages, with and without `greedy`, that have run without messages (`pipeline.warm_up`)."""
         self.device_tokens = 0

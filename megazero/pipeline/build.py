@@ -160,7 +160,7 @@ def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
         overlap=run.parallel.overlap,
         gathered_bytes=run.parallel.zero3_gathered_bytes,
     )
-    return Lists(schedule_of, lambda m: forward_only(schedule_of(m)), shape, options)
+    return Lists(schedule_of, lambda m: forward_only(schedule_of(m)), shape, options, chunks_of(run).count)
 
 
 def build_engine(

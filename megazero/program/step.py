@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megazero.program.checker import check_list
+from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
 from megazero.program.passes.cut import cut, every_pass, first_passes
 from megazero.program.passes.gathers import place_gathers, two_units
@@ -66,11 +68,12 @@ def _with_gathers(
 
 
 class Lists:
-    """The lists of one rank by number of micro-batches. Each is made once.
+    """The lists of one rank by number of micro-batches. Each is made once, and checked (`program.checker`).
 
-    schedule_of  from a number of micro-batches to computations and transfers of a training step
-    forwards_of  the same for an evaluation
-    shape        the rank's model state; for a model without a model state `shape.without_state`
+    schedule_of   from a number of micro-batches to computations and transfers of a training step
+    forwards_of   the same for an evaluation
+    shape         the rank's model state; for a model without a model state `shape.without_state`
+    model_chunks  number of chunks of the whole model
     """
 
     def __init__(
@@ -79,8 +82,9 @@ class Lists:
         forwards_of: Callable[[int], Sequence[Instruction]],
         shape: RankShape,
         options: StepOptions,
+        model_chunks: int,
     ) -> None:
-        self.shape = shape
+        self.shape, self.options, self.model_chunks = shape, options, model_chunks
         self._make = {
             True: lambda m: training_step(schedule_of(m), shape, options),
             False: lambda m: evaluation_step(forwards_of(m), shape, options),
@@ -98,5 +102,8 @@ class Lists:
     def _list(self, trains: bool, micro_batches: int) -> tuple[Instruction, ...]:
         key = trains, micro_batches
         if key not in self._made:
-            self._made[key] = self._make[trains](micro_batches)
+            made = self._make[trains](micro_batches)
+            scope = Scope(self.shape, self.model_chunks, trains)
+            check_list(made, scope, micro_batches, budget=self.options.gathered_bytes)
+            self._made[key] = made
         return self._made[key]

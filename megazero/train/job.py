@@ -18,6 +18,7 @@ from megazero.pipeline.build import build_engine, build_stages, step_lists, with
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.plan.step_lists import check_step, micro_batches_of
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
@@ -88,6 +89,8 @@ def build_job(
     state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)
     channels = Channels(grid, and_back=chunks_of(run).and_back)
     lists = step_lists(run, grid.at.pp, model.shape)
+    if grid.rank == 0:
+        check_step(run, grid.axes, micro_batches_of(run, grid.axes), nccl=grid.world.is_on_device)
     engine = build_engine(run, grid, stages, channels, lists, model.actions)
     probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)

@@ -110,10 +110,16 @@ class Recorder:
         self.calls.append(("update", tuple(buckets)))
 
 
-def shape_of(stages: Sequence[ToyStage], *, cut: bool) -> RankShape:
-    """Every unit has a bucket of its own, which travels where chunks are to be cut."""
+def shape_of(stages: Sequence[ToyStage], *, cut: bool, every: bool) -> RankShape:
+    """Every unit has a bucket of its own, which travels where chunks are to be cut. every: gradients are sharded, so
+    that every backward can reduce them.
+    """
     counts = [len(stage.names()) for stage in stages]
-    buckets = [BucketShape(chunk, 8, 8, shards=1 + cut) for chunk, count in enumerate(counts) for _ in range(count)]
+    buckets = [
+        BucketShape(chunk, 8, 8, sharded_gradient=every, shards=1 + cut)
+        for chunk, count in enumerate(counts)
+        for _ in range(count)
+    ]
     numbers = iter(range(len(buckets)))
     units = tuple(tuple(UnitShape((n,), (n,), (n,)) for n in islice(numbers, count)) for count in counts)
     return RankShape(units, tuple(buckets))
@@ -143,9 +149,8 @@ def build_engine(
     def schedule(m: int) -> tuple[Instruction, ...]:
         return stage_schedule(name, pp, m, len(stages), at)
 
-    lists = Lists(
-        schedule, lambda m: forward_only(schedule(m)), shape_of(stages, cut=cut), StepOptions(reduce_every=every)
-    )
+    shape, options = shape_of(stages, cut=cut, every=every), StepOptions(reduce_every=every)
+    lists = Lists(schedule, lambda m: forward_only(schedule(m)), shape, options, pp * len(stages))
     return PipelineEngine(stages, grid, lists, (SEQUENCE, size, HIDDEN), torch.float64, channels, state)
 
 
