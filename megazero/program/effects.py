@@ -186,7 +186,7 @@ def _stale(i: Instruction, scope: Scope) -> Iterator[Value]:
 
 
 @dataclass(frozen=True)
-class Row:
+class EffectRow:
     """The effects of a kind of instruction (`Effects`), as functions of an instruction and the scope."""
 
     needs: tuple[Which, ...] = ()
@@ -211,40 +211,40 @@ def _gradient_leaving(i: Instruction, scope: Scope) -> Iterator[Value]:
     yield (Thing.HIDDEN_GRADIENT, i.micro_batch, i.model_chunk, 0, -1)
 
 
-EFFECTS: Mapping[Op, Row] = MappingProxyType(
+EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
     {
-        Op.RECV_FORWARD: Row(makes=(_arriving,)),
-        Op.FORWARD: Row(needs=(parameters_read,), takes=(_input,), makes=(_graph, _output)),
-        Op.SEND_FORWARD: Row(takes=(_leaving,)),
-        Op.RECV_BACKWARD: Row(makes=(_gradient_arriving,)),
-        Op.BACKWARD: Row(
+        Op.RECV_FORWARD: EffectRow(makes=(_arriving,)),
+        Op.FORWARD: EffectRow(needs=(parameters_read,), takes=(_input,), makes=(_graph, _output)),
+        Op.SEND_FORWARD: EffectRow(takes=(_leaving,)),
+        Op.RECV_BACKWARD: EffectRow(makes=(_gradient_arriving,)),
+        Op.BACKWARD: EffectRow(
             needs=(parameters_read,),
             takes=(_graph, _output_gradient),
             makes=(_input_gradient,),
             adds=(_gradients_added,),
         ),
-        Op.BACKWARD_INPUT: Row(
+        Op.BACKWARD_INPUT: EffectRow(
             needs=(parameters_read,), takes=(_graph, _output_gradient), makes=(_input_gradient, _deferred)
         ),
-        Op.BACKWARD_WEIGHT: Row(takes=(_deferred,), adds=(_gradients_added,)),
-        Op.SEND_BACKWARD: Row(takes=(_gradient_leaving,)),
-        Op.GATHER: Row(makes=(_buckets(Thing.PARAMETERS),)),
-        Op.RELEASE: Row(takes=(_buckets(Thing.PARAMETERS),)),
-        Op.REDUCE: Row(
+        Op.BACKWARD_WEIGHT: EffectRow(takes=(_deferred,), adds=(_gradients_added,)),
+        Op.SEND_BACKWARD: EffectRow(takes=(_gradient_leaving,)),
+        Op.GATHER: EffectRow(makes=(_buckets(Thing.PARAMETERS),)),
+        Op.RELEASE: EffectRow(takes=(_buckets(Thing.PARAMETERS),)),
+        Op.REDUCE: EffectRow(
             takes=(_buckets(Thing.GRADIENT),),
             makes=(lambda i, scope: _after_reduce(i, scope, sharded=False),),
             adds=(lambda i, scope: _after_reduce(i, scope, sharded=True),),
         ),
-        Op.REDUCE_ACROSS: Row(takes=(_buckets(Thing.INSIDE),), makes=(_buckets(Thing.REDUCED),)),
-        Op.REDUCE_PARTIAL: Row(
+        Op.REDUCE_ACROSS: EffectRow(takes=(_buckets(Thing.INSIDE),), makes=(_buckets(Thing.REDUCED),)),
+        Op.REDUCE_PARTIAL: EffectRow(
             takes=(lambda i, scope: (_of(Thing.REDUCED, b) for b in scope.shape.trained),),
             makes=(lambda i, scope: (_of(Thing.SUMMED, b) for b in scope.shape.trained),),
         ),
-        Op.NORM: Row(
+        Op.NORM: EffectRow(
             needs=(lambda i, scope: (_of(_final(i, scope), b) for b in scope.shape.trained),),
             makes=(lambda i, scope: iter((NORM,)),),
         ),
-        Op.UPDATE: Row(needs=(lambda i, scope: iter((NORM,)),), takes=(_finals, _stale)),
+        Op.UPDATE: EffectRow(needs=(lambda i, scope: iter((NORM,)),), takes=(_finals, _stale)),
     }
 )
 """By kind of instruction."""

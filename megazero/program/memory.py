@@ -43,7 +43,7 @@ class UnitMemory(Protocol):
 
 
 @dataclass(frozen=True)
-class UnitBytes:
+class UnitSizes:
     """`UnitMemory` as plain numbers."""
 
     input: int = 0
@@ -67,7 +67,7 @@ class StepBytes:
     optimizer: int = 0
 
 
-class Column(Enum):
+class MemoryColumn(Enum):
     """What memory is for."""
 
     PARAMETERS = "parameters"
@@ -87,7 +87,7 @@ class Column(Enum):
 class Place(NamedTuple):
     """One allocation: its column, and the numbers that apply to it; -1 for others."""
 
-    column: Column
+    column: MemoryColumn
     micro_batch: int = -1
     chunk: int = -1
     unit: int = -1
@@ -107,7 +107,7 @@ class Sample:
 
     number: int
     instruction: Instruction
-    columns: Mapping[Column, int]
+    columns: Mapping[MemoryColumn, int]
     places: Mapping[Place, int]
 
     @property
@@ -159,7 +159,7 @@ class _Walk:
     scope: Scope
     sizes: StepBytes
     alive: dict[Place, int] = field(default_factory=dict)
-    totals: dict[Column, int] = field(default_factory=lambda: dict.fromkeys(Column, 0))
+    totals: dict[MemoryColumn, int] = field(default_factory=lambda: dict.fromkeys(MemoryColumn, 0))
     ending: list[Place] = field(default_factory=list)
     pool: _Pool = field(default_factory=_Pool)
     in_flight: deque[Place] = field(default_factory=deque)
@@ -169,19 +169,19 @@ class _Walk:
         for number, bucket in enumerate(self.scope.shape.buckets):
             whole, gradient = bucket.parameter_bytes, bucket.gradient_bytes
             parameter = whole // bucket.shards if bucket.gathered else whole
-            self._hold(Place(Column.PARAMETERS, chunk=bucket.chunk, bucket=number), parameter)
+            self._hold(Place(MemoryColumn.PARAMETERS, chunk=bucket.chunk, bucket=number), parameter)
             if bucket.trained:
                 kept = gradient // bucket.shards if bucket.sharded_gradient else gradient
-                self._hold(Place(Column.GRADIENTS, chunk=bucket.chunk, bucket=number), kept)
-        self._hold(Place(Column.OPTIMIZER), self.sizes.optimizer)
+                self._hold(Place(MemoryColumn.GRADIENTS, chunk=bucket.chunk, bucket=number), kept)
+        self._hold(Place(MemoryColumn.OPTIMIZER), self.sizes.optimizer)
 
-    def columns(self, working: int) -> dict[Column, int]:
+    def columns(self, working: int) -> dict[MemoryColumn, int]:
         spare = sum(self.pool.spare)
-        found = self.totals | {Column.SPARE: spare, Column.WORKING: working}
+        found = self.totals | {MemoryColumn.SPARE: spare, MemoryColumn.WORKING: working}
         return {column: size for column, size in found.items() if size}
 
     def places(self, working: int) -> Mapping[Place, int]:
-        extra = {Place(Column.SPARE): sum(self.pool.spare), Place(Column.WORKING): working}
+        extra = {Place(MemoryColumn.SPARE): sum(self.pool.spare), Place(MemoryColumn.WORKING): working}
         return {place: size for place, size in (self.alive | extra).items() if size}
 
     def _hold(self, place: Place, size: int) -> None:
@@ -222,7 +222,7 @@ class _Walk:
             most = max(most, kept + units[unit].forward)
             if self.scope.trains:
                 kept += units[unit].kept
-                self._hold(Place(Column.ACTIVATIONS, i.micro_batch, i.chunk, unit), self._kept(i, unit))
+                self._hold(Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit), self._kept(i, unit))
         return max(0, most - kept - self._output(i))
 
     def _kept(self, i: Instruction, unit: int) -> int:
@@ -243,17 +243,17 @@ class _Walk:
         for unit in reversed(self._units(i)):
             own = units[unit]
             if i.op is not Op.BACKWARD_WEIGHT:
-                kept = Place(Column.ACTIVATIONS, i.micro_batch, i.chunk, unit)
+                kept = Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit)
                 self.ending.append(kept)
                 most = max(most, own.backward - own.kept - freed)
                 freed += self.alive[kept]
             else:
-                self.ending.append(Place(Column.ACTIVATIONS, i.micro_batch, i.chunk, unit, half="deferred"))
+                self.ending.append(Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, half="deferred"))
         for value in dict.fromkeys(does.adds):
             self._borrow(value[1])
         if i.op is Op.BACKWARD_INPUT:
             for unit in self._units(i):
-                place = Place(Column.ACTIVATIONS, i.micro_batch, i.chunk, unit, half="deferred")
+                place = Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, half="deferred")
                 self._hold(place, units[unit].deferred)
                 most -= units[unit].deferred
         made = self.sizes.hidden * sum(value[0] is Thing.HIDDEN_GRADIENT for value in does.makes)
@@ -269,19 +269,19 @@ class _Walk:
                 self._hold(self._border(value), 0 if value[2] == self.scope.model_chunks else self.sizes.hidden)
         # What a forward keeps of its input is counted with the activations from here on.
         if i.op is Op.FORWARD and self.scope.trains:
-            for place in [place for place in self.ending if place.column is Column.HIDDEN]:
+            for place in [place for place in self.ending if place.column is MemoryColumn.HIDDEN]:
                 self.totals[place.column] -= self.alive.pop(place)
                 self.ending.remove(place)
 
     @staticmethod
     def _border(value: tuple[Thing, int, int, int, int]) -> Place:
         half = "gradient" if value[0] is Thing.HIDDEN_GRADIENT else ""
-        return Place(Column.HIDDEN, value[1], value[2], value[3], half=half)
+        return Place(MemoryColumn.HIDDEN, value[1], value[2], value[3], half=half)
 
     def _gather(self, i: Instruction) -> None:
         for number in i.buckets:
             bucket = self.scope.shape.buckets[number]
-            place = Place(Column.GATHERED, chunk=bucket.chunk, bucket=number)
+            place = Place(MemoryColumn.GATHERED, chunk=bucket.chunk, bucket=number)
             if not bucket.gathered:
                 continue
             if i.op is Op.GATHER:
@@ -292,19 +292,19 @@ class _Walk:
     def _borrow(self, number: int) -> None:
         """A buffer for the whole gradient of a bucket, unless it is in its column, or has one."""
         bucket = self.scope.shape.buckets[number]
-        place = Place(Column.BUFFERS, chunk=bucket.chunk, bucket=number)
+        place = Place(MemoryColumn.BUFFERS, chunk=bucket.chunk, bucket=number)
         if bucket.sharded_gradient and place not in self.alive:
             self._hold(place, self.pool.take(bucket.gradient_bytes))
 
     def _reduce(self, i: Instruction) -> None:
         """Buffers of gradients are on their way until the second reduction after them is launched."""
         for number in i.buckets:
-            held = Place(Column.BUFFERS, chunk=self.scope.shape.buckets[number].chunk, bucket=number)
+            held = Place(MemoryColumn.BUFFERS, chunk=self.scope.shape.buckets[number].chunk, bucket=number)
             if held in self.alive:
                 size = self.alive.pop(held)
                 self.totals[held.column] -= size
                 self.launched += 1
-                travelling = held._replace(column=Column.TRAVELLING, half=str(self.launched))
+                travelling = held._replace(column=MemoryColumn.TRAVELLING, half=str(self.launched))
                 self._hold(travelling, size)
                 self.in_flight.append(travelling)
                 if len(self.in_flight) > IN_FLIGHT:

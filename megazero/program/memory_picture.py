@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from megazero.program.memory import Column, Sample
+from megazero.program.memory import MemoryColumn, Sample
 from megazero.telemetry.units import size
 
 COLOURS = {
-    Column.PARAMETERS: "#4878a8",
-    Column.OPTIMIZER: "#7a7f8c",
-    Column.GRADIENTS: "#5d9a6b",
-    Column.GATHERED: "#8ab4d8",
-    Column.BUFFERS: "#9ccaa6",
-    Column.TRAVELLING: "#c9b458",
-    Column.SPARE: "#d9d4c5",
-    Column.ACTIVATIONS: "#c87f3e",
-    Column.HIDDEN: "#b85c66",
-    Column.WORKING: "#9a6fb0",
+    MemoryColumn.PARAMETERS: "#4878a8",
+    MemoryColumn.OPTIMIZER: "#7a7f8c",
+    MemoryColumn.GRADIENTS: "#5d9a6b",
+    MemoryColumn.GATHERED: "#8ab4d8",
+    MemoryColumn.BUFFERS: "#9ccaa6",
+    MemoryColumn.TRAVELLING: "#c9b458",
+    MemoryColumn.SPARE: "#d9d4c5",
+    MemoryColumn.ACTIVATIONS: "#c87f3e",
+    MemoryColumn.HIDDEN: "#b85c66",
+    MemoryColumn.WORKING: "#9a6fb0",
 }
 """In the order in which they are stacked, from the bottom."""
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT = 1180, 560, 90, 64, 330
@@ -101,7 +101,7 @@ def _area(
     return f'<polygon points="{points}" fill="{colour}"><title>{escape(name)}</title></polygon>'
 
 
-def _legend(columns: Sequence[Column], peak: Sample) -> list[str]:
+def _legend(columns: Sequence[MemoryColumn], peak: Sample) -> list[str]:
     """The columns with their bytes at the peak, in the order of the areas, and the largest of what is alive then."""
     x, y = _WIDTH - _RIGHT + 24, float(_TOP)
     parts = [_text(x, y, f"Peak: {size(peak.total)}, at number {peak.number}", 'font-weight="600" fill="#c22"')]

@@ -11,7 +11,7 @@ from typing import Any
 
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
-from megazero.program.memory import Column, Place, Sample, StepBytes, samples
+from megazero.program.memory import MemoryColumn, Place, Sample, StepBytes, samples
 from megazero.program.memory_picture import html, svg
 from megazero.program.shape import RankShape
 
@@ -68,7 +68,7 @@ def as_json(found: MemoryTrace) -> dict[str, Any]:
     readers = _readers(found.shape)
     return {
         "rank": found.rank,
-        "columns": [column.value for column in Column],
+        "columns": [column.value for column in MemoryColumn],
         "peak": _described(found.peak, readers),
         "instructions": [_described(sample, readers) for sample in found.samples],
     }
@@ -97,7 +97,7 @@ def _unit(place: Place, readers: Mapping[int, str]) -> str:
     """The unit to which an allocation belongs; an empty word for what belongs to none."""
     if place.bucket >= 0:
         return readers.get(place.bucket, "")
-    return f"chunk {place.chunk}, unit {place.unit}" if place.column is Column.ACTIVATIONS else ""
+    return f"chunk {place.chunk}, unit {place.unit}" if place.column is MemoryColumn.ACTIVATIONS else ""
 
 
 def _readers(shape: RankShape) -> dict[int, str]:

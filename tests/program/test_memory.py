@@ -13,13 +13,14 @@ import pytest
 from megazero.pipeline.schedule import make_schedule
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import Column, Sample, StepBytes, UnitBytes, peak, samples
+from megazero.program.memory import MemoryColumn, Sample, StepBytes, UnitSizes, peak, samples
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
 from megazero.program.trace import MemoryTrace, as_json, trace, write
 
-UNIT = UnitBytes(input=0, kept=50, forward=80, backward=120, deferred=20)
+UNIT = UnitSizes(input=0, kept=50, forward=80, backward=120, deferred=20)
 HIDDEN, OPTIMIZER = 10, 1000
+ACTIVATIONS, GATHERED = MemoryColumn.ACTIVATIONS, MemoryColumn.GATHERED
 
 
 def model(zero: int) -> RankShape:
@@ -42,36 +43,36 @@ def at(found: MemoryTrace, text: str, nth: int = 0) -> Sample:
 
 def test_columns_that_last_are_those_of_the_zero_stage():
     lasting = {
-        0: {Column.PARAMETERS: 300, Column.GRADIENTS: 600},
-        1: {Column.PARAMETERS: 300, Column.GRADIENTS: 600},
-        2: {Column.PARAMETERS: 300, Column.GRADIENTS: 150},
-        3: {Column.PARAMETERS: 75, Column.GRADIENTS: 150},
+        0: {MemoryColumn.PARAMETERS: 300, MemoryColumn.GRADIENTS: 600},
+        1: {MemoryColumn.PARAMETERS: 300, MemoryColumn.GRADIENTS: 600},
+        2: {MemoryColumn.PARAMETERS: 300, MemoryColumn.GRADIENTS: 150},
+        3: {MemoryColumn.PARAMETERS: 75, MemoryColumn.GRADIENTS: 150},
     }
     for zero, columns in lasting.items():
         found = step(zero).samples
         for column, size in columns.items():
             assert {sample.columns[column] for sample in found} == {size}
-        assert all(sample.columns[Column.OPTIMIZER] == OPTIMIZER for sample in found)
+        assert all(sample.columns[MemoryColumn.OPTIMIZER] == OPTIMIZER for sample in found)
 
 
 def test_activations_live_from_forward_to_backward():
     """Whole chunks: the first unit reads tokens, so it keeps 50 and the two others as much; 10 more is the output."""
     found = step(0)
     first, second = at(found, "forward (micro-batch 0"), at(found, "forward (micro-batch 1")
-    assert first.columns[Column.ACTIVATIONS] == 150 and second.columns[Column.ACTIVATIONS] == 300
-    assert first.columns[Column.HIDDEN] == HIDDEN
-    assert first.columns[Column.WORKING] == 2 * 50 + 80 - 150 - HIDDEN
+    assert first.columns[ACTIVATIONS] == 150 and second.columns[ACTIVATIONS] == 300
+    assert first.columns[MemoryColumn.HIDDEN] == HIDDEN
+    assert first.columns[MemoryColumn.WORKING] == 2 * 50 + 80 - 150 - HIDDEN
     last = at(found, "backward (micro-batch 1")
-    assert last.columns[Column.ACTIVATIONS] == 150 and last.columns[Column.HIDDEN] == HIDDEN
-    assert last.columns[Column.WORKING] == 120 - 50
-    assert Column.ACTIVATIONS not in found.samples[-1].columns
+    assert last.columns[ACTIVATIONS] == 150 and last.columns[MemoryColumn.HIDDEN] == HIDDEN
+    assert last.columns[MemoryColumn.WORKING] == 120 - 50
+    assert ACTIVATIONS not in found.samples[-1].columns
 
 
 def test_units_that_are_cut_keep_their_inputs_and_are_freed_one_by_one():
     found = step(3)
-    kept = [at(found, f"forward (micro-batch 0, chunk 0, unit {n})").columns[Column.ACTIVATIONS] for n in range(3)]
+    kept = [at(found, f"forward (micro-batch 0, chunk 0, unit {n})").columns[ACTIVATIONS] for n in range(3)]
     assert kept == [50, 110, 170], "each unit but the first keeps its input of 10"
-    freed = [at(found, f"backward (micro-batch 1, chunk 0, unit {n})").columns[Column.ACTIVATIONS] for n in (2, 1, 0)]
+    freed = [at(found, f"backward (micro-batch 1, chunk 0, unit {n})").columns[ACTIVATIONS] for n in (2, 1, 0)]
     assert freed == [170, 110, 50]
 
 
@@ -81,27 +82,27 @@ def test_deferred_parts_replace_activations():
     halves = {place.half: size for place, size in first.places.items() if place.micro_batch == 0 and place.unit == 2}
     assert halves == {"": 50, "deferred": 20}
     after = found.samples[first.number + 1]
-    assert {p.half for p in after.places if p.micro_batch == 0 and p.column is Column.ACTIVATIONS} <= {"deferred"}
-    assert Column.ACTIVATIONS not in found.samples[-1].columns
+    assert {p.half for p in after.places if p.micro_batch == 0 and p.column is ACTIVATIONS} <= {"deferred"}
+    assert ACTIVATIONS not in found.samples[-1].columns
 
 
 def test_gathered_parameters_are_alive_from_gather_to_release():
     found = step(3)
-    assert max(sample.columns.get(Column.GATHERED, 0) for sample in found.samples) == 200, "two units"
+    assert max(sample.columns.get(GATHERED, 0) for sample in found.samples) == 200, "two units"
     gather = at(found, "gather parameters (bucket 2)")
-    assert gather.columns[Column.GATHERED] - found.samples[gather.number - 1].columns[Column.GATHERED] == 0, (
+    assert gather.columns[GATHERED] - found.samples[gather.number - 1].columns[GATHERED] == 0, (
         "bucket 0 is released by the instruction before"
     )
-    assert Column.GATHERED not in found.samples[-1].columns
+    assert GATHERED not in found.samples[-1].columns
 
 
 def test_three_buffers_hold_whole_gradients_and_two_of_them_travel():
     found = step(2, micro_batches=3)
-    whole = (Column.BUFFERS, Column.TRAVELLING, Column.SPARE)
+    whole = (MemoryColumn.BUFFERS, MemoryColumn.TRAVELLING, MemoryColumn.SPARE)
     held = [sum(sample.columns.get(column, 0) for column in whole) for sample in found.samples]
     assert max(held) == 3 * 200 and held == sorted(held), "the pool frees nothing"
-    assert max(sample.columns.get(Column.TRAVELLING, 0) for sample in found.samples) == 2 * 200
-    assert found.samples[-1].columns[Column.SPARE] == 600
+    assert max(sample.columns.get(MemoryColumn.TRAVELLING, 0) for sample in found.samples) == 2 * 200
+    assert found.samples[-1].columns[MemoryColumn.SPARE] == 600
 
 
 def test_received_messages_are_alive_until_they_are_used():
@@ -110,7 +111,7 @@ def test_received_messages_are_alive_until_they_are_used():
     listed = training_step(own, shape, StepOptions())
     found = list(samples(listed, Scope(shape, 2), StepBytes(HIDDEN, ((UNIT,) * 3,))))
     receives = [sample for sample in found if sample.instruction.op is Op.RECV_FORWARD]
-    assert [sample.columns[Column.HIDDEN] for sample in receives] == [10, 20, 20, 20], "one is posted ahead"
+    assert [sample.columns[MemoryColumn.HIDDEN] for sample in receives] == [10, 20, 20, 20], "one is posted ahead"
 
 
 def test_the_peak_is_the_first_of_the_largest():
@@ -175,4 +176,4 @@ def test_a_unit_that_keeps_its_input_counts_it_once():
     keeps = replace(UNIT, input=HIDDEN)
     own = (Instruction(Op.FORWARD, 0, 0, model_chunk=0),)
     (found,) = samples(own, Scope(model(0), 1), StepBytes(HIDDEN, ((keeps,) * 3,)))
-    assert found.columns[Column.ACTIVATIONS] == 3 * 50 + 2 * HIDDEN
+    assert found.columns[ACTIVATIONS] == 3 * 50 + 2 * HIDDEN
