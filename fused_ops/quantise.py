@@ -50,6 +50,11 @@ def packed_bytes(numel: int, bits: int) -> int:
     return code_bytes(numel, bits) + _aligned(4 * -(-numel // BLOCK))
 
 
+def bytes_each(bits: int) -> float:
+    """Bytes of an element of a long row."""
+    return bits / 8 + 4 / BLOCK
+
+
 @torch.no_grad()
 def quantise(x: Tensor, bits: int, error: Tensor | None = None) -> Tensor:
     """The rows of x [rows, n], contiguous and of a floating dtype, packed: uint8 [rows, packed_bytes(n, bits)].

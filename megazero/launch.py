@@ -73,7 +73,7 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
         return
     init_default_group(world)
     grid = build_grid(world.axes, world.device, world.timeout, shared_memory=parallel.shared_memory)
-    connect(grid)
+    connect(grid, quantised=parallel.zero_quantized_gradients != "none")
     yield grid
     dist.barrier()
     dist.destroy_process_group()

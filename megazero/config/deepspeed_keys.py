@@ -23,6 +23,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "fp16.min_loss_scale": "min_loss_scale",
         "communication_data_type": "grad_reduce_dtype",
         "zero_optimization.stage": "zero_stage",
+        "zero_optimization.zero_quantized_weights": "zero_quantized_weights",
         "zero_optimization.reduce_bucket_size": "bucket_size",
         "zero_optimization.overlap_comm": "overlap",
         "zero_optimization.stage3_param_persistence_threshold": "zero3_persist_below",
@@ -41,8 +42,7 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "zero_optimization.sub_group_size": ((), "a rank updates its whole shard at once"),
         "zero_optimization.stage3_max_live_parameters": ((), "use --zero3-gathered-bytes, in bytes"),
         "zero_optimization.stage3_prefetch_bucket_size": ((), "use --zero3-gathered-bytes, in bytes"),
-        "zero_optimization.zero_quantized_weights": ((False,), "quantised communication is not built yet"),
-        "zero_optimization.zero_quantized_gradients": ((False,), "quantised communication is not built yet"),
+        "zero_optimization.zero_quantized_gradients": ((False,), "use --zero-quantized-gradients int4"),
         "zero_optimization.zero_hpz_partition_size": (
             (1,),
             "it shards copies of parameters alone; --zero-shard-size shards all state over a few ranks",

@@ -113,6 +113,10 @@ def _reduces(f: CheckContext) -> bool:
     return _shards(f) or (f.run.parallel.sequence_parallel and f.run.parallel.tp > 1)
 
 
+def _quantises(f: CheckContext) -> bool:
+    return f.run.parallel.zero_quantized_gradients != "none"
+
+
 def _ramps(f: CheckContext) -> bool:
     ramp = f.run.schedule.rampup_batch_size
     return ramp is None or len(ramp) != 3 or ramp[0] < f.run.schedule.global_batch_size
@@ -133,6 +137,19 @@ _TIED = ("tp", "pp", "pipeline_schedule", "virtual_stages", "untie_embeddings_an
 _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 
 EFFECTS = (
+    Effect(
+        "zero_quantized_weights",
+        lambda f: f.run.parallel.zero_stage > 0,
+        "--zero-stage 1, 2 or 3: with 0 no parameters are gathered",
+        ("zero_stage",),
+    ),
+    Effect("zero_gradient_error_feedback", _quantises, "--zero-quantized-gradients", ("zero_quantized_gradients",)),
+    Effect(
+        "grad_reduce_dtype",
+        lambda f: not _quantises(f),
+        "--zero-quantized-gradients none: blocks are made of what is summed up",
+        ("zero_quantized_gradients",),
+    ),
     Effect("loss_scale", _fp16, "--precision fp16", ("precision",)),
     *(
         Effect(name, _dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)", _DYNAMIC)
@@ -208,6 +225,10 @@ EFFECTS = (
     ),
     Effect("zero_stage", _shards, _SHARDED, _TIED, refused=False),
     Effect("zero_shard_size", lambda f: f.dp != 1, _SHARDED, ("tp", "pp"), refused=False),
+    *(
+        Effect(name, _shards, _SHARDED, _TIED, refused=False)
+        for name in ("zero_quantized_weights", "zero_quantized_gradients")
+    ),
     *(
         Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
         for name in ("overlap", "grad_reduce_dtype")

@@ -10,7 +10,10 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import frozen_sizes, group_sizes, pack, packing_of, shard_sizes
-from megazero.zero.placement import Column, Placement, columns, placements
+from megazero.zero.placement import Column, Placement, columns, overwrites_own, placements
+
+KEPT_BYTES = 4
+"""Of an element that error feedback keeps."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class StageBytes:
     head        whether the rank has the head
     parameters  number of parameters, frozen ones included
     weights, gradients, optimizer
-                bytes of these columns; the optimizer's are the master weights and the moments
+                bytes of these columns; the gradients' with error feedback, the optimizer's are the master weights and
+                the moments
     """
 
     blocks: int
@@ -57,8 +61,12 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     at = Coordinates(stage, 0, 0, 0)
     shards = shard_sizes(axes, at)
     row = placements(run.parallel.zero_stage)
+    parallel = run.parallel
     dtypes = columns(
-        compute_dtype(run.optimizer.precision), state_dtype(run.optimizer.precision), run.optimizer.optimizer
+        compute_dtype(run.optimizer.precision),
+        state_dtype(run.optimizer.precision),
+        run.optimizer.optimizer,
+        quantised=overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
     )
     held = dict.fromkeys(Column, 0)
     parameters = 0
@@ -66,6 +74,10 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     sizes = group_sizes(axes, at)
     for bucket in pack(specs_of(run, stage, 0), sizes, packing):
         parameters += bucket.used
+        if parallel.zero_gradient_error_feedback:
+            inner = shards[bucket.group]
+            shard = bucket.numel // inner
+            held[Column.GRADIENT] += KEPT_BYTES * (bucket.numel * (inner > 1) + shard * (sizes[bucket.group] > inner))
         for column, dtype in dtypes.items():
             whole = row[column] is Placement.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]

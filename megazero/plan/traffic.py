@@ -31,6 +31,7 @@ def state_traffic(
     reductions: int,
     gradient_bytes: float,
     parameter_bytes: float,
+    summed_bytes: float | None = None,
 ) -> Traffic:
     """The traffic of the gradients and parameters of a rank (ZeRO: arXiv:1910.02054, section 7).
 
@@ -43,8 +44,10 @@ def state_traffic(
                      where the schedule is breadth-first. What goes across is sent once per step at every stage
     gradient_bytes   bytes per element of a gradient that travels
     parameter_bytes  bytes per element of a parameter
+    summed_bytes     bytes per element of a sum of gradients that is gathered; None: `gradient_bytes`
     """
-    gathered = {0: gradient_bytes, 3: 2 * micro_batches * parameter_bytes}.get(zero_stage, parameter_bytes)
+    summed = gradient_bytes if summed_bytes is None else summed_bytes
+    gathered = {0: summed, 3: 2 * micro_batches * parameter_bytes}.get(zero_stage, parameter_bytes)
     times = reductions if zero_stage >= 2 else 1
     inside = 0.0 if shard_size == 1 else times * gradient_bytes + gathered
-    return Traffic(inside, 0.0 if sets == 1 else 2 * gradient_bytes / shard_size)
+    return Traffic(inside, 0.0 if sets == 1 else (gradient_bytes + summed) / shard_size)

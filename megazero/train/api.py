@@ -156,10 +156,11 @@ def training(
     here = meeting.environment
     with settings_of_torch(here):
         parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting), meeting)
-        shared_memory = prepared.run.parallel.shared_memory
+        parallel = prepared.run.parallel
+        quantised = parallel.zero_quantized_gradients != "none"
         with (
             StopSignals() if handle_signals else nullcontext(StopSignals()) as signals,
-            process_groups(world, meeting, shared_memory=shared_memory) as grid,
+            process_groups(world, meeting, shared_memory=parallel.shared_memory, quantised=quantised) as grid,
         ):
             with _fields_for_flags():
                 job = build_job(prepared, grid, signals, parsed, callbacks)

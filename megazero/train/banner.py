@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fused_ops.attention.selection import choose
+from fused_ops.quantise import bytes_each
 from fused_ops.registry import refusal
 from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
@@ -37,6 +38,7 @@ from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train.bodies import bodies_of
+from megazero.zero.messages import BITS
 
 
 def banner(
@@ -143,6 +145,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         traffic.total / (of_zero_1.total or 1.0),
         breadth_first=breadth_first,
     )
+    messages = _messages(run) if axes.dp * axes.cp > 1 else ""
     recompute = (
         f"{run.parallel.recompute_granularity}, {recompute_step_flops(run) / step_flops(run):.0%} on top "
         "of the model's operations"
@@ -157,23 +160,36 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         lines
         + [("gradients", gradients)] * bool(gradients)
         + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * (axes.shard_size is not None)
+        + [("messages", messages)] * bool(messages)
         + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
     )
 
 
 def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traffic:
     """What the run would send per parameter under this ZeRO stage."""
-    replicas, optimizer = axes.dp * axes.cp, run.optimizer
+    p, precision, replicas = run.parallel, run.optimizer.precision, axes.dp * axes.cp
     size = axes.shard_size or replicas
-    once = is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages)
+    once = is_breadth_first(pipeline_schedule(p), p.virtual_stages)
+    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
     return state_traffic(
         zero_stage,
         size,
         replicas // size,
         micro_batches=micro_batches,
         reductions=1 if once else micro_batches,
-        gradient_bytes=grad_reduce_dtype(optimizer.precision, run.parallel.grad_reduce_dtype).itemsize,
-        parameter_bytes=compute_dtype(optimizer.precision).itemsize,
+        gradient_bytes=reduced if bits is None else bytes_each(bits),
+        parameter_bytes=bytes_each(8) if p.zero_quantized_weights else compute_dtype(precision).itemsize,
+        summed_bytes=None if bits is None else bytes_each(8),
+    )
+
+
+def _messages(run: Run) -> str:
+    p, precision = run.parallel, run.optimizer.precision
+    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
+    return parts.messages_sentence(
+        (bytes_each(8), compute_dtype(precision).itemsize) if p.zero_quantized_weights else None,
+        None if bits is None else (bytes_each(bits), reduced),
+        kept=p.zero_gradient_error_feedback,
     )
 
 

@@ -209,6 +209,21 @@ def traffic_sentence(zero_stage: int, micro_batches: int, factor: float, *, brea
     )
 
 
+def messages_sentence(weights: tuple[float, int] | None, gradients: tuple[float, int] | None, *, kept: bool) -> str:
+    """What data-parallel ranks send each other in blocks of small integers, in a sentence; empty if nothing.
+
+    weights, gradients: (bytes of an element in blocks, bytes as it is); None: it travels as it is. kept: whether what
+    blocks lose of gradients is added to the next ones.
+    """
+    words = []
+    if weights is not None:
+        words.append("parameters are gathered in blocks of int8: {:.3f} bytes each, not {}".format(*weights))
+    if gradients is not None:
+        feedback = ", with error feedback" * kept
+        words.append("gradients are sent in blocks: {:.3f} bytes each, not {}".format(*gradients) + feedback)
+    return "; ".join(words)
+
+
 def graphs_sentence(replayed: int, micro_batches: int) -> str:
     """The effect of --cuda-graphs in a sentence: how many of a rank's micro-batches are replayed in a step."""
     if replayed == 0:

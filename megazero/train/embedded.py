@@ -110,8 +110,10 @@ def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
 
 
 @contextmanager
-def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool) -> Iterator[ProcessGrid]:
+def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool, quantised: bool) -> Iterator[ProcessGrid]:
     """A context with this rank's grid. Its groups are destroyed at the end of the block; the program's own stay.
+
+    quantised: see `mpu.connect`.
 
     Creating and destroying groups are collectives of the world. A ConfigError that leaves the block must be raised on
     all ranks. After any other exception the groups stay, because destroying them would wait for ranks that may be gone.
@@ -124,7 +126,7 @@ def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool) ->
         init_default_group(world, store=meeting.store, rank=here.rank, world_size=here.world_size)
     backend = world.backend if meeting.guest else None
     grid = build_grid(world.axes, world.device, world.timeout, shared_memory=shared_memory, guest_backend=backend)
-    connect(grid)
+    connect(grid, quantised=quantised)
     try:
         yield grid
     except ConfigError:

@@ -113,6 +113,7 @@ class Trainer:
             self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
         scale = self.state.scaler.scale.clone()
         began += self.warm_up(batches, scale / positions)
+        self.state.model.messages.begin_step(scale / positions)
         if self.state.fp8 is not None:
             self.state.fp8.begin()
         end = TrainingStepEnd(

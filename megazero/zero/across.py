@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
+from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, StoredColumn
 
 
@@ -23,28 +23,39 @@ class AcrossSum:
     column  the gradient column, with the neighbours' sums in this rank's shards
     state   an optimizer column. If it is not sharded (ZeRO-0), the neighbours gather the summed shards, because each
             updates the whole bucket
-    dtype   dtype in which gradients are communicated
+    dtype   dtype in which gradients are communicated, or from which they are quantised
 
     Communicates per bucket: an all-reduce of the shard, and under ZeRO-0 an all-gather of the bucket over the
-    neighbours. Nothing where all ranks that hold the bucket are neighbours.
+    neighbours. Where all ranks that hold the bucket are neighbours: nothing, or the gather alone if gradients are
+    quantised, because codes cannot be summed on their way.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], column: StoredColumn, state: StoredColumn, dtype: torch.dtype
+        self,
+        buckets: Sequence[Bucket],
+        column: StoredColumn,
+        state: StoredColumn,
+        dtype: torch.dtype,
+        messages: GradientMessages,
     ) -> None:
-        self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
+        self.buckets, self.column, self.state, self.dtype, self.messages = buckets, column, state, dtype, messages
         self.launched: set[int] = set()
         """The buckets whose sum has been launched in this step."""
         self._travelling: list[tuple[int, CommunicationHandle, Tensor]] = []
+
+    def gathers(self, index: int) -> bool:
+        """Whether neighbours who update the whole bucket (ZeRO-0) reduce a shard each, and then gather them."""
+        groups = self.buckets[index].groups
+        quantised = self.messages.bits is not None and groups.inner.handle is not None
+        return not self.state.is_sharded and (groups.across.handle is not None or quantised)
 
     def launch(self, index: int) -> None:
         """Start to sum the shard of bucket `index`, which the neighbours have reduced."""
         assert index not in self.launched, "a shard is summed once per step"
         self.launched.add(index)
-        group = self.buckets[index].groups.across
-        if group.handle is not None:
+        if self.buckets[index].groups.across.handle is not None or self.gathers(index):
             travelling = self.column.shard(index).to(self.dtype)
-            self._travelling.append((index, collectives.all_reduce(travelling, group), travelling))
+            self._travelling.append((index, self.messages.all_reduce_across(index, travelling), travelling))
 
     def complete(self) -> None:
         """Return once all launched sums are in the column, whole buckets under ZeRO-0."""
@@ -57,7 +68,7 @@ class AcrossSum:
             whole = self.column.held(index)
             if self.dtype != whole.dtype:
                 whole = torch.empty_like(whole, dtype=self.dtype)
-            gathers.append((index, collectives.all_gather(whole, travelling, self.buckets[index].groups.inner), whole))
+            gathers.append((index, self.messages.all_gather(index, whole, travelling), whole))
         self._travelling.clear()
         for index, handle, whole in gathers:
             handle.wait()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
+from megazero.mpu.quantized import all_gather_quantized
 from megazero.zero.storage import Bucket, StoredColumn
 
 
@@ -69,9 +70,13 @@ class WholeParameters:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """A context in which all values of the bucket are written; then only what this rank stores is kept."""
+        """A context in which all values of the bucket are written; then only what this rank stores is kept.
+
+        Padding becomes zero: a block of int8 at its edge reads it.
+        """
         if self.sharded:
             self.allocate()
+            self.whole[self.bucket.layout.used :].zero_()
         yield
         self.keep_shard()
         if self.sharded:
@@ -82,11 +87,17 @@ class ParameterGatherer:
     """Gathers whole parameters and frees them.
 
     parameters  by number of the bucket, the trained buckets first
+    masters     None, or gathers are in blocks of int8 (ZeRO++). Then: the column of exact weights from which a kept
+                bucket is quantised, since its own shard is overwritten with what all ranks get. A sharded bucket is
+                quantised from its shard, and one that is kept whole beside such (--zero3-persist-below) is gathered
+                exactly
     overlap     a gather goes on until the parameters are read; else its launch waits for it
     """
 
-    def __init__(self, parameters: Sequence[WholeParameters], *, overlap: bool) -> None:
-        self.parameters, self.overlap = parameters, overlap
+    def __init__(
+        self, parameters: Sequence[WholeParameters], *, masters: StoredColumn | None = None, overlap: bool
+    ) -> None:
+        self.parameters, self.masters, self.overlap = parameters, masters, overlap
         self._gathers: dict[int, CommunicationHandle] = {}
 
     def gather(self, index: int) -> None:
@@ -95,7 +106,12 @@ class ParameterGatherer:
         at = self.parameters[index]
         if at.sharded:
             at.allocate()
-        handle = collectives.all_gather(at.whole, at.column.shard(at.index), at.bucket.groups.inner)
+        group = at.bucket.groups.inner
+        if self.masters is None or (at.column.is_sharded and not at.sharded):
+            handle = collectives.all_gather(at.whole, at.column.shard(at.index), group)
+        else:
+            exact = at.column if at.sharded else self.masters
+            handle = all_gather_quantized(at.whole, exact.shard(at.index), group)
         self._gathers[index] = handle
         if not self.overlap:
             self.ready([index])

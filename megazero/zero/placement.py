@@ -50,6 +50,15 @@ PLACEMENTS: dict[int, dict[Column, Placement]] = {
 """By ZeRO stage. Of a sharded gradient a rank keeps only its own range after a reduction."""
 
 
+def overwrites_own(zero_stage: int, *, quantized_weights: bool) -> bool:
+    """Whether a gather of parameters overwrites the shard that this rank has updated: of whole ones in blocks of
+    int8 (--zero-quantized-weights with ZeRO-1 or 2).
+    """
+    row = placements(zero_stage)
+    sharded = row[Column.EXP_AVG] is Placement.SHARDED
+    return quantized_weights and sharded and row[Column.PARAMETER] is Placement.REPLICATED
+
+
 def placements(zero_stage: int) -> dict[Column, Placement]:
     """The row of a stage. Raises ValueError for a stage that is not in the table."""
     if zero_stage not in PLACEMENTS:
@@ -57,14 +66,17 @@ def placements(zero_stage: int) -> dict[Column, Placement]:
     return PLACEMENTS[zero_stage]
 
 
-def columns(parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str) -> dict[Column, torch.dtype]:
+def columns(
+    parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str, *, quantised: bool = False
+) -> dict[Column, torch.dtype]:
     """The columns that exist, with their dtypes.
 
-    A master weight exists only where the parameter has a narrower dtype; otherwise the parameter is its own master.
+    A master weight exists only where the parameter has a narrower dtype, or is `quantised`: what this rank updates is
+    overwritten by what travels. Otherwise the parameter is its own master.
     sgd has no second moment; its momentum is `EXP_AVG`.
     """
     dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}
-    if parameter_dtype != state_dtype:
+    if parameter_dtype != state_dtype or quantised:
         dtypes[Column.MASTER] = state_dtype
     dtypes[Column.EXP_AVG] = state_dtype
     if optimizer != "sgd":

@@ -27,6 +27,7 @@ from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterKind
 from megazero.program.instruction import ComputationKey
 from megazero.zero.across import AcrossSum
+from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
 IN_FLIGHT = 2
@@ -77,7 +78,8 @@ class GradientReducer:
               its first part to its reduction, whose result is added to the shard
     state     an optimizer column. A reduction delivers the range that this column stores: by a reduce-scatter if it is
               sharded, else by an all-reduce (with hybrid shards by a reduce-scatter and `AcrossSum`'s all-gather)
-    dtype     dtype in which gradients are communicated
+    dtype     dtype in which gradients are communicated, or from which they are quantised
+    messages  how they travel
     overlap   a reduction goes on while backward does; else its launch waits for it. The results have the same bits
     tp        group over which tp_partial gradients are summed
 
@@ -93,19 +95,14 @@ class GradientReducer:
         state: StoredColumn,
         *,
         dtype: torch.dtype,
+        messages: GradientMessages,
         overlap: bool,
         tp: Group,
     ) -> None:
-        self.buckets, self.column, self.state, self.dtype, self.overlap, self.tp = (
-            buckets,
-            column,
-            state,
-            dtype,
-            overlap,
-            tp,
-        )
+        self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
+        self.messages, self.overlap, self.tp = messages, overlap, tp
         self.pool = BufferPool(column.dtype, column.device)
-        self.across = AcrossSum(buckets, column, state, dtype)
+        self.across = AcrossSum(buckets, column, state, dtype, messages)
         self._borrowed: dict[int, Tensor] = {}
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._launched = [False] * len(buckets)
@@ -179,6 +176,7 @@ class GradientReducer:
             arrived.clear()
         while self._borrowed:
             self.pool.give(self._borrowed.popitem()[1])
+        self.messages.forget()
         self.reset()
 
     def arrived(self) -> Arrived:
@@ -241,7 +239,7 @@ class GradientReducer:
                 self.pool.give(borrowed)
                 borrowed = None
         if self._scatters(index):
-            handle = collectives.reduce_scatter(travelling[slice(*bucket.shard)], travelling, bucket.groups.inner)
+            handle = self.messages.reduce_scatter(index, travelling[slice(*bucket.shard)], travelling)
         else:
             handle = collectives.all_reduce(travelling, bucket.groups.inner)
         self._reductions.append(_BucketReduction(index, handle, travelling, borrowed))
@@ -261,7 +259,7 @@ class GradientReducer:
 
     def _scatters(self, index: int) -> bool:
         """Whether a reduction leaves this rank its shard, not the whole bucket."""
-        return self.state.is_sharded or self.buckets[index].groups.across.handle is not None
+        return self.state.is_sharded or self.across.gathers(index)
 
     def _complete_oldest(self) -> None:
         """Wait for the oldest reduction and put its result into the column."""
@@ -275,6 +273,8 @@ class GradientReducer:
         elif result.data_ptr() != target.data_ptr():
             target.copy_(result)
         self._completed[index] = True
+        if self.across.gathers(index) and self.buckets[index].groups.across.handle is None:
+            self.across.launch(index)
         if reduction.borrowed is not None:
             self.pool.give(reduction.borrowed)
 

@@ -18,7 +18,8 @@ from megazero.zero.actions import BucketActions
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
-from megazero.zero.placement import Column, columns, placements
+from megazero.zero.messages import BITS, KEPT, GradientMessages
+from megazero.zero.placement import Column, columns, overwrites_own, placements
 from megazero.zero.reducer import GradientReducer
 from megazero.zero.shape import StateWidths, rank_shape
 from megazero.zero.storage import StoredColumn
@@ -55,7 +56,12 @@ class ModelState:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
         row = placements(parallel.zero_stage)
-        dtypes = columns(compute_dtype(optimizer.precision), state_dtype(optimizer.precision), optimizer.optimizer)
+        dtypes = columns(
+            compute_dtype(optimizer.precision),
+            state_dtype(optimizer.precision),
+            optimizer.optimizer,
+            quantised=overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
+        )
         packing, sizes = packing_on(grid, parallel), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
@@ -70,15 +76,23 @@ class ModelState:
         self.frozen = FrozenParameters(
             chunks, sizes, grid.state_groups, row[Column.PARAMETER], packing, held.dtype, grid.device
         )
+        bits, gradient = BITS[parallel.zero_quantized_gradients], self.columns[Column.GRADIENT]
+        self.messages = GradientMessages(self.buckets, bits, grid.device, keep=parallel.zero_gradient_error_feedback)
+        reduced = grad_reduce_dtype(optimizer.precision, parallel.grad_reduce_dtype)
         self.reducer = GradientReducer(
             self.buckets,
-            self.columns[Column.GRADIENT],
+            gradient,
             self.columns[Column.EXP_AVG],
-            dtype=grad_reduce_dtype(optimizer.precision, parallel.grad_reduce_dtype),
+            dtype=reduced if bits is None else gradient.dtype,
+            messages=self.messages,
             overlap=parallel.overlap,
             tp=grid.tp,
         )
-        self.gatherer = ParameterGatherer([*self.parameters, *self.frozen.parameters], overlap=parallel.overlap)
+        self.gatherer = ParameterGatherer(
+            [*self.parameters, *self.frozen.parameters],
+            masters=self.weights if parallel.zero_quantized_weights else None,
+            overlap=parallel.overlap,
+        )
         self.actions = BucketActions(self.reducer, self.gatherer)
         widths = StateWidths(held.dtype.itemsize, self.columns[Column.GRADIENT].dtype.itemsize)
         frozen = [bucket.layout for bucket in self.frozen.buckets]
@@ -118,12 +132,13 @@ class ModelState:
                         master.view(index, start, stop).copy_(part)
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of each column on this rank, and of frozen parameters if there are any, as allocated.
+        """Bytes of each column on this rank, and of frozen parameters and of error feedback if there are any.
 
         Buffers that live for part of a step are not included.
         """
         held = {column.value: stored.nbytes for column, stored in self.columns.items()}
-        return held | ({FROZEN: self.frozen.nbytes} if self.frozen.nbytes else {})
+        more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes}
+        return held | {name: nbytes for name, nbytes in more.items() if nbytes}
 
     def wait_parameters(self) -> None:
         """Return once the parameters that are whole between two steps are gathered after the last one.

@@ -47,6 +47,7 @@ SAMPLES, DECAYS = (
 )
 SPEAKS = "--tokenizer byte --sample-prompt ab --sample-tokens 5"
 READS = "--tokenizer gpt2 --tokenizer-path {bpe} --sample-prompt ab"
+INT8 = "--zero-quantized-gradients int8"
 SAVES, LOADS = "--save {out}/saved --save-interval 1", "--load {kept}"
 ADAPTS = "--init-from {kept} --lora-rank 2"
 
@@ -86,6 +87,13 @@ ROWS = (
     Row("zero_stage", "--zero-stage 2", "memory", "--zero-stage 1", base="ranks"),
     Row("zero_shard_size", "--zero-shard-size 1", "memory", "--zero-stage 1", base="ranks"),
     Row("zero_shard_size", "--zero-shard-size 2", "memory", "--zero-stage 1 --zero-shard-size 1", base="ranks"),
+    Row(
+        "zero_quantized_weights", "--zero-quantized-weights", "traffic", "--precision bf16 --zero-stage 1", base="ranks"
+    ),
+    Row("zero_quantized_weights", "--zero-quantized-weights", "memory", "--zero-stage 2", base="ranks"),
+    Row("zero_quantized_gradients", "--zero-quantized-gradients int8", "traffic", base="ranks"),
+    Row("zero_quantized_gradients", "--zero-quantized-gradients int4", "traffic", INT8, base="ranks"),
+    Row("zero_gradient_error_feedback", "--zero-gradient-error-feedback", "memory", INT8, base="ranks"),
     Row("pipeline_schedule", "--pipeline-schedule gpipe", "schedule", "--pp 2", base="ranks"),
     Row("pipeline_schedule", "--pipeline-schedule zb-h1", "schedule", "--pp 2", base="ranks"),
     Row("virtual_stages", "--virtual-stages 2", "parameters", "--pp 2", base="ranks"),

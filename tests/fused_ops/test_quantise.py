@@ -161,15 +161,17 @@ def test_threads_change_no_bit(level, bits, dtype):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_every_body_packs_the_same_bytes(level, bits, dtype, monkeypatch):
-    """Also those that are padding, and of elements that lie halfway between two codes."""
+    """Also of padding, of elements that lie halfway between two codes, of the largest numbers and of nothing."""
     for rows, n in SHAPES:
         x = mixed(rows, n, dtype)
         x[0, : n // 2] = (torch.arange(n // 2) % 29 - 14).to(dtype) / 2
         x[0, 0] = LARGEST[bits]
-        found = quantise(x, bits)
-        with monkeypatch.context() as patch:
-            patch.setattr("fused_ops.quantise.kernels", lambda *tensors: None)
-            assert torch.equal(found, quantise(x, bits))
+        largest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).max
+        for values in (x, torch.full_like(x, largest), torch.zeros_like(x)):
+            found = quantise(values, bits)
+            with monkeypatch.context() as patch:
+                patch.setattr("fused_ops.quantise.kernels", lambda *tensors: None)
+                assert torch.equal(found, quantise(values, bits))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

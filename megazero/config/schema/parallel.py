@@ -25,6 +25,15 @@ class ParallelConfig:
     and, with --zero3-regather step, less often."""
     zero3_persist_below: int = option(0, metavar="N")
     "With --zero-stage 3: parameters of fewer elements on a rank stay whole on every rank."
+    zero_quantized_weights: bool = option(False)
+    """Gather parameters in blocks of int8 (ZeRO++), half of the bytes of 16 bits. Weights that the optimizer updates
+    and checkpoints have stay exact."""
+    zero_quantized_gradients: str = option("none", choices=("none", "int8", "int4"))
+    """Send gradients to their sums in blocks of int8 or int4 (ZeRO++), a quarter or an eighth of the bytes of fp32.
+    Sums are in full precision."""
+    zero_gradient_error_feedback: bool = option(False)
+    """Add what --zero-quantized-gradients loses of a gradient to the next one. Takes 4 bytes per parameter on every
+    rank. Checkpoints do not have it."""
     pipeline_schedule: str | None = option(
         None,
         choices=("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
