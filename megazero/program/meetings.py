@@ -77,7 +77,7 @@ class Meetings:
             return WORLD
         for number in i.buckets:
             bucket = self.shapes[stage].buckets[number]
-            if bucket.spans_stages and (bucket.across > 1) == (i.op is Op.REDUCE_ACROSS):
+            if bucket.spans_stages and bucket.shards_span != (i.op is Op.REDUCE_ACROSS):
                 return TIED
         return None
 

@@ -12,59 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megazero.program.effects import Effects, Scope, Thing, effects
 from megazero.program.instruction import Instruction, Op
-from megazero.program.simulate import IN_FLIGHT
-
-
-class UnitMemory(Protocol):
-    """Bytes of one unit for one micro-batch (`plan.activations`).
-
-    input     of its input, if the unit keeps it until backward; else 0. A graph keeps its first unit's input anyway
-    kept      all else that it keeps from its forward to its backward
-    forward   the most that its forward holds, its output included and its input not
-    backward  the most that its backward holds, what it keeps and its input's gradient included, and its output's
-              gradient and its input not
-    deferred  what it keeps from the input's half of a split backward to the weights' half
-    """
-
-    @property
-    def input(self) -> int: ...
-    @property
-    def kept(self) -> int: ...
-    @property
-    def forward(self) -> int: ...
-    @property
-    def backward(self) -> int: ...
-    @property
-    def deferred(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class UnitSizes:
-    """`UnitMemory` as plain numbers."""
-
-    input: int = 0
-    kept: int = 0
-    forward: int = 0
-    backward: int = 0
-    deferred: int = 0
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """The sizes of what a rank holds, beside its buckets' columns.
-
-    hidden     of the hidden states between two units of one micro-batch, and of a message between stages
-    units      by the rank's own number of a chunk and by unit
-    optimizer  of all optimizer columns: master weights and moments
-    """
-
-    hidden: int
-    units: tuple[tuple[UnitMemory, ...], ...]
-    optimizer: int = 0
+from megazero.program.step_bytes import StepBytes
 
 
 class MemoryColumn(Enum):
@@ -207,9 +159,12 @@ class _Walk:
             self._gather(i)
         elif i.op is Op.REDUCE:
             self._reduce(i)
-        elif i.op in (Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM):
+        elif i.op is Op.REDUCE_ACROSS:
+            while any(place.bucket in i.buckets for place in self.in_flight):
+                self._end_oldest()
+        elif i.op in (Op.REDUCE_PARTIAL, Op.NORM):
             while self.in_flight:
-                self._give(self.in_flight.popleft())
+                self._end_oldest()
         return working
 
     def _units(self, i: Instruction) -> range:
@@ -297,20 +252,27 @@ class _Walk:
             self._hold(place, self.pool.take(bucket.gradient_bytes))
 
     def _reduce(self, i: Instruction) -> None:
-        """Buffers of gradients are on their way until the second reduction after them is launched."""
+        """What travels is held until the second reduction after it is launched: the buffer, or a copy of it."""
         for number in i.buckets:
-            held = Place(MemoryColumn.BUFFERS, chunk=self.scope.shape.buckets[number].chunk, bucket=number)
-            if held in self.alive:
-                size = self.alive.pop(held)
-                self.totals[held.column] -= size
+            bucket = self.scope.shape.buckets[number]
+            held = Place(MemoryColumn.BUFFERS, chunk=bucket.chunk, bucket=number)
+            borrowed = self.alive.pop(held, 0)
+            self.totals[held.column] -= borrowed
+            if borrowed and self.sizes.cast:
+                self.pool.spare.append(borrowed)
+            size = round(bucket.gradient_bytes * self.sizes.cast) or borrowed
+            if size:
                 self.launched += 1
                 travelling = held._replace(column=MemoryColumn.TRAVELLING, half=str(self.launched))
                 self._hold(travelling, size)
                 self.in_flight.append(travelling)
-                if len(self.in_flight) > IN_FLIGHT:
-                    self._give(self.in_flight.popleft())
+            while size and len(self.in_flight) > self.sizes.in_flight:
+                self._end_oldest()
 
-    def _give(self, place: Place) -> None:
+    def _end_oldest(self) -> None:
+        """The oldest reduction is over. Its buffer goes back to the pool, a copy is freed."""
+        place = self.in_flight.popleft()
         size = self.alive.pop(place)
         self.totals[place.column] -= size
-        self.pool.spare.append(size)
+        if not self.sizes.cast:
+            self.pool.spare.append(size)

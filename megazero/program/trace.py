@@ -11,9 +11,10 @@ from typing import Any
 
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
-from megazero.program.memory import MemoryColumn, Place, Sample, StepBytes, samples
+from megazero.program.memory import MemoryColumn, Place, Sample, samples
 from megazero.program.memory_picture import html, svg
 from megazero.program.shape import RankShape
+from megazero.program.step_bytes import StepBytes
 
 PICTURES = {".svg": svg, ".html": html}
 SUFFIXES = (".json", *PICTURES)

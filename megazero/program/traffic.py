@@ -20,15 +20,22 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
             total += 2 * bucket.gradient_bytes // bucket.shards * (bucket.across > 1)
         elif i.op is Op.GATHER and bucket.shards > 1:
             total += bucket.parameter_bytes
-        elif i.op is Op.REDUCE and bucket.shards > 1:
-            total += bucket.gradient_bytes * (1 if bucket.sharded_state else 2)
+        elif i.op is Op.REDUCE and bucket.shards > 1:  # a reduce-scatter, where a rank goes on with its shard
+            total += bucket.gradient_bytes * (1 if bucket.sharded_state or bucket.across > 1 else 2)
     return total
 
 
 def traffic(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
-    """Bytes of a rank's messages on model state in one step, by lane."""
+    """Bytes of a rank's messages on model state in one step, by lane.
+
+    Under ZeRO-0 the ranks that share the shards gather a gradient that was summed across, because each updates all.
+    """
     sent: Counter[Lane] = Counter()
     for i in instructions:
         if i.buckets:
             sent[i.lane] += message_bytes(i, shape)
+        if i.op is Op.REDUCE_ACROSS:
+            buckets = [shape.buckets[number] for number in i.buckets]
+            whole = (b.gradient_bytes for b in buckets if not b.sharded_state and b.shards > 1)
+            sent[Lane.SHARDS] += sum(whole)
     return {lane: count for lane, count in sent.items() if count}

@@ -71,6 +71,7 @@ def shape_of(model: Model, stage: int) -> RankShape:
             shards=shards,
             across=across,
             spans_stages=spans,
+            shards_span=spans and across == 1,
         )
         (trained if is_trained else frozen).append(made)
         return len(trained if is_trained else frozen) - 1

@@ -13,9 +13,10 @@ import pytest
 from megazero.pipeline.schedule import make_schedule
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import MemoryColumn, Sample, StepBytes, UnitSizes, peak, samples
+from megazero.program.memory import MemoryColumn, Sample, peak, samples
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
+from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.trace import MemoryTrace, as_json, trace, write
 
 UNIT = UnitSizes(input=0, kept=50, forward=80, backward=120, deferred=20)
@@ -103,6 +104,21 @@ def test_three_buffers_hold_whole_gradients_and_two_of_them_travel():
     assert max(held) == 3 * 200 and held == sorted(held), "the pool frees nothing"
     assert max(sample.columns.get(MemoryColumn.TRAVELLING, 0) for sample in found.samples) == 2 * 200
     assert found.samples[-1].columns[MemoryColumn.SPARE] == 600
+
+
+def test_without_overlap_nothing_travels_and_a_cast_copy_takes_the_buffers_place():
+    shape, schedule = model(2), make_schedule("1f1b", 2, 3)[0]
+    listed = training_step(schedule, shape, StepOptions(reduce_every=True))
+
+    def held(**fields: float) -> list[dict[MemoryColumn, int]]:
+        sizes = replace(StepBytes(HIDDEN, ((UNIT,) * 3,)), **fields)  # type: ignore[arg-type]
+        return [dict(sample.columns) for sample in samples(listed, Scope(shape, 2), sizes)]
+
+    waits, casts = held(in_flight=0), held(cast=0.5)
+    assert not any(MemoryColumn.TRAVELLING in columns for columns in waits)
+    assert max(columns.get(MemoryColumn.SPARE, 0) for columns in waits) == 200, "one buffer serves all buckets"
+    assert max(columns.get(MemoryColumn.TRAVELLING, 0) for columns in casts) == 2 * 100
+    assert max(columns.get(MemoryColumn.SPARE, 0) for columns in casts) == 200
 
 
 def test_received_messages_are_alive_until_they_are_used():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.pipeline.schedule import make_schedule
+from megazero.plan.traffic import state_traffic
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.shape import BucketShape, RankShape, UnitShape
@@ -79,9 +80,17 @@ def test_bytes_are_those_of_the_formulas():
         sent = traffic(listed, shape)
         # With a budget of one unit, the last unit stays gathered from its forward to its backward.
         assert sent[Lane.SHARDS] == expected - (3 * 100 + 2 * 100) * (zero == 3), (zero, sent)
-    shape = two_units(2, across=3)
-    listed = training_step(make_schedule("1f1b", 1, 3)[0], shape, StepOptions(reduce_every=True))
-    assert traffic(listed, shape)[Lane.ACROSS] == 2 * 400 // 2
+
+
+@pytest.mark.parametrize("zero", range(3))
+@pytest.mark.parametrize("across", [1, 3])
+def test_bytes_are_those_of_the_planner(zero: int, across: int):
+    """The planner's formulas, for 100 elements of 2 bytes with gradients of 4, 3 micro-batches."""
+    shape = two_units(zero, across=across)
+    listed = training_step(make_schedule("1f1b", 1, 3)[0], shape, StepOptions(reduce_every=zero >= 2))
+    wanted = state_traffic(zero, 2, across, micro_batches=3, reductions=3, gradient_bytes=4.0, parameter_bytes=2.0)
+    sent = traffic(listed, shape)
+    assert (sent[Lane.SHARDS], sent.get(Lane.ACROSS, 0)) == (wanted.inside * 100, wanted.across * 100)
 
 
 @pytest.mark.slow
@@ -115,7 +124,7 @@ def test_ranks_of_a_tied_embedding_wait_for_each_other():
 def test_messages_of_a_tied_embedding_in_another_order_are_found():
     """A second tied bucket on each stage: the last stage reduces the two in another order."""
     unit = UnitShape((0, 1), (0, 1), (0, 1))
-    bucket = BucketShape(0, 100, 200, sharded_state=True, shards=4, spans_stages=True)
+    bucket = BucketShape(0, 100, 200, sharded_state=True, shards=4, spans_stages=True, shards_span=True)
     shape = RankShape(((unit,),), (bucket, bucket))
     lists = [training_step(stage, shape, StepOptions()) for stage in make_schedule("1f1b", 2, 1)]
     simulate(lists, uniform_times(2), [shape, shape])
