@@ -167,6 +167,17 @@ def _recompute(f: CheckContext) -> Found:
         )
 
 
+def _activation_budget(f: CheckContext) -> Found:
+    p = f.run.parallel
+    if p.activation_memory_budget is None:
+        return
+    if p.recompute_granularity != "none" or "recompute_granularity" in f.given:
+        yield (
+            f"--activation-memory-budget {p.activation_memory_budget} chooses what is computed again, and "
+            f"--recompute-granularity {p.recompute_granularity} says it: drop one of them"
+        )
+
+
 def _zero(f: CheckContext) -> Found:
     stage = f.run.parallel.zero_stage
     if stage not in ZERO_STAGES:
@@ -280,6 +291,7 @@ LAYOUT_CHECKS = (
     check(_partition, "num_layers", "pp", "virtual_stages", "partition", "partition_by"),
     check(_schedule, "pipeline_schedule", "virtual_stages"),
     check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
+    check(_activation_budget, "activation_memory_budget", "recompute_granularity"),
     check(_zero, "zero_stage"),
     check(_world, "tp", "pp"),
     check(_shard_size, "zero_shard_size", "tp", "pp"),

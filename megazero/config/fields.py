@@ -16,6 +16,7 @@ def option(
     alone: str | None = None,
     derived: str | None = None,
     common: bool = False,
+    size: bool = False,
 ) -> Any:
     """A field of a dataclass whose fields are flags.
 
@@ -28,8 +29,9 @@ def option(
     alone        its value if the flag has no word behind it
     derived      the default in words, where it is not `default` itself
     common       whether `--help` shows it; `--help-all` shows all
+    size         whether it is a number of bytes, which may be written as 4GB
     """
-    metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone}
+    metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone, "size": size}
     return field(
         default=default, metadata={**metadata, "extended_by": extended_by, "derived": derived, "common": common}
     )

@@ -50,6 +50,7 @@ class Option:
     alone: str | None
     derived: str | None
     common: bool
+    size: bool
     sentence: str
 
     @property
@@ -121,11 +122,14 @@ class Option:
                 raise ValueError("is empty")
             return str(value)
         try:
+            if self.size:
+                return bytes_of(value)
             if self.kind is int:
                 return whole_number(value)
             number = float(value)
         except (ValueError, OverflowError):
-            raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}") from None
+            kind = "a number of bytes, such as 500MB or 4GB" if self.size else _WORDS[self.kind]
+            raise ValueError(f"{shown(value)} is not {kind}") from None
         if not math.isfinite(number):
             raise ValueError(f"{shown(value)} is not a finite number")
         return number
@@ -150,6 +154,18 @@ def whole_number(value: str | int | float) -> int:
         return int(value) if not isinstance(value, float) else _exact(value)
     except ValueError:
         return _exact(float(value))
+
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def bytes_of(value: str | int | float) -> int:
+    """A number of bytes: 500000, 500KB, 1.5 GB (powers of 1000), 2GiB (of 1024), in any case. Raises ValueError."""
+    words = value.strip().lower() if isinstance(value, str) else ""
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if words.endswith(unit)), None)
+    if unit is None:
+        return whole_number(value)
+    return round(float(words.removesuffix(unit)) * _UNITS[unit])
 
 
 def _exact(number: float) -> int:
@@ -221,6 +237,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 alone=meta["alone"],
                 derived=meta["derived"],
                 common=meta["common"],
+                size=meta["size"],
                 sentence=under[item.name],
             )
         )

@@ -114,6 +114,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     )
     | dict.fromkeys(
         (
+            "activation_memory_budget",
             *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
             "exit_duration_in_mins",
         ),

@@ -13,7 +13,7 @@ from fused_ops.registry import compiled
 from megazero.config.derive import head_dim, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
-from megazero.config.recompute import recompute_by_flags
+from megazero.config.recompute import RecomputeTable, recompute_by_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
@@ -33,10 +33,13 @@ from megazero.program.step import Lists, StepOptions
 from megazero.system.streams import GraphCapture
 
 
-def build_stages(run: Run, grid: ProcessGrid, *, allocate: bool = True) -> list[Stage]:
+def build_stages(
+    run: Run, grid: ProcessGrid, recompute: RecomputeTable | None = None, *, allocate: bool = True
+) -> list[Stage]:
     """The model chunks of this rank, uninitialised: `ModelState.initialise` or a checkpoint sets their values.
 
-    allocate: whether parameters have memory (`ModelLayout.allocate`); a model state needs none.
+    recompute: what backward computes again; default: what the flags say. allocate: whether parameters have memory
+    (`ModelLayout.allocate`); a model state needs none.
     Communicates nothing. Raises ConfigError where --attention or --fp8 asks for what this device cannot do.
     """
     return stages_of(
@@ -46,6 +49,7 @@ def build_stages(run: Run, grid: ProcessGrid, *, allocate: bool = True) -> list[
         grid.device,
         attention_support(run, grid.device),
         _fp8_state(run, grid),
+        recompute=recompute,
         allocate=allocate,
     )
 
@@ -68,11 +72,15 @@ def stages_of(
     attention: AttentionSupport = NOTHING_TRIED,
     fp8: Fp8 | None = None,
     *,
+    recompute: RecomputeTable | None = None,
     allocate: bool = True,
 ) -> list[Stage]:
     """The model chunks of any pipeline rank, uninitialised. On the device "meta" they take no memory.
 
-    tp: the group of the tensor-parallel ranks; only its size and index are read. allocate: as in `build_stages`.
+    tp         the group of the tensor-parallel ranks; only its size and index are read
+    recompute  what backward computes again; default: what the flags say
+    allocate   as in `build_stages`
+
     Communicates nothing.
     """
     stages: list[Stage] = []
@@ -83,7 +91,7 @@ def stages_of(
         device=device,
         allocate=allocate,
         sequence_parallel=run.parallel.sequence_parallel,
-        recompute=recompute_by_flags(run),
+        recompute=recompute_by_flags(run) if recompute is None else recompute,
         seed=run.data.seed,
         label_smoothing=run.optimizer.label_smoothing,
         z_loss=run.optimizer.z_loss,

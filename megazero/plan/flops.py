@@ -16,7 +16,7 @@ from __future__ import annotations
 from megazero.config.derive import head_dim
 from megazero.config.inventory import WORDS, elements, embedding_shapes, linears
 from megazero.config.lora import adapted
-from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
+from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable
 from megazero.config.schema import ModelConfig, Run
 
 
@@ -80,6 +80,6 @@ def step_flops(run: Run) -> int:
     )
 
 
-def recompute_step_flops(run: Run) -> int:
-    """The operations that recompute adds to `step_flops`, for one sample."""
-    return recomputed_flops(run.model, 1, recompute_by_flags(run))
+def recompute_step_flops(run: Run, table: RecomputeTable) -> int:
+    """The operations that recompute adds to `step_flops`, for one sample. table: `plan.recompute.recompute_table`."""
+    return recomputed_flops(run.model, 1, table)

@@ -5,6 +5,7 @@ This module only makes text; it decides nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
+from megazero.plan.recompute import activation_peaks, recompute_table
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
 from megazero.program.simulate import simulate
@@ -146,10 +148,6 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         breadth_first=breadth_first,
     )
     messages = _messages(run) if axes.dp * axes.cp > 1 else ""
-    recompute = (
-        f"{run.parallel.recompute_granularity}, {recompute_step_flops(run) / step_flops(run):.0%} on top "
-        "of the model's operations"
-    )
     graphs = (
         parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches)
         if run.parallel.cuda_graphs
@@ -161,8 +159,22 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         + [("gradients", gradients)] * bool(gradients)
         + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * (axes.shard_size is not None)
         + [("messages", messages)] * bool(messages)
-        + [("recompute", recompute)] * (run.parallel.recompute_granularity != "none")
+        + [("recompute", words) for words in _recompute(run, axes)]
     )
+
+
+def _recompute(run: Run, axes: Axes) -> list[str]:
+    """What backward computes again and what it costs; under a budget also what the activations then take."""
+    budget, kind = run.parallel.activation_memory_budget, devices.kind(run.parallel.device)
+    unknown = run.model.vocab_size is None or (kind == "cuda" and not devices.cuda_available())
+    if budget is not None and unknown:  # in a dry run: the tokenizer is not read, or the card is elsewhere
+        return []
+    table = recompute_table(run, axes, kind)
+    cost = f"{recompute_step_flops(run, table) / step_flops(run):.0%} on top of the model's operations"
+    if budget is not None:
+        peaks = activation_peaks(run, axes, kind)
+        return [parts.budget_sentence(budget, Counter(table), cost, peaks)]
+    return [f"{run.parallel.recompute_granularity}, {cost}"] * (run.parallel.recompute_granularity != "none")
 
 
 def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traffic:

@@ -187,6 +187,20 @@ def sets_sentence(zero_stage: int, traffic: Traffic) -> str:
     )
 
 
+def budget_sentence(budget: int, blocks: Mapping[str, int], cost: str, peaks: Sequence[int]) -> str:
+    """What a budget of activations chose, in a sentence.
+
+    blocks: number of blocks by what is computed again. cost: in words. peaks: bytes of activations on each stage.
+    """
+    again = [f"{blocks[kind]} {words}" for kind, words in _AGAIN.items() if blocks.get(kind)]
+    chosen = " and ".join(again) + f" of {sum(blocks.values())} blocks, {cost}" if again else "nothing"
+    stages = f"the activations of the fullest of {len(peaks)} stages take" if len(peaks) > 1 else "the activations take"
+    return f"{chosen}; {stages} {size(max(peaks))} of --activation-memory-budget {size(budget)}"
+
+
+_AGAIN = {"full": "whole", "selective": "attention cores"}
+
+
 def traffic_sentence(zero_stage: int, micro_batches: int, factor: float, *, breadth_first: bool) -> str:
     """The extra traffic of ZeRO-2 in a sentence; empty if there is none.
 

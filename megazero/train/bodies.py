@@ -13,10 +13,12 @@ from fused_ops.attention.selection import Body, choose
 from fused_ops.registry import COMPILED, describe
 from megazero.checkpoint.agreement import broadcast_text
 from megazero.config.dtypes import compute_dtype
+from megazero.config.recompute import RecomputeTable
 from megazero.config.schema import Run
 from megazero.mpu.collectives import all_reduce, broadcast
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
+from megazero.plan.recompute import recompute_table
 
 
 def bodies_of(run: Run, device: torch.device) -> dict[str, str]:
@@ -29,6 +31,19 @@ def bodies_of(run: Run, device: torch.device) -> dict[str, str]:
         return bodies
     by_cudnn = attention.body is Body.FLASH and device.type == "cuda" and not support.cudnn
     return bodies | {"attention": attention.body.value + ", cuDNN's" * by_cudnn}
+
+
+def recompute_of_all_ranks(run: Run, grid: ProcessGrid) -> RecomputeTable:
+    """What backward computes again of every block: rank 0's choice.
+
+    The ranks of tp must recompute alike, and under --activation-memory-budget the choice depends on the body of
+    attention that a rank has. Raises ConfigError where a budget cannot be kept. With a budget it is a collective of the
+    world: two broadcasts.
+    """
+    table = recompute_table(run, grid.axes, grid.device.type)
+    if run.parallel.activation_memory_budget is None or grid.world.size == 1:
+        return table
+    return tuple(json.loads(broadcast_text(grid.world, grid.device, json.dumps(table)) or "[]"))
 
 
 def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:

@@ -22,6 +22,7 @@ from megazero.plan.step_lists import check_step, micro_batches_of
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
+from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.callbacks import Callbacks, CallbackSink
 from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.introduction import announce_kernels, introduce
@@ -83,7 +84,7 @@ def build_job(
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
-    stages = build_stages(run, grid, allocate=False)
+    stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
     model = ModelState(stages, grid, run.optimizer, run.parallel)
     optimizer = ShardedOptimizer(model, run.optimizer, grid)
     state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)

@@ -24,6 +24,7 @@ from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.mpu.axes import axes_of
 from megazero.optim.step_plan import StepPlan
+from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples, with_samples
@@ -56,7 +57,8 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
     """Resolve the run and prepare its data, on every rank. Communicates nothing.
 
     report: called with lines about progress. own: data and tokenizer of a program, used instead of the run's. Raises
-    ConfigError for data or folders that cannot be used, and for a checkpoint that the run may not resume from.
+    ConfigError for data or folders that cannot be used, for a checkpoint that the run may not resume from, and for a
+    budget of activations that cannot be kept.
     """
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
@@ -78,6 +80,8 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)
     run = with_base(run, found)
+    if devices.kind(run.parallel.device) == "cpu":  # on a GPU the bodies of attention are tried later
+        recompute_table(run, axes_of(run.parallel, world_size), "cpu")
     return Prepared(run, datasets, tokenizer, text, found, changes)
 
 

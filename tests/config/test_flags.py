@@ -75,6 +75,10 @@ def test_every_flag_of_the_contract_is_accepted() -> None:
         (["--no-embedding-layernorm"], "model", "embedding_layernorm", False),
         (["--train-samples", "220_000_000"], "schedule", "train_samples", 220_000_000),
         (["--train-samples", "2e8"], "schedule", "train_samples", 200_000_000),
+        (["--activation-memory-budget", "2e8"], "parallel", "activation_memory_budget", 200_000_000),
+        (["--activation-memory-budget", "1.5gb"], "parallel", "activation_memory_budget", 1_500_000_000),
+        (["--activation-memory-budget", "12KB"], "parallel", "activation_memory_budget", 12_000),
+        (["--activation-memory-budget", "3 MiB"], "parallel", "activation_memory_budget", 3 << 20),
         (
             ["--micro-batch-size", "1", "--rampup-batch-size", "8", "8", "100"],
             "schedule",
@@ -151,3 +155,9 @@ def test_an_empty_word_is_no_value(flag: str) -> None:
     """What an unset variable of a script leaves must not train for days and keep nothing."""
     with pytest.raises(ConfigError, match=f"{flag}: is empty"):
         parse_run([flag, "", "--vocab-size", "9"], 1)
+
+
+@pytest.mark.parametrize("value", ["4XB", "GB", "-", "1e400GB", "nan"])
+def test_what_is_no_number_of_bytes(value: str) -> None:
+    with pytest.raises(ConfigError, match="is not a number of bytes, such as 500MB or 4GB"):
+        parse_run(["--activation-memory-budget", value], 1)

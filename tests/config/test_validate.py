@@ -172,6 +172,13 @@ REFUSED = [
     ("--optimizer-impl apex --device cpu", 1, "kernels for CUDA only, not for --device cpu", "--device cuda"),
     ("--optimizer-impl apex --optimizer sgd", 1, "has no effect without --optimizer adam or adamw", "--optimizer adam"),
     ("--recompute-num-layers 2", 1, "needs --recompute-granularity full", "--recompute-granularity full"),
+    (
+        "--activation-memory-budget 4GB --recompute-granularity full",
+        1,
+        "4000000000 chooses what is computed again, and --recompute-granularity full says it",
+        "--activation-memory-budget none",
+    ),
+    ("--activation-memory-budget 0", 1, "must be more than 0", "--activation-memory-budget 1"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
     ("--zero-stage 3", 1, "--zero-stage 3 is not built yet", "--zero-stage 2"),
     (

@@ -102,6 +102,7 @@ ROWS = (
     Row("sequence_parallel", "--sequence-parallel", "traffic", "--tp 2", base="ranks"),
     Row("recompute_granularity", "--recompute-granularity selective", "attention"),
     Row("recompute_granularity", "--recompute-granularity full", "attention"),
+    Row("activation_memory_budget", "--activation-memory-budget 50KB", "attention"),
     Row("recompute_num_layers", "--recompute-num-layers 2", "attention", "--recompute-granularity full"),
     Row("overlap", "--no-overlap", "launches", "--bucket-size 5000", base="ranks"),
     Row("compile", "--compile", "compiled", "--precision fp64"),

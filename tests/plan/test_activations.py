@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import choose
 from megazero.config.parse import parse_run
+from megazero.config.recompute import RecomputeTable
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
 from megazero.model.batch import MicroBatch
@@ -66,9 +67,9 @@ class Measured:
     output: int
 
 
-def built(run: Run, grid: ProcessGrid) -> list[Stage]:
+def built(run: Run, grid: ProcessGrid, recompute: RecomputeTable | None = None) -> list[Stage]:
     """The stages of a rank with its parameters in one storage, matrices first, as in ZeRO's buckets."""
-    stages = build_stages(run, grid)
+    stages = build_stages(run, grid, recompute)
     parameters = sorted((p for stage in stages for p in stage.parameters()), key=lambda p: p.dim() == 1)
     flat = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype).normal_(0, 0.02)
     at = 0

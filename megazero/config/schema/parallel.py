@@ -20,7 +20,7 @@ class ParallelConfig:
     zero_shard_size: int | None = option(None, metavar="K", derived="all of them")
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
     other. Gradients are reduced within a set first and then across the sets."""
-    zero3_gathered_bytes: int | None = option(None, metavar="BYTES", derived="two units")
+    zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
     """With --zero-stage 3: most bytes of gathered parameters on a rank at any time. A larger budget gathers earlier
     and, with --zero3-regather step, less often."""
     zero3_persist_below: int = option(0, metavar="N")
@@ -52,6 +52,9 @@ class ParallelConfig:
     "What backward computes again to save memory: nothing, the attention core, or whole blocks."
     recompute_num_layers: int = option(1)
     "With full recompute: only every k-th block is computed again."
+    activation_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
+    """Bytes that the activations of a rank may take. Which blocks are computed again, and whether as a whole or their
+    attention core only, is chosen on every stage to fit at the least extra work."""
     overlap: bool = option(True)
     "Reduce gradients and gather parameters while computing. The results are the same either way."
     compile: bool = option(False)

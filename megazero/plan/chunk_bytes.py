@@ -1,0 +1,148 @@
+"""Bytes of activations of a model chunk, and of a stage over its list of instructions.
+
+A computation works on units [start, stop) of a chunk as one graph. The engine keeps the input of the first of them
+until backward; an input between two units is kept only if the unit behind it needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megazero.config.recompute import NONE, RecomputeTable
+from megazero.model.stage import StageSpec
+from megazero.plan.activations import ActivationPlan
+from megazero.plan.tape import UnitBytes
+from megazero.program.instruction import Instruction, Op
+
+Runs = tuple[tuple[UnitBytes, int], ...]
+"""Equal units that follow each other, and how many there are."""
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """The activations of a chunk for one micro-batch.
+
+    runs      its units in forward order
+    entering  bytes of the hidden states that it begins with; 0 for the chunk with the embedding
+    """
+
+    runs: Runs
+    entering: int
+
+    def units(self, start: int, stop: int) -> ChunkBytes:
+        """Units [start, stop) as a computation of their own."""
+        every = [unit for unit, count in self.runs for _ in range(count)]
+        entering = self.entering if start == 0 else every[start - 1].output
+        return ChunkBytes(tuple((unit, 1) for unit in every[start:stop]), entering)
+
+    @property
+    def kept(self) -> int:
+        """From the end of forward to the start of backward."""
+        return [self.entering, *(last.before + last.input + last.unit.kept for last in self._walk())][-1]
+
+    @property
+    def forward(self) -> int:
+        """The most that forward holds."""
+        return max((last.before + last.entering + last.unit.forward for last in self._walk()), default=0)
+
+    @property
+    def backward(self) -> int:
+        """The most that backward holds, the gradient of the chunk's output included, which lives to its end."""
+        held = [(last.before + last.input + last.unit.backward, last.unit.output) for last in self._walk()]
+        return max((own + output + (held[-1][1] if i < len(held) - 1 else 0) for i, (own, output) in enumerate(held)))
+
+    @property
+    def deferred(self) -> int:
+        """From the input's half of a split backward to the weights' half."""
+        return sum(unit.deferred * count for unit, count in self.runs)
+
+    def _walk(self) -> Iterator[_Last]:
+        """The last unit of each run. It holds most of its run, since all before it have kept theirs."""
+        before, entering, first = self.entering, 0, True
+        for unit, count in self.runs:
+            if count > 1:
+                before += (count - 1) * (unit.kept + unit.input) - first * unit.input
+                entering, first = unit.output, False
+            last = _Last(unit, before, 0 if first else unit.input, entering)
+            yield last
+            before += unit.kept + last.input
+            entering, first = unit.output, False
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last unit of a run.
+
+    before    bytes that the units before it keep, the chunk's input among them
+    input     of its input, if it keeps that and it is not the chunk's
+    entering  of its input while its forward runs, if it is not the chunk's
+    """
+
+    unit: UnitBytes
+    before: int
+    input: int
+    entering: int
+
+
+def chunk_bytes(plan: ActivationPlan, spec: StageSpec, table: RecomputeTable) -> ChunkBytes:
+    """The activations of the chunk `spec` under a table of what is computed again."""
+    kinds = [table[number] if table else NONE for number in spec.blocks]
+    known = {kind: plan.block(kind) for kind in set(kinds)}
+    return of_units(plan, spec, [(known[kind], kind, 1) for kind in kinds])
+
+
+def of_units(plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[UnitBytes, str, int]]) -> ChunkBytes:
+    """The chunk whose blocks are these, in runs of equal ones: (bytes, what is computed again, how many)."""
+    runs = [(unit, count) for unit, _, count in blocks if count]
+    kinds = [kind for _, kind, count in blocks if count]
+    if runs and spec.has_embedding and not plan.trains_all:  # no gradient comes out of a frozen embedding
+        runs[:1] = [(plan.block(kinds[0], graded=False), 1), (runs[0][0], runs[0][1] - 1)]
+    if spec.has_embedding:
+        runs.insert(0, (plan.embedding(), 1))
+    if spec.has_head:
+        runs.append((plan.head(), 1))
+    entering = 0 if spec.has_embedding else plan.hidden_bytes
+    return ChunkBytes(tuple(run for run in runs if run[1]), entering)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A computation of a stage's list, and what lives beside it.
+
+    op    of the computation
+    chunk the stage's own number of its chunk
+    live  for each chunk, the micro-batches whose activations are kept, those of a backward itself included
+    late  for each chunk, the micro-batches that wait for the weights' half of their backward
+    """
+
+    op: Op
+    chunk: int
+    live: tuple[int, ...]
+    late: tuple[int, ...]
+
+
+def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
+    """The computations of a list, each kind of moment once. A pass without backward keeps nothing."""
+    live, late, found = [0] * chunks, [0] * chunks, dict[Moment, None]()
+    for i in instructions:
+        if not i.is_compute:
+            continue
+        found[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
+        live[i.chunk] += {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1, Op.BACKWARD_WEIGHT: 0}[i.op]
+        late[i.chunk] += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(i.op, 0)
+    return list(found)
+
+
+def share(moment: Moment, number: int, chunk: ChunkBytes) -> int:
+    """The most bytes of one of a stage's chunks within a computation."""
+    kept = moment.live[number] * chunk.kept + moment.late[number] * chunk.deferred
+    if moment.chunk != number or moment.op is Op.BACKWARD_WEIGHT:
+        return kept
+    return kept + (chunk.forward if moment.op is Op.FORWARD else chunk.backward - chunk.kept)
+
+
+def peak_bytes(instructions: Sequence[Instruction], chunks: Sequence[ChunkBytes]) -> int:
+    """The most bytes of activations that a stage holds within its list, without messages on their way."""
+    when = moments(instructions, len(chunks))
+    return max(sum(share(moment, i, chunk) for i, chunk in enumerate(chunks)) for moment in when)

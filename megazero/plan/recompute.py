@@ -1,0 +1,148 @@
+"""Which blocks are recomputed, and how, to fit a budget of bytes (--activation-memory-budget) at the least extra work.
+
+Every stage fits for itself. The blocks of a model are equal, so of a chunk only the numbers of blocks count that keep
+all, drop their attention core, and drop everything. Their order follows: what is alive while a block's backward runs is
+what the blocks before it keep, so those with the largest peak above what they keep come first. These are the blocks
+that are recomputed as a whole, then those without their core, then the others.
+
+The search goes through the chunks of a stage with the cheapest choices first, and leaves out what cannot fit or cannot
+cost less than what is found: it is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from fused_ops.attention.selection import choose
+from megazero.config.derive import pipeline_schedule
+from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.model.stage import StageSpec
+from megazero.mpu.axes import Axes
+from megazero.pipeline.build import attention_support, attention_workload
+from megazero.pipeline.schedule import stage_schedule
+from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.activations import ActivationPlan
+from megazero.plan.chunk_bytes import ChunkBytes, chunk_bytes, moments, of_units, peak_bytes, share
+from megazero.plan.flops import attention_core_flops, block_flops
+from megazero.program.instruction import Instruction
+
+
+@dataclass(frozen=True)
+class ChunkChoice:
+    """What is computed again of a chunk's blocks, its operations for one sample, and the bytes that are left."""
+
+    kinds: RecomputeTable
+    work: int
+    chunk: ChunkBytes
+
+
+@cache
+def recompute_table(run: Run, axes: Axes, kind: str) -> RecomputeTable:
+    """What backward computes again of every block: what the flags say, or what fits the budget on every stage.
+
+    kind: of device, cpu or cuda. It decides the body of attention, and so what attention keeps. Raises ConfigError
+    where a stage does not fit even if all of its blocks are recomputed.
+    """
+    budget = run.parallel.activation_memory_budget
+    if budget is None:
+        return recompute_by_flags(run)
+    plan = activation_plan(run, kind)
+    table, problems = [NONE] * run.model.num_layers, list[str]()
+    specs = stage_specs(run)
+    for stage in range(axes.pp):
+        own = [specs[number] for number in chunks_of(run).of(stage)]
+        instructions = instructions_of(run, axes, stage)
+        found = least_work(plan, own, instructions, budget)
+        if found is None:
+            least = min(_uniform(plan, own, instructions, kind) for kind in (NONE, SELECTIVE, FULL))
+            problems.append(
+                f"--activation-memory-budget {budget:,}: stage {stage} needs {least:,} bytes for its activations with "
+                f"{sum(len(spec.blocks) for spec in own)} recomputed blocks; nearest: that budget, a smaller "
+                f"--micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
+            )
+            continue
+        for spec, choice in zip(own, found, strict=True):
+            table[spec.blocks.start : spec.blocks.stop] = choice.kinds
+    if problems:
+        raise ConfigError(problems)
+    return tuple(table)
+
+
+def activation_plan(run: Run, kind: str) -> ActivationPlan:
+    """The sizes of a run's activations with the body of attention that this machine has for it."""
+    device = torch.device(kind)
+    body = choose(attention_workload(run).case(device), attention_support(run, device)).body
+    return ActivationPlan(run, body, kind)
+
+
+def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:
+    """A stage's list in a step of the run's largest batch."""
+    p, schedule = run.parallel, run.schedule
+    micro_batches = max(1, schedule.global_batch_size // (schedule.micro_batch_size * axes.dp))
+    return stage_schedule(pipeline_schedule(p), axes.pp, micro_batches, p.virtual_stages, stage)
+
+
+def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
+    """Bytes of activations that a rank of each stage holds at most, by `recompute_table`."""
+    plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
+    return [
+        peak_bytes(
+            instructions_of(run, axes, stage),
+            [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)],
+        )
+        for stage in range(axes.pp)
+    ]
+
+
+def least_work(
+    plan: ActivationPlan, specs: Sequence[StageSpec], instructions: Sequence[Instruction], budget: int
+) -> list[ChunkChoice] | None:
+    """The choice for each chunk of a stage that fits the budget with the fewest operations; None if nothing fits."""
+    when = moments(instructions, len(specs))
+    options = [sorted(chunk_choices(plan, spec), key=lambda choice: choice.work) for spec in specs]
+    least = [[min(share(moment, i, o.chunk) for o in mine) for i, mine in enumerate(options)] for moment in when]
+    best: list[ChunkChoice] | None = None
+
+    def extend(chosen: list[ChunkChoice], work: int, used: list[int]) -> None:
+        """Choose for the next chunk. used: bytes of the chosen chunks at every moment."""
+        nonlocal best
+        number = len(chosen)
+        if number == len(options):
+            best = chosen
+            return
+        for option in options[number]:
+            if best is not None and work + option.work >= sum(choice.work for choice in best):
+                return
+            now = [before + share(moment, number, option.chunk) for before, moment in zip(used, when, strict=True)]
+            if all(own + sum(rest[number + 1 :]) <= budget for own, rest in zip(now, least, strict=True)):
+                extend([*chosen, option], work + option.work, now)
+
+    extend([], 0, [0] * len(when))
+    return best
+
+
+def chunk_choices(plan: ActivationPlan, spec: StageSpec) -> list[ChunkChoice]:
+    """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes."""
+    blocks, model = len(spec.blocks), plan.run.model
+    core, whole = attention_core_flops(model), block_flops(model)
+    known = {kind: plan.block(kind) for kind in (FULL, SELECTIVE, NONE)}
+    found = []
+    for full in range(blocks + 1):
+        for selective in range(blocks + 1 - full):
+            counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
+            kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
+            chunk = of_units(plan, spec, [(known[kind], kind, count) for kind, count in counts.items()])
+            found.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
+    return found
+
+
+def _uniform(plan: ActivationPlan, specs: Sequence[StageSpec], instructions: Sequence[Instruction], kind: str) -> int:
+    """The peak of a stage of which every block is recomputed in one way."""
+    table = (kind,) * plan.run.model.num_layers
+    return peak_bytes(instructions, [chunk_bytes(plan, spec, table) for spec in specs])

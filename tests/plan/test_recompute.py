@@ -1,0 +1,140 @@
+"""Which blocks are recomputed under a budget: the choice beside all choices, and what a stage then really holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from megazero.config.parse import parse_run
+from megazero.config.recompute import RECOMPUTE
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import build_grid
+from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
+from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
+from megazero.plan.recompute import activation_peaks, activation_plan, instructions_of, recompute_table
+from tests.plan.meter import metered
+from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
+
+SHAPE = (
+    "--device cpu --vocab-size 300 --data-path x --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 2 --train-iters 1 --attention softmax"
+)
+
+
+def asked(words: str, ranks: int) -> Run:
+    return parse_run(f"{SHAPE} {words}".split(), ranks)
+
+
+STAGES = {
+    "one stage": ("--num-layers 5 --global-batch-size 4", 1),
+    "1f1b": ("--num-layers 6 --pp 2 --global-batch-size 8", 2),
+    "interleaved": ("--num-layers 8 --pp 2 --virtual-stages 2 --global-batch-size 8", 2),
+    "zb-h1": ("--num-layers 6 --pp 2 --pipeline-schedule zb-h1 --global-batch-size 8", 2),
+    "zb-v": ("--num-layers 6 --pp 2 --pipeline-schedule zb-v --virtual-stages 2 --global-batch-size 8", 2),
+    "gpipe in chunks": ("--num-layers 6 --pp 2 --pipeline-schedule gpipe --virtual-stages 2 --global-batch-size 8", 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAGES)
+def test_no_other_choice_fits_with_less_work(name: str) -> None:
+    """Every word for every block of a stage is tried, at budgets from the least to the most that it can use."""
+    words, ranks = STAGES[name]
+    run, axes = asked(words, ranks), Axes(pp=ranks)
+    plan, specs, core, whole = activation_plan(run, "cpu"), stage_specs(run), *_work(run)
+    for stage in range(ranks):
+        own = [specs[number] for number in chunks_of(run).of(stage)]
+        numbers = [number for spec in own for number in spec.blocks]
+        instructions, found = instructions_of(run, axes, stage), []
+        for kinds in product(RECOMPUTE, repeat=len(numbers)):
+            table = ["none"] * run.model.num_layers
+            for number, kind in zip(numbers, kinds, strict=True):
+                table[number] = kind
+            peak = peak_bytes(instructions, [chunk_bytes(plan, spec, tuple(table)) for spec in own])
+            found.append((peak, kinds.count("selective") * core + kinds.count("full") * whole))
+        peaks = sorted({peak for peak, _ in found})
+        for budget in (peaks[0], peaks[len(peaks) // 3], peaks[2 * len(peaks) // 3], peaks[-1]):
+            most = max(budget, _least_of_others(run, axes, stage))
+            given = asked(f"{words} --activation-memory-budget {most}", ranks)
+            chosen = recompute_table(given, axes, "cpu")
+            work = sum({"none": 0, "selective": core, "full": whole}[chosen[number]] for number in numbers)
+            limit = given.parallel.activation_memory_budget
+            assert limit is not None and activation_peaks(given, axes, "cpu")[stage] <= limit
+            assert work == min(cost for peak, cost in found if peak <= limit), (stage, limit)
+
+
+def _work(run: Run) -> tuple[int, int]:
+    return attention_core_flops(run.model), block_flops(run.model)
+
+
+def _least_of_others(run: Run, axes: Axes, stage: int) -> int:
+    """What the other stages need with everything recomputed."""
+    plan, specs = activation_plan(run, "cpu"), stage_specs(run)
+    full = ("full",) * run.model.num_layers
+    needs = [
+        peak_bytes(
+            instructions_of(run, axes, other), [chunk_bytes(plan, specs[n], full) for n in chunks_of(run).of(other)]
+        )
+        for other in range(axes.pp)
+        if other != stage
+    ]
+    return max(needs, default=0)
+
+
+def test_a_budget_that_nothing_fits_is_an_error_with_the_numbers() -> None:
+    run = asked("--num-layers 6 --pp 2 --global-batch-size 8 --activation-memory-budget 100KB", 2)
+    with pytest.raises(ConfigError, match=r"budget 100,000: stage 0 needs [\d,]+ bytes .* 3 recomputed blocks") as said:
+        recompute_table(run, Axes(pp=2), "cpu")
+    assert "stage 1 needs" in str(said.value) and "--micro-batch-size than 2" in str(said.value)
+
+
+def test_without_a_budget_the_flags_fill_the_table() -> None:
+    run = asked("--num-layers 5 --recompute-granularity full --recompute-num-layers 2", 1)
+    assert recompute_table(run, Axes(), "cpu") == ("full", "none", "full", "none", "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("table", [("none",) * 4, ("full", "selective", "none", "none"), ("full",) * 4])
+def test_a_chunk_takes_what_is_planned(table: tuple[str, ...]) -> None:
+    """A whole model as one graph, measured: what lives between forward and backward, and the most within each."""
+    run = parsed("--precision fp16 --num-layers 4 --attention softmax")
+    (spec,) = stage_specs(run)
+    planned = chunk_bytes(activation_plan(run, "cpu"), spec, table)
+    (stage,) = built(run, build_grid(Axes()), table)
+    batch = batch_of(run)
+    with without_scratch(), gradients_taken(stage, None):
+        for _ in range(2):
+            loss, forward = metered(partial(stage, None, batch))
+            edge, one = get_gradient_edge(loss), torch.tensor(1.0)
+            size = loss.untyped_storage().nbytes()
+            del loss
+            _, backward = metered(partial(torch.autograd.backward, [edge], [one]))
+    kept = forward.left - size
+    assert kept == planned.kept
+    assert forward.peak == pytest.approx(planned.forward, rel=0.02)
+    assert kept + backward.peak == pytest.approx(planned.backward, rel=0.02)
+
+
+def test_units_of_a_chunk_add_up() -> None:
+    """Cut at every unit, a chunk keeps each unit's input; as one graph only those that a unit needs."""
+    run = parsed("--precision fp16 --num-layers 4")
+    plan, (spec,) = activation_plan(run, "cpu"), stage_specs(run)
+    chunk = chunk_bytes(plan, spec, ("none", "full", "none", "none"))
+    assert chunk.units(0, 6).kept == chunk.kept and chunk.units(0, 6).backward == chunk.backward
+    assert sum(chunk.units(i, i + 1).kept for i in range(6)) == chunk.kept
+    assert chunk.units(2, 3).kept == plan.hidden_bytes, "a recomputed block keeps its input alone"
+    assert chunk.units(3, 5).deferred == 2 * plan.block().deferred
+
+
+def test_the_work_is_that_of_the_flops() -> None:
+    run = asked("--num-layers 5 --activation-memory-budget 1MB --global-batch-size 2", 1)
+    table = recompute_table(run, Axes(), "cpu")
+    core, whole = _work(run)
+    assert recomputed_flops(run.model, 1, table) == table.count("selective") * core + table.count("full") * whole > 0
