@@ -117,6 +117,7 @@ _DATA = {
 }
 _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
+    **_plain("parallel", "zero3_gathered_bytes", "zero3_persist_below"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain(
         "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"
@@ -150,6 +151,8 @@ _LEFT_OPEN = {
     "parallel.device": "auto",
     "parallel.backend": "auto",
     "parallel.bucket_size": None,
+    "parallel.zero_shard_size": None,
+    "parallel.zero3_gathered_bytes": None,
 }
 """Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not
 compared.

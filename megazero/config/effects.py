@@ -230,6 +230,10 @@ EFFECTS = (
         for name in ("zero_quantized_weights", "zero_quantized_gradients")
     ),
     *(
+        Effect(name, lambda f: f.run.parallel.zero_stage == 3, "--zero-stage 3", ("zero_stage",), refused=False)
+        for name in ("zero3_gathered_bytes", "zero3_persist_below")
+    ),
+    *(
         Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
         for name in ("overlap", "grad_reduce_dtype")
     ),

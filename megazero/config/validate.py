@@ -83,6 +83,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "save_interval",
                 "eval_interval",
             ),
+            "zero3_gathered_bytes",
             *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,
@@ -109,6 +110,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "sample_tokens",
                 "position_offset",
             ),
+            "zero3_persist_below",
         ),
         _NOT_NEGATIVE,
     )

@@ -180,7 +180,7 @@ REFUSED = [
     ),
     ("--activation-memory-budget 0", 1, "must be more than 0", "--activation-memory-budget 1"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
-    ("--zero-stage 3", 1, "--zero-stage 3 is not built yet", "--zero-stage 2"),
+    ("--zero-stage 4", 1, "--zero-stage 4 does not exist; valid: 0, 1, 2, 3; nearest: 3", "--zero-stage 3"),
     (
         "--zero-stage 1 --tp 2 --zero-shard-size 3",
         8,
@@ -189,7 +189,6 @@ REFUSED = [
         "--zero-shard-size 2",
     ),
     ("--zero-shard-size 0", 2, "--zero-shard-size 0: must be at least 1", "--zero-shard-size 2"),
-    ("--zero-stage 4", 1, "--zero-stage 4 does not exist", "--zero-stage 2"),
     (
         "--tp 4 --pp 12",
         40,
@@ -408,6 +407,10 @@ IDLE = [
     ("--partition-by time", 2, "--partition-by time has no effect without --pp above 1", "--pp 2"),
     ("--zero-stage 1 --tp 2", 2, "--zero-stage 1 has no effect without several data-parallel ranks", "--tp 1"),
     ("--zero-shard-size 1 --tp 2", 2, "--zero-shard-size 1 has no effect without several data-parallel", "--tp 1"),
+    *(
+        (f"{flag} 9", 2, f"{flag} 9 has no effect without --zero-stage 3", "--zero-stage 3")
+        for flag in ("--zero3-gathered-bytes", "--zero3-persist-below")
+    ),
     (
         "--zero-stage 1 --pp 2 --untie-embeddings-and-output-weights",
         2,
@@ -563,7 +566,7 @@ def test_every_size_of_the_ramp_is_whole_micro_batches_on_every_rank() -> None:
 
 def test_all_problems_of_a_hopeless_command_line_come_together() -> None:
     found = problems(
-        "--tp 5 --zero-stage 3 --hidden-size 250 --global-batch-size 7 --min-lr 2 --split x --recompute-num-layers 3", 5
+        "--tp 5 --zero-stage 4 --hidden-size 250 --global-batch-size 7 --min-lr 2 --split x --recompute-num-layers 3", 5
     )
     assert len(found) == 7
     assert all(re.search(r"\d|x", text) for text in found)

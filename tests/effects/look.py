@@ -175,7 +175,9 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
     seen["traffic"] = {
         name: {f"{op} {dtype}": n for (op, dtype), n in group.traffic.items()} for name, group in groups.items()
     }
-    seen["weights"], seen["evaluations"] = _digest(nn.ModuleList(job.stages).parameters()), recorder.evaluations
+    with job.state.model.reading():
+        seen["weights"] = _digest(nn.ModuleList(job.stages).parameters())
+    seen["evaluations"] = recorder.evaluations
     save = job.run.checkpoint.save
     found = find(save) if save else None
     seen["kept"] = found and (found.progress.get("probe") is not None)
@@ -186,6 +188,8 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
     moments = [
         column for name, column in job.state.model.columns.items() if name in (Column.EXP_AVG, Column.EXP_AVG_SQ)
     ]
+    with job.state.model.reading():
+        start = _digest(parameter for _, parameter in parameters)
     return {
         "process": torch.are_deterministic_algorithms_enabled(),
         "carrier": grid.world.exchange is not None,
@@ -196,14 +200,16 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
         "buckets": [bucket.layout.numel for bucket in job.state.model.buckets],
         "memory": job.state.model.bytes(),
         "schedule": job.probe_engine.lists.training(4),
-        "start": _digest(p for _, p in parameters),
+        "start": start,
         "moments": _digest(column.held(index) for column in moments for index in range(len(job.state.model.buckets))),
     }
 
 
 def _digest(tensors: Iterable[Tensor]) -> list[str]:
     return [
-        hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        hashlib.sha256(
+            tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         for tensor in tensors
     ]
 

@@ -58,8 +58,9 @@ def shape_of(model: Model, stage: int) -> RankShape:
     ties = {0: -1}  # the bucket of a tied embedding, once it is there
 
     def bucket(chunk: int, numel: int, *, spans: bool = False, is_trained: bool = True) -> int:
-        shards = model.dp // model.across * (2 if spans and model.across == 1 and model.zero < 3 else 1)
-        across = model.across * (2 if spans and (model.across > 1 or model.zero == 3) else 1)
+        together = spans and model.across == 1 and model.zero < 3
+        shards = model.dp // model.across * (2 if together else 1)
+        across = model.across * (2 if spans and not together else 1)
         made = BucketShape(
             chunk,
             2 * numel,
@@ -71,7 +72,7 @@ def shape_of(model: Model, stage: int) -> RankShape:
             shards=shards,
             across=across,
             spans_stages=spans,
-            shards_span=spans and across == 1,
+            shards_span=together,
         )
         (trained if is_trained else frozen).append(made)
         return len(trained if is_trained else frozen) - 1

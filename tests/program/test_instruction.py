@@ -1,0 +1,51 @@
+"""What an instruction says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.program.instruction import Instruction, Lane, Op
+
+TEXTS = [
+    (Instruction(Op.FORWARD, 3, 1, model_chunk=5), Lane.COMPUTE, "forward (micro-batch 3, chunk 1)"),
+    (Instruction(Op.BACKWARD, 0, 0, units=(2, 3)), Lane.COMPUTE, "backward (micro-batch 0, chunk 0, unit 2)"),
+    (
+        Instruction(Op.BACKWARD_INPUT, 0, 0, units=(0, 3)),
+        Lane.COMPUTE,
+        "backward of the input (micro-batch 0, chunk 0, units 0 to 2)",
+    ),
+    (
+        Instruction(Op.SEND_BACKWARD, 4, 0, peer=2),
+        Lane.STAGES,
+        "send gradients (micro-batch 4, chunk 0, to stage 2)",
+    ),
+    (
+        Instruction(Op.RECV_FORWARD, 4, 0, peer=0),
+        Lane.STAGES,
+        "receive hidden states (micro-batch 4, chunk 0, from stage 0)",
+    ),
+    (Instruction(Op.GATHER, buckets=(7,)), Lane.SHARDS, "gather parameters (bucket 7)"),
+    (Instruction(Op.RELEASE, buckets=(7,)), Lane.COMPUTE, "release parameters (bucket 7)"),
+    (Instruction(Op.REDUCE, buckets=(0,)), Lane.SHARDS, "reduce gradients (bucket 0)"),
+    (Instruction(Op.REDUCE_ACROSS, buckets=(0,)), Lane.ACROSS, "reduce gradients across (bucket 0)"),
+    (Instruction(Op.REDUCE_PARTIAL), Lane.TENSOR, "sum partial gradients over tp"),
+    (Instruction(Op.NORM), Lane.WORLD, "norm"),
+    (Instruction(Op.UPDATE, buckets=(0, 2)), Lane.COMPUTE, "update (buckets 0, 2)"),
+]
+
+
+@pytest.mark.parametrize(("instruction", "lane", "text"), TEXTS, ids=[text for *_, text in TEXTS])
+def test_text_and_lane(instruction: Instruction, lane: Lane, text: str) -> None:
+    assert (str(instruction), instruction.lane) == (text, lane)
+
+
+def test_every_kind_is_a_computation_a_transfer_or_on_model_state() -> None:
+    on_state = {Op.GATHER, Op.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, Op.UPDATE}
+    for op in Op:
+        i = Instruction(op, 0, 0)
+        assert [i.is_compute, i.is_transfer, op in on_state].count(True) == 1
+        assert i.is_send is (i.is_transfer and op.value.startswith("send"))
+        assert i.is_backward is (
+            op.value.startswith("backward") or op.value.endswith(("send gradients", "ve gradients"))
+        )
+    assert [op for op in Op if Instruction(op, 0, 0).ends_backward] == [Op.BACKWARD, Op.BACKWARD_WEIGHT]
