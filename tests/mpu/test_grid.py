@@ -69,8 +69,8 @@ def test_one_process_needs_no_torch_distributed():
     assert single_process_grid().world.handle is None
 
 
-def sums_of_ranks(rank: int, axes: Axes) -> dict[str, float]:
-    grid = build_grid(axes)
+def sums_of_ranks(rank: int, axes: Axes, guest_backend: str | None = None) -> dict[str, float]:
+    grid = build_grid(axes, guest_backend=guest_backend)
     sums = {}
     groups = {name: getattr(grid, name) for name in ("world", "tp", "pp", "dp", "cp", "replicas")}
     for kind, shared in grid.shared.items():
@@ -101,7 +101,17 @@ def sums_of_ranks(rank: int, axes: Axes) -> dict[str, float]:
     ],
 )
 def test_groups_talk_to_their_members_only(axes):
-    for rank, sums in enumerate(run_ranks(axes.world_size, sums_of_ranks, axes)):
+    check_sums(axes, run_ranks(axes.world_size, sums_of_ranks, axes))
+
+
+@pytest.mark.parametrize("axes", [Axes(pp=3, dp=2), Axes(pp=3, dp=2, shard_size=1), Axes(pp=3, dp=2, shard_size=2)])
+def test_groups_beside_a_callers_group_are_made_by_all_in_one_order(axes):
+    """Ranks of the middle stage make the groups of the tied embedding too, as often as its own ranks."""
+    check_sums(axes, run_ranks(axes.world_size, sums_of_ranks, axes, "gloo"))
+
+
+def check_sums(axes: Axes, found: list[dict[str, float]]) -> None:
+    for rank, sums in enumerate(found):
         at = axes.coordinates(rank)
         assert sums["world"] == sum(range(axes.world_size))
         assert sums["tp"] == sum(axes.tensor_ranks(at))
