@@ -46,8 +46,8 @@ def train_masked(rank: int, size: int, flags: list[str]) -> tuple[list, dict, li
     job, recorder = job_on_rank(rank, size, flags)
     spoil(job.trainer.batches.train)
     job.fit()
-    job.state.model.wait_parameters()
-    return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
+    with job.state.model.reading():
+        return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
 
 
 def masked(ranks: int, layout: list[str], corpus: Path, folder: Path) -> Outcome:
