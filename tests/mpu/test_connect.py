@@ -15,13 +15,17 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def connected(rank: int, axes: Axes, on_host: bool) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+def connected(
+    rank: int, axes: Axes, on_host: bool, quantised: bool = False
+) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     """The groups that are used, with gloo in place of a backend that connects late; and traffic afterwards."""
     used: list[tuple[int, ...]] = []
 
-    def counting(group: Group, device: torch.device) -> None:
+    def counting(group: Group, device: torch.device, *, parts: bool) -> None:
         used.append(group.ranks)
-        use_once(group, device)
+        of_state = [each for own in grid.shared.values() for each in (own.inner, own.across)]
+        assert parts == (quantised and group.ranks in {own.ranks for own in of_state})
+        use_once(group, device, parts=parts)
 
     grid = build_grid(axes, shared_memory=False)
     grid.tp.traffic["all_reduce", torch.float32] += 7 * (grid.tp.size > 1)
@@ -29,7 +33,7 @@ def connected(rank: int, axes: Axes, on_host: bool) -> tuple[list[tuple[int, ...
         patch.setattr(connecting, "use_once", counting)
         if not on_host:
             patch.setattr(Group, "is_on_host", False)
-        connect(grid)
+        connect(grid, quantised=quantised)
     traffic = {str(group.ranks): sum(group.traffic.values()) for group in grid.step_groups}
     return used, {ranks: count for ranks, count in traffic.items() if count}
 
@@ -48,7 +52,7 @@ def connected(rank: int, axes: Axes, on_host: bool) -> tuple[list[tuple[int, ...
     ],
 )
 def test_each_group_is_used_once_and_counts_nothing(axes: Axes) -> None:
-    for rank, (used, traffic) in enumerate(run_ranks(axes.world_size, connected, axes, False)):
+    for rank, (used, traffic) in enumerate(run_ranks(axes.world_size, connected, axes, False, axes.dp == 3)):
         at = axes.coordinates(rank)
         wanted = [tuple(range(axes.world_size)), axes.tensor_ranks(at)]
         for kind in (StateGroup.REPLICAS, StateGroup.TIED)[: 2 if at.pp in (0, axes.pp - 1) else 1]:
