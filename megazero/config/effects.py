@@ -231,7 +231,7 @@ EFFECTS = (
     ),
     *(
         Effect(name, lambda f: f.run.parallel.zero_stage == 3, "--zero-stage 3", ("zero_stage",), refused=False)
-        for name in ("zero3_gathered_bytes", "zero3_persist_below")
+        for name in ("zero3_gathered_bytes", "zero3_regather", "zero3_persist_below")
     ),
     *(
         Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)

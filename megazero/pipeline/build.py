@@ -167,6 +167,7 @@ def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
         reduce_every=reduces_every_micro_batch(run),
         overlap=run.parallel.overlap,
         gathered_bytes=run.parallel.zero3_gathered_bytes,
+        regather=run.parallel.zero3_regather,
     )
     return Lists(schedule_of, lambda m: forward_only(schedule_of(m)), shape, options, chunks_of(run).count)
 

@@ -48,7 +48,7 @@ def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
     return [_bytes_of_stage(run, axes, stage) for stage in range(axes.pp)]
 
 
-def _has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
+def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
     """Whether the run says that it will have NCCL: with `auto` for both, the machine decides later, and this is False.
 
     A bucket's size changes the bytes of a sharded state by its padding only.
@@ -70,7 +70,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     )
     held = dict.fromkeys(Column, 0)
     parameters = 0
-    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=_has_nccl(run.parallel, axes))
+    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
     for bucket in pack(specs_of(run, stage, 0), sizes, packing):
         parameters += bucket.used

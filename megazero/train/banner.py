@@ -31,6 +31,7 @@ from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
+from megazero.plan.gathered import gathered_bytes
 from megazero.plan.recompute import activation_peaks, recompute_table
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
@@ -159,6 +160,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         + [("gradients", gradients)] * bool(gradients)
         + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * (axes.shard_size is not None)
         + [("messages", messages)] * bool(messages)
+        + [("parameters", sentence) for sentence in _gathers(run, axes, micro_batches)]
         + [("recompute", words) for words in _recompute(run, axes)]
     )
 
@@ -203,6 +205,18 @@ def _messages(run: Run) -> str:
         None if bits is None else (bytes_each(bits), reduced),
         kept=p.zero_gradient_error_feedback,
     )
+
+
+def _gathers(run: Run, axes: Axes, micro_batches: int) -> list[str]:
+    """Sentences on what the first and the last stage gather under ZeRO-3."""
+    if run.parallel.zero_stage != 3 or run.model.vocab_size is None:
+        return []
+    found = [gathered_bytes(run, axes, stage, micro_batches) for stage in sorted({0, axes.pp - 1})]
+    return [
+        parts.gathers_sentence(each.stage, axes.pp, run.parallel.zero3_regather, each.budget, each.step, each.least)
+        for each in found
+        if each is not None
+    ]
 
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:

@@ -238,6 +238,21 @@ def messages_sentence(weights: tuple[float, int] | None, gradients: tuple[float,
     return "; ".join(words)
 
 
+def gathers_sentence(stage: int, stages: int, regather: str, budget: int, step: int, least: int) -> str:
+    """What a rank of a stage gathers under ZeRO-3, in bytes, in a sentence.
+
+    regather: --zero3-regather. budget: most at any time. step: in a step. least: the least possible under the budget.
+    """
+    where = "a rank" if stages == 1 else f"a rank of stage {stage}"
+    when = "for each use" if regather == "micro-batch" else "where they do not fit from use to use"
+    beside = f" (with --zero3-regather step at least {size(least)})"
+    if step <= least:
+        beside = ", the least possible under this budget"
+    elif regather == "step":
+        beside = f", {step / least:.2f} times the least possible under this budget"
+    return f"gathered {when}: {where} gathers {size(step)} a step{beside}, and holds {size(budget)} at most"
+
+
 def graphs_sentence(replayed: int, micro_batches: int) -> str:
     """The effect of --cuda-graphs in a sentence: how many of a rank's micro-batches are replayed in a step."""
     if replayed == 0:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from megazero.config.count import parameters
-from megazero.config.derive import with_vocabulary
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.data.corpus import VOCAB_SIZE
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import stage_bytes
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train.banner import schedule_lines
 from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
-from megazero.train.requirements import machine_problems
+from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 
 
 def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
@@ -44,9 +42,10 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
         run, problems = present.run, [*problems, *present.problems]
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
+    problems += budget_problems(run, ranks)
     if problems:
         raise ConfigError(problems)
-    return _told(_with_default_vocabulary(run), ranks, notes, left)
+    return _told(with_default_vocabulary(run), ranks, notes, left)
 
 
 def _unread(run: Run) -> str:
@@ -56,13 +55,6 @@ def _unread(run: Run) -> str:
     if run.data.data_path:
         return "each token id, and how many samples there are: the files are read at the start"
     return "the default corpus: it is made at the start, where it is not there yet"
-
-
-def _with_default_vocabulary(run: Run) -> Run:
-    """The run with the default corpus's vocabulary, if it names neither data nor a vocabulary."""
-    if run.model.vocab_size is not None or run.data.data_path or run.data.instruction_data:
-        return run
-    return with_vocabulary(run, VOCAB_SIZE, None)
 
 
 def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:

@@ -29,7 +29,7 @@ from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples, with_samples
 from megazero.train.path_checks import check_paths, start_position
-from megazero.train.requirements import machine_problems
+from megazero.train.requirements import budget_problems, machine_problems
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
@@ -65,7 +65,8 @@ def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = Non
     own = own or OwnData()
     present = check_paths(run, world_size, own.tokenizer)
     run, tokenizer, found = present.run, present.tokenizer, present.found
-    problems = [*machine_problems(run), *present.problems, *own.problems(run)]
+    unfit = budget_problems(run, world_size)
+    problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit]
     if problems:
         raise ConfigError(problems)
     try:

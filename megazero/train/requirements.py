@@ -13,9 +13,13 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
+from megazero.config.derive import with_vocabulary
 from megazero.config.schema import Run
+from megazero.data.corpus import VOCAB_SIZE
+from megazero.mpu.axes import axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
+from megazero.plan.gathered import unit_problems
 from megazero.system import device as devices
 from megazero.telemetry.sinks import sink_factory
 
@@ -131,3 +135,18 @@ def _unknown_kernels() -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def budget_problems(run: Run, world_size: int) -> list[str]:
+    """A sentence if a budget of the run does not hold the least that a rank needs at a time. Nothing if the vocabulary
+    is not known.
+    """
+    run = with_default_vocabulary(run)
+    return [] if run.model.vocab_size is None else unit_problems(run, axes_of(run.parallel, world_size))
+
+
+def with_default_vocabulary(run: Run) -> Run:
+    """The run with the default corpus's vocabulary, if it names neither data nor a vocabulary."""
+    if run.model.vocab_size is not None or run.data.data_path or run.data.instruction_data:
+        return run
+    return with_vocabulary(run, VOCAB_SIZE, None)

@@ -21,8 +21,11 @@ class ParallelConfig:
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
     other. Gradients are reduced within a set first and then across the sets."""
     zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
-    """With --zero-stage 3: most bytes of gathered parameters on a rank at any time. A larger budget gathers earlier
-    and, with --zero3-regather step, less often."""
+    """With --zero-stage 3: most bytes of gathered parameters on a rank at any time, such as 500MB. A larger budget
+    gathers earlier and, with --zero3-regather step, less often."""
+    zero3_regather: str = option("micro-batch", choices=("micro-batch", "step"))
+    """With --zero-stage 3: when parameters are gathered again. micro-batch: for each forward and backward. step: only
+    where the budget does not hold them from use to use; which stay is chosen so that the fewest bytes are gathered."""
     zero3_persist_below: int = option(0, metavar="N")
     "With --zero-stage 3: parameters of fewer elements on a rank stay whole on every rank."
     zero_quantized_weights: bool = option(False)

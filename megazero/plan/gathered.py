@@ -1,0 +1,80 @@
+"""What a run with sharded parameters (ZeRO-3) gathers, by arithmetic: whether its budget holds a unit, and the bytes of
+a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes, Coordinates
+from megazero.pipeline.build import step_lists
+from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.bytes import has_nccl
+from megazero.plan.shapes import shape_of
+from megazero.program.instruction import Op
+from megazero.program.passes.gathers import least_bytes, two_units
+from megazero.program.shape import RankShape
+from megazero.program.traffic import message_bytes
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """Bytes of parameters on a rank of one stage.
+
+    budget  most that are gathered at any time
+    step    gathered in a step
+    least   what any list gathers in a step at least under this budget
+    """
+
+    stage: int
+    budget: int
+    step: int
+    least: int
+
+
+def unit_problems(run: Run, axes: Axes) -> list[str]:
+    """A sentence if --zero3-gathered-bytes is less than the parameters of a unit on some rank."""
+    budget = run.parallel.zero3_gathered_bytes
+    if run.parallel.zero_stage != 3 or budget is None:
+        return []
+    needed = [(bytes_, stage, name) for stage in range(axes.pp) for bytes_, name in _units(run, axes, stage)]
+    most, stage, name = max(needed, key=lambda found: found[0])
+    if most <= budget:
+        return []
+    return [
+        f"--zero3-gathered-bytes {budget} does not hold the largest unit of the model: {name} on stage {stage} has "
+        f"{most} bytes of parameters to gather; nearest: --zero3-gathered-bytes {most}"
+    ]
+
+
+def gathered_bytes(run: Run, axes: Axes, stage: int, micro_batches: int) -> GatheredBytes | None:
+    """The bytes of a training step; None where the stage gathers no sharded parameters."""
+    shape = _shape(run, axes, stage)
+    if not any(bucket.gathered for bucket in shape.buckets):
+        return None
+    listed = step_lists(run, stage, shape).training(micro_batches)
+    budget = run.parallel.zero3_gathered_bytes
+    held = two_units(listed, shape) if budget is None else budget
+    gathers = [i for i in listed if i.op is Op.GATHER and shape.buckets[i.buckets[0]].gathered]
+    step = sum(message_bytes(i, shape) for i in gathers)
+    return GatheredBytes(stage, held, step, least_bytes(listed, shape, held))
+
+
+def _shape(run: Run, axes: Axes, stage: int) -> RankShape:
+    """The shape of the ranks of a stage. Shards of all tp ranks have the same size."""
+    return shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=has_nccl(run.parallel, axes))
+
+
+def _units(run: Run, axes: Axes, stage: int) -> list[tuple[int, str]]:
+    """(bytes to gather, name) of each unit of a stage."""
+    shape, specs = _shape(run, axes, stage), stage_specs(run)
+    found: list[tuple[int, str]] = []
+    for units, number in zip(shape.units, chunks_of(run).of(stage), strict=True):
+        spec = specs[number]
+        names = ["the embedding"] * spec.has_embedding + [f"block {block}" for block in spec.blocks]
+        names += ["the head"] * spec.has_head
+        for unit, name in zip(units, names, strict=True):
+            read = {bucket for bucket in (*unit.forward, *unit.backward) if shape.buckets[bucket].gathered}
+            found.append((shape.bytes_of(read), name))
+    return found
