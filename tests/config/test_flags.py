@@ -79,6 +79,8 @@ def test_every_flag_of_the_contract_is_accepted() -> None:
         (["--activation-memory-budget", "1.5gb"], "parallel", "activation_memory_budget", 1_500_000_000),
         (["--activation-memory-budget", "12KB"], "parallel", "activation_memory_budget", 12_000),
         (["--activation-memory-budget", "3 MiB"], "parallel", "activation_memory_budget", 3 << 20),
+        (["--zero3-gathered-bytes", "2e8"], "parallel", "zero3_gathered_bytes", 200_000_000),
+        (["--zero3-gathered-bytes", "none"], "parallel", "zero3_gathered_bytes", None),
         (
             ["--micro-batch-size", "1", "--rampup-batch-size", "8", "8", "100"],
             "schedule",
@@ -95,6 +97,11 @@ def test_every_flag_of_the_contract_is_accepted() -> None:
 )
 def test_words_become_values(words: list[str], section: str, name: str, value: object) -> None:
     assert getattr(getattr(parse_run(words, 8), section), name) == value
+
+
+def test_a_size_has_a_unit_that_is_known() -> None:
+    with pytest.raises(ConfigError, match="--zero3-gathered-bytes: '4XB' is not a number of bytes, such as 500MB or"):
+        parse_run(["--zero3-gathered-bytes", "4XB"], 1)
 
 
 def test_mistakes_of_every_kind_come_in_one_message() -> None:

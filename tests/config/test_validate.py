@@ -171,6 +171,7 @@ REFUSED = [
     ),
     ("--optimizer-impl apex --device cpu", 1, "kernels for CUDA only, not for --device cpu", "--device cuda"),
     ("--optimizer-impl apex --optimizer sgd", 1, "has no effect without --optimizer adam or adamw", "--optimizer adam"),
+    ("--zero3-gathered-bytes 0", 1, "--zero3-gathered-bytes 0: must be at least 1", "--zero3-gathered-bytes 1"),
     ("--recompute-num-layers 2", 1, "needs --recompute-granularity full", "--recompute-granularity full"),
     (
         "--activation-memory-budget 4GB --recompute-granularity full",
@@ -406,6 +407,7 @@ IDLE = [
     ("--sequence-parallel", 2, "--sequence-parallel has no effect without --tp above 1", "--tp 2"),
     ("--partition-by time", 2, "--partition-by time has no effect without --pp above 1", "--pp 2"),
     ("--zero-stage 1 --tp 2", 2, "--zero-stage 1 has no effect without several data-parallel ranks", "--tp 1"),
+    ("--zero3-regather step", 2, "--zero3-regather step has no effect without --zero-stage 3", "--zero-stage 3"),
     ("--zero-shard-size 1 --tp 2", 2, "--zero-shard-size 1 has no effect without several data-parallel", "--tp 1"),
     *(
         (f"{flag} 9", 2, f"{flag} 9 has no effect without --zero-stage 3", "--zero-stage 3")

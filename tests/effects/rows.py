@@ -86,6 +86,7 @@ ROWS = (
     Row("zero_stage", "--zero-stage 1", "memory", base="ranks"),
     Row("zero_stage", "--zero-stage 2", "memory", "--zero-stage 1", base="ranks"),
     Row("zero_stage", "--zero-stage 3", "buckets", "--zero-stage 2", base="ranks"),
+    Row("zero3_regather", "--zero3-regather step", "schedule", "--zero-stage 3", base="ranks"),
     Row("zero_shard_size", "--zero-shard-size 1", "memory", "--zero-stage 1", base="ranks"),
     Row("zero_shard_size", "--zero-shard-size 2", "memory", "--zero-stage 1 --zero-shard-size 1", base="ranks"),
     Row(

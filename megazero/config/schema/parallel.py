@@ -21,7 +21,7 @@ class ParallelConfig:
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
     other. Gradients are reduced within a set first and then across the sets."""
     zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
-    """With --zero-stage 3: most bytes of gathered parameters on a rank at any time, such as 500MB. A larger budget
+    """With --zero-stage 3: most bytes (or KB, MB, GB) of gathered parameters on a rank at any time. A larger budget
     gathers earlier and, with --zero3-regather step, less often."""
     zero3_regather: str = option("micro-batch", choices=("micro-batch", "step"))
     """With --zero-stage 3: when parameters are gathered again. micro-batch: for each forward and backward. step: only
