@@ -76,4 +76,5 @@ def test_the_banner_compares_with_the_least() -> None:
     least = gathers_sentence(1, 2, "step", 2048, 4096, 4096)
     assert "a rank of stage 1 gathers 4.00 KiB a step, the least possible under this budget" in least
     more = gathers_sentence(0, 1, "micro-batch", 2048, 8192, 4096)
-    assert "a rank gathers 8.00 KiB a step" in more and "--zero3-regather step at least 4.00 KiB" in more
+    assert "a rank gathers 8.00 KiB a step (with --zero3-regather step at least 4.00 KiB)" in more
+    assert "4.20 KiB a step, 1.05 times the least" in gathers_sentence(0, 1, "step", 2048, 4300, 4096)
