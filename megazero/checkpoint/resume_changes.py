@@ -117,7 +117,7 @@ _DATA = {
 }
 _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
-    **_plain("parallel", "zero3_gathered_bytes", "zero3_persist_below"),
+    **_plain("parallel", "zero3_gathered_bytes", "zero3_regather", "zero3_persist_below"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain(
         "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"

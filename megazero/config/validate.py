@@ -68,7 +68,6 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             *(
                 "bucket_size",
                 "zero_shard_size",
-                "zero3_gathered_bytes",
                 "loss_scale_window",
                 "hysteresis",
                 "micro_batch_size",
@@ -102,7 +101,6 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "lr_warmup_samples",
             ),
             *(
-                "zero3_persist_below",
                 "num_workers",
                 "keep_last",
                 "eval_iters",

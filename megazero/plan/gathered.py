@@ -38,14 +38,19 @@ def unit_problems(run: Run, axes: Axes) -> list[str]:
     budget = run.parallel.zero3_gathered_bytes
     if run.parallel.zero_stage != 3 or budget is None:
         return []
-    needed = [(bytes_, stage, name) for stage in range(axes.pp) for bytes_, name in _units(run, axes, stage)]
-    most, stage, name = max(needed, key=lambda found: found[0])
+    most, stage, name = largest_unit(run, axes)
     if most <= budget:
         return []
     return [
         f"--zero3-gathered-bytes {budget} does not hold the largest unit of the model: {name} on stage {stage} has "
         f"{most} bytes of parameters to gather; nearest: --zero3-gathered-bytes {most}"
     ]
+
+
+def largest_unit(run: Run, axes: Axes) -> tuple[int, int, str]:
+    """(bytes of parameters to gather, stage, name) of the unit with the most: the smallest budget."""
+    found = [(most, stage, name) for stage in range(axes.pp) for most, name in _units(run, axes, stage)]
+    return max(found, key=lambda unit: unit[0])
 
 
 def gathered_bytes(run: Run, axes: Axes, stage: int, micro_batches: int) -> GatheredBytes | None:
