@@ -40,7 +40,7 @@ one for each, or one for each of which autograd gets a view.
 
 
 @dataclass(frozen=True, eq=False)
-class Op:
+class TapeEntry:
     """One operation.
 
     reads     inputs that may need a gradient
@@ -96,14 +96,14 @@ class Tape:
 
     source: Buffer
     graded: set[Buffer] = field(default_factory=set)
-    ops: list[tuple[Op, bool]] = field(default_factory=list)
+    ops: list[tuple[TapeEntry, bool]] = field(default_factory=list)
     held: dict[Buffer, int] = field(default_factory=dict)
 
     def op(self, reads: Iterable[Buffer], makes: int | Iterable[Buffer], **row: object) -> Buffer:
         """Append an operation and return its first output. makes: the bytes of its output, or its outputs."""
         read = tuple(reads)
         made = (Buffer(makes),) if isinstance(makes, int) else tuple(makes)
-        op = Op(read, made, **row)  # type: ignore[arg-type]
+        op = TapeEntry(read, made, **row)  # type: ignore[arg-type]
         recorded = op.trained or any(buffer in self.graded for buffer in read)
         if recorded:
             self.graded.update(made)
@@ -187,7 +187,7 @@ class Tape:
                 memory += Counter()
         return most, vectors + _total(late)
 
-    def _gradients_of(self, op: Op, incoming: Buffer) -> dict[Buffer, Buffer]:
+    def _gradients_of(self, op: TapeEntry, incoming: Buffer) -> dict[Buffer, Buffer]:
         wanted = [buffer for buffer in op.reads if buffer in self.graded]
         if op.gradient == PASS:
             return dict.fromkeys(wanted, incoming)

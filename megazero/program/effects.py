@@ -18,7 +18,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from megazero.program.instruction import Instruction, Op
-from megazero.program.shape import BucketShape, RankShape
+from megazero.program.shape import RankShape
 
 
 class Thing(Enum):
@@ -85,11 +85,6 @@ class Effects:
 
 
 Which = Callable[[Instruction, Scope], Iterator[Value]]
-
-
-def gathered_after_update(bucket: BucketShape) -> bool:
-    """Whether the ranks update different shards of parameters that each of them keeps whole (ZeRO-1, 2)."""
-    return bucket.trained and bucket.sharded_state and not bucket.gathered and bucket.shards > 1
 
 
 def _of(thing: Thing, bucket: int) -> Value:
@@ -182,7 +177,7 @@ def _finals(i: Instruction, scope: Scope) -> Iterator[Value]:
 
 def _stale(i: Instruction, scope: Scope) -> Iterator[Value]:
     """Whole parameters of which an update writes a shard only."""
-    return (_of(Thing.PARAMETERS, b) for b in i.buckets if gathered_after_update(scope.shape.buckets[b]))
+    return (_of(Thing.PARAMETERS, b) for b in i.buckets if scope.shape.buckets[b].gathered_after_update)
 
 
 @dataclass(frozen=True)

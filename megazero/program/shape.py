@@ -43,6 +43,11 @@ class BucketShape:
         """Whether its gradients are communicated at all: whether several ranks hold it."""
         return self.shards * self.across > 1
 
+    @property
+    def gathered_after_update(self) -> bool:
+        """Whether the ranks update different shards of parameters that each of them keeps whole (ZeRO-1, 2)."""
+        return self.trained and self.sharded_state and not self.gathered and self.shards > 1
+
 
 @dataclass(frozen=True)
 class UnitShape:

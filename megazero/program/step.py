@@ -11,7 +11,7 @@ from megazero.program.instruction import Instruction
 from megazero.program.passes.cut import cut, every_pass, first_passes
 from megazero.program.passes.gathers import place_gathers, two_units
 from megazero.program.passes.reductions import place_reductions, reducing_passes
-from megazero.program.passes.updates import gathered_after_update, place_across, place_updates
+from megazero.program.passes.updates import place_across, place_updates
 from megazero.program.shape import RankShape
 
 
@@ -54,7 +54,7 @@ def _cut_forward(schedule: Sequence[Instruction], shape: RankShape, options: Ste
     """
     if any(bucket.gathered for bucket in shape.buckets):
         return every_pass(schedule)
-    arriving = options.overlap and any(gathered_after_update(bucket) for bucket in shape.buckets)
+    arriving = options.overlap and any(bucket.gathered_after_update for bucket in shape.buckets)
     return first_passes(schedule) if arriving else set()
 
 

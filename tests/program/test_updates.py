@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.program.instruction import Instruction, Op
-from megazero.program.passes.updates import gathered_after_update, place_across, place_updates
+from megazero.program.passes.updates import place_across, place_updates
 from megazero.program.shape import BucketShape, RankShape
 from tests.program.made import shape, texts
 
@@ -74,6 +74,6 @@ def test_partial_sums_come_before_the_norm() -> None:
 
 def test_which_buckets_are_gathered_after_their_update() -> None:
     zero_1 = BucketShape(0, 8, 16, sharded_state=True, shards=2)
-    assert gathered_after_update(zero_1)
+    assert zero_1.gathered_after_update
     for other in ({"shards": 1}, {"sharded_state": False}, {"gathered": True}, {"trained": False}):
-        assert not gathered_after_update(replace(zero_1, **other))
+        assert not replace(zero_1, **other).gathered_after_update

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megazero.program.instruction import Instruction, Op
-from megazero.program.shape import BucketShape, RankShape
-
-
-def gathered_after_update(bucket: BucketShape) -> bool:
-    """Whether the ranks update different shards of parameters that each of them keeps whole (ZeRO-1, 2)."""
-    return bucket.trained and bucket.sharded_state and not bucket.gathered and bucket.shards > 1
+from megazero.program.shape import RankShape
 
 
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -41,7 +36,7 @@ def place_updates(instructions: Sequence[Instruction], shape: RankShape) -> tupl
     A bucket that is gathered after its update is updated alone, so that its message travels while the next one is
     updated. All others are updated by one instruction.
     """
-    alone = [number for number in shape.trained if gathered_after_update(shape.buckets[number])]
+    alone = [number for number in shape.trained if shape.buckets[number].gathered_after_update]
     together = tuple(number for number in shape.trained if number not in alone)
     end = [Instruction(Op.REDUCE_PARTIAL)] if shape.sums_partials else []
     end.append(Instruction(Op.NORM))
