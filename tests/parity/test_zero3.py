@@ -1,0 +1,159 @@
+"""ZeRO in every combination with the rest: loss, gradient norm and final weights of ten steps against one process, in
+float64. A table of layouts whose every two values meet, drawn once and for all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megazero.config.parse import parse_run
+from megazero.mpu.axes import axes_of
+from megazero.plan.gathered import largest_unit
+from megazero.train.init_from import model_source
+from tests.parity.training import Outcome, data_flags, small_model, train, worst
+
+MODEL = [*small_model(7, heads=4), "--make-vocab-size-divisible-by", "1", "--ffn-hidden-size", "48"]
+TRAINS = [
+    *("--precision", "fp64", "--global-batch-size", "16", "--train-iters", "10"),
+    *("--lr", "1e-2", "--clip-grad", "0.5"),
+]
+VIRTUAL = {"gpipe": 2, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+COUNT = 60
+
+
+class Layout(NamedTuple):
+    """budget: of gathered parameters, in units. half: whether state is sharded over half of the replicas."""
+
+    zero: int
+    tp: int
+    pp: int
+    dp: int
+    schedule: str
+    half: bool
+    regather: str
+    budget: str
+    recompute: str
+    accumulation: int
+    tied: bool
+    lora: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def flags(self) -> list[str]:
+        words = f"--tp {self.tp} --pp {self.pp} --zero-stage {self.zero} --pipeline-schedule {self.schedule} "
+        words += f"--virtual-stages {VIRTUAL[self.schedule]} --recompute-granularity {self.recompute} "
+        words += f"--micro-batch-size {16 // (self.dp * self.accumulation)} --bucket-size 4000"
+        words += f" --zero-shard-size {self.dp // 2}" if self.half else ""
+        return [*words.split(), "--zero3-regather", self.regather]
+
+
+def fits(layout: Layout) -> bool:
+    """Whether a small machine can start it, and what it asks for exists."""
+    sharded = layout.zero == 3 and layout.dp > 1
+    return (
+        1 < layout.ranks <= 8
+        and (layout.dp > 1 or not layout.half)
+        and (sharded or (layout.regather, layout.budget) == ("micro-batch", "two"))
+    )
+
+
+AXES: dict[str, tuple[object, ...]] = {
+    "zero": (0, 1, 2, 3, 3, 3),
+    "tp": (1, 2),
+    "pp": (1, 2, 3),
+    "dp": (1, 2, 4),
+    "schedule": tuple(VIRTUAL),
+    "half": (False, True),
+    "regather": ("micro-batch", "step"),
+    "budget": ("one", "two", "all"),
+    "recompute": ("none", "selective", "full"),
+    "accumulation": (1, 4),
+    "tied": (True, False),
+    "lora": (False, True),
+}
+
+
+def pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
+    return set(combinations(layout._asdict().items(), 2))
+
+
+def table() -> list[Layout]:
+    """60 layouts. Each is, of some that are drawn, the one with the most pairs of values that are new."""
+    source, chosen, met = random.Random(15), list[Layout](), set[tuple[tuple[str, object], ...]]()
+    while len(chosen) < COUNT:
+        drawn = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(100)]  # type: ignore[arg-type]
+        fitting = [layout for layout in drawn if fits(layout) and layout not in chosen]
+        best = max(fitting, key=lambda layout: len(pairs(layout) - met))
+        chosen.append(best)
+        met |= pairs(best)
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, bool], list[str]]:
+    """The flags of a model, tied or not, whole or with adapters on a trained one."""
+    folder = tmp_path_factory.mktemp("bases")
+    data = data_flags(corpus, folder / "cache")
+
+    def model(tied: bool) -> list[str]:
+        return [*MODEL, "--position-embedding", "alibi" if tied else "rotary"] + [
+            "--untie-embeddings-and-output-weights"
+        ] * (not tied)
+
+    def flags(tied: bool, lora: bool) -> list[str]:
+        if not lora:
+            return [*model(tied), *TRAINS, *data]
+        base = folder / f"tied-{tied}"
+        if not base.exists():
+            made = [*TRAINS, "--train-iters", "1", "--seed", "3", "--init-method-std", "0.1"]
+            train(1, [*model(tied), *made, *data, "--save", str(base)])
+        return [*TRAINS, *data, "--init-from", str(base), "--seq-length", "12", "--lora-rank", "3"]
+
+    return flags
+
+
+@pytest.fixture(scope="module")
+def alone(flags_of: Callable[[bool, bool], list[str]]) -> Callable[[bool, bool], Outcome]:
+    """The results of one process, made once for each model."""
+    kept: dict[tuple[bool, bool], Outcome] = {}
+
+    def run(tied: bool, lora: bool) -> Outcome:
+        if (tied, lora) not in kept:
+            kept[tied, lora] = train(1, [*flags_of(tied, lora), "--micro-batch-size", "4"])
+        return kept[tied, lora]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(cases=12)
+@pytest.mark.parametrize("layout", table(), ids=lambda layout: "-".join(map(str, layout)))
+def test_every_stage_of_zero_with_everything(
+    layout: Layout, flags_of: Callable[[bool, bool], list[str]], alone: Callable[[bool, bool], Outcome]
+) -> None:
+    flags = [*flags_of(layout.tied, layout.lora), *layout.flags()]
+    if layout.budget != "two":
+        run = parse_run(flags, layout.ranks, model_source)
+        budget = largest_unit(run, axes_of(run.parallel, layout.ranks))[0] if layout.budget == "one" else 10**9
+        flags += ["--zero3-gathered-bytes", str(budget)]
+    differences = worst(train(layout.ranks, flags), alone(layout.tied, layout.lora))
+    assert all(value < 1e-9 for value in differences.values()), differences
+
+
+def test_in_the_table_every_two_values_meet_that_can() -> None:
+    layouts = table()
+    met = set().union(*map(pairs, layouts))
+    assert len(set(layouts)) == COUNT
+    assert sum(layout.zero == 3 and layout.dp > 1 for layout in layouts) > COUNT // 2
+    source = random.Random(3)
+    others = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(3000)]  # type: ignore[arg-type]
+    possible = set().union(*(pairs(layout) for layout in others if fits(layout)))
+    assert not possible - met
