@@ -135,6 +135,7 @@ _FREE = {
         "min_loss_scale",
     ),
     **_plain("optimizer", "fp8"),
+    **_plain("parallel", "zero_quantized_weights", "zero_quantized_gradients", "zero_gradient_error_feedback"),
     "optimizer.fp8_amax_history": lambda run: (
         run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None
     ),

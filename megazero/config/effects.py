@@ -225,10 +225,7 @@ EFFECTS = (
     ),
     Effect("zero_stage", _shards, _SHARDED, _TIED, refused=False),
     Effect("zero_shard_size", lambda f: f.dp != 1, _SHARDED, ("tp", "pp"), refused=False),
-    *(
-        Effect(name, _shards, _SHARDED, _TIED, refused=False)
-        for name in ("zero_quantized_weights", "zero_quantized_gradients")
-    ),
+    Effect("zero_quantized_gradients", _shards, _SHARDED, _TIED, refused=False),
     *(
         Effect(name, lambda f: f.run.parallel.zero_stage == 3, "--zero-stage 3", ("zero_stage",), refused=False)
         for name in ("zero3_gathered_bytes", "zero3_regather", "zero3_persist_below")

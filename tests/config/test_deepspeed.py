@@ -134,7 +134,6 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 does not exist; valid: 0, 1, 2, 3; nearest: 3"),
         ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "use --zero3-gathered-bytes, in bytes"),
         ({"zero_optimization": {"sub_group_size": 1e9}}, "sub_group_size"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "quantised communication is not built yet"),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "--zero-shard-size shards all state"),
         ({"zero_optimization": {"reduce_scatter": False}}, "sharded gradients always travel by reduce-scatter"),
         ({"zero_optimization": {"reduce_bucket_size": 1, "allgather_bucket_size": 2}}, "one size serves"),

@@ -352,6 +352,19 @@ POINTLESS = [
     ("--sgd-momentum 0.5", 1, "has no effect without --optimizer sgd", "--optimizer sgd"),
     ("--fp8 --fp8-amax-history 8", 1, "has no effect without --fp8 delayed", "--fp8 delayed"),
     (
+        "--precision bf16 --zero-quantized-gradients int8 --grad-reduce-dtype bf16",
+        2,
+        "--grad-reduce-dtype bf16 has no effect without --zero-quantized-gradients none",
+        "--zero-quantized-gradients none",
+    ),
+    ("--zero-quantized-weights", 2, "has no effect without --zero-stage 1, 2 or 3", "--zero-stage 1"),
+    (
+        "--zero-gradient-error-feedback",
+        2,
+        "has no effect without --zero-quantized-gradients",
+        "--zero-quantized-gradients int4",
+    ),
+    (
         "--rotary-base 500",
         1,
         "--rotary-base 500 has no effect without --position-embedding rotary",
@@ -409,6 +422,7 @@ IDLE = [
     ("--zero-stage 1 --tp 2", 2, "--zero-stage 1 has no effect without several data-parallel ranks", "--tp 1"),
     ("--zero3-regather step", 2, "--zero3-regather step has no effect without --zero-stage 3", "--zero-stage 3"),
     ("--zero-shard-size 1 --tp 2", 2, "--zero-shard-size 1 has no effect without several data-parallel", "--tp 1"),
+    ("--zero-quantized-gradients int8 --tp 2", 2, "int8 has no effect without several data-parallel", "--tp 1"),
     *(
         (f"{flag} 9", 2, f"{flag} 9 has no effect without --zero-stage 3", "--zero-stage 3")
         for flag in ("--zero3-gathered-bytes", "--zero3-persist-below")
