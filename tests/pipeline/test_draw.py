@@ -134,7 +134,7 @@ def test_the_lanes_of_a_whole_step():
     assert done.stdout.startswith("1f1b: 1 stages, 1 micro-batches, ZeRO-3 on 4 replicas\n")
     lanes = [line[12:].rstrip() for line in done.stdout.splitlines() if line.startswith(("stage 0", "  shards"))]
     computes, messages = "".join(lanes[::2]), "".join(lanes[1::2])
-    assert re.findall(r"[A-Z]\d", messages) == ["G0", "G1", "G2", "G1", "R2", "G0", "R1", "R0"]
+    assert re.findall(r"[A-Z]\d", messages) == ["G0", "G1", "G2", "G1", "G0", "R2", "R1", "R0"]
     assert computes.index("|F0") == messages.index("|G1"), "the first unit starts with the second gather"
     assert "G gather of a bucket's parameters  R reduction of its gradients" in done.stdout
     assert "\x1b[" in run_tool(*words, "--color", "always").stdout
