@@ -1,4 +1,4 @@
-"""The shape of the model state of any rank, and its lists, by arithmetic."""
+"""The shape of the model state of any rank, by arithmetic."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from megazero.program.times import ChunkTimes
 from megazero.program.traffic import message_bytes
 
 IN_FLIGHT = 2
-"""Most reductions at a time where each needs a buffer of its own (sharded gradients)."""
+"""Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 
 
 @dataclass(frozen=True)

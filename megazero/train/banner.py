@@ -33,6 +33,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.gathered import gathered_bytes
 from megazero.plan.recompute import activation_peaks, recompute_table
+from megazero.plan.step_lists import micro_batches_of
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
 from megazero.program.simulate import simulate
@@ -135,7 +136,7 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
 
 def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute and CUDA graphs."""
-    micro_batches = run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
+    micro_batches = micro_batches_of(run, axes)
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual), chunk_times(run))
     live = max(report.peak_activations)

@@ -26,12 +26,10 @@ from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterKind
 from megazero.program.instruction import ComputationKey
+from megazero.program.simulate import IN_FLIGHT
 from megazero.zero.across import AcrossSum
 from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
-
-IN_FLIGHT = 2
-"""Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 
 Arrived = tuple[frozenset[int], ...]
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.step_lists import check_step, micro_batches_of, stage_shape
+from megazero.plan.shapes import shape_of
+from megazero.plan.step_lists import check_step, micro_batches_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -25,7 +26,7 @@ def body(rank: int, size: int, flags: list[str]) -> str:
     """Compare the shape of this rank's model state with that by arithmetic; returns its list in words."""
     job, _ = job_on_rank(rank, size, flags)
     grid = job.grid
-    assert job.state.model.shape == stage_shape(job.run, grid.axes, grid.at.pp, nccl=False, tp_index=grid.at.tp)
+    assert job.state.model.shape == shape_of(job.run, grid.axes, grid.at, nccl=False)
     count = micro_batches_of(job.run, grid.axes)
     check_step(job.run, grid.axes, count, nccl=False)
     return "\n".join(map(str, job.probe_engine.lists.training(count)))
