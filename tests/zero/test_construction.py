@@ -12,7 +12,7 @@ from megazero.pipeline.build import build_stages
 from megazero.zero.state import ModelState
 from tests.plan.meter import metered
 
-SHAPE = "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 3000"
+SHAPE = "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 3000"
 CONSTANT = 40 * block_elements(torch.device("cpu"))
 """Bytes for what is not a parameter: a block of initial values while it is drawn, in float64 with its random bits."""
 
