@@ -41,6 +41,11 @@ class Axes:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether several ranks of a stage store the same shard: fewer share out its state than hold its layers."""
+        return self.shard_size is not None and self.shard_size < self.dp * self.cp
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the axes by name."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}

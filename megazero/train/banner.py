@@ -159,7 +159,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
     return (
         lines
         + [("gradients", gradients)] * bool(gradients)
-        + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * (axes.shard_size is not None)
+        + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * axes.is_hybrid
         + [("messages", messages)] * bool(messages)
         + [("parameters", sentence) for sentence in _gathers(run, axes, micro_batches)]
         + [("recompute", words) for words in _recompute(run, axes)]

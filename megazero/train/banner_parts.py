@@ -174,8 +174,8 @@ def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages
 
 def zero(zero_stage: int, axes: Axes) -> str:
     """`ZeRO-1`, or `ZeRO-1 in sets of 2 of 4 replicas`."""
-    size, replicas = axes.shard_size, axes.dp * axes.cp
-    return f"ZeRO-{zero_stage}" + ("" if size is None else f" in sets of {size} of {replicas} replicas")
+    sets = f" in sets of {axes.shard_size} of {axes.dp * axes.cp} replicas" if axes.is_hybrid else ""
+    return f"ZeRO-{zero_stage}{sets}"
 
 
 def sets_sentence(zero_stage: int, traffic: Traffic) -> str:

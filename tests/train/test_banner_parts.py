@@ -81,6 +81,7 @@ def test_traffic_of_zero_2() -> None:
 
 def test_hybrid_shards_are_told() -> None:
     assert zero(1, Axes(dp=4)) == "ZeRO-1"
+    assert zero(3, Axes(dp=4, shard_size=4)) == "ZeRO-3"
     assert zero(2, Axes(dp=2, cp=2, shard_size=2)) == "ZeRO-2 in sets of 2 of 4 replicas"
     said = "a rank sends 6 bytes per parameter inside its set in a step, and 4 across the sets"
     assert sets_sentence(1, Traffic(6.0, 4.0)) == said
