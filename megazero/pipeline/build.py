@@ -163,13 +163,17 @@ def schedules(run: Run, pp_index: int) -> Callable[[int], tuple[Instruction, ...
 def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
     """The lists of a rank of this stage. shape: its model state."""
     schedule_of = schedules(run, pp_index)
-    options = StepOptions(
+    return Lists(schedule_of, lambda m: forward_only(schedule_of(m)), shape, step_options(run), chunks_of(run).count)
+
+
+def step_options(run: Run) -> StepOptions:
+    """How the passes place a run's instructions."""
+    return StepOptions(
         reduce_every=reduces_every_micro_batch(run),
         overlap=run.parallel.overlap,
         gathered_bytes=run.parallel.zero3_gathered_bytes,
         regather=run.parallel.zero3_regather,
     )
-    return Lists(schedule_of, lambda m: forward_only(schedule_of(m)), shape, options, chunks_of(run).count)
 
 
 def build_engine(

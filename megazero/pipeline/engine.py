@@ -20,6 +20,7 @@ from megazero.mpu.p2p import Channels
 from megazero.pipeline.actions import NoState, StateActions, StepEnd
 from megazero.pipeline.schedule_run import ScheduleRun, StageParts
 from megazero.pipeline.warm_up import LonePass
+from megazero.program.effects import ParametersRead
 from megazero.program.instruction import Instruction
 from megazero.program.shape import RankShape
 
@@ -61,7 +62,15 @@ class PipelineEngine:
         self.stages, self.lists = tuple(stages), lists
         self.model_chunks = grid.pp.size * len(stages)
         self.parts = StageParts(
-            self.stages, self.model_chunks, hidden_shape, dtype, grid.device, channels, lists.shape, state or NoState()
+            self.stages,
+            self.model_chunks,
+            hidden_shape,
+            dtype,
+            grid.device,
+            channels,
+            lists.shape,
+            ParametersRead(lists.shape),
+            state or NoState(),
         )
         self._sends_at_once = grid.pp.size == 1 or grid.pp.is_on_host
         self.cool()

@@ -20,6 +20,7 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.actions import StateActions, StepEnd
+from megazero.program.effects import ParametersRead
 from megazero.program.instruction import ComputationKey, Instruction, Op
 from megazero.program.passes.cut import Pass, units_of
 from megazero.program.shape import RankShape
@@ -29,7 +30,8 @@ from megazero.program.shape import RankShape
 class StageParts:
     """What a pass works with on a rank: see `pipeline.engine.PipelineEngine`.
 
-    model_chunks: the number of chunks of the whole model.
+    model_chunks  the number of chunks of the whole model
+    reads         which buckets an instruction reads
     """
 
     stages: tuple[nn.Module, ...]
@@ -39,6 +41,7 @@ class StageParts:
     device: torch.device
     channels: Channels | None
     shape: RankShape
+    reads: ParametersRead
     state: StateActions
 
 
@@ -108,8 +111,10 @@ class ScheduleRun:
         self.own = {i.model_chunk: i.chunk for i in instructions if i.is_compute}
 
     def execute(self, instructions: Sequence[Instruction]) -> None:
-        """Execute the next instructions of the list."""
+        """Execute the next instructions of the list. Each waits for the parameters that it reads."""
         for instruction in instructions:
+            if read := self.parts.reads(instruction):
+                self.state.ready(read)
             self.actions[instruction.op](instruction)
 
     def finish(self) -> None:
@@ -122,9 +127,7 @@ class ScheduleRun:
     # --- computations ----------------------------------------------------------------------------------------------
 
     def _forward(self, i: Instruction) -> None:
-        units, shapes = self._units(i), self.parts.shape.units[i.chunk]
-        for unit in units:
-            self.state.ready(shapes[unit].forward)
+        units, count = self._units(i), len(self.parts.shape.units[i.chunk])
         where, key = (i.micro_batch, i.chunk), (i.micro_batch, i.chunk, units.start)
         if units.start:
             hidden = self.between.pop((False, where))
@@ -137,7 +140,7 @@ class ScheduleRun:
         if self.trains:
             # None: no parameter so far is trained (a chunk with a frozen embedding only).
             self.edges[key] = get_gradient_edge(output) if output.requires_grad else None
-        if units.stop < len(shapes):
+        if units.stop < count:
             self.between[False, where] = output.detach().requires_grad_(self.trains and output.requires_grad)
         elif i.model_chunk == self.parts.model_chunks - 1:
             self.loss_sum += output.detach()
@@ -148,12 +151,10 @@ class ScheduleRun:
             self._hand_on(False, i, output.detach())
 
     def _backward(self, i: Instruction) -> None:
-        units, shapes = self._units(i), self.parts.shape.units[i.chunk]
-        for unit in units:
-            self.state.ready(shapes[unit].backward)
+        units, count = self._units(i), len(self.parts.shape.units[i.chunk])
         where, key = (i.micro_batch, i.chunk), (i.micro_batch, i.chunk, units.start)
         edge = self.edges.pop(key)
-        gradient = self.between.pop((True, where)) if units.stop < len(shapes) else self._arrived(True, where)
+        gradient = self.between.pop((True, where)) if units.stop < count else self._arrived(True, where)
         self.state.before_backward(key if i.op is Op.BACKWARD_INPUT else None)
         if edge is not None:
             assert gradient is not None, "a unit's output has a gradient, but not the next unit's input"

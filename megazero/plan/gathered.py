@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
-from megazero.pipeline.build import step_lists
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.bytes import has_nccl
 from megazero.plan.shapes import shape_of
+from megazero.plan.step_lists import StepLists
 from megazero.program.instruction import Op
-from megazero.program.passes.gathers import least_bytes, two_units
+from megazero.program.passes.gathers import least_bytes
 from megazero.program.shape import RankShape
 from megazero.program.traffic import message_bytes
 
@@ -53,17 +53,15 @@ def largest_unit(run: Run, axes: Axes) -> tuple[int, int, str]:
     return max(found, key=lambda unit: unit[0])
 
 
-def gathered_bytes(run: Run, axes: Axes, stage: int, micro_batches: int) -> GatheredBytes | None:
+def gathered_bytes(steps: StepLists, stage: int) -> GatheredBytes | None:
     """The bytes of a training step; None where the stage gathers no sharded parameters."""
-    shape = _shape(run, axes, stage)
+    step = steps.of(stage)
+    shape, listed = step.shape, step.instructions
     if not any(bucket.gathered for bucket in shape.buckets):
         return None
-    listed = step_lists(run, stage, shape).training(micro_batches)
-    budget = run.parallel.zero3_gathered_bytes
-    held = two_units(listed, shape) if budget is None else budget
     gathers = [i for i in listed if i.op is Op.GATHER and shape.buckets[i.buckets[0]].gathered]
-    step = sum(message_bytes(i, shape) for i in gathers)
-    return GatheredBytes(stage, held, step, least_bytes(listed, shape, held))
+    gathered = sum(message_bytes(i, shape) for i in gathers)
+    return GatheredBytes(stage, step.budget, gathered, least_bytes(listed, shape, step.budget))
 
 
 def _shape(run: Run, axes: Axes, stage: int) -> RankShape:

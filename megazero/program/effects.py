@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op, Units
 from megazero.program.shape import RankShape
 
 
@@ -132,6 +132,10 @@ def _graph(i: Instruction, scope: Scope) -> Iterator[Value]:
 
 
 def _deferred(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What the weights' part of a split backward works with. Parameters are not among it: it runs the closures that
+    `mpu.linear`, `mpu.fp8_linear` and autograd (for norms) handed to the gradient targets, and these hold the inputs of
+    layers and gradients of outputs. Adapters (`mpu.lora`) are such linear layers.
+    """
     for unit in range(*scope.units_of(i)):
         yield (Thing.DEFERRED, i.micro_batch, i.chunk, unit, -1)
 
@@ -146,6 +150,24 @@ def parameters_read(i: Instruction, scope: Scope) -> Iterator[Value]:
         buckets = tuple({b: None for unit in units[first:stop] for b in (unit.forward if forward else unit.backward)})
     for bucket in buckets:
         yield _of(Thing.PARAMETERS, bucket)
+
+
+class ParametersRead:
+    """From an instruction to the buckets whose whole parameters it reads (`EFFECTS`), by number, in ascending order.
+
+    Every micro-batch has the same computations. What one of them reads is found once.
+    """
+
+    def __init__(self, shape: RankShape) -> None:
+        self._scope = Scope(shape, model_chunks=0)  # no parameter depends on the number of chunks
+        self._found: dict[tuple[Op, int, Units | None], tuple[int, ...]] = {}
+
+    def __call__(self, i: Instruction) -> tuple[int, ...]:
+        key = i.op, i.chunk, i.units
+        if key not in self._found:
+            values = [value for which in EFFECTS[i.op].needs for value in which(i, self._scope)]
+            self._found[key] = tuple(sorted(value[1] for value in values if value[0] is Thing.PARAMETERS))
+        return self._found[key]
 
 
 def _gradients_added(i: Instruction, scope: Scope) -> Iterator[Value]:

@@ -63,8 +63,12 @@ def _with_gathers(
 ) -> tuple[Instruction, ...]:
     if not any(bucket.gathered for bucket in shape.buckets):
         return tuple(instructions)
-    budget = two_units(instructions, shape) if options.gathered_bytes is None else options.gathered_bytes
-    return place_gathers(instructions, shape, budget, options.regather)
+    return place_gathers(instructions, shape, gathered_budget(instructions, shape, options), options.regather)
+
+
+def gathered_budget(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> int:
+    """The budget of gathered parameters of a list, with or without its gathers."""
+    return two_units(instructions, shape) if options.gathered_bytes is None else options.gathered_bytes
 
 
 class Lists:
@@ -104,6 +108,6 @@ class Lists:
         if key not in self._made:
             made = self._make[trains](micro_batches)
             scope = Scope(self.shape, self.model_chunks, trains)
-            check_list(made, scope, micro_batches, budget=self.options.gathered_bytes)
+            check_list(made, scope, micro_batches, budget=gathered_budget(made, self.shape, self.options))
             self._made[key] = made
         return self._made[key]

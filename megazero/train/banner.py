@@ -33,7 +33,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.gathered import gathered_bytes
 from megazero.plan.recompute import activation_peaks, recompute_table
-from megazero.plan.step_lists import micro_batches_of
+from megazero.plan.step_lists import StepLists
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
 from megazero.program.simulate import simulate
@@ -48,6 +48,7 @@ from megazero.zero.messages import BITS
 def banner(
     run: Run,
     grid: ProcessGrid,
+    steps: StepLists,
     text: str,
     start: str,
     changes: list[tuple[str, object, object]],
@@ -56,6 +57,7 @@ def banner(
 ) -> str:
     """The banner of a run on this grid.
 
+    steps    the run's lists
     text     describes the data
     start    describes what the run starts from
     changes  (field, old, new) of what differs from the checkpoint's run
@@ -67,7 +69,7 @@ def banner(
         (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
         ("Model", parts.pairs(_model(run))),
         (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
-        ("Schedule", parts.pairs([*schedule_lines(run, axes), *_communication(run, grid)])),
+        ("Schedule", parts.pairs([*schedule_lines(steps), *_communication(run, grid)])),
         ("Run", parts.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
@@ -134,9 +136,9 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
     return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
 
 
-def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
+def schedule_lines(steps: StepLists) -> list[tuple[str, str]]:
     """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute and CUDA graphs."""
-    micro_batches = micro_batches_of(run, axes)
+    run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual), chunk_times(run))
     live = max(report.peak_activations)
@@ -161,7 +163,7 @@ def schedule_lines(run: Run, axes: Axes) -> list[tuple[str, str]]:
         + [("gradients", gradients)] * bool(gradients)
         + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * axes.is_hybrid
         + [("messages", messages)] * bool(messages)
-        + [("parameters", sentence) for sentence in _gathers(run, axes, micro_batches)]
+        + [("parameters", sentence) for sentence in _gathers(steps)]
         + [("recompute", words) for words in _recompute(run, axes)]
     )
 
@@ -208,13 +210,14 @@ def _messages(run: Run) -> str:
     )
 
 
-def _gathers(run: Run, axes: Axes, micro_batches: int) -> list[str]:
+def _gathers(steps: StepLists) -> list[str]:
     """Sentences on what the first and the last stage gather under ZeRO-3."""
+    run, pp = steps.run, steps.axes.pp
     if run.parallel.zero_stage != 3 or run.model.vocab_size is None:
         return []
-    found = [gathered_bytes(run, axes, stage, micro_batches) for stage in sorted({0, axes.pp - 1})]
+    found = [gathered_bytes(steps, stage) for stage in sorted({0, pp - 1})]
     return [
-        parts.gathers_sentence(each.stage, axes.pp, run.parallel.zero3_regather, each.budget, each.step, each.least)
+        parts.gathers_sentence(each.stage, pp, run.parallel.zero3_regather, each.budget, each.step, each.least)
         for each in found
         if each is not None
     ]

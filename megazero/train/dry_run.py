@@ -8,7 +8,8 @@ from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.bytes import has_nccl, stage_bytes
+from megazero.plan.step_lists import StepLists
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train.banner import schedule_lines
@@ -68,7 +69,7 @@ def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
         head += f", {count(parameters(run.model))} parameters"
         table = parts.stage_table(stage_bytes(run, axes))
     sections = [
-        (head, parts.pairs(schedule_lines(run, axes))),
+        (head, parts.pairs(schedule_lines(StepLists(run, axes, nccl=has_nccl(run.parallel, axes))))),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
         ("Worth knowing", parts.bullets(notes)),
         ("Not checked", parts.bullets(left)),

@@ -9,6 +9,7 @@ from megazero.config.dump import RUN_FILE, dump
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
+from megazero.plan.step_lists import StepLists
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
 from megazero.train.bodies import bodies_of, note_of_other_bodies
@@ -27,6 +28,7 @@ def announce_kernels(grid: ProcessGrid) -> None:
 def introduce(
     run: Run,
     grid: ProcessGrid,
+    steps: StepLists,
     prepared: Prepared,
     start: StartPoint,
     fence: Fence | None,
@@ -34,8 +36,8 @@ def introduce(
 ) -> None:
     """Print the banner on rank 0, and write the resolved run into the save folder, as a file for `--config`.
 
-    fence: that of the save folder, if there is one. parsed: the user's settings; None if a program made the run. Raises
-    FenceLost if another run has claimed the folder.
+    steps: the run's lists. fence: that of the save folder, if there is one. parsed: the user's settings; None if a
+    program made the run. Raises FenceLost if another run has claimed the folder.
     """
     others = note_of_other_bodies(bodies_of(run, grid.device), grid)
     if grid.rank != 0:
@@ -43,7 +45,7 @@ def introduce(
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
     said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
     notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration), *filter(None, [others]))
-    print(banner(run, grid, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
+    print(banner(run, grid, steps, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

@@ -18,7 +18,7 @@ from megazero.pipeline.build import build_engine, build_stages, step_lists, with
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.step_lists import check_step, micro_batches_of
+from megazero.plan.step_lists import StepLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
@@ -90,8 +90,9 @@ def build_job(
     state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)
     channels = Channels(grid, and_back=chunks_of(run).and_back)
     lists = step_lists(run, grid.at.pp, model.shape)
+    steps = StepLists(run, grid.axes, nccl=grid.world.is_on_device)
     if grid.rank == 0:
-        check_step(run, grid.axes, micro_batches_of(run, grid.axes), nccl=grid.world.is_on_device)
+        steps.check()
     engine = build_engine(run, grid, stages, channels, lists, model.actions)
     probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
@@ -100,7 +101,7 @@ def build_job(
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid)
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
-    introduce(run, grid, prepared, start, checkpoints.fence, parsed)
+    introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
     log = step_log(run, grid, [*sinks, *program])
     if run.checkpoint.async_save:
         held = size(checkpoints.reserve())

@@ -15,6 +15,7 @@ from megazero.config.source import ConfigError
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
+from megazero.plan.step_lists import StepLists
 from megazero.train.banner import banner
 from megazero.train.init_from import model_source
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
@@ -127,7 +128,12 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, s
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     trained = torch.tensor([p.numel() for stage in job.stages for p in stage.parameters() if p.requires_grad])
-    return job.state.model.bytes(), told.total, banner(job.run, job.grid, "words", "from here", []), trained
+    return (
+        job.state.model.bytes(),
+        told.total,
+        banner(job.run, job.grid, StepLists(job.run, job.grid.axes, nccl=False), "words", "from here", []),
+        trained,
+    )
 
 
 @pytest.mark.slow

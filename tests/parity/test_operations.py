@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazero.plan.step_lists import StepLists
 from megazero.telemetry.record import StepRecord
 from megazero.train.banner import banner
 from tests.parity.training import data_flags, job_on_rank
@@ -52,7 +53,11 @@ def step(flags: list[str]) -> tuple[StepRecord, str, int]:
     with FlopCounterMode(display=False) as counter:
         job.trainer.train_step(stop=False)
     (record,) = recorder.records
-    return record, banner(job.run, job.grid, "words", "from scratch", []), counter.get_total_flops()
+    return (
+        record,
+        banner(job.run, job.grid, StepLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", []),
+        counter.get_total_flops(),
+    )
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import GatheredBytes, gathered_bytes, unit_problems
+from megazero.plan.step_lists import StepLists
 from megazero.train.banner_parts import gathers_sentence
 
 WORDS = (
@@ -25,10 +26,13 @@ def run_of(words: str, ranks: int = 2) -> Run:
     return parse_run(f"{WORDS} {words}".split(), ranks)
 
 
-def gathered(words: str, stage: int = 0, ranks: int = 2) -> GatheredBytes:
+def steps_of(words: str, ranks: int) -> StepLists:
     run = run_of(words, ranks)
-    axes = axes_of(run.parallel, ranks)
-    found = gathered_bytes(run, axes, stage, 8 // axes.dp)
+    return StepLists(run, axes_of(run.parallel, ranks), nccl=False)
+
+
+def gathered(words: str, stage: int = 0, ranks: int = 2) -> GatheredBytes:
+    found = gathered_bytes(steps_of(words, ranks), stage)
     assert found is not None
     return found
 
@@ -53,10 +57,8 @@ def test_what_a_step_gathers() -> None:
 
 
 def test_nothing_is_gathered_where_nothing_is_sharded() -> None:
-    run = run_of("--zero-stage 2")
-    assert gathered_bytes(run, axes_of(run.parallel, 2), 0, 4) is None
-    alone = run_of("", 1)
-    assert gathered_bytes(alone, axes_of(alone.parallel, 1), 0, 8) is None
+    assert gathered_bytes(steps_of("--zero-stage 2", 2), 0) is None
+    assert gathered_bytes(steps_of("", 1), 0) is None
 
 
 @pytest.mark.parametrize(

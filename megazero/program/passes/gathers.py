@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import median_high
 
+from megazero.program.effects import ParametersRead
 from megazero.program.instruction import Instruction, Op
-from megazero.program.passes.caching import CacheSearch, as_bits, fewest_bytes
-from megazero.program.passes.cut import units_of
+from megazero.program.passes.caching import CachePlan, CacheSearch, as_bits, fewest_bytes
 from megazero.program.shape import RankShape
 
 REGATHER = ("micro-batch", "step")
@@ -46,34 +47,31 @@ class BudgetError(ValueError):
     """The budget does not hold the parameters of one computation."""
 
 
-def uses(i: Instruction, shape: RankShape) -> Use:
-    """The buckets with sharded parameters that a computation reads, in ascending order.
-
-    The weights' part of a split backward reads none. What it runs are the closures that `mpu.linear`, `mpu.fp8_linear`
-    and autograd (for norms) handed to the gradient targets; they hold layers' inputs and gradients of outputs, not
-    weights. Adapters (`mpu.lora`) are such linear layers.
-    """
-    if not i.is_compute or i.op is Op.BACKWARD_WEIGHT:
-        return ()
-    units = [shape.units[i.chunk][number] for number in units_of(i, shape)]
-    read = {bucket for unit in units for bucket in (unit.forward if i.op is Op.FORWARD else unit.backward)}
-    return tuple(sorted(bucket for bucket in read if shape.buckets[bucket].gathered))
+def all_uses(instructions: Sequence[Instruction], shape: RankShape) -> list[Use]:
+    """For each instruction of a list the buckets with sharded parameters that it reads (`program.effects`)."""
+    read, gathered = ParametersRead(shape), [bucket.gathered for bucket in shape.buckets]
+    return [tuple(bucket for bucket in read(i) if gathered[bucket]) for i in instructions]
 
 
 def uses_of(instructions: Sequence[Instruction], shape: RankShape) -> list[Use]:
     """The uses of a list, in order: computations that read no sharded parameters are none."""
-    return [use for i in instructions if (use := uses(i, shape))]
+    return [use for use in all_uses(instructions, shape) if use]
 
 
 def two_units(instructions: Sequence[Instruction], shape: RankShape) -> int:
     """Bytes of the parameters of the two largest computations that follow each other."""
-    pairs = pairwise(uses_of(instructions, shape))
-    return max((shape.bytes_of({*one, *other}) for one, other in pairs), default=one_unit(instructions, shape))
+    order = uses_of(instructions, shape)
+    pairs = {(*one, *other) for one, other in pairwise(order)}
+    return max((shape.bytes_of({*pair}) for pair in pairs), default=_largest(order, shape))
 
 
 def one_unit(instructions: Sequence[Instruction], shape: RankShape) -> int:
     """Bytes of the parameters of the largest computation: the smallest budget."""
-    return max((shape.bytes_of(uses(i, shape)) for i in instructions), default=0)
+    return _largest(uses_of(instructions, shape), shape)
+
+
+def _largest(order: Sequence[Use], shape: RankShape) -> int:
+    return max((shape.bytes_of(use) for use in {*order}), default=0)
 
 
 def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> int:
@@ -82,10 +80,11 @@ def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: i
     They can be reached, except where buckets have so many sizes that `CacheSearch` gives up: then they are the bound of
     `fewest_bytes`. Raises BudgetError as `place_gathers` does.
     """
-    order, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
+    uses, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
+    order = [use for use in uses if use]
     if not order:
         return 0
-    found = CacheSearch(order, sizes, budget).run()
+    found = _fewest(order, sizes, budget)
     return found.loaded if found.least else fewest_bytes(order, sizes, budget)
 
 
@@ -98,16 +97,17 @@ def place_gathers(
     The result depends on the arguments only, so it is the same on all ranks of a role.
     Raises BudgetError where the budget does not hold the parameters of one computation.
     """
-    order, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
+    uses, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
+    order = [use for use in uses if use]
     if not order:
         return tuple(instructions)
     choices = _kept_choices(order, sizes, budget) if regather == "step" else [set[Gap]()]
     placements = [_placement(order, sizes, budget, kept) for kept in choices]
     best = min(placements, key=lambda placement: OVERLAP_WORTH * placement.gathered + placement.late)
     placed, number = best.gathers[0].copy(), 0
-    for i in instructions:
+    for i, use in zip(instructions, uses, strict=True):
         placed.append(i)
-        if uses(i, shape):
+        if use:
             placed += best.releases[number]
             number += 1
             placed += best.gathers[number]
@@ -119,14 +119,24 @@ def _sizes(shape: RankShape) -> list[int]:
 
 
 def _fitting_uses(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> list[Use]:
-    """The uses of a list. Raises BudgetError where one of them does not fit."""
-    found: list[Use] = []
-    for i in instructions:
-        use = uses(i, shape)
-        if shape.bytes_of(use) > budget:
-            raise BudgetError(f"{i} reads {shape.bytes_of(use)} bytes of parameters, the budget is {budget}")
-        found += [use] if use else []
-    return found
+    """`all_uses`. Raises BudgetError where the largest one does not fit."""
+    uses = all_uses(instructions, shape)
+    largest = max(dict.fromkeys(uses), key=shape.bytes_of, default=())
+    if shape.bytes_of(largest) > budget:
+        i = instructions[uses.index(largest)]
+        raise BudgetError(f"{i} reads {shape.bytes_of(largest)} bytes of parameters, the budget is {budget}")
+    return uses
+
+
+def _fewest(order: Sequence[Use], sizes: Sequence[int], budget: int) -> CachePlan:
+    """The cache that loads the fewest bytes."""
+    return _searched(tuple(order), tuple(sizes), budget)
+
+
+@lru_cache(maxsize=4)
+def _searched(order: tuple[Use, ...], sizes: tuple[int, ...], budget: int) -> CachePlan:
+    """The answer of a search, which takes seconds for a long list. The pass asks for it, and then `least_bytes`."""
+    return CacheSearch(order, sizes, budget).run()
 
 
 def _kept_choices(order: Sequence[Use], sizes: Sequence[int], budget: int) -> list[set[Gap]]:
@@ -138,7 +148,7 @@ def _kept_choices(order: Sequence[Use], sizes: Sequence[int], budget: int) -> li
         window if sum(sizes[bucket] for bucket in window) <= budget else use
         for window, use in zip(windows, order, strict=True)
     ]
-    return [_kept(order, CacheSearch(wanted, sizes, budget).run().held) for wanted in (order, fitting)]
+    return [_kept(order, _fewest(wanted, sizes, budget).held) for wanted in (order, fitting)]
 
 
 def _kept(order: Sequence[Use], held: Sequence[int]) -> set[Gap]:
