@@ -85,7 +85,11 @@ class CacheSearch:
         return CachePlan(_in_order(contents), loaded, least)
 
     def _size(self, items: int) -> int:
-        return sum(size * (items & own).bit_count() for size, own in self.classes) if items else 0
+        total = 0
+        for size, own in self.classes if items else ():  # asked a million times: a generator takes twice as long
+            if found := items & own:
+                total += size * found.bit_count()
+        return total
 
     def _renew_queues(self, at: int, following: dict[int, int | None]) -> None:
         for item, later in following.items():
