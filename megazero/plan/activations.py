@@ -6,7 +6,8 @@ with tensors that have sizes only. `plan.layer_tapes` says what each layer saves
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from fused_ops.attention.selection import Body
 from megazero.config.derive import head_dim, padded_vocab, position_rows, query_groups
@@ -49,6 +50,13 @@ class ActivationPlan:
     run: Run
     body: Body
     kind: str = "cpu"
+    _known: dict[tuple[object, ...], UnitBytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def _once(self, which: tuple[object, ...], measure: Callable[[], UnitBytes]) -> UnitBytes:
+        """The bytes of this unit, computed when they are asked for first."""
+        if which not in self._known:
+            self._known[which] = measure()
+        return self._known[which]
 
     @property
     def widths(self) -> Widths:
@@ -94,6 +102,9 @@ class ActivationPlan:
 
     def embedding(self) -> UnitBytes:
         """The bytes of the embedding."""
+        return self._once(("embedding",), self._embedding)
+
+    def _embedding(self) -> UnitBytes:
         model, w, trained = self.run.model, self.widths, self.trains_all
         hidden = model.hidden_size
         tape = Tape(Buffer(0))
@@ -131,6 +142,9 @@ class ActivationPlan:
 
     def block(self, recompute: str = NONE, *, graded: bool = True) -> UnitBytes:
         """The bytes of a block. graded: whether its input needs a gradient; not so after a frozen embedding."""
+        return self._once((recompute, graded), lambda: self._block(recompute, graded=graded))
+
+    def _block(self, recompute: str, *, graded: bool) -> UnitBytes:
         source = Buffer(self.hidden_bytes)
         tape = Tape(source, {source} if graded else set())
         x = self._attention(tape, source, selective=recompute == SELECTIVE)
@@ -172,6 +186,9 @@ class ActivationPlan:
 
     def head(self) -> UnitBytes:
         """The bytes of the head and the loss. On a CPU `logits` are beside them, in memory of their own."""
+        return self._once(("head",), self._head)
+
+    def _head(self) -> UnitBytes:
         model, w = self.run.model, self.widths
         source = Buffer(self.hidden_bytes)
         tape = Tape(source, {source})

@@ -87,17 +87,15 @@ class _Last:
 
 def chunk_bytes(plan: ActivationPlan, spec: StageSpec, table: RecomputeTable) -> ChunkBytes:
     """The activations of the chunk `spec` under a table of what is computed again."""
-    kinds = [table[number] if table else NONE for number in spec.blocks]
-    known = {kind: plan.block(kind) for kind in set(kinds)}
-    return of_units(plan, spec, [(known[kind], kind, 1) for kind in kinds])
+    return of_units(plan, spec, [(table[number] if table else NONE, 1) for number in spec.blocks])
 
 
-def of_units(plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[UnitBytes, str, int]]) -> ChunkBytes:
-    """The chunk whose blocks are these, in runs of equal ones: (bytes, what is computed again, how many)."""
-    runs = [(unit, count) for unit, _, count in blocks if count]
-    kinds = [kind for _, kind, count in blocks if count]
+def of_units(plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]]) -> ChunkBytes:
+    """The chunk whose blocks are these, in runs of equal ones: (what is computed again, how many)."""
+    kinds = [(kind, count) for kind, count in blocks if count]
+    runs = [(plan.block(kind), count) for kind, count in kinds]
     if runs and spec.has_embedding and not plan.trains_all:  # no gradient comes out of a frozen embedding
-        runs[:1] = [(plan.block(kinds[0], graded=False), 1), (runs[0][0], runs[0][1] - 1)]
+        runs[:1] = [(plan.block(kinds[0][0], graded=False), 1), (runs[0][0], runs[0][1] - 1)]
     if spec.has_embedding:
         runs.insert(0, (plan.embedding(), 1))
     if spec.has_head:
@@ -132,6 +130,20 @@ def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
         live[i.chunk] += {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1, Op.BACKWARD_WEIGHT: 0}[i.op]
         late[i.chunk] += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(i.op, 0)
     return list(found)
+
+
+def binding(when: Sequence[Moment]) -> list[Moment]:
+    """Those of these moments at which some choice may hold the most bytes: beside others of their kind more lives."""
+
+    def covers(more: Moment, less: Moment) -> bool:
+        return all(a >= b for a, b in zip(more.live + more.late, less.live + less.late, strict=True))
+
+    found: dict[tuple[Op, int], list[Moment]] = {}
+    for moment in sorted(when, key=lambda moment: sum(moment.live + moment.late), reverse=True):
+        before = found.setdefault((moment.op, moment.chunk), [])
+        if not any(covers(more, moment) for more in before):
+            before.append(moment)
+    return [moment for of_kind in found.values() for moment in of_kind]
 
 
 def share(moment: Moment, number: int, chunk: ChunkBytes) -> int:

@@ -5,8 +5,8 @@ all, drop their attention core, and drop everything. Their order follows: what i
 what the blocks before it keep, so those with the largest peak above what they keep come first. These are the blocks
 that are recomputed as a whole, then those without their core, then the others.
 
-The search goes through the chunks of a stage with the cheapest choices first, and leaves out what cannot fit or cannot
-cost less than what is found: it is exact.
+Each chunk is a group of choices, and each moment of the stage's list a limit: `plan.knapsack` searches. It is exact,
+but for stages with several chunks of many blocks, where it says how far from the least work its choice is at most.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 
 from fused_ops.attention.selection import choose
@@ -28,8 +29,9 @@ from megazero.pipeline.build import attention_support, attention_workload
 from megazero.pipeline.schedule import stage_schedule
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.activations import ActivationPlan
-from megazero.plan.chunk_bytes import ChunkBytes, chunk_bytes, moments, of_units, peak_bytes, share
+from megazero.plan.chunk_bytes import ChunkBytes, Moment, binding, chunk_bytes, moments, of_units, peak_bytes, share
 from megazero.plan.flops import attention_core_flops, block_flops
+from megazero.plan.knapsack import Group, select
 from megazero.program.instruction import Instruction
 
 
@@ -42,8 +44,33 @@ class ChunkChoice:
     chunk: ChunkBytes
 
 
-@cache
+@dataclass(frozen=True)
+class StageChoice:
+    """The choice for each chunk of a stage. No other that fits takes fewer operations for one sample than `bound`."""
+
+    chunks: tuple[ChunkChoice, ...]
+    bound: int
+
+    @property
+    def work(self) -> int:
+        return sum(choice.work for choice in self.chunks)
+
+
+@dataclass(frozen=True)
+class RecomputeChoice:
+    """What backward computes again of every block. missed: the share of its operations that another could save."""
+
+    table: RecomputeTable
+    missed: float = 0.0
+
+
 def recompute_table(run: Run, axes: Axes, kind: str) -> RecomputeTable:
+    """The table of `recompute_choice`."""
+    return recompute_choice(run, axes, kind).table
+
+
+@cache
+def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
     """What backward computes again of every block: what the flags say, or what fits the budget on every stage.
 
     kind: of device, cpu or cuda. It decides the body of attention, and so what attention keeps. Raises ConfigError
@@ -51,15 +78,21 @@ def recompute_table(run: Run, axes: Axes, kind: str) -> RecomputeTable:
     """
     budget = run.parallel.activation_memory_budget
     if budget is None:
-        return recompute_by_flags(run)
+        return RecomputeChoice(recompute_by_flags(run))
     plan = activation_plan(run, kind)
     table, problems = [NONE] * run.model.num_layers, list[str]()
     specs = stage_specs(run)
+    work = bound = 0
+    known: dict[object, StageChoice | None] = {}
     for stage in range(axes.pp):
         own = [specs[number] for number in chunks_of(run).of(stage)]
-        instructions = instructions_of(run, axes, stage)
-        found = least_work(plan, own, instructions, budget)
+        when = tuple(binding(moments(instructions_of(run, axes, stage), len(own))))
+        like = when, *((len(spec.blocks), spec.has_embedding, spec.has_head) for spec in own)
+        if like not in known:
+            known[like] = least_work(plan, own, when, budget)
+        found = known[like]
         if found is None:
+            instructions = instructions_of(run, axes, stage)
             least = min(_uniform(plan, own, instructions, kind) for kind in (NONE, SELECTIVE, FULL))
             problems.append(
                 f"--activation-memory-budget {budget:,}: stage {stage} needs {least:,} bytes for its activations with "
@@ -67,11 +100,12 @@ def recompute_table(run: Run, axes: Axes, kind: str) -> RecomputeTable:
                 f"--micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
             )
             continue
-        for spec, choice in zip(own, found, strict=True):
+        work, bound = work + found.work, bound + found.bound
+        for spec, choice in zip(own, found.chunks, strict=True):
             table[spec.blocks.start : spec.blocks.stop] = choice.kinds
     if problems:
         raise ConfigError(problems)
-    return tuple(table)
+    return RecomputeChoice(tuple(table), 1 - bound / work if work else 0.0)
 
 
 def activation_plan(run: Run, kind: str) -> ActivationPlan:
@@ -101,43 +135,36 @@ def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
 
 
 def least_work(
-    plan: ActivationPlan, specs: Sequence[StageSpec], instructions: Sequence[Instruction], budget: int
-) -> list[ChunkChoice] | None:
-    """The choice for each chunk of a stage that fits the budget with the fewest operations; None if nothing fits."""
-    when = moments(instructions, len(specs))
-    options = [sorted(chunk_choices(plan, spec), key=lambda choice: choice.work) for spec in specs]
-    least = [[min(share(moment, i, o.chunk) for o in mine) for i, mine in enumerate(options)] for moment in when]
-    best: list[ChunkChoice] | None = None
+    plan: ActivationPlan, specs: Sequence[StageSpec], when: Sequence[Moment], budget: int
+) -> StageChoice | None:
+    """The choice for each chunk of a stage that fits the budget with the fewest operations; None if nothing fits.
 
-    def extend(chosen: list[ChunkChoice], work: int, used: list[int]) -> None:
-        """Choose for the next chunk. used: bytes of the chosen chunks at every moment."""
-        nonlocal best
-        number = len(chosen)
-        if number == len(options):
-            best = chosen
-            return
-        for option in options[number]:
-            if best is not None and work + option.work >= sum(choice.work for choice in best):
-                return
-            now = [before + share(moment, number, option.chunk) for before, moment in zip(used, when, strict=True)]
-            if all(own + sum(rest[number + 1 :]) <= budget for own, rest in zip(now, least, strict=True)):
-                extend([*chosen, option], work + option.work, now)
-
-    extend([], 0, [0] * len(when))
-    return best
+    when: the moments of the stage's list.
+    """
+    options = [chunk_choices(plan, spec) for spec in specs]
+    groups = [
+        Group(
+            np.array([option.work for option in mine]),
+            np.array([[share(moment, number, option.chunk) for moment in when] for option in mine]),
+        )
+        for number, mine in enumerate(options)
+    ]
+    found = select(groups, budget)
+    if found is None:
+        return None
+    return StageChoice(tuple(mine[number] for mine, number in zip(options, found.options, strict=True)), found.bound)
 
 
 def chunk_choices(plan: ActivationPlan, spec: StageSpec) -> list[ChunkChoice]:
     """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes."""
     blocks, model = len(spec.blocks), plan.run.model
     core, whole = attention_core_flops(model), block_flops(model)
-    known = {kind: plan.block(kind) for kind in (FULL, SELECTIVE, NONE)}
     found = []
     for full in range(blocks + 1):
         for selective in range(blocks + 1 - full):
             counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
             kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
-            chunk = of_units(plan, spec, [(known[kind], kind, count) for kind, count in counts.items()])
+            chunk = of_units(plan, spec, list(counts.items()))
             found.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
     return found
 

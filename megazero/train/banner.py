@@ -32,7 +32,7 @@ from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.gathered import gathered_bytes
-from megazero.plan.recompute import activation_peaks, recompute_table
+from megazero.plan.recompute import activation_peaks, recompute_choice
 from megazero.plan.step_lists import StepLists
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
@@ -174,11 +174,13 @@ def _recompute(run: Run, axes: Axes) -> list[str]:
     unknown = run.model.vocab_size is None or (kind == "cuda" and not devices.cuda_available())
     if budget is not None and unknown:  # in a dry run: the tokenizer is not read, or the card is elsewhere
         return []
-    table = recompute_table(run, axes, kind)
-    cost = f"{recompute_step_flops(run, table) / step_flops(run):.0%} on top of the model's operations"
+    choice = recompute_choice(run, axes, kind)
+    cost = f"{recompute_step_flops(run, choice.table) / step_flops(run):.0%} on top of the model's operations"
+    if choice.missed:
+        cost += f" (at most {choice.missed:.1%} of that more than the least)"
     if budget is not None:
         peaks = activation_peaks(run, axes, kind)
-        return [parts.budget_sentence(budget, Counter(table), cost, peaks)]
+        return [parts.budget_sentence(budget, Counter(choice.table), cost, peaks)]
     return [f"{run.parallel.recompute_granularity}, {cost}"] * (run.parallel.recompute_granularity != "none")
 
 

@@ -18,7 +18,13 @@ from megazero.mpu.grid import build_grid
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
-from megazero.plan.recompute import activation_peaks, activation_plan, instructions_of, recompute_table
+from megazero.plan.recompute import (
+    activation_peaks,
+    activation_plan,
+    instructions_of,
+    recompute_choice,
+    recompute_table,
+)
 from tests.plan.meter import metered
 from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
 
@@ -86,6 +92,30 @@ def _least_of_others(run: Run, axes: Axes, stage: int) -> int:
         if other != stage
     ]
     return max(needs, default=0)
+
+
+LARGE = {
+    "one stage": ("--num-layers 126 --global-batch-size 8", 1),
+    "80 layers": ("--num-layers 80 --pp 4 --virtual-stages 4 --global-batch-size 32", 4),
+    "128 layers": ("--num-layers 128 --pp 16 --virtual-stages 4 --global-batch-size 64", 16),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_model_gets_the_least_work(name: str) -> None:
+    """More choices than can be tried: the bound of the search proves that none of them is better."""
+    words, ranks = LARGE[name]
+    axes = Axes(pp=ranks)
+    most = max(activation_peaks(asked(words, ranks), axes, "cpu"))
+    works = []
+    for part in (4, 8):
+        run = asked(f"{words} --activation-memory-budget {most * part // 10}", ranks)
+        choice = recompute_choice(run, axes, "cpu")
+        assert choice.missed == 0.0
+        assert max(activation_peaks(run, axes, "cpu")) <= most * part // 10
+        works.append(recomputed_flops(run.model, 1, choice.table))
+    assert works[0] > works[1] > 0
 
 
 def test_a_budget_that_nothing_fits_is_an_error_with_the_numbers() -> None:
