@@ -126,20 +126,19 @@ def pack(
     seen: set[str] = set()
     for number, units in enumerate(chunks):
         filling = _Filling(number, sizes, packing.bucket_size)
-        kept: list[list[ParameterSpec]] = []
+        whole = _Filling(number, sizes, packing.bucket_size, kept_whole=True)
         for unit in units:
             fresh = [spec for spec in unit if spec.name not in seen]
             seen.update(spec.name for spec in fresh)
             small = [spec for spec in fresh if packing.by_unit and spec.local_numel < packing.keep_below]
-            kept += _inseparable(small)
+            whole.add(_inseparable(small))
             for part in _parts([spec for spec in fresh if spec not in small], packing):
                 filling.add(_inseparable(part))
                 if packing.by_unit:
                     filling.close()
         filling.close()
-        filling.add(kept)
-        filling.close(kept_whole=True)
-        buckets += filling.closed
+        whole.close()
+        buckets += filling.closed + whole.closed
     return tuple(buckets)
 
 
@@ -153,11 +152,12 @@ def _parts(unit: list[ParameterSpec], packing: Packing) -> list[list[ParameterSp
 
 @dataclass
 class _Filling:
-    """The buckets of one chunk: the one that is being filled, and those that are closed."""
+    """Buckets of one chunk: the one that is being filled, and those that are closed. The rest is of `BucketLayout`."""
 
     chunk: int
     sizes: Mapping[StateGroup, int]
     bucket_size: int
+    kept_whole: bool = False
     filling: list[ParameterSpec] = field(default_factory=list)
     closed: list[BucketLayout] = field(default_factory=list)
 
@@ -169,10 +169,10 @@ class _Filling:
                 self.close()
             self.filling += together
 
-    def close(self, *, kept_whole: bool = False) -> None:
+    def close(self) -> None:
         """End the bucket that is being filled."""
         if self.filling:
-            self.closed.append(_bucket(self.chunk, self.filling, self.sizes, kept_whole=kept_whole))
+            self.closed.append(_bucket(self.chunk, self.filling, self.sizes, kept_whole=self.kept_whole))
             self.filling = []
 
 

@@ -103,6 +103,16 @@ def test_a_bucket_holds_parameters_of_one_group() -> None:
     assert (before.numel, between.numel, after.numel) == (10, 30, 5)  # 9 shared by 5, 24 shared by 10, 3 shared by 5
 
 
+def test_small_parameters_stay_whole_in_however_many_buckets() -> None:
+    tied = shard("tied", (4, 1), ParameterKind.EMBEDDING, state_group=StateGroup.TIED)
+    units = [[tied], *([matrix(name, 9, 3), bias(f"{name}.n", 9), bias(f"{name}.m", 9)] for name in "abc")]
+    buckets = pack([units], shared_by(2), Packing(40, by_unit=True, keep_below=27))
+    whole = [[entry.spec.name for entry in bucket.entries] for bucket in buckets if bucket.kept_whole]
+    assert whole == [["tied"], ["a.n", "a.m", "b.n", "b.m"], ["c.n", "c.m"]]
+    sharded = [entry.spec.name for bucket in buckets if not bucket.kept_whole for entry in bucket.entries]
+    assert sharded == ["a", "b", "c"]
+
+
 def test_padding_is_in_no_piece() -> None:
     word = shard("word", (11, 3), ParameterKind.EMBEDDING, dim=0, rank=1, size=2, padded=16)
     (bucket,) = pack([[[word, bias("b", 2)]]], UNSHARED, Packing(1000))
