@@ -176,7 +176,7 @@ def unequal_ranks(rank: int, case: Case) -> tuple[float, list[Piece]]:
     with here.state.reading(unit):
         here.state.actions.before_backward(None)
         if here.grid.replicas.index == 0:
-            unit(0).backward()
+            unit([0]).backward()
         here.state.actions.after_backward()
     here.reduce()
     norm = here.norm()
@@ -262,14 +262,14 @@ def uneven(rank: int, cases: list[Case]) -> list[bool]:
     for case in cases:
         here = build(case, grid)
         here.step(0)
-        instructions = here.step_list()
+        instructions = here.step_list
         begin = next(at for at, i in enumerate(instructions) if i.is_backward)
         here.execute(instructions[:begin], 1)
         found = [here.losses[0, 0, number].detach() for number in range(len(here.chunks[0].units()))]
         here.execute(takewhile(before_norm, instructions[begin:]), 1)
         samples = sample_numbers(case, 1)[rank :: case.axes.dp]
         with here.state.reading(), torch.no_grad():
-            wanted = [torch.stack([unit(sample) for sample in samples]).sum() for unit in here.chunks[0].units()]
+            wanted = [unit(samples) for unit in here.chunks[0].units()]
         good.append(all(map(torch.equal, found, wanted)))
     return good
 
@@ -288,7 +288,7 @@ def pending_after_step(rank: int, case: Case) -> tuple[int, int, int]:
     here.step(0)
     pending = here.state.gatherer._gathers
     found = [len(pending)]
-    for i in here.step_list():
+    for i in here.step_list:
         if i.op is Op.FORWARD:
             here.execute([i], 1)
             found.append(len(pending))
@@ -409,4 +409,4 @@ def test_a_late_gradient_is_an_error() -> None:
     here = build(Case())
     here.backward(0)
     with pytest.raises(AssertionError, match="after its bucket was reduced"):
-        here.chunks[0](0).backward()
+        here.chunks[0]([0]).backward()

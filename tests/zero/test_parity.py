@@ -1,4 +1,4 @@
-"""Every layout of the toy against one process in float64: first gradients, norms, and the weights after six steps."""
+"""Every layout of the toy against one process in float64: first gradients, norms, and the weights after four steps."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -132,8 +132,7 @@ def test_bucket_sizes() -> None:
 def test_fault_19_overlap_changes_no_bit(carrier: str, axes: Axes) -> None:
     """DS#8061, #8080. Where collectives run beside the backward: gloo's own, and such as come as late as they may."""
     cases = [
-        Case(axes, stage, accumulation=3, precision=precision)
-        for stage, precision in product(STAGES, ("fp32", "bf16", "fp64"))
+        Case(axes, stage, accumulation=3, precision=precision) for stage, precision in product(STAGES, ("fp32", "bf16"))
     ]
     overlapped = run_ranks(4, train_late, cases) if carrier == "late" else run_ranks(4, train_all, cases, False)
     plain = run_ranks(4, train_all, [replace(case, overlap=False) for case in cases], carrier == "late")

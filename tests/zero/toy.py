@@ -9,8 +9,9 @@ dimension, replicated, partial over tp, padded, decayed or not, and a word embed
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import dropwhile, takewhile
 from typing import Any
 
@@ -56,25 +57,23 @@ class Case:
     clip: float = 1.0
     blocks: int = 4
     samples: int = 12
-    steps: int = 6
+    steps: int = 4
     reduce_every: bool | None = None
     poison: bool = False
     gathered_bytes: int | None = None
 
 
-def _coefficients(name: str, role: str, sample: int) -> Callable[[ParameterSpec], tuple[Tensor, Tensor]]:
-    """The box of a (any sign) and b (positive) for one sample; a function so that nothing global is drawn for a rank
-    without it.
+@cache
+def _coefficients(name: str, role: str, shape: tuple[int, ...], samples: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The sums over samples of a (any sign) and b (positive) of a whole parameter; a function so that nothing global is
+    drawn for a rank without it.
     """
-
-    def boxed(spec: ParameterSpec) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {role} {sample}".encode()))
-        a = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
-        b = torch.rand(spec.shape, generator=generator, dtype=torch.float64)
-        region = tuple(slice(start, stop) for start, stop in spec.box)
-        return a[region], b[region]
-
-    return boxed
+    if len(samples) > 1:
+        each = [_coefficients(name, role, shape, (sample,)) for sample in samples]
+        return torch.stack([a for a, _ in each]).sum(0), torch.stack([b for _, b in each]).sum(0)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {role} {samples[0]}".encode()))
+    a = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return a, torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
 class _Quadratic(torch.autograd.Function):
@@ -100,12 +99,13 @@ class Unit(nn.Module):
         for number, parameter in enumerate(parameters):
             self.register_parameter(f"p{number}", parameter)
 
-    def forward(self, sample: int) -> Tensor:
-        """The loss of one sample, as far as this rank's gradients need it: a partial replica adds its rank's share."""
+    def forward(self, samples: Sequence[int]) -> Tensor:
+        """The loss of samples, as far as this rank's gradients need it: a partial replica adds its rank's share."""
         total = torch.zeros((), dtype=torch.float64)
         for parameter in self.parameters():
             spec = parameter.spec  # type: ignore[attr-defined]
-            a, b = _coefficients(spec.name, self.role, sample)(spec)
+            region = tuple(slice(start, stop) for start, stop in spec.box)
+            a, b = (whole[region] for whole in _coefficients(spec.name, self.role, spec.shape, tuple(samples)))
             share = (self.tp.index + 1) / sum(range(1, self.tp.size + 1)) if spec.tp_partial else 1.0
             w = parameter.flatten()[: spec.stored_numel].view(a.shape).double()
             if spec.kind is ParameterKind.EMBEDDING:
@@ -125,8 +125,8 @@ class Chunk(nn.Module):
     def units(self) -> list[nn.Module]:
         return list(self._units)
 
-    def forward(self, sample: int) -> Tensor:
-        return torch.stack([unit(sample) for unit in self._units]).sum()
+    def forward(self, samples: Sequence[int]) -> Tensor:
+        return torch.stack([unit(samples) for unit in self._units]).sum()
 
 
 def _block_places(name: str, tp: Group, partial: bool) -> list[ParameterSpec]:
@@ -213,6 +213,7 @@ class Rank:
             for chunk in order
         ]
 
+    @cached_property
     def step_list(self) -> tuple[Instruction, ...]:
         """The list of a whole step."""
         case = self.case
@@ -240,11 +241,10 @@ class Rank:
 
     def _forward(self, i: Instruction, samples: list[int]) -> None:
         units = units_of(i, self.state.shape)
-        losses = []
         for number in units:
             self.state.actions.ready(self.state.shape.units[i.chunk][number].forward)
-            losses += [self.chunks[i.chunk].units()[number](sample) for sample in samples]
-        if losses:
+        if samples:
+            losses = [self.chunks[i.chunk].units()[number](samples) for number in units]
             self.losses[i.micro_batch, i.chunk, units.start] = torch.stack(losses).sum()
 
     def _backward(self, i: Instruction) -> None:
@@ -259,7 +259,7 @@ class Rank:
 
     def backward(self, step: int) -> None:
         """A step's list as far as the norm: all micro-batches; ends with the reduced gradients."""
-        self.execute(takewhile(before_norm, self.step_list()), step)
+        self.execute(takewhile(before_norm, self.step_list), step)
         self.optimizer.complete_reduction()
 
     def reduce(self) -> None:
@@ -270,7 +270,7 @@ class Rank:
 
     def update(self, lr: float, multiplier: Tensor, skip: Tensor) -> None:
         """The rest of the list: the updates, and what follows them."""
-        self.execute(dropwhile(before_norm, self.step_list()), 0, UpdateValues(lr, multiplier, skip))
+        self.execute(dropwhile(before_norm, self.step_list), 0, UpdateValues(lr, multiplier, skip))
         self.optimizer.end_step(skip)
 
     def norm(self) -> Tensor:
@@ -353,7 +353,15 @@ def joined(ranks: Iterable[list[tuple[ParameterSpec, int, Tensor]]]) -> dict[str
 
 
 def reference(case: Case) -> dict[str, Any]:
-    """One process in float64 with torch.optim: first gradients, norms, and the weights after the case's steps."""
+    """One process in float64 with torch.optim: first gradients, norms, and the weights after the case's steps. The same
+    for all layouts of a model, and made once.
+    """
+    model = Case(blocks=case.blocks, tied=case.tied, optimizer=case.optimizer, clip=case.clip)
+    return _trained(replace(model, samples=case.samples, steps=case.steps))
+
+
+@cache
+def _trained(case: Case) -> dict[str, Any]:
     single = Case(precision="fp64", blocks=case.blocks, tied=case.tied)
     (chunk,) = build_chunks(single, 0, single_rank_group())
     parameters: dict[str, Parameter] = {}
@@ -376,7 +384,7 @@ def reference(case: Case) -> dict[str, Any]:
     norms, first = [], {}
     for step in range(case.steps):
         optimizer.zero_grad()
-        (torch.stack([chunk(sample) for sample in sample_numbers(case, step)]).sum() / case.samples).backward()
+        (chunk(sample_numbers(case, step)) / case.samples).backward()
         if step == 0:
             first = {name: p.grad[: p.spec.shape[0]].clone() for name, p in parameters.items() if p.grad is not None}
         norms.append(torch.nn.utils.clip_grad_norm_(parameters.values(), case.clip or torch.inf).item())
