@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_ops.quantise import dequantise, packed_bytes, quantise, sum_dequantised
+from fused_ops.quantise import dequantise, quantise, sum_dequantised
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
@@ -72,38 +72,3 @@ def all_reduce_quantized(tensor: Tensor, group: Group, bits: int, error: Tensor 
     part = tensor.view(group.size, -1)[group.index]
     summed = reduce_scatter_quantized(part, tensor, group, bits, error)
     return CommunicationHandle(summed, lambda: all_gather_quantized(tensor, part, group).wait())
-
-
-def reduce_scatter_hierarchical(
-    output: Tensor,
-    whole: Tensor,
-    inner: Group,
-    across: Group,
-    bits: int,
-    error: Tensor | None = None,
-    across_error: Tensor | None = None,
-) -> CommunicationHandle:
-    """Sum `whole` over both groups, and put the part with this rank's index in `inner` into `output`.
-
-    The first hop is a quantised reduce-scatter among neighbours, which this waits for. Its sums, in fp32 (fp64), are
-    quantised again for the second hop: a quantised all-reduce of the part over `across`, the ranks with the same index
-    in their inner groups. So only 1/K of the bytes leaves a group of K neighbours.
-
-    error         as in `reduce_scatter_quantized`
-    across_error  the same for the second hop, with as many elements as `output`
-    """
-    wide = output.dtype in (torch.float32, torch.float64)
-    part = output if wide else output.new_empty(output.shape, dtype=torch.float32)
-    reduce_scatter_quantized(part, whole, inner, bits, error).wait()
-    summed = all_reduce_quantized(part, across, bits, across_error)
-    return CommunicationHandle(summed, None if wide else lambda: output.copy_(part))
-
-
-def gathered_bytes(numel: int, size: int) -> int:
-    """Bytes that `all_gather_quantized` counts for an output of `numel` elements in a group of `size`."""
-    return size * packed_bytes(numel // size, GATHERED_BITS) if size > 1 else 0
-
-
-def scattered_bytes(numel: int, size: int, bits: int) -> int:
-    """Bytes that `reduce_scatter_quantized` counts for `numel` elements in a group of `size`."""
-    return size * packed_bytes(numel // size, bits) if size > 1 else 0

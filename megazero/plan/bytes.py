@@ -73,7 +73,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
     for bucket in pack(specs_of(run, stage, 0), sizes, packing):
-        parameters += bucket.used
+        parameters += bucket.parameters
         if parallel.zero_gradient_error_feedback:
             inner = shards[bucket.group]
             shard = bucket.numel // inner
@@ -84,7 +84,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
             held[column] += elements * dtype.itemsize
     sharded = row[Column.PARAMETER] is Placement.SHARDED
     for bucket in pack(specs_of(run, stage, 0, trained=False), frozen_sizes(sizes, row[Column.PARAMETER]), packing):
-        parameters += bucket.used
+        parameters += bucket.parameters
         elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel
         held[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)

@@ -76,7 +76,8 @@ class WholeParameters:
         """
         if self.sharded:
             self.allocate()
-            self.whole[self.bucket.layout.used :].zero_()
+            for start, stop in self.bucket.layout.gaps():
+                self.whole[start:stop].zero_()
         yield
         self.keep_shard()
         if self.sharded:

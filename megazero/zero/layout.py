@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from fused_ops.quantise import BLOCK
 from megazero.config.derive import bucket_size
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
@@ -46,9 +47,9 @@ class BucketLayout:
     """The parameters of a bucket: those with weight decay, then the others, then unused elements.
 
     chunk    the rank's own number of the model chunk to which they belong
-    entries  the parameters, without gaps
+    entries  the parameters; between them are gaps only where each begins at a block of `Packing.block` elements
     decayed  elements [0, decayed) have weight decay
-    used     elements [0, used) belong to parameters
+    used     the end of the last parameter
     numel    `used` rounded up to a multiple of the group's size N; where that adds little, of 8 N (see `_padded`)
     group    the ranks that hold these parameters, reduce their gradients and shard their state
     kept_whole  whether the parameters stay whole on every rank where parameters are sharded (--zero3-persist-below)
@@ -80,6 +81,21 @@ class BucketLayout:
         (index, size), (part, parts) = inner, across
         return self.shard(index * parts + part, size * parts)
 
+    @property
+    def parameters(self) -> int:
+        """Number of elements that belong to parameters."""
+        return sum(entry.spec.local_numel for entry in self.entries)
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The ranges (start, stop) that belong to no parameter: between parameters, and the tail."""
+        at = 0
+        for entry in self.entries:
+            if at < entry.offset:
+                yield at, entry.offset
+            at = entry.stop
+        if at < self.numel:
+            yield at, self.numel
+
     def fragments(self, start: int, stop: int) -> Iterator[BucketFragment]:
         """The fragments in [start, stop) of the bucket, without vocabulary padding and the unused tail."""
         for entry in self.entries:
@@ -97,17 +113,27 @@ class Packing:
                  does not read them. For parameters that are gathered for each use (ZeRO-3)
     keep_below   with `by_unit`: parameters of fewer elements stay whole on every rank, in buckets of their own that
                  may span units
+    block        each parameter and each rank's part begins at a multiple of so many elements. For messages in blocks
+                 with one scale each: a norm's weights near 1 in the block of a matrix's near 0.02 would leave the
+                 matrix few codes
     """
 
     bucket_size: int
     by_unit: bool = False
     keep_below: int = 0
+    block: int = 1
+
+    def numel(self, specs: Iterable[ParameterSpec]) -> int:
+        """Elements of a bucket that these parameters take, one behind the other."""
+        return sum(_up(spec.local_numel, self.block) for spec in specs)
 
 
 def packing_of(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> Packing:
     """How a run's parameters are packed. replicas, nccl: as in `config.derive.bucket_size`."""
     most = bucket_size(parallel, replicas, nccl=nccl)
-    return Packing(most, by_unit=parallel.zero_stage >= 3, keep_below=parallel.zero3_persist_below)
+    quantised = parallel.zero_quantized_weights or parallel.zero_quantized_gradients != "none"
+    block = BLOCK if quantised else 1
+    return Packing(most, parallel.zero_stage >= 3, parallel.zero3_persist_below, block)
 
 
 def pack(
@@ -125,8 +151,7 @@ def pack(
     buckets: list[BucketLayout] = []
     seen: set[str] = set()
     for number, units in enumerate(chunks):
-        filling = _Filling(number, sizes, packing.bucket_size)
-        whole = _Filling(number, sizes, packing.bucket_size, kept_whole=True)
+        filling, whole = _Filling(number, sizes, packing), _Filling(number, sizes, packing, kept_whole=True)
         for unit in units:
             fresh = [spec for spec in unit if spec.name not in seen]
             seen.update(spec.name for spec in fresh)
@@ -156,7 +181,7 @@ class _Filling:
 
     chunk: int
     sizes: Mapping[StateGroup, int]
-    bucket_size: int
+    packing: Packing
     kept_whole: bool = False
     filling: list[ParameterSpec] = field(default_factory=list)
     closed: list[BucketLayout] = field(default_factory=list)
@@ -165,19 +190,27 @@ class _Filling:
         """Add runs of parameters that share a bucket."""
         for together in runs:
             others = self.filling and self.filling[0].state_group is not together[0].state_group
-            if others or _numel(self.filling) + _numel(together) > self.bucket_size:
+            if others or self.packing.numel([*self.filling, *together]) > self.packing.bucket_size:
                 self.close()
             self.filling += together
 
     def close(self) -> None:
         """End the bucket that is being filled."""
         if self.filling:
-            self.closed.append(_bucket(self.chunk, self.filling, self.sizes, kept_whole=self.kept_whole))
+            self.closed.append(self._bucket())
             self.filling = []
 
-
-def _numel(specs: Iterable[ParameterSpec]) -> int:
-    return sum(spec.local_numel for spec in specs)
+    def _bucket(self) -> BucketLayout:
+        ordered = sorted(self.filling, key=lambda spec: not spec.kind.decays)  # stable: order is kept within both parts
+        entries, stop, decayed = list[Entry](), 0, 0
+        for spec in ordered:
+            entries.append(Entry(spec, _up(stop, self.packing.block)))
+            stop = entries[-1].stop
+            if spec.kind.decays:
+                decayed = stop
+        group = ordered[0].state_group
+        numel = _padded(stop, self.sizes[group], self.packing.block)
+        return BucketLayout(self.chunk, tuple(entries), decayed, stop, numel, group, self.kept_whole)
 
 
 def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
@@ -198,29 +231,20 @@ def _inseparable(specs: Iterable[ParameterSpec]) -> list[list[ParameterSpec]]:
     return runs
 
 
-def _bucket(
-    chunk: int, specs: Sequence[ParameterSpec], sizes: Mapping[StateGroup, int], *, kept_whole: bool
-) -> BucketLayout:
-    ordered = sorted(specs, key=lambda spec: not spec.kind.decays)  # stable: order is kept within both parts
-    entries, offset, decayed = [], 0, 0
-    for spec in ordered:
-        entries.append(Entry(spec, offset))
-        offset += spec.local_numel
-        if spec.kind.decays:
-            decayed = offset
-    group = specs[0].state_group
-    return BucketLayout(chunk, tuple(entries), decayed, offset, _padded(offset, sizes[group]), group, kept_whole)
+def _up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
-def _padded(used: int, size: int) -> int:
-    """`used` rounded up so that `size` members own equal shards.
+def _padded(used: int, size: int, block: int) -> int:
+    """`used` rounded up so that `size` members own equal shards, each of whole blocks.
 
     Shards are multiples of 8 elements, so that they begin at multiples of 16 bytes in 16-bit and wider columns: kernels
     read and write 16 bytes at once, and messages are aligned. Buckets that this would lengthen by more than 1/64 are
     only rounded up to a multiple of `size`.
     """
-    unit = 8 * size if used >= 512 * size else size
-    return math.ceil(used / unit) * unit
+    if block > 1:
+        return _up(used, math.lcm(block, 8) * size)
+    return _up(used, 8 * size if used >= 512 * size else size)
 
 
 def group_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:

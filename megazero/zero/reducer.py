@@ -226,7 +226,8 @@ class GradientReducer:
         for number, entry in enumerate(bucket.layout.entries):
             if number not in self._arrived[index]:
                 whole[entry.offset : entry.stop].zero_()
-        whole[bucket.layout.used :].zero_()
+        for start, stop in bucket.layout.gaps():
+            whole[start:stop].zero_()
         self._arrived[index].clear()
         self._launched[index] = True
         borrowed = self._borrowed.pop(index, None)

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid, single_rank_group
-from megazero.mpu.quantized import (
-    all_gather_quantized,
-    all_reduce_quantized,
-    gathered_bytes,
-    reduce_scatter_hierarchical,
-    reduce_scatter_quantized,
-    scattered_bytes,
-)
+from megazero.mpu.quantized import all_gather_quantized, all_reduce_quantized, reduce_scatter_quantized
 from tests.ranks import run_ranks
 
 LARGEST = {8: 127, 4: 7}
@@ -102,63 +95,6 @@ def test_parts_travel_quantised_and_sums_do_not(size, dtype, bits, k, shared):
         assert traffic == {("all_to_all", torch.uint8): 2 * size * bytes_of_part}
 
 
-def test_the_bytes_are_those_of_the_paper():
-    """Of fp16's, int8 is half and int4 a quarter, and 4 bytes for 256 elements are added."""
-    numel, size = 1 << 22, 8
-    fp16, scales = 2 * numel, 4 * numel // 256
-    assert gathered_bytes(numel, size) == fp16 // 2 + scales
-    assert scattered_bytes(numel, size, 8) == fp16 // 2 + scales
-    assert scattered_bytes(numel, size, 4) == fp16 // 4 + scales
-    assert gathered_bytes(numel, 1) == scattered_bytes(numel, 1, 4) == 0
-
-
-def hierarchical(rank: int, k: int, dtype: torch.dtype, bits: int) -> tuple[Tensor, Counter, Counter]:
-    """Three groups of two neighbours."""
-    grid = build_grid(Axes(dp=3, tp=2))
-    whole, output = drawn(rank, 2 * k, dtype), torch.full((k,), math.nan, dtype=dtype)
-    reduce_scatter_hierarchical(output, whole, grid.tp, grid.dp, bits).wait()
-    return output, grid.tp.traffic, grid.dp.traffic
-
-
-@pytest.mark.parametrize(("k", "bits", "dtype"), [(3, 8, FP32), (999, 4, torch.float64), (1536, 8, torch.bfloat16)])
-def test_two_hops_of_three_groups_of_two(k, bits, dtype):
-    wholes = [drawn(rank, 2 * k, dtype).double() for rank in range(6)]
-    exact = torch.stack(wholes).sum(0).view(2, k)
-    first = torch.stack([lost_of(whole, bits, 2) for whole in wholes]).sum(0).view(2, k)
-    results = run_ranks(6, hierarchical, k, dtype, bits)
-    for rank, (output, inner, across) in enumerate(results):
-        index = rank % 2
-        assert torch.equal(output, results[index][0]), "replicas differ"
-        # The second hop quantises sums of two: of each what the blocks can hold at most, and their sum once more.
-        pairs = [(wholes[2 * group] + wholes[2 * group + 1]).view(2, k)[index] for group in range(3)]
-        grown = [pair.abs() + first[index] for pair in pairs]
-        second = sum(lost_of(pair, bits, 3) for pair in grown)
-        third = lost_of(exact[index].abs() + first[index] + second, 8, 3)
-        allowed = first[index] + second + third + rounding(exact[index], dtype) * 2
-        assert ((output.double() - exact[index]).abs() <= allowed).all()
-        assert inner == {("all_to_all", torch.uint8): scattered_bytes(2 * k, 2, bits)}
-        assert across == {
-            ("all_to_all", torch.uint8): scattered_bytes(k, 3, bits),
-            ("all_gather", torch.uint8): gathered_bytes(k, 3),
-        }
-    assert not torch.allclose(results[0][0].double(), exact[0], rtol=1e-4), "nothing was quantised"
-
-
-def between_hops(rank: int) -> Tensor:
-    """What the second hop has lost, of neighbours' sums that bf16 has no number for: 127 + 127/128 and 100 + 1/4."""
-    grid = build_grid(Axes(dp=2, tp=2))
-    whole = torch.tensor(((127.0, 100.0), (127 / 128, 0.25))[rank % 2] * 4, dtype=torch.bfloat16)
-    output, lost = torch.empty(4, dtype=torch.bfloat16), torch.zeros(4)
-    reduce_scatter_hierarchical(output, whole, grid.tp, grid.dp, 8, across_error=lost).wait()
-    return lost
-
-
-def test_between_the_hops_sums_are_in_fp32():
-    """The first hop is exact: its codes are whole numbers. In bf16 the sums would be 128 and 100."""
-    for lost in run_ranks(4, between_hops):
-        assert lost.tolist() == pytest.approx([0.0, 100.25 - 99 * (127 + 127 / 128) / 127] * 2, abs=1e-4)
-
-
 def feedback(rank: int, size: int, k: int, bits: int, steps: int, keep: bool) -> tuple[Tensor, Tensor | None]:
     """The sum over the steps of what this rank gets, in float64. Gradients are the same in every step."""
     group = build_grid(Axes(dp=size)).dp
@@ -236,7 +172,7 @@ def test_a_group_of_one_quantises_nothing():
         if result.equal(source):
             all_reduce_quantized(target, group, 4, error).wait()
         else:
-            reduce_scatter_hierarchical(target, source, group, group, 4, error, error).wait()
+            reduce_scatter_quantized(target, source, group, 4, error).wait()
         assert torch.equal(target, source)
     output = torch.empty(300)
     all_gather_quantized(output, source, group).wait()
