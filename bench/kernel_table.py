@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,28 @@ HEADINGS = ("op", "part", "registers", "instructions a byte", "of the slots", "b
 
 
 def kernel_table(folder: Path = RESULTS) -> list[tuple[str, ...]]:
-    """A row for each kernel of an H100, below the headings. A cell is `before, now`."""
+    """A row for each kernel of an H100, below the headings. A cell is `before, now`, or now alone."""
     with BEFORE.open() as file:
         before = {(row["op"], row["dtype"], row["part"]): row for row in csv.DictReader(file)}
     first, last = _measured(folder)
-    return [HEADINGS, *(_row(b, before[b.op, b.dtype, b.part], first, last) for b in BUDGETS if "90" in b.limits)]
+    return [HEADINGS, *(_row(b, before.get((b.op, b.dtype, b.part)), first, last) for b in BUDGETS if "90" in b.limits)]
 
 
-def _row(budget: Budget, before: dict[str, str], first: dict[Any, float], last: dict[Any, float]) -> tuple[str, ...]:
+def _row(
+    budget: Budget, before: dict[str, str] | None, first: dict[Any, float], last: dict[Any, float]
+) -> tuple[str, ...]:
     now = budget.limits["90"]
-    slots = float(before["slots"]), now.slots
+    own = {**asdict(now), "in flight": now.in_flight}
+    both: list[Mapping[str, Any]] = [own] if before is None else [before, own]
     pairs = (
-        (before["registers"], f"{now.registers}"),
-        tuple(f"{per_byte:.1f}" for per_byte in slots),
-        tuple(f"{H100.slot_share(per_byte):.0%}" for per_byte in slots),
-        (before["in flight"], f"{now.in_flight}"),
-        (f"{float(before['estimate']):.0%}", f"{now.estimate:.0%}" + (f" ({budget.excuse})" if budget.excuse else "")),
-        tuple(f"{found[budget.measured]:.0%}" if budget.measured in found else "" for found in (first, last)),
+        [f"{one['registers']}" for one in both],
+        [f"{float(one['slots']):.1f}" for one in both],
+        [f"{H100.slot_share(float(one['slots'])):.0%}" for one in both],
+        [f"{one['in flight']}" for one in both],
+        [f"{float(one['estimate']):.0%}" for one in both],
+        [f"{found[budget.measured]:.0%}" if budget.measured in found else "" for found in (first, last)],
     )
+    pairs[4][-1] += f" ({budget.excuse})" if budget.excuse else ""
     return f"{budget.op}, {budget.dtype}", budget.part, *(", ".join(filter(None, pair)) for pair in pairs)
 
 
