@@ -45,7 +45,7 @@ LAYOUTS = {
 @pytest.mark.sampled(cases=5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_training_goes_nearly_as_the_exact_one(name: str, corpus: Path, tmp_path: Path) -> None:
-    """Four steps. Tiny parameters share their blocks with large ones here, which is the worst case."""
+    """Four steps."""
     size, layout, quantised = LAYOUTS[name]
     ours = train(size, flags(f"{layout} {quantised}", corpus, tmp_path))
     theirs = train(size, flags(layout, corpus, tmp_path))
@@ -70,8 +70,10 @@ def bytes_of_a_step(rank: int, size: int, words: list[str]) -> tuple[dict[tuple[
 def test_the_bytes_of_a_step_are_those_of_the_formula(
     stage: int, sent: int, gathered: int | None, corpus: Path, tmp_path: Path
 ) -> None:
-    """Four micro-batches. Of fp16's bytes int8 is half and int4 a quarter; a scale of 4 bytes is shared by 256."""
-    layout = f"--zero-stage {stage} --precision bf16"
+    """Four micro-batches. Of fp16's bytes int8 is half and int4 a quarter; a scale of 4 bytes is shared by 256. Vectors
+    are whole blocks, as in models of usual size.
+    """
+    layout = f"--zero-stage {stage} --precision bf16 --hidden-size 256 --ffn-hidden-size 256"
     exact, _ = run_ranks(3, bytes_of_a_step, 3, flags(layout, corpus, tmp_path))[0]
     words = flags(f"{layout} {ALL}", corpus, tmp_path)
     for traffic, lengths in run_ranks(3, bytes_of_a_step, 3, words):
@@ -82,8 +84,8 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(
         assert traffic["all_to_all", torch.uint8] == sent * wanted[4]
         assert gathered is None or traffic["all_gather", torch.uint8] == gathered * wanted[8]
         assert traffic.keys() == {("all_to_all", torch.uint8), ("all_gather", torch.uint8)}
-        assert 0.125 < traffic["all_to_all", torch.uint8] / exact["reduce_scatter", torch.float32] < 0.14
-        assert 0.5 < traffic["all_gather", torch.uint8] / exact["all_gather", torch.bfloat16] < 0.54
+        assert 0.125 < traffic["all_to_all", torch.uint8] / exact["reduce_scatter", torch.float32] < 0.131
+        assert 0.5 < traffic["all_gather", torch.uint8] / exact["all_gather", torch.bfloat16] < 0.515
 
 
 RESUMED = {
