@@ -41,6 +41,7 @@ def late_collectives() -> Iterator[list[int]]:
     The list gets an element for each call.
     """
     reduce, scatter, gather = collectives.all_reduce, collectives.reduce_scatter, collectives.all_gather
+    exchange = collectives.all_to_all
     count: list[int] = []
 
     def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> CommunicationHandle:
@@ -61,8 +62,15 @@ def late_collectives() -> Iterator[list[int]]:
         count.append(1)
         return _until_wait(output, result, piece)
 
+    def all_to_all(output: Tensor, source: Tensor, group: Group) -> CommunicationHandle:
+        result = torch.empty_like(output)
+        exchange(result, source.clone(), group).wait()
+        count.append(1)
+        return _until_wait(output, result, source)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_reduce", all_reduce)
         patch.setattr(collectives, "reduce_scatter", reduce_scatter)
         patch.setattr(collectives, "all_gather", all_gather)
+        patch.setattr(collectives, "all_to_all", all_to_all)
         yield count
