@@ -29,6 +29,7 @@ class GradientMessages:
     def __init__(self, buckets: Sequence[Bucket], bits: int | None, device: torch.device, *, keep: bool) -> None:
         self.buckets, self.bits = buckets, bits
         self._factor: Tensor | None = None
+        """What the gradients of the last step were multiplied by; infinity if that step was skipped."""
         self._kept: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(buckets)
         """By bucket: of the neighbours' reduction, and of the sum across. None in a group of one."""
         if bits is not None and keep:
@@ -73,10 +74,18 @@ class GradientMessages:
         factor: 0-dim, by which this step's gradients are multiplied: the loss scale over the tokens of the batch. Both
         may change.
         """
-        for lost in self._all():
-            if self._factor is not None:
+        if self._factor is not None:
+            for lost in self._all():
                 lost.mul_(factor / self._factor)
         self._factor = factor
+
+    def end_step(self, skip: Tensor) -> None:
+        """Have the next step forget what is kept if this one is skipped: it was lost of gradients that are thrown away.
+
+        skip: as in `optimizer.UpdateValues`.
+        """
+        if self._factor is not None:
+            self._factor = torch.where(skip, torch.inf, self._factor)
 
     def forget(self) -> None:
         """Forget what is kept."""

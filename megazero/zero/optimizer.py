@@ -82,6 +82,7 @@ class ShardedOptimizer:
     def end_step(self, skip: Tensor) -> None:
         """Count the step unless it was skipped, and reset the gradients. skip: as in `UpdateValues`."""
         self.step_count = torch.where(skip, self.step_count, self.step_count + 1.0)
+        self.state.messages.end_step(skip)
         self.state.reducer.reset()
 
     def fragments(self) -> Iterator[Fragment]:
