@@ -13,10 +13,10 @@ from dataclasses import replace
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 from megazero.pipeline.draw import DrawOptions, draw
-from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, make_schedule
+from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, is_breadth_first, make_schedule
 from megazero.program.checker import check
 from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, ExampleModel
-from megazero.program.instruction import Instruction, Lane
+from megazero.program.instruction import Lane
 from megazero.program.shape import RankShape
 from megazero.program.simulate import schedule_shape, simulate
 from megazero.program.step import StepOptions, evaluation_step, training_step
@@ -35,6 +35,10 @@ EXAMPLES = (
     "megazero draw-schedule --pp 2 --micro-batches 2 --zero-stage 3 --gathered-units 3",
     "python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --message-time 0.2",
 )
+
+
+LEAST_STAGE = {"dp": 0, "zero_shard_size": 0, "blocks": 0, "gather_time": 0, "update_time": 0, "gathered_units": 3}
+"""The fields of a whole step, and the ZeRO stage from which on each says something."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -130,7 +134,10 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.zero_stage is not None:
         times = _with_state(times, args)
         shapes = _shapes(name, virtual, args)
-        schedule = tuple(_whole(args, *both) for both in zip(schedule, shapes, strict=True))
+        every = args.zero_stage >= 2 and not is_breadth_first(name, virtual)
+        options = StepOptions(reduce_every=every, gathered_bytes=PARAMETER_BYTES * args.gathered_units)
+        make = evaluation_step if args.forward_only else training_step
+        schedule = tuple(make(own, shape, options) for own, shape in zip(schedule, shapes, strict=True))
     by_role = {(stage, 0): shape for stage, shape in enumerate(shapes)}
     check({(stage, 0): own for stage, own in enumerate(schedule)}, by_role, args.micro_batches)
     if args.list is not None:
@@ -144,8 +151,8 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     bubble = f"{report.bubble:.2%}" + apart * (report.longest < report.makespan * (1 - 1e-9))
     print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
-    options = DrawOptions(width, wants_colour(args.color), args.fit, lanes=args.zero_stage is not None)
-    print(draw(report, options))
+    look = DrawOptions(width, wants_colour(args.color), args.fit, lanes=args.zero_stage is not None)
+    print(draw(report, look))
 
 
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -160,11 +167,19 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}")
     if args.list is not None and not 0 <= args.list < args.pp:
         parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
-    for flag in ("dp", "blocks", "gathered_units"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
+    for field in ("dp", "blocks", "gathered_units"):
+        if getattr(args, field) < 1:
+            parser.error(f"{_flag(field)} {getattr(args, field)}: must be at least 1")
+    for field, stage in LEAST_STAGE.items():
+        given = getattr(args, field)
+        if given != parser.get_default(field) and (args.zero_stage is None or args.zero_stage < stage):
+            parser.error(f"{_flag(field)} {given} goes with --zero-stage" + f" {stage}" * (stage > 0))
     if args.zero_shard_size is not None and (args.zero_shard_size < 1 or args.dp % args.zero_shard_size):
         parser.error(f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape]:
@@ -173,13 +188,6 @@ def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape
     chunks = chunk_map(name, args.pp, virtual)
     model = ExampleModel((args.blocks,) * chunks.count, args.zero_stage, shards, args.dp // shards)
     return [model.shape(chunks.of(stage)) for stage in range(args.pp)]
-
-
-def _whole(args: argparse.Namespace, schedule: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
-    """The list of a stage's step (or evaluation)."""
-    options = StepOptions(reduce_every=args.zero_stage >= 2, gathered_bytes=PARAMETER_BYTES * args.gathered_units)
-    make = evaluation_step if args.forward_only else training_step
-    return make(schedule, shape, options)
 
 
 def _with_state(times: ChunkTimes, args: argparse.Namespace) -> ChunkTimes:

@@ -148,7 +148,7 @@ def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
 
 
 def reduces_every_micro_batch(run: Run) -> bool:
-    """Whether gradients are reduced at every micro-batch: under ZeRO-2, unless the schedule is breadth-first."""
+    """Whether gradients are reduced at every micro-batch: from ZeRO-2 on, unless the schedule is breadth-first."""
     return run.parallel.zero_stage >= 2 and not is_breadth_first(
         pipeline_schedule(run.parallel), run.parallel.virtual_stages
     )

@@ -158,6 +158,8 @@ def test_help_may_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> N
         ("draw-schedule --profile 1 1 1 -1", 2, "those of messages at least 0"),
         ("draw-schedule --width 0", 2, "--width 0: must be at least 1"),
         ("draw-schedule --virtual-stages 0", 2, "0"),
+        ("draw-schedule --blocks 3", 2, "--blocks 3 goes with --zero-stage"),
+        ("draw-schedule --zero-stage 2 --gathered-units 3", 2, "--gathered-units 3 goes with --zero-stage 3"),
         ("prepare-data --input {file} --output-prefix {folder}/x --tokenizer byte --workers 0", 2, "--workers 0: must"),
         ("prepare-data --input {file} --output-prefix {file}/x --tokenizer byte --workers 1", 1, "{file}"),
         ("train-tokenizer --input {file} --vocab-size 300 --output {file}", 1, "{file}"),
@@ -172,6 +174,16 @@ def test_what_cannot_be_done_is_one_line(
     said = capsys.readouterr().err
     assert told.format(file=file) in said.splitlines()[-1], said
     assert file.read_text() == "one two three\n" * 20 and "training a byte-level" not in said
+
+
+def test_a_breadth_first_step_is_drawn_as_a_run_does_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its gradients are reduced once, under ZeRO-2 as well."""
+    words = "draw-schedule --pp 1 --micro-batches 3 --virtual-stages 2 --blocks 1 --zero-stage 2 --list 0 --schedule"
+    reduced = []
+    for schedule in ("gpipe", "interleaved"):
+        assert ended([*words.split(), schedule]) == 0
+        reduced.append(capsys.readouterr().out.count("reduce gradients"))
+    assert reduced == [4, 12]
 
 
 def test_formats_are_named_as_the_table_has_them() -> None:
