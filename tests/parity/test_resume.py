@@ -128,6 +128,34 @@ def test_fault_27_30_three_resumes_in_a_row_are_bitwise(stage: int, corpus: Path
     assert all(bool((last.weights[name] == values).all()) for name, values in whole.weights.items())
 
 
+CHAIN = (
+    (4, "--zero-stage 3 --pp 2"),
+    (2, "--zero-stage 0"),
+    (2, "--zero-stage 3"),
+    (3, "--zero-stage 3 --zero3-persist-below 30 --micro-batch-size 2"),
+    (4, "--zero-stage 1 --zero-shard-size 2"),
+    (4, "--zero-stage 2 --pp 2 --pipeline-schedule zb-h1 --micro-batch-size 2"),
+    (4, "--zero-stage 3 --pp 2 --pipeline-schedule zb-v --virtual-stages 2"),
+)
+"""(ranks, flags): layouts of one step each, each after another ZeRO stage, dp or pp."""
+
+
+@pytest.mark.slow
+def test_from_any_stage_of_zero_to_any_other(corpus: Path, tmp_path: Path) -> None:
+    """Every step of a run goes on from the checkpoint that another layout wrote, while the batch grows; the embedding
+    is tied over stages.
+    """
+    ramp = ["--global-batch-size", "36", "--rampup-batch-size", "12", "12", "72", "--train-iters", str(len(CHAIN))]
+    flags = [*flags_for(corpus, tmp_path), *ramp, "--attention-dropout", "0.1", "--micro-batch-size", "3"]
+    folder = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--exit-interval", "1"]
+    runs = [train(ranks, [*flags, *folder, *words.split()]) for ranks, words in CHAIN]
+    whole = train(1, [*flags, "--micro-batch-size", "12"])
+    assert [record.global_batch_size for record in whole.records] == [12, 12, 12, 24, 24, 36, 36]
+    ours = Outcome([record for run in runs for record in run.records], runs[-1].losses, runs[-1].weights)
+    assert [record.iteration for record in ours.records] == [record.iteration for record in whole.records]
+    assert all(value < 1e-9 for value in worst(ours, whole).values()), worst(ours, whole)
+
+
 def evaluate_on_rank(rank: int, size: int, flags: list[str]) -> float:
     job, _ = job_on_rank(rank, size, flags)
     return job.trainer.evaluate()["valid_loss"]
