@@ -5,6 +5,7 @@ from __future__ import annotations
 from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.derive import ffn_width, query_groups
 from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
+from megazero.config.schema.trainer import TRACE_SUFFIXES
 
 
 def _batch(f: CheckContext) -> Found:
@@ -44,6 +45,12 @@ def _ramp(f: CheckContext) -> Found:
             f"--rampup-batch-size {words}: from {ramp[0]} in steps of {ramp[1]} --global-batch-size {full} is not met; "
             f"nearest START: {nearest(ramp[0], near)}; nearest INCREMENT: {nearest(ramp[1], divisors(full - ramp[0]))}"
         )
+
+
+def _memory_trace(f: CheckContext) -> Found:
+    path = f.run.trainer.memory_trace
+    if path is not None and not path.endswith(TRACE_SUFFIXES):
+        yield f"--memory-trace {path} does not end in one of {', '.join(TRACE_SUFFIXES)}"
 
 
 def _length(f: CheckContext) -> Found:
@@ -272,6 +279,7 @@ TRAINING_CHECKS = (
         "split",
     ),
     check(_split, "split"),
+    check(_memory_trace, "memory_trace"),
     check(
         _tokens,
         *(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_ops.quantise import dequantise, quantise, sum_dequantised
+from fused_ops.quantise import dequantise, packed_bytes, quantise, sum_dequantised
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
@@ -72,3 +72,13 @@ def all_reduce_quantized(tensor: Tensor, group: Group, bits: int, error: Tensor 
     part = tensor.view(group.size, -1)[group.index]
     summed = reduce_scatter_quantized(part, tensor, group, bits, error)
     return CommunicationHandle(summed, lambda: all_gather_quantized(tensor, part, group).wait())
+
+
+def gathered_bytes(numel: int, size: int) -> int:
+    """Bytes that `all_gather_quantized` counts for an output of `numel` elements in a group of `size`."""
+    return size * packed_bytes(numel // size, GATHERED_BITS) if size > 1 else 0
+
+
+def scattered_bytes(numel: int, size: int, bits: int) -> int:
+    """Bytes that `reduce_scatter_quantized` counts for `numel` elements in a group of `size`."""
+    return size * packed_bytes(numel // size, bits) if size > 1 else 0

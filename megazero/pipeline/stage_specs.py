@@ -49,3 +49,9 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
         StageSpec(range(start, start + size), i == 0, i == last)
         for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
     )
+
+
+def unit_names(spec: StageSpec) -> list[str]:
+    """What the units of a chunk are, in forward order."""
+    blocks = [f"block {block}" for block in spec.blocks]
+    return ["the embedding"] * spec.has_embedding + blocks + ["the head"] * spec.has_head

@@ -27,6 +27,7 @@ class StageBytes:
     weights, gradients, optimizer
                 bytes of these columns; the gradients' with error feedback, the optimizer's are the master weights and
                 the moments
+    feedback    bytes of error feedback alone
     """
 
     blocks: int
@@ -37,6 +38,7 @@ class StageBytes:
     weights: int
     gradients: int
     optimizer: int
+    feedback: int = 0
 
     @property
     def total(self) -> int:
@@ -69,7 +71,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         quantised=overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
     )
     held = dict.fromkeys(Column, 0)
-    parameters = 0
+    parameters = feedback = 0
     packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
     for bucket in pack(specs_of(run, stage, 0), sizes, packing):
@@ -77,7 +79,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         if parallel.zero_gradient_error_feedback:
             inner = shards[bucket.group]
             shard = bucket.numel // inner
-            held[Column.GRADIENT] += KEPT_BYTES * (bucket.numel * (inner > 1) + shard * (sizes[bucket.group] > inner))
+            feedback += KEPT_BYTES * (bucket.numel * (inner > 1) + shard * (sizes[bucket.group] > inner))
         for column, dtype in dtypes.items():
             whole = row[column] is Placement.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
@@ -91,7 +93,14 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     own = [specs[number] for number in chunks_of(run).of(stage)]
     embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
     blocks = sum(len(spec.blocks) for spec in own)
-    optimizer = held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ]
     return StageBytes(
-        blocks, len(own), embedding, head, parameters, held[Column.PARAMETER], held[Column.GRADIENT], optimizer
+        blocks,
+        len(own),
+        embedding,
+        head,
+        parameters,
+        weights=held[Column.PARAMETER],
+        gradients=held[Column.GRADIENT] + feedback,
+        optimizer=held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ],
+        feedback=feedback,
     )

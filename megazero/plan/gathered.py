@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
-from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.bytes import has_nccl
 from megazero.plan.shapes import shape_of
 from megazero.plan.step_lists import StepLists
@@ -74,10 +74,7 @@ def _units(run: Run, axes: Axes, stage: int) -> list[tuple[int, str]]:
     shape, specs = _shape(run, axes, stage), stage_specs(run)
     found: list[tuple[int, str]] = []
     for units, number in zip(shape.units, chunks_of(run).of(stage), strict=True):
-        spec = specs[number]
-        names = ["the embedding"] * spec.has_embedding + [f"block {block}" for block in spec.blocks]
-        names += ["the head"] * spec.has_head
-        for unit, name in zip(units, names, strict=True):
+        for unit, name in zip(units, unit_names(specs[number]), strict=True):
             read = {bucket for bucket in (*unit.forward, *unit.backward) if shape.buckets[bucket].gathered}
             found.append((shape.bytes_of(read), name))
     return found

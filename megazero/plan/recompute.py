@@ -12,13 +12,14 @@ but for stages with several chunks of many blocks, where it says how far from th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import torch
 
 from fused_ops.attention.selection import choose
+from fused_ops.attention.trial import static_support
 from megazero.config.derive import pipeline_schedule
 from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
 from megazero.config.schema import Run
@@ -33,6 +34,10 @@ from megazero.plan.chunk_bytes import ChunkBytes, Moment, binding, chunk_bytes, 
 from megazero.plan.flops import attention_core_flops, block_flops
 from megazero.plan.knapsack import Group, select
 from megazero.program.instruction import Instruction
+from megazero.system import device as devices
+
+ASSUMED = "a card of compute capability 9.0"
+"""What a plan for cards assumes on a machine without one."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +114,16 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
 
 
 def activation_plan(run: Run, kind: str) -> ActivationPlan:
-    """The sizes of a run's activations with the body of attention that this machine has for it."""
+    """The sizes of a run's activations with the body of attention that this machine has for it; for cuda on a machine
+    without a card, with the one that `ASSUMED` has.
+    """
+    workload = attention_workload(run)
+    if kind == "cuda" and not devices.cuda_available():
+        case = replace(workload.case(torch.device("cpu")), kind=kind, kernel=False, capability=(9, 0))
+        support = static_support(run.parallel.attention, workload.length)
+        return ActivationPlan(run, choose(case, support).body, kind)
     device = torch.device(kind)
-    body = choose(attention_workload(run).case(device), attention_support(run, device)).body
-    return ActivationPlan(run, body, kind)
+    return ActivationPlan(run, choose(workload.case(device), attention_support(run, device)).body, kind)
 
 
 def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.parameter_specs import specs_of
 from megazero.program.shape import RankShape
 from megazero.zero.layout import frozen_sizes, group_sizes, pack, packing_of, state_groups
 from megazero.zero.placement import Column, placements
-from megazero.zero.shape import StateWidths, rank_shape
+from megazero.zero.shape import rank_shape, state_widths
 
 
 def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
@@ -23,12 +22,11 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     specs = [
         [[*own, *still] for own, still in zip(*chunks, strict=True)] for chunks in zip(trained, frozen, strict=True)
     ]
-    precision = run.optimizer.precision
     return rank_shape(
         specs,
         pack(trained, sizes, packing),
         pack(frozen, frozen_sizes(sizes, row[Column.PARAMETER]), packing),
         row,
-        StateWidths(compute_dtype(precision).itemsize, state_dtype(precision).itemsize),
+        state_widths(run.optimizer, run.parallel),
         state_groups(axes, at),
     )

@@ -174,7 +174,7 @@ class _Walk:
             self.alive[value] = number
         for value in does.adds:
             self.alive[value] = number
-            if value[0] is Thing.GRADIENT:
+            if value[0] is Thing.GRADIENT and i.ends_backward:
                 self.missing[value[1]] -= 1
         if i.buckets:
             self._check_buckets(i)

@@ -177,6 +177,20 @@ def _gradients_added(i: Instruction, scope: Scope) -> Iterator[Value]:
             yield _of(Thing.GRADIENT, bucket)
 
 
+def _gradients_at_once(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradients to which the input's half of a split backward adds: those of tables do not wait."""
+    for unit in range(*scope.units_of(i)):
+        for bucket in scope.shape.units[i.chunk][unit].at_once:
+            yield _of(Thing.GRADIENT, bucket)
+
+
+def _gradients_in_forward(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradients to which a forward adds: the head makes its table's with the loss."""
+    for unit in range(*scope.units_of(i)) if scope.trains else ():
+        for bucket in scope.shape.units[i.chunk][unit].in_forward:
+            yield _of(Thing.GRADIENT, bucket)
+
+
 def _buckets(thing: Thing) -> Which:
     """One value for each bucket of an instruction."""
     return lambda i, scope: (_of(thing, bucket) for bucket in i.buckets)
@@ -231,7 +245,9 @@ def _gradient_leaving(i: Instruction, scope: Scope) -> Iterator[Value]:
 EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
     {
         Op.RECV_FORWARD: EffectRow(makes=(_arriving,)),
-        Op.FORWARD: EffectRow(needs=(parameters_read,), takes=(_input,), makes=(_graph, _output)),
+        Op.FORWARD: EffectRow(
+            needs=(parameters_read,), takes=(_input,), makes=(_graph, _output), adds=(_gradients_in_forward,)
+        ),
         Op.SEND_FORWARD: EffectRow(takes=(_leaving,)),
         Op.RECV_BACKWARD: EffectRow(makes=(_gradient_arriving,)),
         Op.BACKWARD: EffectRow(
@@ -241,7 +257,10 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
             adds=(_gradients_added,),
         ),
         Op.BACKWARD_INPUT: EffectRow(
-            needs=(parameters_read,), takes=(_graph, _output_gradient), makes=(_input_gradient, _deferred)
+            needs=(parameters_read,),
+            takes=(_graph, _output_gradient),
+            makes=(_input_gradient, _deferred),
+            adds=(_gradients_at_once,),
         ),
         Op.BACKWARD_WEIGHT: EffectRow(takes=(_deferred,), adds=(_gradients_added,)),
         Op.SEND_BACKWARD: EffectRow(takes=(_gradient_leaving,)),

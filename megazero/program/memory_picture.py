@@ -1,17 +1,23 @@
-"""The memory of a step as a picture: areas by column, stacked over the instructions, with the peak marked."""
+"""The memory of a step as a picture: what is alive, stacked over the instructions, with the peak marked; below it what
+runs, and which units and micro-batches hold the bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 from xml.sax.saxutils import escape
 
-from megazero.program.memory import MemoryColumn, Sample
+from megazero.program.instruction import Op
+from megazero.program.memory import MemoryColumn, Place, Sample, UnitKey
+from megazero.program.picture_parts import INK, LEFT, WIDTH, areas, heat, key, mark, scale, strip, text
 from megazero.telemetry.units import size
 
 COLOURS = {
     MemoryColumn.PARAMETERS: "#4878a8",
     MemoryColumn.OPTIMIZER: "#7a7f8c",
     MemoryColumn.GRADIENTS: "#5d9a6b",
+    MemoryColumn.LOGITS: "#a58b6f",
     MemoryColumn.GATHERED: "#8ab4d8",
     MemoryColumn.BUFFERS: "#9ccaa6",
     MemoryColumn.TRAVELLING: "#c9b458",
@@ -20,60 +26,120 @@ COLOURS = {
     MemoryColumn.HIDDEN: "#b85c66",
     MemoryColumn.WORKING: "#9a6fb0",
 }
-"""In the order in which they are stacked, from the bottom."""
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT = 1180, 560, 90, 64, 330
-_INK = "#40464f"
-_MOST_STEPS = 1000
+"""In the order in which they are stacked, from the bottom: what is there all the time comes first."""
+_KINDS = {
+    "forward": ("#4878a8", (Op.FORWARD,)),
+    "backward": ("#c87f3e", (Op.BACKWARD, Op.BACKWARD_INPUT)),
+    "weights' backward": ("#5d9a6b", (Op.BACKWARD_WEIGHT,)),
+    "parameters": ("#8ab4d8", (Op.GATHER, Op.RELEASE)),
+    "reductions": ("#c9b458", (Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL)),
+    "norm, update": ("#9a6fb0", (Op.NORM, Op.UPDATE)),
+    "between stages": ("#b85c66", (Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)),
+}
+"""Kinds of instructions: (colour, members)."""
+_KIND_OF = {op: colour for colour, ops in _KINDS.values() for op in ops}
+_TOP, _HEIGHT, _RIGHT = 64, 400, 340
+_MOST_STEPS = 800
 """Of a longer list, each step of the picture is the instruction with most bytes of several."""
+_HEATS = 300
+"""Most points of the rows' pixels together, so that 100 units need no more room than 10."""
 
 
-def svg(rank: str, samples: Sequence[Sample], peak: Sample) -> str:
-    """The picture as SVG, for a file of its own."""
-    shown = _thinned(samples)
-    top, width, height = peak.total or 1, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - 50
-    step = width / len(shown)
-    columns = [column for column in COLOURS if any(column in sample.columns for sample in samples)]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" '
+class Shown(Protocol):
+    """What a picture is of (`trace.MemoryTrace`)."""
+
+    @property
+    def rank(self) -> str: ...
+    @property
+    def samples(self) -> Sequence[Sample]: ...
+    @property
+    def peak(self) -> Sample: ...
+    @property
+    def units(self) -> Mapping[UnitKey, str]: ...
+
+
+def svg(of: Shown, kind: str) -> str:
+    """The picture as SVG, for a file of its own. kind: stands in its first line."""
+    shown = _thinned(of.samples)
+    width = WIDTH - LEFT - _RIGHT
+    at = next(number for number, sample in enumerate(shown) if sample.number == of.peak.number)
+    columns = [column for column in COLOURS if any(column in sample.columns for sample in of.samples)]
+    parts = [text(LEFT, 24, f"Memory of a step on {of.rank}", 'font-size="16" font-weight="600"')]
+    together = -(-len(of.samples) // len(shown))
+    each = f", {together} to a point" if together > 1 else ""
+    parts.append(text(LEFT, 44, f"{len(of.samples)} instructions{each}, from left to right"))
+    stacked = [(c.value, COLOURS[c], [sample.columns.get(c, 0) for sample in shown]) for c in columns]
+    parts += areas(stacked, of.peak.total or 1, (_TOP, _HEIGHT), width)
+    parts += scale(of.peak.total or 1, (_TOP, _HEIGHT), width)
+    y = _TOP + _HEIGHT + 12.0
+    parts += strip("what runs", [_KIND_OF[sample.instruction.op] for sample in shown], y, width)
+    parts += key([(name, colour) for name, (colour, _) in _KINDS.items()], y + 30)
+    y += 60
+    for name, rows in (("by unit", _by_unit(of, shown)), ("by micro-batch", _by_micro_batch(of, shown))):
+        if len(rows) > 1:
+            parts.append(text(LEFT, y, f"{name}: the darker, the more bytes; the darkest row holds {_most(rows)}"))
+            drawn, used = heat(rows, y + 8, width, max(3.0, min(14.0, _HEATS / len(rows))))
+            parts += drawn
+            y += used + 34
+    parts += mark(at, len(shown), (_TOP - 6, y - 34), width)
+    parts += _legend(columns, of)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y:.0f}" width="{WIDTH}" role="img" '
         f'font-family="ui-sans-serif, system-ui, \'Segoe UI\', Helvetica, Arial, sans-serif" font-size="12" '
-        f'fill="{_INK}">',
-        f"<title>Memory of a step on {escape(rank)}</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        _text(_LEFT, 24, f"Memory of a step on {rank}", 'font-size="16" font-weight="600"'),
-        _text(_LEFT, 44, f"{len(samples)} instructions, from left to right; most: {size(peak.total)}"),
-    ]
-    base = [0.0] * len(shown)
-    for column in columns:
-        over = [low + sample.columns.get(column, 0) for low, sample in zip(base, shown, strict=True)]
-        parts.append(_area(base, over, step, height / top, _TOP + height, COLOURS[column], column.value))
-        base = over
-    for part in range(5):
-        y = _TOP + height - height * part / 4
-        parts.append(f'<path d="M{_LEFT} {y:.1f}h{width}" stroke="{_INK}" stroke-opacity="0.25"/>')
-        parts.append(_text(_LEFT - 8, y + 4, size(top * part // 4), 'text-anchor="end"'))
-    at = _LEFT + step * (0.5 + _place(shown, peak))
-    parts.append(f'<path d="M{at:.1f} {_TOP - 6}v{height + 6}" stroke="#c22" stroke-dasharray="4 3"/>')
-    parts += _legend(columns, peak)
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def html(rank: str, samples: Sequence[Sample], peak: Sample) -> str:
-    """The picture in a page, with a table of what is alive at the peak, the largest first."""
-    rows = "\n".join(
-        f"<tr><td>{escape(words)}</td><td>{size(bytes_)}</td><td>{bytes_ / (peak.total or 1):.1%}</td></tr>"
-        for words, bytes_ in _alive(peak)
+        f'fill="{INK}"><!-- {kind} -->\n<title>Memory of a step on {escape(of.rank)}</title>\n'
+        f'<rect width="{WIDTH}" height="{y:.0f}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Memory of a step on {escape(rank)}</title>
-<style>body {{ font-family: system-ui, sans-serif; color: {_INK}; margin: 2em }} td {{ padding: 0.1em 1.5em 0.1em 0 }}
-td + td {{ text-align: right; font-variant-numeric: tabular-nums }} svg {{ max-width: 100%; height: auto }}</style>
-{svg(rank, samples, peak)}
-<h2>Alive at the peak: number {peak.number}, {escape(str(peak.instruction))}</h2>
+
+
+def html(found: Sequence[Shown], kind: str) -> str:
+    """A page of all ranks, the fullest first: the peaks, then the picture and what is alive at the peak of each."""
+    peaks = "\n".join(
+        f'<tr><td><a href="#{number}">{escape(each.rank)}</a></td><td>{size(each.peak.total)}</td>'
+        f"<td>{escape(str(each.peak.instruction))}</td></tr>"
+        for number, each in enumerate(found)
+    )
+    sections = "\n".join(_section(number, each, kind) for number, each in enumerate(found))
+    return f"""<!doctype html><!-- {kind} -->
+<html lang="en"><meta charset="utf-8"><title>Memory of a step</title>
+<style>body {{ font-family: system-ui, sans-serif; color: {INK}; margin: 2em }} td {{ padding: 0.1em 1.5em 0.1em 0 }}
+td + td {{ text-align: right; font-variant-numeric: tabular-nums }} svg {{ max-width: 100%; height: auto }}
+.beside {{ display: flex; gap: 4em; align-items: start }}</style>
+<h1>Memory of a step, predicted</h1>
 <table>
-{rows}
+<tr><td>rank</td><td>peak</td><td>while it runs</td></tr>
+{peaks}
 </table>
+{sections}
 </html>
 """
+
+
+def _section(number: int, of: Shown, kind: str) -> str:
+    alive = _alive(of)
+    rows = [_row(words, bytes_, of.peak.total) for words, bytes_ in alive[:40]]
+    if len(alive) > 40:
+        rest = sum(bytes_ for _, bytes_ in alive[40:])
+        rows.append(_row(f"{len(alive) - 40} more", rest, of.peak.total))
+    units = [
+        _row(of.units[unit], bytes_, of.peak.total)
+        for unit, bytes_ in sorted(of.peak.units.items(), key=lambda item: -item[1])[:40]
+    ]
+    return f"""<section id="{number}">
+{svg(of, kind)}
+<h2>Alive at the peak of {escape(of.rank)}: number {of.peak.number}, {escape(str(of.peak.instruction))}</h2>
+<div class="beside">
+<table>
+{chr(10).join(rows)}
+</table>
+<table>
+{chr(10).join(units)}
+</table>
+</div>
+</section>"""
+
+
+def _row(words: str, bytes_: int, total: int) -> str:
+    return f"<tr><td>{escape(words)}</td><td>{size(bytes_)}</td><td>{bytes_ / (total or 1):.1%}</td></tr>"
 
 
 def _thinned(samples: Sequence[Sample]) -> list[Sample]:
@@ -83,52 +149,52 @@ def _thinned(samples: Sequence[Sample]) -> list[Sample]:
     return [max(group, key=lambda sample: sample.total) for group in groups]
 
 
-def _place(shown: Sequence[Sample], peak: Sample) -> int:
-    return next(at for at, sample in enumerate(shown) if sample.number == peak.number)
+def _by_unit(of: Shown, shown: Sequence[Sample]) -> list[tuple[str, list[int]]]:
+    return [(name, [sample.units.get(unit, 0) for sample in shown]) for unit, name in of.units.items()]
 
 
-def _text(x: float, y: float, words: str, look: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(words)}</text>'
+def _by_micro_batch(of: Shown, shown: Sequence[Sample]) -> list[tuple[str, list[int]]]:
+    numbers = sorted({number for sample in of.samples for number in sample.micro_batches})
+    return [(str(number), [sample.micro_batches.get(number, 0) for sample in shown]) for number in numbers]
 
 
-def _area(
-    base: Sequence[float], over: Sequence[float], step: float, scale: float, floor: float, colour: str, name: str
-) -> str:
-    """The area between two lines of stairs, one stair for each sample."""
-    forth = [f"{_LEFT + at * step:.2f},{floor - top * scale:.2f}" for n, top in enumerate(over) for at in (n, n + 1)]
-    back = [f"{_LEFT + at * step:.2f},{floor - low * scale:.2f}" for n, low in enumerate(base) for at in (n, n + 1)]
-    points = " ".join([*forth, *reversed(back)])
-    return f'<polygon points="{points}" fill="{colour}"><title>{escape(name)}</title></polygon>'
+def _most(rows: Sequence[tuple[str, Sequence[int]]]) -> str:
+    return size(max(max(values) for _, values in rows))
 
 
-def _legend(columns: Sequence[MemoryColumn], peak: Sample) -> list[str]:
+def _legend(columns: Sequence[MemoryColumn], of: Shown) -> list[str]:
     """The columns with their bytes at the peak, in the order of the areas, and the largest of what is alive then."""
-    x, y = _WIDTH - _RIGHT + 24, float(_TOP)
-    parts = [_text(x, y, f"Peak: {size(peak.total)}, at number {peak.number}", 'font-weight="600" fill="#c22"')]
-    parts.append(_text(x, y + 18, str(peak.instruction), 'font-size="11"'))
-    y += 40
+    peak, x, y = of.peak, WIDTH - _RIGHT + 24, float(_TOP)
+    parts = [text(x, y, f"Peak: {size(peak.total)}, at number {peak.number}", 'font-weight="600" fill="#c22"')]
+    parts.append(text(x, y + 18, str(peak.instruction), 'font-size="11"'))
+    y += 42
     for column in reversed(columns):
         parts.append(f'<rect x="{x}" y="{y - 10:.1f}" width="14" height="12" fill="{COLOURS[column]}"/>')
-        parts.append(_text(x + 22, y, column.value))
-        parts.append(_text(_WIDTH - 12, y, size(peak.columns.get(column, 0)), 'text-anchor="end"'))
+        parts.append(text(x + 22, y, column.value))
+        parts.append(text(WIDTH - 12, y, size(peak.columns.get(column, 0)), 'text-anchor="end"'))
         y += 20
     y += 14
-    parts.append(_text(x, y, "Largest at the peak", 'font-weight="600"'))
-    for words, bytes_ in _alive(peak)[:8]:
+    parts.append(text(x, y, "Largest at the peak", 'font-weight="600"'))
+    for words, bytes_ in _alive(of)[:8]:
         y += 17
-        parts.append(_text(x, y, words, 'font-size="11"'))
-        parts.append(_text(_WIDTH - 12, y, size(bytes_), 'font-size="11" text-anchor="end"'))
+        parts.append(text(x, y, words, 'font-size="11"'))
+        parts.append(text(WIDTH - 12, y, size(bytes_), 'font-size="11" text-anchor="end"'))
     return parts
 
 
-def _alive(peak: Sample) -> list[tuple[str, int]]:
+def _alive(of: Shown) -> list[tuple[str, int]]:
     """(words, bytes) of what is alive at the peak, the largest first. Activations of a micro-batch are one entry."""
     found: dict[str, int] = {}
-    for place, bytes_ in peak.places.items():
-        words = place.column.value
-        if place.bucket >= 0:
-            words += f", bucket {place.bucket}"
-        elif place.micro_batch >= 0:
-            words += f", micro-batch {place.micro_batch}" + (f", chunk {place.chunk}" if place.chunk > 0 else "")
+    chunks = {chunk for chunk, _ in of.units}
+    for place, bytes_ in of.peak.places.items():
+        words = _words(place, several=len(chunks) > 1)
         found[words] = found.get(words, 0) + bytes_
     return sorted(found.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _words(place: Place, *, several: bool) -> str:
+    if place.bucket >= 0:
+        return f"{place.column.value}, bucket {place.bucket}"
+    if place.micro_batch >= 0:
+        return f"{place.column.value}, micro-batch {place.micro_batch}" + f", chunk {place.chunk}" * several
+    return place.column.value

@@ -10,6 +10,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class MessageBytes:
+    """Bytes of a bucket's messages on its way between ranks, by the convention of the ZeRO papers: what an all-gather
+    delivers, and what a reduce-scatter is given. An all-reduce counts as both.
+
+    parameters      a gather of its whole parameters
+    scatter         a reduce-scatter of its gradient over the ranks that share the shards
+    gather          a gather of its summed gradient over them
+    across_scatter  a reduce-scatter of one shard over the ranks that hold the same one
+    across_gather   a gather of its sum over them
+    parameters_in_blocks, gradients_in_blocks
+                    whether they travel in blocks of small integers, for which both ends need memory of their own
+    """
+
+    parameters: int
+    scatter: int
+    gather: int
+    across_scatter: int
+    across_gather: int
+    parameters_in_blocks: bool = False
+    gradients_in_blocks: bool = False
+
+
+@dataclass(frozen=True)
 class BucketShape:
     """A bucket of a rank (`zero.layout.BucketLayout`).
 
@@ -24,6 +47,7 @@ class BucketShape:
     across            number of ranks that hold the same shard
     spans_stages      whether ranks of several stages hold it: a tied embedding
     shards_span       whether these also share out its shards; else each stage has all shards, and sums them across
+    sent              the bytes of its messages; None: everything travels as it is (`messages`)
     """
 
     chunk: int
@@ -37,6 +61,15 @@ class BucketShape:
     across: int = 1
     spans_stages: bool = False
     shards_span: bool = False
+    sent: MessageBytes | None = None
+
+    @property
+    def messages(self) -> MessageBytes:
+        """The bytes of its messages."""
+        if self.sent is not None:
+            return self.sent
+        whole, shard = self.gradient_bytes, self.gradient_bytes // self.shards
+        return MessageBytes(self.parameter_bytes, whole, whole, shard, shard)
 
     @property
     def travels(self) -> bool:
@@ -56,11 +89,15 @@ class UnitShape:
     forward    those whose parameters its forward reads
     backward   those whose parameters its backward reads
     gradients  those to whose gradients its backward adds
+    at_once    of these, those to which the input's half of a split backward adds already: an embedding's table
+    in_forward of these, those to which its forward adds already: a head's table
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     gradients: tuple[int, ...]
+    at_once: tuple[int, ...] = ()
+    in_forward: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

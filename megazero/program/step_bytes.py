@@ -49,6 +49,8 @@ class StepBytes:
     hidden     of the hidden states between two units of one micro-batch, and of a message between stages
     units      by the rank's own number of a chunk and by unit
     optimizer  of all optimizer columns: master weights and moments
+    feedback   of what error feedback keeps of gradients
+    logits     of a block of logits that is kept from step to step, as on a CPU
     in_flight  number of reductions with a buffer of their own that are on their way at a time; 0 without overlap
     cast       of the copy that is reduced, for each byte of a gradient, where gradients travel in another dtype
     """
@@ -56,5 +58,7 @@ class StepBytes:
     hidden: int
     units: tuple[tuple[UnitMemory, ...], ...]
     optimizer: int = 0
+    feedback: int = 0
+    logits: int = 0
     in_flight: int = IN_FLIGHT
     cast: float = 0.0

@@ -1,23 +1,25 @@
-"""The memory of a step at every instruction, as JSON and as a picture."""
+"""The memory of a step at every instruction, on a rank of every stage, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megazero.config.schema.trainer import TRACE_SUFFIXES
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
-from megazero.program.memory import MemoryColumn, Place, Sample, samples
+from megazero.program.memory import MemoryColumn, Sample, UnitKey
 from megazero.program.memory_picture import html, svg
-from megazero.program.shape import RankShape
+from megazero.program.memory_walk import peak, samples
 from megazero.program.step_bytes import StepBytes
 
-PICTURES = {".svg": svg, ".html": html}
-SUFFIXES = (".json", *PICTURES)
+KIND = "megazero memory trace"
+"""Stands in the first line of every file of a trace: such a file may be written again."""
+_HEAD = 512
+"""Bytes in which `KIND` is looked for."""
 
 
 @dataclass(frozen=True)
@@ -25,87 +27,94 @@ class MemoryTrace:
     """The memory of one rank's step.
 
     rank     whose it is, in words
-    shape    its model state
     samples  at every instruction
+    peak     the first instruction at which most bytes are alive, with every allocation
+    units    the names of its units
     """
 
     rank: str
-    shape: RankShape
-    samples: tuple[Sample, ...]
-
-    @property
-    def peak(self) -> Sample:
-        """The first instruction at which most bytes are alive."""
-        return max(self.samples, key=lambda sample: sample.total)
+    samples: Sequence[Sample]
+    peak: Sample
+    units: Mapping[UnitKey, str]
 
 
-def trace(rank: str, instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> MemoryTrace:
-    """The memory of a rank that runs this list."""
-    return MemoryTrace(rank, scope.shape, tuple(samples(instructions, scope, sizes)))
+def trace(
+    rank: str, instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, units: Mapping[UnitKey, str]
+) -> MemoryTrace:
+    """The memory of a rank that runs this list. units: the names of its units."""
+    return MemoryTrace(rank, tuple(samples(instructions, scope, sizes)), peak(instructions, scope, sizes), dict(units))
 
 
-def write(found: MemoryTrace, path: Path) -> tuple[Path, ...]:
-    """Write a trace as JSON, or as a picture with the JSON beside it; returns the paths.
-
-    path: its suffix is one of `SUFFIXES`. Raises ValueError for another, OSError where it cannot be written.
-    """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} does not end in {', '.join(SUFFIXES)}")
+def files_of(path: Path) -> tuple[Path, ...]:
+    """The files of a trace: a picture and the JSON beside it, or the JSON alone."""
     beside = path.with_suffix(".json")
-    beside.write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
-    if path == beside:
-        return (path,)
-    path.write_text(PICTURES[path.suffix](found.rank, found.samples, found.peak), encoding="utf-8")
-    return path, beside
+    return (path,) if path == beside else (path, beside)
 
 
-def as_json(found: MemoryTrace) -> dict[str, Any]:
-    """The trace as plain values. Sizes are in bytes; what is 0 is left out.
+def why_not_a_trace(path: Path) -> str | None:
+    """Why a trace may not be written to this path; None if nothing is there but the file of another trace.
 
-    micro_batches  by micro-batch: activations and hidden states
-    units          by unit: activations, and what there is of its buckets. A bucket counts for the first unit that
-                   reads it
+    Raises OSError where the file cannot be read.
     """
-    readers = _readers(found.shape)
-    return {
-        "rank": found.rank,
-        "columns": [column.value for column in MemoryColumn],
-        "peak": _described(found.peak, readers),
-        "instructions": [_described(sample, readers) for sample in found.samples],
-    }
+    if path.is_dir():
+        return "is a folder; name a file"
+    if not path.exists():
+        return "is a link, and nothing is where it leads" if path.is_symlink() else None
+    with open(path, "rb") as file:
+        ours = KIND.encode() in file.read(_HEAD)
+    return None if ours else "is there already and is no memory trace; name another file"
 
 
-def _described(sample: Sample, readers: Mapping[int, str]) -> dict[str, Any]:
+def write(found: Sequence[MemoryTrace], path: Path) -> tuple[Path, ...]:
+    """Write traces as JSON, or as a picture with the JSON beside it; returns the paths.
+
+    found  those of all stages, that with the largest peak first. The SVG shows this one alone
+    path   its suffix is one of `TRACE_SUFFIXES`. Its folder is made if it is missing
+
+    Raises OSError where it cannot be written, and FileExistsError rather than replace a file of another kind.
+    """
+    assert path.suffix in TRACE_SUFFIXES, path
+    files = files_of(path)
+    for file in files:
+        if (wrong := why_not_a_trace(file)) is not None:
+            raise FileExistsError(f"{file}: {wrong}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files[-1].write_text(as_json(found), encoding="utf-8")
+    if path.suffix == ".svg":
+        path.write_text(svg(found[0], KIND), encoding="utf-8")
+    elif path.suffix == ".html":
+        path.write_text(html(found, KIND), encoding="utf-8")
+    return files
+
+
+def as_json(found: Sequence[MemoryTrace]) -> str:
+    """The traces as JSON, a line for each instruction. Sizes are in bytes.
+
+    columns        by column, without those that are 0; their sum is `bytes`
+    micro_batches  by micro-batch, without those that are 0: activations and hidden states
+    units          in the order of the rank's "units": activations, and what there is of a unit's buckets. A bucket
+                   counts for the first unit that reads it
+    """
+    ranks = ",\n".join(_rank(each) for each in found)
+    return f'{{"kind": "{KIND}",\n"columns": {_text([c.value for c in MemoryColumn])},\n"ranks": [\n{ranks}\n]}}\n'
+
+
+def _rank(found: MemoryTrace) -> str:
+    lines = ",\n".join(_text(_described(sample, found.units)) for sample in found.samples)
+    names, peak = _text(list(found.units.values())), _text(_described(found.peak, found.units))
+    return f'{{"rank": {_text(found.rank)},\n"units": {names},\n"peak": {peak},\n"instructions": [\n{lines}\n]}}'
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _described(sample: Sample, units: Iterable[UnitKey]) -> dict[str, Any]:
     return {
         "number": sample.number,
         "instruction": str(sample.instruction),
         "bytes": sample.total,
         "columns": {column.value: size for column, size in sample.columns.items()},
-        "micro_batches": _summed((str(p.micro_batch), n) for p, n in sample.places.items() if p.micro_batch >= 0),
-        "units": _summed((_unit(p, readers), n) for p, n in sample.places.items()),
+        "micro_batches": {str(number): size for number, size in sorted(sample.micro_batches.items())},
+        "units": [sample.units.get(unit, 0) for unit in units],
     }
-
-
-def _summed(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for name, size in pairs:
-        if name:
-            found[name] += size
-    return dict(sorted(found.items()))
-
-
-def _unit(place: Place, readers: Mapping[int, str]) -> str:
-    """The unit to which an allocation belongs; an empty word for what belongs to none."""
-    if place.bucket >= 0:
-        return readers.get(place.bucket, "")
-    return f"chunk {place.chunk}, unit {place.unit}" if place.column is MemoryColumn.ACTIVATIONS else ""
-
-
-def _readers(shape: RankShape) -> dict[int, str]:
-    """Of every bucket the first unit that reads it."""
-    found: dict[int, str] = {}
-    for chunk, units in enumerate(shape.units):
-        for number, unit in enumerate(units):
-            for bucket in unit.forward:
-                found.setdefault(bucket, f"chunk {chunk}, unit {number}")
-    return found

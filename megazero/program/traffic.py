@@ -16,12 +16,13 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
     """
     total = 0
     for bucket in map(shape.buckets.__getitem__, i.buckets):
-        if i.op is Op.REDUCE_ACROSS:
-            total += 2 * bucket.gradient_bytes // bucket.shards * (bucket.across > 1)
+        sent = bucket.messages
+        if i.op is Op.REDUCE_ACROSS and bucket.across > 1:
+            total += sent.across_scatter + sent.across_gather
         elif i.op is Op.GATHER and bucket.shards > 1:
-            total += bucket.parameter_bytes
+            total += sent.parameters
         elif i.op is Op.REDUCE and bucket.shards > 1:  # a reduce-scatter, where a rank goes on with its shard
-            total += bucket.gradient_bytes * (1 if bucket.sharded_state or bucket.across > 1 else 2)
+            total += sent.scatter + sent.gather * (not bucket.sharded_state and bucket.across == 1)
     return total
 
 
@@ -36,6 +37,6 @@ def traffic(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane,
             sent[i.lane] += message_bytes(i, shape)
         if i.op is Op.REDUCE_ACROSS:
             buckets = [shape.buckets[number] for number in i.buckets]
-            whole = (b.gradient_bytes for b in buckets if not b.sharded_state and b.shards > 1)
+            whole = (b.messages.gather for b in buckets if not b.sharded_state and b.shards > 1)
             sent[Lane.SHARDS] += sum(whole)
     return {lane: count for lane, count in sent.items() if count}

@@ -9,10 +9,13 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import has_nccl, stage_bytes
+from megazero.plan.recompute import ASSUMED
 from megazero.plan.step_lists import StepLists
+from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train.banner import schedule_lines
+from megazero.train.memory_trace import trace_of_plan
 from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 
@@ -68,9 +71,14 @@ def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
     else:
         head += f", {count(parameters(run.model))} parameters"
         table = parts.stage_table(stage_bytes(run, axes))
+    kind, steps = devices.kind(run.parallel.device), StepLists(run, axes, nccl=has_nccl(run.parallel, axes))
+    traced = trace_of_plan(steps, kind)
+    if traced is not None and kind == "cuda" and not devices.cuda_available():
+        left.append(f"--memory-trace: no card is here to try the bodies of attention; {ASSUMED} was assumed")
     sections = [
-        (head, parts.pairs(schedule_lines(StepLists(run, axes, nccl=has_nccl(run.parallel, axes))))),
+        (head, parts.pairs(schedule_lines(steps))),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
+        ("Memory of a step", traced or ""),
         ("Worth knowing", parts.bullets(notes)),
         ("Not checked", parts.bullets(left)),
     ]

@@ -27,6 +27,7 @@ from megazero.train.callbacks import Callbacks, CallbackSink
 from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
+from megazero.train.memory_trace import trace_of_run
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
@@ -101,8 +102,11 @@ def build_job(
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid)
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
+    traced = trace_of_run(steps, grid)
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
     log = step_log(run, grid, [*sinks, *program])
+    if traced is not None:
+        log.note(traced)
     if run.checkpoint.async_save:
         held = size(checkpoints.reserve())
         log.note(f"--async-save: {held} of host memory on this rank hold the copy that is written")

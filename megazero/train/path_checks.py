@@ -25,6 +25,7 @@ from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
 from megazero.mpu.axes import axes_of
+from megazero.program.trace import files_of, why_not_a_trace
 from megazero.system.reading import path_error
 from megazero.telemetry.metrics import why_not_a_metrics_file
 
@@ -222,7 +223,23 @@ def _unusable_places(run: Run) -> list[str]:
     ]
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
-    return problems
+    return [*problems, *_unusable_trace(run)]
+
+
+def _unusable_trace(run: Run) -> Iterator[str]:
+    """Problems of --memory-trace: it and the JSON beside it may only replace another trace."""
+    if run.trainer.memory_trace is None:
+        return
+    path, metrics = Path(run.trainer.memory_trace), run.trainer.metrics_file
+    if (closed := _closed(str(path.parent))) is not None:
+        yield f"--memory-trace {path_error(str(path.parent), closed)}"
+        return
+    for file in files_of(path):
+        wrong = why_not_a_trace(file) if not file.is_file() or os.access(file, os.R_OK | os.W_OK) else "may not be read"
+        if metrics and os.path.abspath(metrics) == os.path.abspath(file):
+            wrong = "is the file of --metrics-file"
+        if wrong is not None:
+            yield f"--memory-trace {path}: {file} {wrong}" if file != path else f"--memory-trace {path}: {wrong}"
 
 
 def _closed(folder: str) -> str | None:

@@ -242,7 +242,8 @@ class GradientReducer:
         else:
             handle = collectives.all_reduce(travelling, bucket.groups.inner)
         self._reductions.append(_BucketReduction(index, handle, travelling, borrowed))
-        holds_memory = self.column.is_sharded or travelling is not whole
+        in_blocks = self.messages.bits is not None and bucket.groups.inner.handle is not None
+        holds_memory = self.column.is_sharded or travelling is not whole or in_blocks
         most = IN_FLIGHT if self.overlap else 0
         while (holds_memory or not self.overlap) and len(self._reductions) > most:
             self._complete_oldest()

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
+from megazero.config.inventory import FINAL_NORM
+from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
-from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.mpu.quantized import gathered_bytes, scattered_bytes
+from megazero.program.shape import BucketShape, MessageBytes, RankShape, UnitShape
 from megazero.zero.layout import BucketLayout, SharedBy
+from megazero.zero.messages import BITS
 from megazero.zero.placement import Column, Placement
 
 Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
@@ -16,10 +21,32 @@ Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
 
 @dataclass(frozen=True)
 class StateWidths:
-    """Bytes of an element of the whole parameter and gradient columns."""
+    """Bytes of an element, in memory and on its way.
+
+    parameter  of the whole parameter column
+    gradient   of the whole gradient column
+    reduced    of a gradient that is reduced as it is
+    blocks     whether parameters are gathered in blocks of int8
+    bits       of an element of a gradient that is reduced in blocks; None: it is reduced as it is
+    """
 
     parameter: int
     gradient: int
+    reduced: int
+    blocks: bool = False
+    bits: int | None = None
+
+
+def state_widths(optimizer: OptimizerConfig, parallel: ParallelConfig) -> StateWidths:
+    """The widths of a run's model state."""
+    precision = optimizer.precision
+    return StateWidths(
+        compute_dtype(precision).itemsize,
+        state_dtype(precision).itemsize,
+        grad_reduce_dtype(precision, parallel.grad_reduce_dtype).itemsize,
+        parallel.zero_quantized_weights,
+        BITS[parallel.zero_quantized_gradients],
+    )
 
 
 def rank_shape(
@@ -49,9 +76,12 @@ def rank_shape(
         def held(some: Iterable[ParameterSpec]) -> tuple[int, ...]:
             return tuple(sorted({holder[spec.name] for spec in some}))
 
-        everything = held(parameters)
+        everything, tables = held(parameters), held(spec for spec in parameters if spec.kind is ParameterKind.EMBEDDING)
         backward = held(spec for spec in parameters if spec.kind is not ParameterKind.EMBEDDING)
-        return UnitShape(everything, backward, tuple(n for n in everything if buckets[n].trained))
+        early = tuple(n for n in tables if buckets[n].trained)
+        is_head = any(spec.name.startswith(FINAL_NORM) for spec in parameters)
+        at_once, in_forward = ((), early) if is_head else (early, ())
+        return UnitShape(everything, backward, tuple(n for n in everything if buckets[n].trained), at_once, in_forward)
 
     units = tuple(tuple(unit(parameters) for parameters in chunk) for chunk in specs)
     partial = any(entry.spec.tp_partial for layout in layouts for entry in layout.entries)
@@ -80,4 +110,27 @@ def _bucket(
         across=across,
         spans_stages=layout.group.spans_stages,
         shards_span=layout.group.spans_stages and not local,
+        sent=_messages(layout, widths, shards, across, sharded),
+    )
+
+
+def _messages(
+    layout: BucketLayout, widths: StateWidths, shards: int, across: int, sharded: set[Column]
+) -> MessageBytes:
+    """The bytes of a bucket's messages. Beside sharded parameters, those that are kept whole are gathered exactly."""
+    numel, shard = layout.numel, layout.numel // shards
+    exact = Column.PARAMETER in sharded and layout.kept_whole
+    blocks = widths.blocks and shards > 1 and not exact
+    parameters = gathered_bytes(numel, shards) if blocks else numel * widths.parameter
+    if widths.bits is None:
+        whole, part = numel * widths.reduced, shard * widths.reduced
+        return MessageBytes(parameters, whole, whole, part, part, blocks)
+    return MessageBytes(
+        parameters,
+        scattered_bytes(numel, shards, widths.bits),
+        gathered_bytes(numel, shards),
+        scattered_bytes(shard, across, widths.bits),
+        gathered_bytes(shard, across),
+        blocks,
+        gradients_in_blocks=True,
     )

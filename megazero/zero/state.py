@@ -21,7 +21,7 @@ from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_g
 from megazero.zero.messages import BITS, KEPT, GradientMessages
 from megazero.zero.placement import Column, columns, overwrites_own, placements
 from megazero.zero.reducer import GradientReducer
-from megazero.zero.shape import StateWidths, rank_shape
+from megazero.zero.shape import rank_shape, state_widths
 from megazero.zero.storage import StoredColumn
 
 
@@ -94,7 +94,7 @@ class ModelState:
             overlap=parallel.overlap,
         )
         self.actions = BucketActions(self.reducer, self.gatherer)
-        widths = StateWidths(held.dtype.itemsize, self.columns[Column.GRADIENT].dtype.itemsize)
+        widths = state_widths(optimizer, parallel)
         frozen = [bucket.layout for bucket in self.frozen.buckets]
         self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, state_groups(grid.axes, grid.at))
 

@@ -35,6 +35,12 @@ REFUSED = [
         "--hidden-size 252",
     ),
     (
+        "--memory-trace step.png",
+        1,
+        "--memory-trace step.png does not end in one of .json, .svg, .html",
+        "--memory-trace step.svg",
+    ),
+    (
         "--hidden-size 36 --position-embedding rotary",
         1,
         "= 3 must be even; nearest: --hidden-size 24 or 48",

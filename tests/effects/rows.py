@@ -207,6 +207,7 @@ ROWS = (
     Row("exit_duration_in_mins", "--exit-duration-in-mins 1e-9", "samples"),
     Row("log_interval", "--log-interval 3", "logged"),
     Row("metrics_file", "--metrics-file {out}/metrics.jsonl", "files"),
+    Row("memory_trace", "--memory-trace {out}/step.html", "files"),
     Row("sinks", "--sinks nowhere", "refused"),
     Row("tensorboard_dir", "--tensorboard-dir {out}/board", "files"),
     Row("sample_prompt", "--sample-prompt cd", "text", SPEAKS),

@@ -67,6 +67,28 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
         prepare(parse_run([str(word) for word in [*flags, "--metrics-file", tmp_path / "circle"]], 1), 1, silent)
 
 
+def test_a_memory_trace_replaces_nothing_but_another(flags: list[object], tmp_path: Path) -> None:
+    kept, folder = tmp_path / "step.json", tmp_path / "folder.html"
+    kept.write_text("[1]")
+    folder.mkdir()
+    for words, said in (
+        (
+            ["--memory-trace", tmp_path / "step.svg"],
+            f"{kept} is there already and is no memory trace; name another file",
+        ),
+        (["--memory-trace", folder], f"{folder}: is a folder; name a file"),
+        (["--memory-trace", kept / "step.svg"], f"{kept} is no folder"),
+        (
+            ["--memory-trace", tmp_path / "m.html", "--metrics-file", tmp_path / "m.json"],
+            "is the file of --metrics-file",
+        ),
+    ):
+        with pytest.raises(ConfigError) as wrong:
+            prepare(parse_run([str(word) for word in [*flags, *words]], 1), 1, silent)
+        assert [said in problem for problem in wrong.value.problems] == [True], wrong.value.problems
+    assert kept.read_text() == "[1]"
+
+
 def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> None:
     """Prefixes, a tokenizer, a damaged checkpoint: not one after the other, each behind the preparation of what is
     before it.

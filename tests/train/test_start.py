@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megazero.data.progress import silent
 from megazero.launch import Environment
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
+from megazero.telemetry.units import size
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
 from tests.ranks import run_ranks
@@ -152,6 +154,22 @@ def test_the_verdict_is_short_and_printed_once(capsys: pytest.CaptureFixture[str
     assert answered([*words, "--pp", "6", "--micro-batch-size", "1"], capsys).startswith(
         "OK: 384 ranks, tp 4 x pp 6 x dp 16"
     )
+
+
+def test_the_memory_of_a_step_of_many_ranks_is_written_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On cards too, which are not here."""
+    page = tmp_path / "plans" / "step.html"
+    model = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 --eod-id 0 --train-iters 1"
+    layout = "--data-path x --tp 4 --pp 12 --zero-stage 3 --micro-batch-size 1 --global-batch-size 64 --device cuda"
+    words = f"{model} {layout} --validate-only --skip-files --world-size 384 --memory-trace {page}".split()
+    told = " ".join(answered(words, capsys).split())
+    ranks = json.loads(page.with_suffix(".json").read_text())["ranks"]
+    peaks = [rank["peak"]["bytes"] for rank in ranks]
+    assert len(ranks) == 12 and peaks == sorted(peaks, reverse=True)
+    assert f"{size(peaks[0])} at most by arithmetic, on {ranks[0]['rank']} during number" in told
+    assert "a card of compute capability 9.0 was assumed" in told and page.read_text().count("<svg") == 12
 
 
 def test_the_verdict_looks_at_what_is_there(

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from megazero.config import extensions
 from megazero.config.fields import option
 
+TRACE_SUFFIXES = (".json", ".svg", ".html")
+"""Of --memory-trace: the form of what is written."""
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -28,6 +31,9 @@ class TrainerConfig:
     "File that gets one JSON object per step."
     tensorboard_dir: str | None = option(None, metavar="DIR", derived="none")
     "Folder for TensorBoard's event files."
+    memory_trace: str | None = option(None, metavar="FILE", derived="none")
+    """File that gets the predicted memory of a step at every instruction: .json, or a picture (.svg, .html) with the
+    .json beside it."""
     sinks: tuple[str, ...] = option(
         (), many=True, metavar="NAME", choices=(), extended_by=extensions.SINKS, derived="none"
     )

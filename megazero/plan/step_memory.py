@@ -1,0 +1,57 @@
+"""The memory of a training step on a rank of every stage, by arithmetic: what --memory-trace writes before any step."""
+
+from __future__ import annotations
+
+from megazero.config.dtypes import grad_reduce_dtype, state_dtype
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes
+from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
+from megazero.plan.bytes import StageBytes, stage_bytes
+from megazero.plan.chunk_bytes import chunk_bytes
+from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.plan.step_lists import StepLists
+from megazero.program.effects import Scope
+from megazero.program.simulate import IN_FLIGHT
+from megazero.program.step_bytes import StepBytes
+from megazero.program.trace import MemoryTrace, trace
+
+
+def memory_traces(steps: StepLists, kind: str) -> list[MemoryTrace]:
+    """The memory of a step on a rank of each stage, that with the largest peak first.
+
+    kind: of device, cpu or cuda. It decides the body of attention, and so what attention keeps.
+    """
+    states = stage_bytes(steps.run, steps.axes)
+    found = [stage_trace(steps, stage, state, kind) for stage, state in enumerate(states)]
+    return sorted(found, key=lambda each: -each.peak.total)
+
+
+def stage_trace(steps: StepLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
+    """The memory of a rank of this stage, whose model state takes `state`. kind: as in `memory_traces`."""
+    run, axes, step = steps.run, steps.axes, steps.of(stage)
+    name = f"a rank of stage {stage} of {axes.pp}" if axes.pp > 1 else "a rank"
+    specs = stage_specs(run)
+    units = {
+        (chunk, unit): words
+        for chunk, number in enumerate(chunks_of(run).of(stage))
+        for unit, words in enumerate(unit_names(specs[number]))
+    }
+    scope = Scope(step.shape, chunks_of(run).count)
+    return trace(name, step.instructions, scope, step_bytes(run, axes, stage, state, kind), units)
+
+
+def step_bytes(run: Run, axes: Axes, stage: int, state: StageBytes, kind: str) -> StepBytes:
+    """The sizes of what a rank of this stage holds in a step beside its buckets."""
+    plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
+    chunks = [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)]
+    gradient = state_dtype(run.optimizer.precision)
+    reduced = grad_reduce_dtype(run.optimizer.precision, run.parallel.grad_reduce_dtype)
+    return StepBytes(
+        hidden=plan.hidden_bytes,
+        units=tuple(tuple(unit for unit, count in chunk.runs for _ in range(count)) for chunk in chunks),
+        optimizer=state.optimizer,
+        feedback=state.feedback,
+        logits=plan.logits if kind == "cpu" and state.head else 0,
+        in_flight=IN_FLIGHT if run.parallel.overlap else 0,
+        cast=0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize,
+    )

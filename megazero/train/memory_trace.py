@@ -1,0 +1,56 @@
+"""--memory-trace: the predicted memory of a step, written before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.mpu.grid import ProcessGrid
+from megazero.plan.step_lists import StepLists
+from megazero.plan.step_memory import memory_traces
+from megazero.program.trace import write
+from megazero.telemetry.units import size
+from megazero.train.logs import as_config_error
+
+
+def write_memory_trace(steps: StepLists, path: Path, kind: str) -> str:
+    """Write the memory of a step, and return a sentence on it. kind: as in `plan.step_memory.memory_traces`.
+
+    Raises ConfigError if it cannot be written.
+    """
+    found = memory_traces(steps, kind)
+    with as_config_error("--memory-trace"):
+        files = write(found, path)
+    peak = found[0].peak
+    words = ", ".join(str(file) for file in files)
+    return (
+        f"{words}: the tensors of a step take {size(peak.total)} at most by arithmetic, on {found[0].rank} during "
+        f"number {peak.number} of its list, {peak.instruction}"
+    )
+
+
+def trace_of_run(steps: StepLists, grid: ProcessGrid) -> str | None:
+    """Rank 0 writes the file of --memory-trace, if the run has the flag, and gets the sentence. With the flag it is a
+    collective of all ranks, which fail together.
+    """
+    path = steps.run.trainer.memory_trace
+    if path is None:
+        return None
+    told: list[str] = []
+
+    def act() -> None:
+        told.append(write_memory_trace(steps, Path(path), grid.device.type))
+
+    with as_config_error("--memory-trace"):
+        attempt_on_all_ranks(grid.world, grid.device, act if grid.rank == 0 else None)
+    return told[0] if told else None
+
+
+def trace_of_plan(steps: StepLists, kind: str) -> str | None:
+    """The same in a dry run: for any number of ranks, in this process alone. None without the flag, or without a
+    vocabulary.
+    """
+    path = steps.run.trainer.memory_trace
+    if path is None or steps.run.model.vocab_size is None:
+        return None
+    return write_memory_trace(steps, Path(path), kind)
