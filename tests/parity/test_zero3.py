@@ -55,16 +55,18 @@ class Layout(NamedTuple):
         return [*words.split(), "--zero3-regather", self.regather]
 
 
-def fits(layout: Layout) -> bool:
-    """Whether a small machine can start it, and what it asks for exists."""
+def fits(layout: Layout, most: int = 8) -> bool:
+    """Whether it has no more ranks than a small machine can start, and what it asks for exists."""
     sharded = layout.zero == 3 and layout.dp > 1
     return (
-        1 < layout.ranks <= 8
+        1 < layout.ranks <= most
         and (layout.dp > 1 or not layout.half)
         and (sharded or (layout.regather, layout.budget) == ("micro-batch", "two"))
     )
 
 
+LARGE = Layout(3, 1, 3, 4, "zb-h1", True, "micro-batch", "one", "selective", 4, True, False)
+"""Twelve ranks: three stages and four replicas meet in no smaller layout."""
 AXES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3, 3, 3),
     "tp": (1, 2),
@@ -133,28 +135,46 @@ def alone(flags_of: Callable[[bool, bool], list[str]]) -> Callable[[bool, bool],
     return run
 
 
+@pytest.fixture(scope="module")
+def differences(
+    flags_of: Callable[[bool, bool], list[str]], alone: Callable[[bool, bool], Outcome]
+) -> Callable[[Layout], dict[str, float]]:
+    """The largest relative differences of a layout's results from those of one process."""
+
+    def run(layout: Layout) -> dict[str, float]:
+        flags = [*flags_of(layout.tied, layout.lora), *layout.flags()]
+        if layout.budget != "two":
+            parsed = parse_run(flags, layout.ranks, model_source)
+            # Half of two replicas is one: then each rank has whole parameters, and there is nothing to gather.
+            one = max(1, largest_unit(parsed, axes_of(parsed.parallel, layout.ranks))[0])
+            flags += ["--zero3-gathered-bytes", str(one if layout.budget == "one" else 10**9)]
+        return worst(train(layout.ranks, flags), alone(layout.tied, layout.lora))
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(cases=12)
 @pytest.mark.parametrize("layout", table(), ids=lambda layout: "-".join(map(str, layout)))
-def test_every_stage_of_zero_with_everything(
-    layout: Layout, flags_of: Callable[[bool, bool], list[str]], alone: Callable[[bool, bool], Outcome]
-) -> None:
-    flags = [*flags_of(layout.tied, layout.lora), *layout.flags()]
-    if layout.budget != "two":
-        run = parse_run(flags, layout.ranks, model_source)
-        # Half of two replicas is one: then each rank has whole parameters, and there is nothing to gather.
-        one = max(1, largest_unit(run, axes_of(run.parallel, layout.ranks))[0])
-        flags += ["--zero3-gathered-bytes", str(one if layout.budget == "one" else 10**9)]
-    differences = worst(train(layout.ranks, flags), alone(layout.tied, layout.lora))
-    assert all(value < 1e-9 for value in differences.values()), differences
+def test_every_stage_of_zero_with_everything(layout: Layout, differences: Callable[[Layout], dict[str, float]]) -> None:
+    found = differences(layout)
+    assert all(value < 1e-9 for value in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_three_stages_of_four_replicas(differences: Callable[[Layout], dict[str, float]]) -> None:
+    found = differences(LARGE)
+    assert all(value < 1e-9 for value in found.values()), found
 
 
 def test_in_the_table_every_two_values_meet_that_can() -> None:
     layouts = table()
-    met = set().union(*map(pairs, layouts))
+    met = set().union(*map(pairs, [*layouts, LARGE]))
     assert len(set(layouts)) == COUNT
+    assert all({getattr(layout, name) for layout in layouts} == set(values) for name, values in AXES.items())
     assert sum(layout.zero == 3 and layout.dp > 1 for layout in layouts) > COUNT // 2
     source = random.Random(3)
     others = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(3000)]  # type: ignore[arg-type]
-    possible = set().union(*(pairs(layout) for layout in others if fits(layout)))
+    possible = set().union(*(pairs(layout) for layout in others if fits(layout, LARGE.ranks)))
     assert not possible - met
