@@ -11,7 +11,7 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.bytes import has_nccl
 from megazero.plan.shapes import shape_of
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Op
 from megazero.program.passes.gathers import least_bytes
 from megazero.program.shape import RankShape
@@ -53,7 +53,7 @@ def largest_unit(run: Run, axes: Axes) -> tuple[int, int, str]:
     return max(found, key=lambda unit: unit[0])
 
 
-def gathered_bytes(steps: StepLists, stage: int) -> GatheredBytes | None:
+def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
     """The bytes of a training step; None where the stage gathers no sharded parameters."""
     step = steps.of(stage)
     shape, listed = step.shape, step.instructions

@@ -33,7 +33,7 @@ ROUNDS = 200
 
 
 @dataclass(frozen=True)
-class Group:
+class OptionGroup:
     """Options of which one is taken.
 
     costs  [options], at least 0
@@ -53,10 +53,10 @@ class Selection:
     bound: int
 
 
-def select(groups: Sequence[Group], limit: int) -> Selection | None:
+def select(groups: Sequence[OptionGroup], limit: int) -> Selection | None:
     """The selection that takes at most `limit` of everything at the least cost; None if none is found that fits."""
     step = max(1, gcd(*(int(cost) for group in groups for cost in group.costs)))
-    groups = [Group(group.costs // step, group.takes) for group in groups]
+    groups = [OptionGroup(group.costs // step, group.takes) for group in groups]
     prices, best = np.zeros(groups[0].takes.shape[1]), None
     if prod(len(group.costs) for group in groups) > FEW and len(groups) > 1:
         prices, best = _prices(groups, limit)
@@ -64,15 +64,15 @@ def select(groups: Sequence[Group], limit: int) -> Selection | None:
     return found and Selection(found.options, found.cost * step, found.bound * step)
 
 
-def _cost(groups: Sequence[Group], options: Sequence[int]) -> int:
+def _cost(groups: Sequence[OptionGroup], options: Sequence[int]) -> int:
     return sum(int(group.costs[option]) for group, option in zip(groups, options, strict=True))
 
 
-def _taken(groups: Sequence[Group], options: Sequence[int]) -> Integers:
+def _taken(groups: Sequence[OptionGroup], options: Sequence[int]) -> Integers:
     return np.sum([group.takes[option] for group, option in zip(groups, options, strict=True)], 0)
 
 
-def _prices(groups: Sequence[Group], limit: int) -> tuple[Floats, tuple[int, ...] | None]:
+def _prices(groups: Sequence[OptionGroup], limit: int) -> tuple[Floats, tuple[int, ...] | None]:
     """Prices of the limits with a high bound, and the best selection that was met on the way."""
     dearest = sum(int(group.costs.max()) for group in groups)
     prices = kept = np.zeros(groups[0].takes.shape[1])
@@ -98,7 +98,7 @@ def _prices(groups: Sequence[Group], limit: int) -> tuple[Floats, tuple[int, ...
     return kept, best
 
 
-def _repaired(groups: Sequence[Group], options: Sequence[int], limit: int) -> tuple[int, ...] | None:
+def _repaired(groups: Sequence[OptionGroup], options: Sequence[int], limit: int) -> tuple[int, ...] | None:
     """A selection that fits, made from any: first with the options that free most for their cost, then with those that
     cost less and still fit. None if that does not end in one.
     """
@@ -124,7 +124,9 @@ def _repaired(groups: Sequence[Group], options: Sequence[int], limit: int) -> tu
     return tuple(chosen)
 
 
-def _search(groups: Sequence[Group], limit: int, prices: Floats, best: tuple[int, ...] | None) -> Selection | None:
+def _search(
+    groups: Sequence[OptionGroup], limit: int, prices: Floats, best: tuple[int, ...] | None
+) -> Selection | None:
     """The selection of least cost, from one that fits and prices. A beginning is a row of each array."""
     least = np.array([group.takes.min(0) for group in groups])
     priced = [group.costs + group.takes @ prices for group in groups]

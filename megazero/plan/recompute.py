@@ -32,7 +32,7 @@ from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.chunk_bytes import ChunkBytes, Moment, binding, chunk_bytes, moments, of_units, peak_bytes, share
 from megazero.plan.flops import attention_core_flops, block_flops
-from megazero.plan.knapsack import Group, select
+from megazero.plan.knapsack import OptionGroup, select
 from megazero.program.instruction import Instruction
 from megazero.system import device as devices
 
@@ -154,7 +154,7 @@ def least_work(
     """
     options = [chunk_choices(plan, spec) for spec in specs]
     groups = [
-        Group(
+        OptionGroup(
             np.array([option.work for option in mine]),
             np.array([[share(moment, number, option.chunk) for moment in when] for option in mine]),
         )

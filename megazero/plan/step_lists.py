@@ -31,7 +31,7 @@ class StageStep:
     budget: int
 
 
-class StepLists:
+class StageLists:
     """The training step of each stage. Each is made once, when it is first asked for: that can take a second.
 
     nccl: whether the run communicates through NCCL, which has larger buckets.

@@ -9,14 +9,14 @@ from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.chunk_bytes import chunk_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.program.effects import Scope
 from megazero.program.simulate import IN_FLIGHT
 from megazero.program.step_bytes import StepBytes
 from megazero.program.trace import MemoryTrace, trace
 
 
-def memory_traces(steps: StepLists, kind: str) -> list[MemoryTrace]:
+def memory_traces(steps: StageLists, kind: str) -> list[MemoryTrace]:
     """The memory of a step on a rank of each stage, that with the largest peak first.
 
     kind: of device, cpu or cuda. It decides the body of attention, and so what attention keeps.
@@ -26,7 +26,7 @@ def memory_traces(steps: StepLists, kind: str) -> list[MemoryTrace]:
     return sorted(found, key=lambda each: -each.peak.total)
 
 
-def stage_trace(steps: StepLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
+def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
     """The memory of a rank of this stage, whose model state takes `state`. kind: as in `memory_traces`."""
     run, axes, step = steps.run, steps.axes, steps.of(stage)
     name = f"a rank of stage {stage} of {axes.pp}" if axes.pp > 1 else "a rank"

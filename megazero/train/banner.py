@@ -33,7 +33,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.gathered import gathered_bytes
 from megazero.plan.recompute import activation_peaks, recompute_choice
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
 from megazero.program.simulate import simulate
@@ -48,7 +48,7 @@ from megazero.zero.messages import BITS
 def banner(
     run: Run,
     grid: ProcessGrid,
-    steps: StepLists,
+    steps: StageLists,
     text: str,
     start: str,
     changes: list[tuple[str, object, object]],
@@ -136,7 +136,7 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
     return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
 
 
-def schedule_lines(steps: StepLists) -> list[tuple[str, str]]:
+def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
     """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute and CUDA graphs."""
     run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
@@ -212,7 +212,7 @@ def _messages(run: Run) -> str:
     )
 
 
-def _gathers(steps: StepLists) -> list[str]:
+def _gathers(steps: StageLists) -> list[str]:
     """Sentences on what the first and the last stage gather under ZeRO-3."""
     run, pp = steps.run, steps.axes.pp
     if run.parallel.zero_stage != 3 or run.model.vocab_size is None:

@@ -10,7 +10,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import has_nccl, stage_bytes
 from megazero.plan.recompute import ASSUMED
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
@@ -71,7 +71,7 @@ def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
     else:
         head += f", {count(parameters(run.model))} parameters"
         table = parts.stage_table(stage_bytes(run, axes))
-    kind, steps = devices.kind(run.parallel.device), StepLists(run, axes, nccl=has_nccl(run.parallel, axes))
+    kind, steps = devices.kind(run.parallel.device), StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
     traced = trace_of_plan(steps, kind)
     if traced is not None and kind == "cuda" and not devices.cuda_available():
         left.append(f"--memory-trace: no card is here to try the bodies of attention; {ASSUMED} was assumed")

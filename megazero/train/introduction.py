@@ -9,7 +9,7 @@ from megazero.config.dump import RUN_FILE, dump
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
 from megazero.train.bodies import bodies_of, note_of_other_bodies
@@ -28,7 +28,7 @@ def announce_kernels(grid: ProcessGrid) -> None:
 def introduce(
     run: Run,
     grid: ProcessGrid,
-    steps: StepLists,
+    steps: StageLists,
     prepared: Prepared,
     start: StartPoint,
     fence: Fence | None,

@@ -18,7 +18,7 @@ from megazero.pipeline.build import build_engine, build_stages, step_lists, with
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
@@ -91,7 +91,7 @@ def build_job(
     state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)
     channels = Channels(grid, and_back=chunks_of(run).and_back)
     lists = step_lists(run, grid.at.pp, model.shape)
-    steps = StepLists(run, grid.axes, nccl=grid.world.is_on_device)
+    steps = StageLists(run, grid.axes, nccl=grid.world.is_on_device)
     if grid.rank == 0:
         steps.check()
     engine = build_engine(run, grid, stages, channels, lists, model.actions)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import memory_traces
 from megazero.program.trace import write
 from megazero.telemetry.units import size
 from megazero.train.logs import as_config_error
 
 
-def write_memory_trace(steps: StepLists, path: Path, kind: str) -> str:
+def write_memory_trace(steps: StageLists, path: Path, kind: str) -> str:
     """Write the memory of a step, and return a sentence on it. kind: as in `plan.step_memory.memory_traces`.
 
     Raises ConfigError if it cannot be written.
@@ -29,7 +29,7 @@ def write_memory_trace(steps: StepLists, path: Path, kind: str) -> str:
     )
 
 
-def trace_of_run(steps: StepLists, grid: ProcessGrid) -> str | None:
+def trace_of_run(steps: StageLists, grid: ProcessGrid) -> str | None:
     """Rank 0 writes the file of --memory-trace, if the run has the flag, and gets the sentence. With the flag it is a
     collective of all ranks, which fail together.
     """
@@ -46,7 +46,7 @@ def trace_of_run(steps: StepLists, grid: ProcessGrid) -> str | None:
     return told[0] if told else None
 
 
-def trace_of_plan(steps: StepLists, kind: str) -> str | None:
+def trace_of_plan(steps: StageLists, kind: str) -> str | None:
     """The same in a dry run: for any number of ranks, in this process alone. None without the flag, or without a
     vocabulary.
     """

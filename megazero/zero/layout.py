@@ -146,7 +146,7 @@ def pack(
     sizes   number of ranks in each group that some spec names
 
     No bucket spans two chunks or two groups. Matrices of equal shape that follow each other in a unit (gate and up) are
-    adjacent in one bucket.
+    adjacent in one bucket, with `Packing.block` if they are whole blocks.
     """
     buckets: list[BucketLayout] = []
     seen: set[str] = set()

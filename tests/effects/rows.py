@@ -90,10 +90,15 @@ ROWS = (
     Row("zero_shard_size", "--zero-shard-size 1", "memory", "--zero-stage 1", base="ranks"),
     Row("zero_shard_size", "--zero-shard-size 2", "memory", "--zero-stage 1 --zero-shard-size 1", base="ranks"),
     Row(
-        "zero_quantized_weights", "--zero-quantized-weights", "traffic", "--precision bf16 --zero-stage 1", base="ranks"
+        "zero_quantized_weights",
+        "--zero-quantized-weights",
+        "traffic",
+        f"{INT8} --precision bf16 --zero-stage 1",
+        base="ranks",
     ),
-    Row("zero_quantized_weights", "--zero-quantized-weights", "memory", "--zero-stage 2", base="ranks"),
-    Row("zero_quantized_gradients", "--zero-quantized-gradients int8", "traffic", base="ranks"),
+    Row("zero_quantized_weights", "--zero-quantized-weights", "memory", f"{INT8} --zero-stage 2", base="ranks"),
+    Row("zero_quantized_weights", "--zero-quantized-weights", "buckets", "--zero-stage 3", base="ranks"),
+    Row("zero_quantized_gradients", "--zero-quantized-gradients int8", "buckets", base="ranks"),
     Row("zero_quantized_gradients", "--zero-quantized-gradients int4", "traffic", INT8, base="ranks"),
     Row("zero_gradient_error_feedback", "--zero-gradient-error-feedback", "memory", INT8, base="ranks"),
     Row("zero3_gathered_bytes", "--zero3-gathered-bytes 135000", "schedule", "--zero-stage 3", base="ranks"),

@@ -15,7 +15,7 @@ from megazero.config.source import ConfigError
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from megazero.train.init_from import model_source
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
@@ -131,7 +131,7 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, s
     return (
         job.state.model.bytes(),
         told.total,
-        banner(job.run, job.grid, StepLists(job.run, job.grid.axes, nccl=False), "words", "from here", []),
+        banner(job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from here", []),
         trained,
     )
 

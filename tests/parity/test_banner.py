@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from megazero.zero.placement import Column
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -25,7 +25,7 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
     held = job.state.model.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
     text = banner(
-        job.run, job.grid, StepLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", [("tp", 1, 2)]
+        job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", [("tp", 1, 2)]
     )
     return (
         (told.weights, told.gradients, told.optimizer),

@@ -24,6 +24,7 @@ from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
 from tests.parameters import Piece, assemble, values_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, train
+from tests.parity.training import train_on_rank as trained_on_rank
 from tests.ranks import run_ranks
 from tests.reference import REFERENCE, needs_reference
 
@@ -215,17 +216,17 @@ def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path
 @pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_resumed_run_is_the_run_that_never_stopped(scaling: str, corpus: Path, tmp_path: Path) -> None:
-    flags = [*flags_for(corpus, tmp_path, "--train-iters", "9", "--eval-interval", "2"), *SCALINGS[scaling]]
+    flags = [*flags_for(corpus, tmp_path, "--train-iters", "6", "--eval-interval", "2"), *SCALINGS[scaling]]
     layout = ["--tp", "2", "--pp", "2", "--recompute-granularity", "full"]
     whole = train(4, [*flags, *layout])
     folder = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
-    parts = [train(4, [*flags, *layout, *folder, "--exit-interval", "3"]) for _ in range(3)]
+    parts = [train(4, [*flags, *layout, *folder, "--exit-interval", "2"]) for _ in range(3)]
     records = [record for part in parts for record in part.records]
     assert [(r.iteration, r.loss, r.grad_norm) for r in records] == [
         (r.iteration, r.loss, r.grad_norm) for r in whole.records
     ]
     assert all(torch.equal(parts[-1].weights[name], value) for name, value in whole.weights.items())
-    kept = json.loads((tmp_path / "saved" / "iter_0000003" / MANIFEST).read_text())["progress"]["fp8"]
+    kept = json.loads((tmp_path / "saved" / "iter_0000002" / MANIFEST).read_text())["progress"]["fp8"]
     assert (kept is None) == (scaling == "current")
     assert kept is None or [
         len(kept["blocks.3.mlp.down"][role]["amax"]) for role in ("input", "weight", "gradient")
@@ -386,19 +387,18 @@ def test_compiled_casts_train_the_same_weights(scaling: str, corpus: Path, tmp_p
     except CompileError:
         pytest.skip("no compiler, nothing is compiled")
     flags = [*flags_for(corpus, tmp_path, "--train-iters", "4", "--recompute-granularity", "full"), *SCALINGS[scaling]]
-    plain, compiled = train(1, flags, "auto"), train(1, [*flags, "--compile"], "auto")
-    assert [(r.loss, r.grad_norm) for r in compiled.records] == [(r.loss, r.grad_norm) for r in plain.records]
-    assert all(torch.equal(compiled.weights[name], value) for name, value in plain.weights.items())
-    graphs = run_ranks(1, graphs_on_rank, [*flags, "--compile"])[0]
+    plain = train(1, flags, "auto")
+    ((records, pieces, graphs),) = run_ranks(1, compiled_on_rank, [*flags, "--compile"])
+    assert [(r.loss, r.grad_norm) for r in records] == [(r.loss, r.grad_norm) for r in plain.records]
+    weights = assemble([pieces])
+    assert all(torch.equal(weights[name], value) for name, value in plain.weights.items())
     # Two shapes of inputs, four of weights, three of gradients; and the trial before the run.
     assert graphs == 2 + 4 + 3 + 1
 
 
-def graphs_on_rank(rank: int, flags: list[str]) -> int:
+def compiled_on_rank(rank: int, flags: list[str]) -> tuple[list[StepRecord], list[Piece], int]:
+    """Records, final weights, and the number of graphs that were compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEGAZERO_FUSED", "auto")
-        job, _ = job_on_rank(rank, 1, flags)
-        job.fit()
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    records, _, pieces = trained_on_rank(rank, 1, flags, "auto")
+    return records, pieces, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -42,11 +42,11 @@ def test_cuda_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, 
 @pytest.mark.slow
 @pytest.mark.layouts(check=0, test=8, all=40, salt=1)
 def test_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
-    check(case, "5", "auto", flags_of, reference)
+    check(case, "3", "auto", flags_of, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.layouts(check=0, test=3, all=40, salt=1)
 def test_plain_bodies_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
     """On the first of the same layouts."""
-    check(case, "5", "reference", flags_of, reference)
+    check(case, "3", "reference", flags_of, reference)

@@ -1,4 +1,4 @@
-"""Every layout is the same program: loss, gradient norm and final weights of six steps against one
+"""Every layout is the same program: loss, gradient norm and final weights of four steps against one
 process, in float64.
 """
 
@@ -13,7 +13,7 @@ from tests.parity.conftest import Reference
 from tests.parity.layouts import MODELS, REQUIRED, Case, Model, cases
 from tests.parity.training import train, worst
 
-STEPS = ["--train-iters", "6"]
+STEPS = ["--train-iters", "4"]
 TOLERANCE = 1e-9
 COUNT = 24
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.telemetry.record import StepRecord
 from megazero.train.banner import banner
 from tests.parity.training import data_flags, job_on_rank
@@ -55,7 +55,7 @@ def step(flags: list[str]) -> tuple[StepRecord, str, int]:
     (record,) = recorder.records
     return (
         record,
-        banner(job.run, job.grid, StepLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", []),
+        banner(job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", []),
         counter.get_total_flops(),
     )
 

@@ -21,13 +21,13 @@ NUMBERS = [
     "--global-batch-size",
     "12",
     "--train-iters",
-    "7",
+    "5",
     "--lr-warmup-iters",
     "2",
     "--hidden-dropout",
     "0.1",
 ]
-STOP = 3
+STOP = 2
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp4-sp": (4, ["--tp", "4", "--sequence-parallel", "--micro-batch-size", "1"]),
@@ -95,7 +95,7 @@ def test_fault_26_any_layout_to_any_layout(
 ) -> None:
     ranks, layout = LAYOUTS[after]
     resumed = train(ranks, [*flags_for(corpus, tmp_path_factory.getbasetemp()), *layout, "--load", str(saved[before])])
-    assert [record.iteration for record in resumed.records] == [4, 5, 6, 7]
+    assert [record.iteration for record in resumed.records] == [3, 4, 5]
     rest = Outcome(whole.records[STOP:], whole.losses, whole.weights)
     assert all(value < 1e-9 for value in worst(resumed, rest).values()), worst(resumed, rest)
     for ours, theirs in zip(resumed.records, rest.records, strict=True):
@@ -107,7 +107,7 @@ def test_fault_26_any_layout_to_any_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(cases=2)
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_fault_27_30_three_resumes_in_a_row_are_bitwise(stage: int, corpus: Path, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS["pp2-dp2-z1"]
@@ -119,10 +119,10 @@ def test_fault_27_30_three_resumes_in_a_row_are_bitwise(stage: int, corpus: Path
     folder = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
     records = []
     for _ in range(3):
-        records += train(ranks, [*flags, *folder, "--exit-interval", "2"]).records
+        records += train(ranks, [*flags, *folder, "--exit-interval", "1"]).records
     last = train(ranks, [*flags, *folder])
     records += last.records
-    assert [record.iteration for record in records] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record.iteration for record in records] == [1, 2, 3, 4, 5]
     same = [(record.loss, record.grad_norm, record.lr) for record in records]
     assert same == [(record.loss, record.grad_norm, record.lr) for record in whole.records]
     assert all(bool((last.weights[name] == values).all()) for name, values in whole.weights.items())
@@ -185,4 +185,4 @@ def test_fp16_after_bf16_begins_at_its_own_scale(corpus: Path, tmp_path: Path) -
     resumed = train(
         1, [*base, "--precision", "fp16", "--initial-loss-scale", "1024", "--load", str(tmp_path / "saved")]
     )
-    assert [record.loss_scale for record in resumed.records] == [1024.0] * 5
+    assert [record.loss_scale for record in resumed.records] == [1024.0] * 3

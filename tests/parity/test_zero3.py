@@ -1,5 +1,5 @@
-"""ZeRO in every combination with the rest: loss, gradient norm and final weights of ten steps against one process, in
-float64. A table of layouts whose every two values meet, drawn once and for all.
+"""ZeRO in every combination with the rest: loss, gradient norm and final weights against one process, in float64, after
+four steps, in `make test-all` ten. A table of layouts whose every two values meet, drawn once and for all.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megazero.plan.gathered import largest_unit
 from megazero.train.init_from import model_source
 from tests.parity.training import Outcome, data_flags, small_model, train, worst
 
-MODEL = [*small_model(7, heads=4), "--make-vocab-size-divisible-by", "1", "--ffn-hidden-size", "48"]
+MODEL = [*small_model(5, heads=4), "--make-vocab-size-divisible-by", "1", "--ffn-hidden-size", "48"]
 TRAINS = [
-    *("--precision", "fp64", "--global-batch-size", "16", "--train-iters", "10"),
+    *("--precision", "fp64", "--global-batch-size", "16"),
     *("--lr", "1e-2", "--clip-grad", "0.5"),
 ]
 VIRTUAL = {"gpipe": 2, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
@@ -100,10 +100,13 @@ def table() -> list[Layout]:
 
 
 @pytest.fixture(scope="module")
-def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, bool], list[str]]:
+def flags_of(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Callable[[bool, bool], list[str]]:
     """The flags of a model, tied or not, whole or with adapters on a trained one."""
     folder = tmp_path_factory.mktemp("bases")
-    data = data_flags(corpus, folder / "cache")
+    steps = 10 if pytestconfig.option.depth == "all" else 4
+    data = ["--train-iters", str(steps), *data_flags(corpus, folder / "cache")]
 
     def model(tied: bool) -> list[str]:
         return [*MODEL, "--position-embedding", "alibi" if tied else "rotary"] + [
@@ -115,8 +118,8 @@ def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
             return [*model(tied), *TRAINS, *data]
         base = folder / f"tied-{tied}"
         if not base.exists():
-            made = [*TRAINS, "--train-iters", "1", "--seed", "3", "--init-method-std", "0.1"]
-            train(1, [*model(tied), *made, *data, "--save", str(base)])
+            made = [*TRAINS, *data, "--train-iters", "1", "--seed", "3", "--init-method-std", "0.1"]
+            train(1, [*model(tied), *made, "--save", str(base)])
         return [*TRAINS, *data, "--init-from", str(base), "--seq-length", "12", "--lora-rank", "3"]
 
     return flags

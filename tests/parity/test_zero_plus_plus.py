@@ -169,6 +169,7 @@ def test_the_weights_that_are_updated_stay_exact(stage: int, corpus: Path, tmp_p
             assert ((read - exact).abs() <= 0.5001 * steps).all()
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("more", ["", "--zero-gradient-error-feedback"])
 def test_three_hundred_steps_learn_as_much(more: str, corpus: Path, tmp_path: Path) -> None:
     """With error feedback the loss is that of the exact run; without it, it may be lower too."""

@@ -8,7 +8,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import GatheredBytes, gathered_bytes, unit_problems
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from megazero.train.banner_parts import gathers_sentence
 
 WORDS = (
@@ -26,9 +26,9 @@ def run_of(words: str, ranks: int = 2) -> Run:
     return parse_run(f"{WORDS} {words}".split(), ranks)
 
 
-def steps_of(words: str, ranks: int) -> StepLists:
+def steps_of(words: str, ranks: int) -> StageLists:
     run = run_of(words, ranks)
-    return StepLists(run, axes_of(run.parallel, ranks), nccl=False)
+    return StageLists(run, axes_of(run.parallel, ranks), nccl=False)
 
 
 def gathered(words: str, stage: int = 0, ranks: int = 2) -> GatheredBytes:

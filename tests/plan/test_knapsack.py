@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from megazero.plan import knapsack
-from megazero.plan.knapsack import Group, Selection, select
+from megazero.plan.knapsack import OptionGroup, Selection, select
 
 
-def groups_of(random: np.random.Generator, groups: int, options: int, limits: int) -> list[Group]:
+def groups_of(random: np.random.Generator, groups: int, options: int, limits: int) -> list[OptionGroup]:
     """What costs more takes less, but not of every limit."""
     found = []
     for _ in range(groups):
         costs = 3 * random.integers(0, 40, options)
         takes = random.integers(0, 60, (options, limits)) + 2 * (120 - costs)[:, None]
-        found.append(Group(costs, takes))
+        found.append(OptionGroup(costs, takes))
     return found
 
 
-def least_of_all(groups: list[Group], limit: int) -> int | None:
+def least_of_all(groups: list[OptionGroup], limit: int) -> int | None:
     costs = [
         sum(int(group.costs[option]) for group, option in zip(groups, options, strict=True))
         for options in product(*(range(len(group.costs)) for group in groups))
@@ -30,13 +30,13 @@ def least_of_all(groups: list[Group], limit: int) -> int | None:
     return min(costs, default=None)
 
 
-def fits(groups: list[Group], found: Selection, limit: int) -> bool:
+def fits(groups: list[OptionGroup], found: Selection, limit: int) -> bool:
     taken = sum(group.takes[option] for group, option in zip(groups, found.options, strict=True))
     cost = sum(int(group.costs[option]) for group, option in zip(groups, found.options, strict=True))
     return bool((taken <= limit).all()) and cost == found.cost
 
 
-def limits_of(groups: list[Group]) -> list[int]:
+def limits_of(groups: list[OptionGroup]) -> list[int]:
     """From one that nothing fits to one that everything fits."""
     least, most = (sum(int(edge(group.takes)) for group in groups) for edge in (np.min, np.max))
     return [least - 1, *(least + (most - least) * part // 8 for part in range(1, 8)), most]

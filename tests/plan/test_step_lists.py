@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.shapes import shape_of
-from megazero.plan.step_lists import StepLists
+from megazero.plan.step_lists import StageLists
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -27,7 +27,7 @@ def body(rank: int, size: int, flags: list[str]) -> str:
     job, _ = job_on_rank(rank, size, flags)
     grid = job.grid
     assert job.state.model.shape == shape_of(job.run, grid.axes, grid.at, nccl=False)
-    steps = StepLists(job.run, grid.axes, nccl=False)
+    steps = StageLists(job.run, grid.axes, nccl=False)
     steps.check()
     assert steps.of(grid.at.pp).instructions == job.probe_engine.lists.training(steps.micro_batches)
     return "\n".join(map(str, steps.of(grid.at.pp).instructions))
