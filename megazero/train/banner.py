@@ -151,7 +151,7 @@ def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
         traffic.total / (of_zero_1.total or 1.0),
         breadth_first=breadth_first,
     )
-    messages = _messages(run) if axes.dp * axes.cp > 1 else ""
+    messages = _messages(run, axes) if axes.dp * axes.cp > 1 else ""
     graphs = (
         parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches)
         if run.parallel.cuda_graphs
@@ -202,11 +202,12 @@ def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traff
     )
 
 
-def _messages(run: Run) -> str:
+def _messages(run: Run, axes: Axes) -> str:
     p, precision = run.parallel, run.optimizer.precision
     bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
+    gathers = p.zero_quantized_weights and axes.shard_size != 1
     return parts.messages_sentence(
-        (bytes_each(8), compute_dtype(precision).itemsize) if p.zero_quantized_weights else None,
+        (bytes_each(8), compute_dtype(precision).itemsize) if gathers else None,
         None if bits is None else (bytes_each(bits), reduced),
         kept=p.zero_gradient_error_feedback,
     )

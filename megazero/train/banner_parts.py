@@ -180,6 +180,11 @@ def zero(zero_stage: int, axes: Axes) -> str:
 
 def sets_sentence(zero_stage: int, traffic: Traffic) -> str:
     """The traffic of hybrid shards in a sentence."""
+    if not traffic.inside:
+        return (
+            "none: in a set of one rank each keeps the whole state, as with --zero-stage 0; a rank sends "
+            f"{traffic.across:.3g} bytes per parameter across the sets in a step"
+        )
     most = "at most " if zero_stage == 3 else ""
     return (
         f"a rank sends {most}{traffic.inside:.3g} bytes per parameter inside its set in a step, and "

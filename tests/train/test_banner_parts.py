@@ -4,9 +4,12 @@ import re
 
 import pytest
 
-from megazero.mpu.axes import Axes, Coordinates
+from megazero.config.parse import parse_run
+from megazero.mpu.axes import Axes, Coordinates, axes_of
 from megazero.plan.bytes import StageBytes
+from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic
+from megazero.train.banner import schedule_lines
 from megazero.train.banner_parts import (
     changes_table,
     draw_grid,
@@ -86,6 +89,8 @@ def test_hybrid_shards_are_told() -> None:
     said = "a rank sends 6 bytes per parameter inside its set in a step, and 4 across the sets"
     assert sets_sentence(1, Traffic(6.0, 4.0)) == said
     assert sets_sentence(3, Traffic(6.0, 4.0)) == said.replace("sends 6", "sends at most 6")
+    alone = sets_sentence(3, Traffic(0.0, 8.0))
+    assert alone.startswith("none: in a set of one rank") and "sends 8 bytes per parameter across" in alone
 
 
 def test_sentences_and_tables() -> None:
@@ -111,3 +116,11 @@ def test_sections_wrap_words_but_not_paths() -> None:
 def test_graphs_that_replay_nothing_say_so() -> None:
     assert graphs_sentence(6, 8) == "replay 6 of a rank's 8 micro-batches a step"
     assert graphs_sentence(0, 2).startswith("change nothing") and "there are 2" in graphs_sentence(0, 2)
+
+
+@pytest.mark.parametrize(("words", "told"), [("", True), ("--zero-shard-size 2", True), ("--zero-shard-size 1", False)])
+def test_gathers_in_blocks_are_told_where_something_is_gathered(words: str, told: bool) -> None:
+    line = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
+    run = parse_run(f"{line} --global-batch-size 8 --zero-stage 1 --zero-quantized-weights {words}".split(), 4)
+    text = dict(schedule_lines(StageLists(run, axes_of(run.parallel, 4), nccl=False))).get("messages", "")
+    assert ("parameters are gathered in blocks of int8: 1.016 bytes each, not 2" in text) == told
