@@ -123,7 +123,7 @@ _FREE = {
         "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"
     ),
     **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention"),
-    **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget"),
+    **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget", "shard_recompute_inputs"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain(
         "optimizer",

@@ -178,6 +178,15 @@ def _activation_budget(f: CheckContext) -> Found:
         )
 
 
+def _shard_recompute_inputs(f: CheckContext) -> Found:
+    p = f.run.parallel
+    if p.shard_recompute_inputs and p.sequence_parallel and p.tp > 1:
+        yield (
+            "--shard-recompute-inputs shares out what all tp ranks keep alike, and with --sequence-parallel each rank "
+            f"keeps only its own 1/{p.tp} of it: drop --shard-recompute-inputs"
+        )
+
+
 def _zero(f: CheckContext) -> Found:
     stage = f.run.parallel.zero_stage
     if stage not in ZERO_STAGES:
@@ -292,6 +301,7 @@ LAYOUT_CHECKS = (
     check(_schedule, "pipeline_schedule", "virtual_stages"),
     check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
     check(_activation_budget, "activation_memory_budget", "recompute_granularity"),
+    check(_shard_recompute_inputs, "shard_recompute_inputs", "sequence_parallel", "tp"),
     check(_zero, "zero_stage"),
     check(_world, "tp", "pp"),
     check(_shard_size, "zero_shard_size", "tp", "pp"),

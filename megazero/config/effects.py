@@ -59,6 +59,11 @@ def _dynamic(f: CheckContext) -> bool:
     return _fp16(f) and f.run.optimizer.loss_scale is None
 
 
+def _recomputes_blocks(f: CheckContext) -> bool:
+    p = f.run.parallel
+    return p.recompute_granularity == "full" or p.activation_memory_budget is not None
+
+
 def _adam(f: CheckContext) -> bool:
     return f.run.optimizer.optimizer != "sgd"
 
@@ -206,6 +211,13 @@ EFFECTS = (
         _reads_text,
         "--tokenizer: ids are used as they are, and nothing reads a text",
         ("data_path", "tokenizer"),
+    ),
+    Effect("shard_recompute_inputs", lambda f: f.run.parallel.tp > 1, "--tp above 1", ("tp",)),
+    Effect(
+        "shard_recompute_inputs",
+        lambda f: _recomputes_blocks(f) or f.run.parallel.tp == 1,
+        "blocks that are recomputed as a whole: --recompute-granularity full or --activation-memory-budget",
+        ("recompute_granularity", "activation_memory_budget", "tp"),
     ),
     # From here on: lines in the banner, no errors.
     Effect(

@@ -33,6 +33,7 @@ class ModelLayout:
     sequence_parallel    whether activations outside the tensor-parallel regions are sharded along s
     recompute            what backward computes again, for every block of the model by its global number: none,
                          selective (the attention core) or full (the whole block); empty: none of any block
+    shard_recompute_inputs  whether each tp rank keeps a part of the input of a block that is recomputed as a whole
     seed                 keys dropout
     label_smoothing      of the training loss; evaluation uses none
     z_loss               weight of the z-loss in the training loss; evaluation uses none
@@ -54,6 +55,7 @@ class ModelLayout:
     device: torch.device = CPU
     sequence_parallel: bool = False
     recompute: RecomputeTable = ()
+    shard_recompute_inputs: bool = False
     seed: int = 1234
     label_smoothing: float = 0.0
     z_loss: float = 0.0

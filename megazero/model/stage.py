@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megazero.config.recompute import FULL
 from megazero.config.schema import ModelConfig
@@ -16,6 +15,7 @@ from megazero.model.block import Block
 from megazero.model.embedding import Embedding
 from megazero.model.head import Head
 from megazero.model.layout import ModelLayout
+from megazero.model.recomputation import recomputed
 from megazero.mpu.layers import VocabParallelEmbedding
 from megazero.mpu.lora import freeze_all_but_adapters
 from megazero.mpu.parameter import ModuleType, Parameter, spec_of, without_memory
@@ -122,7 +122,7 @@ class Stage(nn.Module):
             return self.embedding(batch)
         assert hidden is not None, "a stage without the embedding needs the hidden state of the stage before"
         if isinstance(unit, Block) and self.layout.recompute_of(unit.number) == FULL:
-            return checkpoint(unit, hidden, batch, use_reentrant=False, preserve_rng_state=False)
+            return recomputed(unit, hidden, batch, self.layout.tp if self.layout.shard_recompute_inputs else None)
         return unit(hidden, batch)
 
 

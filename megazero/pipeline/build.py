@@ -92,6 +92,7 @@ def stages_of(
         allocate=allocate,
         sequence_parallel=run.parallel.sequence_parallel,
         recompute=recompute_by_flags(run) if recompute is None else recompute,
+        shard_recompute_inputs=run.parallel.shard_recompute_inputs,
         seed=run.data.seed,
         label_smoothing=run.optimizer.label_smoothing,
         z_loss=run.optimizer.z_loss,

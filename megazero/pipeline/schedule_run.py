@@ -1,10 +1,10 @@
 """One pass over an instruction list: its state between the instructions.
 
 Memory: a stage's output is freed as soon as its message is sent. Its backward starts from the output's node in the
-autograd graph (`GradientEdge`), for which the output is not needed. A stage's input is kept until its backward. Where a
-list cuts a chunk into units, the same holds for each unit. For the second part of a split backward the model state
-keeps the layers' inputs and the gradients of their outputs. Losses are summed on the device, and the host does not wait
-for it.
+autograd graph (`GradientEdge`), for which the output is not needed. Of a stage's input there is what its units keep
+(`pipeline.entry`). Where a list cuts a chunk into units, the same holds for each unit. For the second part of a split
+backward the model state keeps the layers' inputs and the gradients of their outputs. Losses are summed on the device,
+and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.actions import StateActions, StepEnd
+from megazero.pipeline.entry import GraphEntry
 from megazero.program.effects import ParametersRead
 from megazero.program.instruction import ComputationKey, Instruction, Op
 from megazero.program.passes.cut import Pass, units_of
@@ -78,7 +79,7 @@ class ScheduleRun:
         """What one unit of a chunk has handed to the next: a hidden state (False) or a gradient (True)."""
         self.own: dict[int, int] = {}
         """From the model chunks of this rank to its own numbers of them."""
-        self.inputs: dict[ComputationKey, Tensor] = {}
+        self.entries: dict[ComputationKey, GraphEntry] = {}
         self.edges: dict[ComputationKey, GradientEdge | None] = {}
         self.actions: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
@@ -121,7 +122,7 @@ class ScheduleRun:
         """Wait until all sends are complete. Called after the last instruction."""
         if self.parts.channels is not None:
             self.parts.channels.flush()
-        left = self.arriving or self.leaving or self.between or self.inputs or self.edges
+        left = self.arriving or self.leaving or self.between or self.entries or self.edges
         assert not left, "the list left something undone"
 
     # --- computations ----------------------------------------------------------------------------------------------
@@ -133,9 +134,10 @@ class ScheduleRun:
             hidden = self.between.pop((False, where))
         else:
             hidden = self._arrived(False, where) if i.model_chunk > 0 else None
-        if hidden is not None and self.trains:
+        if hidden is not None and self.trains and (hidden.requires_grad or not units.start):
             # A stage's input has a gradient, for which the stage before waits; a unit's has one where it is needed.
-            self.inputs[key] = hidden if units.start else hidden.requires_grad_()
+            self.entries[key] = GraphEntry()
+            hidden = self.entries[key].enter(hidden)
         output = self.parts.stages[i.chunk](hidden, self.micro_batches[i.micro_batch], i.units)
         if self.trains:
             # None: no parameter so far is trained (a chunk with a frozen embedding only).
@@ -160,7 +162,7 @@ class ScheduleRun:
             assert gradient is not None, "a unit's output has a gradient, but not the next unit's input"
             torch.autograd.backward([edge], [gradient])
         self.state.after_backward()
-        given = self.inputs.pop(key).grad if key in self.inputs else None
+        given = self.entries.pop(key).gradient if key in self.entries else None
         if units.start:
             self.between[True, where] = given
         elif i.model_chunk > 0:

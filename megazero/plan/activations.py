@@ -71,6 +71,11 @@ class ActivationPlan:
         return self.widths.local * self.run.model.hidden_size * self.widths.item
 
     @property
+    def input_part(self) -> int:
+        """Bytes of a rank's part of a recomputed block's input (--shard-recompute-inputs), padding included."""
+        return -(-self.hidden_bytes // (self.widths.item * self.widths.tp)) * self.widths.item
+
+    @property
     def trains_all(self) -> bool:
         """Whether all parameters are trained; else only adapters are."""
         return self.run.lora.lora_rank is None
@@ -156,7 +161,8 @@ class ActivationPlan:
             y = self._mlp(tape, normalised)
             with tape.holding(normalised, y):
                 out = dropout(tape, y, w.local, hidden) if model.hidden_dropout else added(tape, y, hidden)
-        return tape.measure(out, keeps=recompute != FULL)
+        part = self.input_part if self.run.parallel.shard_recompute_inputs else None
+        return tape.measure(out, keeps=recompute != FULL, part=part)
 
     def _attention(self, tape: Tape, source: Buffer, *, selective: bool) -> Buffer:
         model, w = self.run.model, self.widths

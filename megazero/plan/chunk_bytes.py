@@ -1,7 +1,7 @@
 """Bytes of activations of a model chunk, and of a stage over its list of instructions.
 
-A computation works on units [start, stop) of a chunk as one graph. The engine keeps the input of the first of them
-until backward; an input between two units is kept only if the unit behind it needs it.
+A computation works on units [start, stop) of a chunk as one graph. An input of a unit is kept until backward only as
+far as the unit needs it (`UnitBytes.input`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChunkBytes:
     @property
     def kept(self) -> int:
         """From the end of forward to the start of backward."""
-        return [self.entering, *(last.before + last.input + last.unit.kept for last in self._walk())][-1]
+        return sum((unit.kept + unit.input) * count for unit, count in self.runs)
 
     @property
     def forward(self) -> int:
@@ -49,7 +49,7 @@ class ChunkBytes:
     @property
     def backward(self) -> int:
         """The most that backward holds, the gradient of the chunk's output included, which lives to its end."""
-        held = [(last.before + last.input + last.unit.backward, last.unit.output) for last in self._walk()]
+        held = [(last.before + last.unit.input + last.unit.backward, last.unit.output) for last in self._walk()]
         return max((own + output + (held[-1][1] if i < len(held) - 1 else 0) for i, (own, output) in enumerate(held)))
 
     @property
@@ -59,29 +59,26 @@ class ChunkBytes:
 
     def _walk(self) -> Iterator[_Last]:
         """The last unit of each run. It holds most of its run, since all before it have kept theirs."""
-        before, entering, first = self.entering, 0, True
+        before, entering = 0, self.entering
         for unit, count in self.runs:
             if count > 1:
-                before += (count - 1) * (unit.kept + unit.input) - first * unit.input
-                entering, first = unit.output, False
-            last = _Last(unit, before, 0 if first else unit.input, entering)
-            yield last
-            before += unit.kept + last.input
-            entering, first = unit.output, False
+                before += (count - 1) * (unit.kept + unit.input)
+                entering = unit.output
+            yield _Last(unit, before, entering)
+            before += unit.kept + unit.input
+            entering = unit.output
 
 
 @dataclass(frozen=True)
 class _Last:
     """The last unit of a run.
 
-    before    bytes that the units before it keep, the chunk's input among them
-    input     of its input, if it keeps that and it is not the chunk's
-    entering  of its input while its forward runs, if it is not the chunk's
+    before    bytes that the units before it keep
+    entering  of its input while its forward runs
     """
 
     unit: UnitBytes
     before: int
-    input: int
     entering: int
 
 

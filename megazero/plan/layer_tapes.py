@@ -144,7 +144,9 @@ def row(tape: Tape, w: Widths, x: Buffer, layer: Product) -> Buffer:
     alone = replace(layer, bias=layer.bias and w.tp == 1)
     y = _summed(tape, w, make(tape, w, x, alone, rows=w.tokens, gathers=False), layer.n)
     if layer.bias and w.tp > 1:
-        y = tape.op((y,), y.nbytes, gradient=PASS, trained=layer.trained, back=layer.n * w.wide, holds=layer.trained)
+        bias = Buffer(0)  # saved, but a parameter's bytes are not the unit's
+        row = {"saves": (bias,), "trained": layer.trained, "back": layer.n * w.wide, "holds": layer.trained}
+        y = tape.op((y,), y.nbytes, gradient=PASS, **row)
     return y
 
 

@@ -33,6 +33,7 @@ from megazero.plan.activations import ActivationPlan
 from megazero.plan.chunk_bytes import ChunkBytes, Moment, binding, chunk_bytes, moments, of_units, peak_bytes, share
 from megazero.plan.flops import attention_core_flops, block_flops
 from megazero.plan.knapsack import OptionGroup, select
+from megazero.plan.step_lists import micro_batches_of
 from megazero.program.instruction import Instruction
 from megazero.system import device as devices
 
@@ -128,8 +129,8 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
 
 def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:
     """A stage's list in a step of the run's largest batch."""
-    p, schedule = run.parallel, run.schedule
-    micro_batches = max(1, schedule.global_batch_size // (schedule.micro_batch_size * axes.dp))
+    p = run.parallel
+    micro_batches = max(1, micro_batches_of(run, axes))
     return stage_schedule(pipeline_schedule(p), axes.pp, micro_batches, p.virtual_stages, stage)
 
 
@@ -141,6 +142,22 @@ def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
             instructions_of(run, axes, stage),
             [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)],
         )
+        for stage in range(axes.pp)
+    ]
+
+
+def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
+    """Bytes of inputs of recomputed blocks that a rank of each stage gathers over tp in a step: all-gathers' outputs.
+
+    0 without --shard-recompute-inputs.
+    """
+    plan, specs = activation_plan(run, kind), stage_specs(run)
+    if not run.parallel.shard_recompute_inputs:
+        return [0] * axes.pp
+    table = recompute_table(run, axes, kind)
+    whole = plan.input_part * run.parallel.tp * micro_batches_of(run, axes)
+    return [
+        whole * sum(table[block] == FULL for number in chunks_of(run).of(stage) for block in specs[number].blocks)
         for stage in range(axes.pp)
     ]
 

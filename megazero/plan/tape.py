@@ -16,7 +16,7 @@ A unit's input, its output's gradient, and parameters with their gradients belon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -72,7 +72,7 @@ class TapeEntry:
 class UnitBytes:
     """Bytes of one unit for one micro-batch.
 
-    input     of its input, if the unit keeps it until backward; else 0. The engine keeps a chunk's first input anyway
+    input     of its input that the unit keeps until backward: all, a tp rank's part, or 0
     kept      all else that it keeps from its forward to its backward
     output    of what it makes
     forward   the most that its forward holds, its output included and its input not
@@ -119,11 +119,15 @@ class Tape:
         for buffer in buffers:
             self.held[buffer.memory] = max(self.held.get(buffer.memory, 0), len(self.ops) - 1)
 
-    def measure(self, output: Buffer, *, keeps: bool = True, consumes: bool = False) -> UnitBytes:
+    def measure(
+        self, output: Buffer, *, keeps: bool = True, consumes: bool = False, part: int | None = None
+    ) -> UnitBytes:
         """What the unit takes.
 
         keeps     False: its forward keeps nothing but its input, and backward runs it again
         consumes  whether backward's bytes count the output's gradient too, until backward has used it
+        part      bytes of its input that are kept instead of all of it, when it keeps nothing else: forward copies
+                  them, and backward has the whole until nothing needs it
         """
         alive, forward = self._forward(output, keeps=True)
         kept = _total(alive - {self.source, output})
@@ -131,14 +135,20 @@ class Tape:
         backward, deferred = self._backward(alive - {output}, output, consumes)
         if keeps:
             return UnitBytes(input_bytes, kept, output.nbytes, forward, backward, deferred)
-        again = max(forward, backward)
+        # The second forward ends with the last operation that saves something.
+        saving = max((number for number, (op, recorded) in enumerate(self.ops) if recorded and op.saves), default=-1)
+        _, again = self._forward(output, keeps=True, stop=saving + 1)
         _, forward = self._forward(output, keeps=False)
-        return UnitBytes(self.source.nbytes, 0, output.nbytes, forward, again, deferred)
+        if part is None:
+            return UnitBytes(self.source.nbytes, 0, output.nbytes, forward, max(again, backward), deferred)
+        backward, _ = self._backward(alive - {output}, output, consumes, counted=alive & {self.source})
+        again = max(again + self.source.nbytes, backward)
+        return UnitBytes(part, 0, output.nbytes, forward + part, again, deferred)
 
-    def _forward(self, output: Buffer, *, keeps: bool) -> tuple[set[Buffer], int]:
-        """(tensors alive after forward, the most bytes within it)."""
+    def _forward(self, output: Buffer, *, keeps: bool, stop: int | None = None) -> tuple[set[Buffer], int]:
+        """(tensors alive after forward, the most bytes within it). stop: only the operations before this one."""
         alive, saved, most = {self.source}, set[Buffer](), 0
-        for index, (op, recorded) in enumerate(self.ops):
+        for index, (op, recorded) in enumerate(self.ops[:stop]):
             new = {buffer.memory for buffer in (*op.makes, *op.saves)}
             alive |= new
             most = max(most, _total(alive - {self.source}) + op.work)
@@ -147,10 +157,15 @@ class Tape:
             alive = {b for b in alive if b in saved or b in (output, self.source) or self.held.get(b, -1) > index}
         return (saved | {output}), most
 
-    def _backward(self, alive: set[Buffer], output: Buffer, consumes: bool) -> tuple[int, int]:
-        """(the most bytes within backward, those that a split backward leaves). alive: what forward kept."""
+    def _backward(
+        self, alive: set[Buffer], output: Buffer, consumes: bool, counted: Collection[Buffer] = ()
+    ) -> tuple[int, int]:
+        """(the most bytes within backward, those that a split backward leaves).
+
+        alive: what forward kept. counted: the input, if it is counted too.
+        """
         users = Counter(memory for op, recorded in self.ops if recorded for memory in {b.memory for b in op.saves})
-        memory = Counter({buffer: 1 for buffer in alive if buffer is not self.source})
+        memory = Counter({buffer: 1 for buffer in alive if buffer is not self.source or buffer in counted})
         own = Buffer(output.nbytes)  # the output's gradient, which its maker holds
         memory[own] += consumes
         gradients = {output: own}

@@ -113,11 +113,17 @@ class _Walk:
         return Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, part=part)
 
     def _forward(self, i: Instruction, does: Effects) -> None:
-        """Hold what the units keep. A graph keeps what it begins with; another unit has its input while it runs."""
+        """Hold what the units keep. A unit has its whole input while it runs, and then what it keeps of it."""
         account, units, sizes = self.account, self._units(i), self.sizes.units[i.chunk]
+        part = 0
         for value in does.takes:
             if value[0] is Thing.HIDDEN and self.scope.trains:
-                account.hold(self._kept(i, units.start, "input"), account.drop(self._border(value)))
+                keeps = sizes[units.start].input
+                if keeps < self.sizes.hidden:
+                    part = keeps  # a copy, which its forward makes
+                else:
+                    account.drop(self._border(value))
+                account.hold(self._kept(i, units.start, "input"), keeps)
         for unit in units:
             if self.scope.trains:
                 for bucket in self.shape.units[i.chunk][unit].in_forward:
@@ -125,7 +131,7 @@ class _Walk:
             later = unit > units.start
             kept = (sizes[unit].kept + sizes[unit].input * later) if self.scope.trains else 0
             account.hold(self._kept(i, unit), kept)
-            self._look(max(0, sizes[unit].forward + self.sizes.hidden * later - kept))
+            self._look(max(0, sizes[unit].forward + (self.sizes.hidden if later else -part) - kept))
         self._take(does)
         self._make(does)
 

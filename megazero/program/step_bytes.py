@@ -11,7 +11,7 @@ from megazero.program.simulate import IN_FLIGHT
 class UnitMemory(Protocol):
     """Bytes of one unit for one micro-batch (`plan.activations`).
 
-    input     of its input, if the unit keeps it until backward; else 0. A graph keeps its first unit's input anyway
+    input     of its input that the unit keeps until backward: all, a tp rank's part, or 0
     kept      all else that it keeps from its forward to its backward
     forward   the most that its forward holds, its output included and its input not
     backward  the most that its backward holds, what it keeps and its input's gradient included, and its output's

@@ -32,7 +32,7 @@ from megazero.pipeline.schedule import is_breadth_first, make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.gathered import gathered_bytes
-from megazero.plan.recompute import activation_peaks, recompute_choice
+from megazero.plan.recompute import activation_peaks, gathered_inputs, recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.times import chunk_times
 from megazero.plan.traffic import Traffic, state_traffic
@@ -178,6 +178,8 @@ def _recompute(run: Run, axes: Axes) -> list[str]:
     cost = f"{recompute_step_flops(run, choice.table) / step_flops(run):.0%} on top of the model's operations"
     if choice.missed:
         cost += f" (at most {choice.missed:.1%} of that more than the least)"
+    gathered = max(gathered_inputs(run, axes, kind)) if run.parallel.shard_recompute_inputs else 0
+    cost += f"; {parts.inputs_sentence(run.parallel.tp, gathered)}" if gathered else ""
     if budget is not None:
         peaks = activation_peaks(run, axes, kind)
         return [parts.budget_sentence(budget, Counter(choice.table), cost, peaks)]

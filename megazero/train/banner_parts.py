@@ -203,6 +203,11 @@ def budget_sentence(budget: int, blocks: Mapping[str, int], cost: str, peaks: Se
     return f"{chosen}; {stages} {size(max(peaks))} of --activation-memory-budget {size(budget)}"
 
 
+def inputs_sentence(tp: int, gathered: int) -> str:
+    """Shared inputs of recomputed blocks in a sentence. gathered: bytes that a rank gathers in a step."""
+    return f"each of the {tp} tp ranks keeps a part of their inputs, and gathers {size(gathered)} of them in a step"
+
+
 _AGAIN = {"full": "whole", "selective": "attention cores"}
 
 

@@ -185,6 +185,12 @@ REFUSED = [
         "4000000000 chooses what is computed again, and --recompute-granularity full says it",
         "--activation-memory-budget none",
     ),
+    (
+        "--shard-recompute-inputs --recompute-granularity full --tp 2 --sequence-parallel",
+        2,
+        "each rank keeps only its own 1/2 of it: drop --shard-recompute-inputs",
+        "--no-shard-recompute-inputs",
+    ),
     ("--activation-memory-budget 0", 1, "must be more than 0", "--activation-memory-budget 1"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
     ("--zero-stage 4", 1, "--zero-stage 4 does not exist; valid: 0, 1, 2, 3; nearest: 3", "--zero-stage 3"),
@@ -364,6 +370,18 @@ POINTLESS = [
         "--zero-quantized-gradients none",
     ),
     ("--zero-quantized-weights", 2, "has no effect without --zero-stage 1, 2 or 3", "--zero-stage 1"),
+    (
+        "--shard-recompute-inputs --recompute-granularity full",
+        2,
+        "--shard-recompute-inputs has no effect without --tp above 1",
+        "--tp 2",
+    ),
+    (
+        "--distribute-saved-activations --tp 2 --recompute-granularity selective",
+        2,
+        "--shard-recompute-inputs has no effect without blocks that are recomputed as a whole",
+        "--recompute-granularity full",
+    ),
     (
         "--zero-gradient-error-feedback",
         2,

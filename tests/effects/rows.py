@@ -112,6 +112,13 @@ ROWS = (
     Row("recompute_granularity", "--recompute-granularity selective", "attention"),
     Row("recompute_granularity", "--recompute-granularity full", "attention"),
     Row("activation_memory_budget", "--activation-memory-budget 50KB", "attention"),
+    Row(
+        "shard_recompute_inputs",
+        "--shard-recompute-inputs",
+        "traffic",
+        "--tp 2 --recompute-granularity full",
+        base="ranks",
+    ),
     Row("recompute_num_layers", "--recompute-num-layers 2", "attention", "--recompute-granularity full"),
     Row("overlap", "--no-overlap", "schedule", "--bucket-size 5000", base="ranks"),
     Row("compile", "--compile", "compiled", "--precision fp64"),

@@ -26,6 +26,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.mpu.parameter import Parameter
 from megazero.pipeline.build import attention_support, attention_workload, build_stages
+from megazero.pipeline.entry import GraphEntry
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.tape import UnitBytes
 from tests.plan.meter import Target, is_table, metered
@@ -283,3 +284,38 @@ def test_a_unit_of_two_ranks_takes_what_is_planned() -> None:
         for (name, case), units in zip(ON_TWO.items(), found, strict=True):
             print(name)
             compare(case, parsed(case.words, 2), units)
+
+
+def shared_on_rank(rank: int, size: int, words: str) -> Measured:
+    """A recomputed block at the beginning of a graph, the second time it runs. Nobody else has its input."""
+    run = parsed(words, size)
+    (stage,) = built(run, build_grid(Axes(tp=size)))
+    batch, block = batch_of(run), stage.units()[2]
+
+    def forward() -> Tensor:
+        hidden = input_of(run, stage, block)
+        assert hidden is not None
+        output: Tensor = stage(GraphEntry().enter(hidden.detach()), batch, (2, 3))
+        return output
+
+    with without_scratch(), gradients_taken(stage, None):
+        for _ in range(2):
+            output, taken = metered(forward)
+            kept, gradient, edge = taken.left - output.nbytes, torch.ones_like(output), get_gradient_edge(output)
+            size_of_output = output.nbytes
+            del output
+            _, backward = metered(partial(torch.autograd.backward, [edge], [gradient]))
+    return Measured("Block", kept, taken.peak, kept + backward.peak, 0, size_of_output)
+
+
+@pytest.mark.parametrize(("size", "words"), [(2, "--seq-length 63 --precision fp16"), (3, f"{LLAMA} --precision fp32")])
+def test_a_recomputed_block_keeps_its_part_of_the_input(size: int, words: str) -> None:
+    shape = "--hidden-size 97 --kv-channels 16 --num-attention-heads 6 --ffn-hidden-size 384 --micro-batch-size 1"
+    words = f"{shape} {words} --tp {size} --recompute-granularity full --shard-recompute-inputs"
+    plan = plan_of(parsed(words, size))
+    whole, unit = plan.hidden_bytes, plan.block("full")
+    assert 0 < unit.input * size - whole < 8 * size, "without padding the test shows less"
+    for found in run_ranks(size, shared_on_rank, size, words):
+        assert found.kept == unit.input + unit.kept
+        assert found.forward == pytest.approx(whole + unit.forward, rel=0.02)
+        assert found.backward == pytest.approx(unit.input + unit.backward, rel=0.02)

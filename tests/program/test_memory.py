@@ -31,12 +31,12 @@ def model(zero: int) -> RankShape:
     return RankShape((tuple(UnitShape((n,), (n,), (n,)) for n in range(3)),), (bucket,) * 3)
 
 
-def step(zero: int, schedule: str = "1f1b", micro_batches: int = 2) -> MemoryTrace:
+def step(zero: int, schedule: str = "1f1b", micro_batches: int = 2, unit: UnitSizes = UNIT) -> MemoryTrace:
     """The first of two stages."""
     shape = model(zero)
     own = make_schedule(schedule, 2, micro_batches)[0]
     listed = training_step(own, shape, StepOptions(reduce_every=zero >= 2, overlap=zero > 0))
-    sizes = StepBytes(HIDDEN, ((UNIT,) * 3,), OPTIMIZER)
+    sizes = StepBytes(HIDDEN, ((unit,) * 3,), OPTIMIZER)
     return trace("stage 0", listed, Scope(shape, 2), sizes, {(0, n): f"unit {n}" for n in range(3)})
 
 
@@ -75,11 +75,15 @@ def test_activations_live_from_forward_to_backward():
 
 
 def test_units_that_are_cut_keep_their_inputs_and_are_freed_one_by_one():
-    found = step(3)
-    kept = [at(found, f"forward (micro-batch 0, chunk 0, unit {n})").columns[ACTIVATIONS] for n in range(3)]
-    assert kept == [50, 110, 170], "each unit but the first keeps its input of 10"
-    freed = [at(found, f"backward (micro-batch 1, chunk 0, unit {n})").columns[ACTIVATIONS] for n in (2, 1, 0)]
-    assert freed == [170, 110, 50]
+    for part in (HIDDEN, 4):
+        found = step(3, unit=replace(UNIT, input=part))
+        forwards = [at(found, f"forward (micro-batch 0, chunk 0, unit {n})") for n in range(3)]
+        kept = [50, 100 + part, 150 + 2 * part]
+        assert [each.columns[ACTIVATIONS] for each in forwards] == kept, "each unit but the first keeps its input"
+        wholes = [each.columns.get(MemoryColumn.HIDDEN, 0) for each in forwards]
+        assert wholes == [0, *[0 if part == HIDDEN else HIDDEN] * 2], "it has all of it while it runs"
+        freed = [at(found, f"backward (micro-batch 1, chunk 0, unit {n})").columns[ACTIVATIONS] for n in (2, 1, 0)]
+        assert freed == kept[::-1]
 
 
 def test_deferred_parts_replace_activations():
@@ -147,7 +151,7 @@ def test_the_peak_is_the_first_of_the_largest():
 
 
 def test_the_json_adds_up(tmp_path: Path):
-    found = step(3)
+    found = step(3, unit=replace(UNIT, input=HIDDEN))
     (path,) = write([found, step(1)], tmp_path / "step.json")
     text, other = json.loads(path.read_text())["ranks"]
     assert len(text["instructions"]) == len(found.samples) and other["rank"] == "stage 0"

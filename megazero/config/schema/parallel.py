@@ -55,6 +55,9 @@ class ParallelConfig:
     "What backward computes again to save memory: nothing, the attention core, or whole blocks."
     recompute_num_layers: int = option(1)
     "With full recompute: only every k-th block is computed again."
+    shard_recompute_inputs: bool = option(False, "--distribute-saved-activations")
+    """Share out the inputs of blocks that are recomputed as a whole over the tensor-parallel ranks: each keeps 1/T of
+    them, and backward gathers them. The results are the same either way."""
     activation_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
     """Bytes that the activations of a rank may take. Which blocks are computed again, and whether as a whole or their
     attention core only, is chosen on every stage to fit at the least extra work."""

@@ -1,0 +1,38 @@
+"""Where a graph of autograd begins in the midst of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GraphEntry:
+    """The beginning of a graph: it takes a hidden state in, and the gradient of that arrives here.
+
+    A leaf tensor would live until backward. This keeps nothing, so that of a graph's input there is what units keep.
+    """
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The hidden state as a tensor whose gradient is wanted."""
+        entered: Tensor = _Enter.apply(hidden.new_empty(0).requires_grad_(), hidden, self)
+        return entered
+
+
+class _Enter(torch.autograd.Function):
+    """(an empty tensor that has the graph recorded, hidden, entry) -> hidden."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Tensor, hidden: Tensor, entry: GraphEntry) -> Tensor:
+        ctx.entry = entry
+        return hidden.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ctx.entry.gradient,) = grads
+        return None, None, None
