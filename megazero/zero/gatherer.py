@@ -60,8 +60,17 @@ class WholeParameters:
         storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Free the memory of a sharded bucket's tensor."""
-        self.whole.untyped_storage().resize_(0)
+        """Free the memory of a sharded bucket's tensor. Raises RuntimeError if something outside torch has a view."""
+        storage = self.whole.untyped_storage()
+        if not storage.resizable():
+            names = [entry.spec.name for entry in self.bucket.layout.entries]
+            several = f"one of the {len(names)} parameters from {names[0]} to {names[-1]}"
+            raise RuntimeError(
+                f"the memory of {several if len(names) > 1 else names[0]} cannot be freed: something outside torch, "
+                "such as an array of .numpy(), was made from it while it was whole (ZeRO-3); make it from a copy: "
+                "parameter.detach().clone().numpy()"
+            )
+        storage.resize_(0)
 
     def keep_shard(self) -> None:
         """Copy this rank's range of the whole values into the column."""

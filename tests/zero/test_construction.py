@@ -45,3 +45,22 @@ def test_building_with_sharded_parameters_takes_the_shards_and_one_unit(rank, pr
     assert held <= taken.left <= held + CONSTANT
     assert taken.peak <= held + largest + master + CONSTANT
     assert sum(state.shape.bytes_of(unit.forward) for unit in units) > 3 * (largest + CONSTANT), "the bound says much"
+
+
+def test_an_array_of_a_whole_parameter_is_refused_in_words():
+    """Its memory could not be freed any more, and the next release would fail in torch."""
+    run = parse_run([*SHAPE.split(), "--zero-stage", "3", "--precision", "fp32", "--global-batch-size", "8"], 4)
+    grid = grid_of(0, 4, axes_of(run.parallel, 4))
+    state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel)
+    norm = state.gatherer.parameters[1]
+    assert norm.sharded and len(norm.bucket.parameters) > 1
+    for copied in (True, False):
+        norm.allocate()
+        parameter = norm.bucket.parameters[-1].detach()
+        array = (parameter.clone() if copied else parameter).numpy()
+        if copied:
+            norm.free()
+    named = r"one of the \d+ parameters from embedding.norm.weight to embedding.norm.bias cannot be freed: .*numpy"
+    with pytest.raises(RuntimeError, match=named):
+        norm.free()
+    assert array.size == parameter.numel()
