@@ -99,6 +99,11 @@ def pipeline_schedule(parallel: ParallelConfig) -> str:
     return "interleaved" if parallel.virtual_stages > 1 else "1f1b"
 
 
+def recomputes_blocks(parallel: ParallelConfig) -> bool:
+    """Whether blocks may be computed again as a whole."""
+    return parallel.recompute_granularity == "full" or parallel.activation_memory_budget is not None
+
+
 def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
     """The run with the tokenizer's vocabulary size and end-of-document id, where the flags did not set them."""
     model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)

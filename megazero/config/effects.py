@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megazero.config.checks import Check, CheckContext, Found
-from megazero.config.derive import pipeline_schedule
+from megazero.config.derive import pipeline_schedule, recomputes_blocks
 from megazero.config.options import run_options
 
 
@@ -57,11 +57,6 @@ def _fp16(f: CheckContext) -> bool:
 
 def _dynamic(f: CheckContext) -> bool:
     return _fp16(f) and f.run.optimizer.loss_scale is None
-
-
-def _recomputes_blocks(f: CheckContext) -> bool:
-    p = f.run.parallel
-    return p.recompute_granularity == "full" or p.activation_memory_budget is not None
 
 
 def _adam(f: CheckContext) -> bool:
@@ -212,11 +207,10 @@ EFFECTS = (
         "--tokenizer: ids are used as they are, and nothing reads a text",
         ("data_path", "tokenizer"),
     ),
-    Effect("shard_recompute_inputs", lambda f: f.run.parallel.tp > 1, "--tp above 1", ("tp",)),
     Effect(
         "shard_recompute_inputs",
-        lambda f: _recomputes_blocks(f) or f.run.parallel.tp == 1,
-        "blocks that are recomputed as a whole: --recompute-granularity full or --activation-memory-budget",
+        lambda f: f.run.parallel.tp > 1 and recomputes_blocks(f.run.parallel),
+        "--tp above 1 and whole blocks that are recomputed (--recompute-granularity full, --activation-memory-budget)",
         ("recompute_granularity", "activation_memory_budget", "tp"),
     ),
     # From here on: lines in the banner, no errors.

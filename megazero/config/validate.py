@@ -1,8 +1,8 @@
 """Validation of a run: a sentence for each mistake, with flag names, numbers and the nearest valid values.
 
-There are two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `TRAINING_CHECKS`, `LORA_CHECKS` and
-`EFFECT_CHECKS` check relations between fields. A check names the fields that it reads. It is left out when one of them
-is already reported, so that each mistake is reported once.
+There are two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `RECOMPUTE_CHECKS`, `TRAINING_CHECKS`,
+`LORA_CHECKS` and `EFFECT_CHECKS` check relations between fields. A check names the fields that it reads. It is left out
+when one of them is already reported, so that each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
 from megazero.config.checks_lora import LORA_CHECKS
+from megazero.config.checks_recompute import RECOMPUTE_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.effects import EFFECT_CHECKS
 from megazero.config.options import run_options
@@ -223,7 +224,7 @@ def problems_of(
     if world_size is not None and world_size < 1:
         return [*found, f"--world-size {world_size}: must be at least 1"]
     context = CheckContext(run, world_size, given, own_data)
-    for check in (*LAYOUT_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *EFFECT_CHECKS):
+    for check in (*LAYOUT_CHECKS, *RECOMPUTE_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *EFFECT_CHECKS):
         if bad.isdisjoint(check.reads):
             found += check.problems(context)
     return found

@@ -379,7 +379,7 @@ POINTLESS = [
     (
         "--distribute-saved-activations --tp 2 --recompute-granularity selective",
         2,
-        "--shard-recompute-inputs has no effect without blocks that are recomputed as a whole",
+        "--shard-recompute-inputs has no effect without --tp above 1 and whole blocks that are recomputed",
         "--recompute-granularity full",
     ),
     (
