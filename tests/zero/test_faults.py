@@ -372,7 +372,8 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
     return results
 
 
-@pytest.mark.parametrize("axes", [Axes(), Axes(dp=3), ALL_AXES], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [Axes(), Axes(dp=3), ALL_AXES, HYBRID], ids=str)
 def test_fault_27_parameters_are_gathered_after_a_load(axes: Axes) -> None:
     """MLM#6920: what is in the fragments is in every parameter of every rank, and in replicated optimizer columns."""
     cases = [Case(axes, stage, precision=p) for stage in STAGES for p in ("fp64", "bf16")]
