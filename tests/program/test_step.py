@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.pipeline.build import schedules, step_lists
+from megazero.plan import step_lists as step_lists_of_run
+from megazero.plan.gathered import gathered_bytes
 from megazero.plan.shapes import shape_of
+from megazero.plan.step_lists import StageLists
+from megazero.program import step
+from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.gathers import place_gathers
 from megazero.program.step import Lists
 from tests.parity.training import small_model
 from tests.program.made import texts
@@ -104,3 +112,24 @@ def test_a_list_is_made_once() -> None:
     lists = lists_of("--zero-stage", "3")
     assert lists.training(3) is lists.training(3) and lists.evaluation(3) is lists.evaluation(3)
     assert len(lists.training(3)) < len(lists.training(4))
+
+
+def test_the_default_budget_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that gathers too much is refused, where no budget was given too: on this rank, and in the lists of all."""
+    monkeypatch.setattr(step, "place_gathers", lambda listed, shape, *_: place_gathers(listed, shape, 10**9, "step"))
+    with pytest.raises(ProgramError, match=r"makes \d+ bytes of gathered parameters, the budget is \d+"):
+        lists_of("--zero-stage", "3").training(MICRO_BATCHES)
+    run = parse_run([*small_model(4, heads=4), "--zero-stage", "3", "--global-batch-size", "8"], 2)
+    with pytest.raises(ProgramError, match=r"stage 0: .* makes \d+ bytes of gathered parameters, the budget is \d+"):
+        StageLists(run, axes_of(run.parallel, 2), nccl=False).check()
+
+
+def test_the_lists_of_all_stages_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long list takes a second: what checks all stages and what the banner tells look at the same ones."""
+    made = Mock(wraps=step.training_step)
+    monkeypatch.setattr(step_lists_of_run, "training_step", made)
+    run = parse_run([*small_model(4, heads=4), *["--zero-stage", "3", "--pp", "2", "--global-batch-size", "8"]], 4)
+    lists = StageLists(run, axes_of(run.parallel, 4), nccl=False)
+    lists.check()
+    assert gathered_bytes(lists, 0) is not None and gathered_bytes(lists, 1) is not None
+    assert made.call_count == 2
