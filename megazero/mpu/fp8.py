@@ -39,9 +39,22 @@ class Fp8:
     history  number of steps whose amax a delayed scale uses; 0: current scaling
     tp       the ranks that share a layer
     world    all ranks
+    keeps_weights
+             whether the copies of weights stay from their cast to the end of the step. Else every product makes its
+             own: where weights are whole only while they are used (ZeRO-3), their copies are too
     """
 
-    def __init__(self, names: Sequence[str], history: int, tp: Group, world: Group, device: torch.device) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        history: int,
+        tp: Group,
+        world: Group,
+        device: torch.device,
+        *,
+        keeps_weights: bool = True,
+    ) -> None:
+        self.keeps_weights = keeps_weights
         self.rows, self.tp, self.world = {name: row for row, name in enumerate(names)}, tp, world
         shape = len(names), len(ROLES)
         self.amax = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -166,11 +179,11 @@ class Fp8Layer:
         return made
 
     def weight(self, weights: Tensor, *, compiled: bool) -> Quantised:
-        """The weight [n, k] in FP8 with its transpose [k, n], cast once a step.
+        """The weight [n, k] in FP8 with its transpose [k, n], cast once a step if copies are kept.
 
-        Within steps it is always in the same memory, as CUDA graphs need. Communicates as `quantise`.
+        Within steps it is always in the same memory then, as CUDA graphs need. Communicates as `quantise`.
         """
-        if self.fp8.step is None:
+        if self.fp8.step is None or not self.fp8.keeps_weights:
             return self.quantise("weight", weights, transposed=True, compiled=compiled)
         if self._weight is None or self._cast_in != self.fp8.step:
             self._weight = self.quantise("weight", weights, transposed=True, compiled=compiled, into=self._weight)

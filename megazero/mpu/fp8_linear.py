@@ -30,6 +30,12 @@ def _gather(rows: Tensor, group: Group) -> tuple[Tensor, CommunicationHandle]:
     return whole, all_gather(whole, rows, group)
 
 
+def _matrix(weights: tuple[Tensor, ...]) -> Tensor:
+    """Weights [n_i, k] as one matrix [sum n_i, k]: a view, if they follow each other in memory."""
+    merged = adjacent_view(weights)
+    return torch.cat([weight.detach() for weight in weights]) if merged is None else merged
+
+
 def _bias_gradient(grad: Tensor) -> Write:
     """The bias gradient, summed now: if it were deferred, it alone would keep the whole 16-bit gradient alive."""
     total = grad.new_empty(grad.shape[1], dtype=torch.float32)
@@ -62,8 +68,7 @@ class _Fp8Linear(torch.autograd.Function):
         if group is not None and gathers:
             values, handle = _gather(values, group)
             handle.wait()
-        merged = adjacent_view(weights)
-        weight = layer.weight(torch.cat([w.detach() for w in weights]) if merged is None else merged, compiled=compiled)
+        weight = layer.weight(_matrix(weights), compiled=compiled)
         bias = concatenated_bias(biases)
         y = fp8.product(values, weight.values, quantised.inverse, weight.inverse, x.dtype, bias, fast=True)
         kept = rows if not ctx.narrow else quantised.values if gathers else quantised.transposed
@@ -77,7 +82,8 @@ class _Fp8Linear(torch.autograd.Function):
             x.shape,
         )
         ctx.targets = [target_of(parameter) for parameter in parameters]
-        ctx.save_for_backward(kept, quantised.inverse, weight.transposed, weight.inverse, *parameters)
+        by_columns = weight.transposed if layer.fp8.keeps_weights else None  # else backward casts the weights again
+        ctx.save_for_backward(kept, quantised.inverse, by_columns, weight.inverse, *parameters)
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
@@ -93,6 +99,8 @@ class _Fp8Linear(torch.autograd.Function):
         quantised = ctx.layer.quantise("gradient", grad, transposed=ctx.narrow and needs_weights, compiled=ctx.compiled)
         grad_x = None
         if needs_input:
+            if weight is None:
+                weight = ctx.layer.weight(_matrix(tuple(parameters[: ctx.count])), compiled=ctx.compiled).transposed
             grad_x = whole = fp8.product(quantised.values, weight, quantised.inverse, weight_inverse, grad.dtype)
             if group is not None and ctx.gathers:
                 grad_x = whole.new_empty((whole.shape[0] // group.size, whole.shape[1]))

@@ -61,7 +61,8 @@ def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
     if grid.device.type == "cuda" and (reason := refusal("cuda")):  # needs the GPU, so validation could not tell
         raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
     history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
-    return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device)
+    kept = run.parallel.zero_stage < 3
+    return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device, keeps_weights=kept)
 
 
 def stages_of(

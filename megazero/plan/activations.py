@@ -85,7 +85,8 @@ class ActivationPlan:
         run, tp = self.run, self.run.parallel.tp
         (layer,) = [layer for layer in block_layers(run.model, tp) if layer.name == name]
         bias = next(linear.bias for linear in linears(run.model) if linear.name == name)
-        return Product(layer.n, layer.k, bias, self.trains_all, fp8=run.optimizer.fp8 != "off" and layer.fits)
+        fp8 = run.optimizer.fp8 != "off" and layer.fits
+        return Product(layer.n, layer.k, bias, self.trains_all, fp8=fp8, recast=run.parallel.zero_stage == 3)
 
     def _adapted(self, tape: Tape, name: str, x: Buffer, y: Buffer) -> Buffer:
         """y plus the output of the layer's adapter for x, if it has one."""

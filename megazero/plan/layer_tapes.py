@@ -52,6 +52,7 @@ class Product:
     bias     whether it has one
     trained  whether its weight is trained
     fp8      whether it runs in FP8
+    recast   whether each FP8 product casts the weight for itself (ZeRO-3)
     """
 
     n: int
@@ -59,6 +60,7 @@ class Product:
     bias: bool
     trained: bool
     fp8: bool = False
+    recast: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def _fp8_product(tape: Tape, w: Widths, x: Buffer, layer: Product, *, rows: int,
     transposed = narrow and layer.trained
     values = rows * layer.k * (1 + (transposed and not gathers)) + (whole * layer.k if gathers else 0)
     of_gradient = Buffer(whole * layer.n)
+    weight = 2 * layer.n * layer.k * layer.recast  # with its transpose
     late: tuple[Buffer, ...] = ()
     if layer.trained:
         late = (Buffer(whole * layer.k) if gathers else copy, of_gradient) if narrow else (x,)
@@ -195,8 +198,8 @@ def _fp8_product(tape: Tape, w: Widths, x: Buffer, layer: Product, *, rows: int,
         (x,),
         whole * layer.n * w.item,
         saves=(*kept, Buffer(4)),  # and 1 / scale
-        work=values - (copy.nbytes if copy in kept else 0),
-        back=whole * layer.n * (1 + transposed) + (2 * whole * layer.k if gathers else 0),
+        work=values - (copy.nbytes if copy in kept else 0) + weight,
+        back=whole * layer.n * (1 + transposed) + (2 * whole * layer.k if gathers else 0) + weight,
         trained=layer.trained,
         late=late,
         holds=layer.trained and not narrow,
