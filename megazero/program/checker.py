@@ -18,7 +18,7 @@ from megazero.program.effects import NORM, Scope, Thing, Value, describe, effect
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
 from megazero.program.shape import RankShape
-from megazero.program.simulate import schedule_shape, simulate
+from megazero.program.simulate import simulate
 from megazero.program.times import uniform_times
 
 Role = tuple[int, int]
@@ -53,12 +53,6 @@ def check(
                 scope = Scope(shapes[role], count, trains)
                 check_list(lists[role], scope, micro_batches, budget=limits.get(role), name=_name(role))
     simulate([lists[stage, 0] for stage in range(stages)], uniform_times(count), [shapes[s, 0] for s in range(stages)])
-
-
-def check_schedule(lists: Sequence[Sequence[Instruction]], micro_batches: int) -> None:
-    """Raise ProgramError for the first fault of a schedule: lists of all stages without instructions on state."""
-    shapes = {(stage, 0): schedule_shape(instructions) for stage, instructions in enumerate(lists)}
-    check({(stage, 0): instructions for stage, instructions in enumerate(lists)}, shapes, micro_batches)
 
 
 def _name(role: Role) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule
-from megazero.program.checker import Role
+from megazero.program.checker import Role, check
 from megazero.program.instruction import Instruction
 from megazero.program.passes.gathers import one_unit, two_units
 from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.program.simulate import schedule_shape
 from megazero.program.step import StepOptions, evaluation_step, training_step
 
 EMBEDDING, BLOCK, HEAD = 70, 90, 50
@@ -158,3 +160,9 @@ def drawn(source: random.Random) -> Model:
 def changed(step: Step, stage: int, instructions: tuple[Instruction, ...]) -> Step:
     """The step with another list for a stage."""
     return replace(step, lists=step.lists | {(stage, 0): instructions})
+
+
+def check_schedule(lists: Sequence[Sequence[Instruction]], micro_batches: int) -> None:
+    """Raise ProgramError for the first fault of a schedule: lists of all stages without instructions on state."""
+    roles = {(stage, 0): instructions for stage, instructions in enumerate(lists)}
+    check(roles, {role: schedule_shape(instructions) for role, instructions in roles.items()}, micro_batches)

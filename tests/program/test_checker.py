@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megazero.pipeline.schedule import make_schedule
-from megazero.program.checker import check, check_schedule
+from megazero.program.checker import check
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Op
 from tests.program.faults import FAULTS, ZERO0, Fault, find
-from tests.program.steps import Step, changed, drawn, step_of
+from tests.program.steps import Step, changed, check_schedule, drawn, step_of
 
 LEGAL = 2000
 """Layouts that are drawn at the greatest depth of testing; usually a twentieth of them."""
