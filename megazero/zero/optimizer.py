@@ -37,7 +37,7 @@ class UpdateValues:
 
 
 class ShardedOptimizer:
-    """AdamW, Adam or SGD on flat ranges: this rank's shards (ZeRO-1, 2), or whole buckets on every rank (ZeRO-0).
+    """AdamW, Adam or SGD on flat ranges: this rank's shards (from ZeRO-1 on), or whole buckets on every rank (ZeRO-0).
 
     (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.) The end of a step is `complete_reduction`, `sum_of_squares`
     (which the caller sums over all ranks), `update` for each bucket once, `end_step`. None of them waits for the

@@ -55,6 +55,12 @@ def test_a_training_goes_nearly_as_the_exact_one(name: str, corpus: Path, tmp_pa
         assert a.grad_norm != b.grad_norm
 
 
+def test_replicas_over_tp_arrive_alike(corpus: Path, tmp_path: Path) -> None:
+    """`train` asserts it. A tp rank's weights that are larger than a norm's would set the scale of a block of both."""
+    words = f"--tp 2 --zero-stage 1 --precision fp32 --init-method-std 1 --train-iters 2 {ALL}"
+    assert len(train(4, flags(words, corpus, tmp_path)).records) == 2
+
+
 def bytes_of_a_step(rank: int, size: int, words: list[str]) -> tuple[dict[tuple[str, torch.dtype], int], list[int]]:
     """What the neighbours count in one step, and the lengths of the buckets."""
     job, _ = job_on_rank(rank, size, words)
