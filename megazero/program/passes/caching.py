@@ -13,8 +13,9 @@ a rank have only a few sizes, those of blocks and of tables. So a search over th
 - A content A for which a bytes have been loaded makes a content B with b bytes superfluous if a + the bytes of what
   only B has are at most b: after loading these, A can do what B can.
 
-In the lists of training steps a handful of contents are left at each use, and so the result is the least. `WIDTH`
-bounds their number. Where more are left, the search goes on from the best, and its result may not be the least.
+Where units have a bucket each, a handful of contents are left at each use, and the result is the least. `WIDTH` bounds
+their number. Where more are left, because large blocks have several buckets of different sizes, the search goes on from
+the best, and its result may not be the least.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class CacheSearch:
         distinct = sorted(set(sizes), reverse=True)
         self.classes = [(size, as_bits(item for item, own in enumerate(sizes) if own == size)) for size in distinct]
         """(size, its items), the largest size first."""
+        self.smallest = distinct[-1]
         self.queues: dict[int, list[tuple[int, int]]] = {size: [] for size in distinct}
         """By size: (next use, item) in order, for items that were used and will be used again."""
 
@@ -133,13 +135,21 @@ class CacheSearch:
                     return
 
     def _without_superfluous(self, reached: dict[int, Path]) -> dict[int, Path]:
-        """The contents that no other one makes superfluous, the one with the fewest loaded bytes first."""
+        """The contents that no other one makes superfluous, the one with the fewest loaded bytes first: at most one
+        more than `WIDTH`.
+        """
         if len(reached) == 1:
             return reached
         left: dict[int, Path] = {}
         for content, path in sorted(reached.items(), key=lambda pair: (pair[1][0], -pair[1][1], pair[0])):
-            if not any(own[0] + self._size(content & ~other) <= path[0] for other, own in left.items()):
+            for other, own in left.items():  # asked a million times: most answers need no sum of sizes
+                missing, spare = content & ~other, path[0] - own[0]
+                if not missing or (max(self.smallest, path[1] - own[1]) <= spare and self._size(missing) <= spare):
+                    break
+            else:
                 left[content] = path
+                if len(left) > WIDTH:
+                    break
         return left
 
 
