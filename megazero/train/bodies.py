@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from megazero.checkpoint.agreement import broadcast_text
 from megazero.config.dtypes import compute_dtype
 from megazero.config.recompute import RecomputeTable
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce, broadcast
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
@@ -37,13 +38,21 @@ def recompute_of_all_ranks(run: Run, grid: ProcessGrid) -> RecomputeTable:
     """What backward computes again of every block: rank 0's choice.
 
     The ranks of tp must recompute alike, and under --activation-memory-budget the choice depends on the body of
-    attention that a rank has. Raises ConfigError where a budget cannot be kept. With a budget it is a collective of the
-    world: two broadcasts.
+    attention that a rank has. Raises ConfigError on all ranks where rank 0 cannot keep the budget. With a budget it is
+    a collective of the world: two broadcasts.
     """
-    table = recompute_table(run, grid.axes, grid.device.type)
     if run.parallel.activation_memory_budget is None or grid.world.size == 1:
-        return table
-    return tuple(json.loads(broadcast_text(grid.world, grid.device, json.dumps(table)) or "[]"))
+        return recompute_table(run, grid.axes, grid.device.type)
+    choice: dict[str, Sequence[str]] = {}
+    if grid.world.index == 0:
+        try:
+            choice = {"table": recompute_table(run, grid.axes, grid.device.type)}
+        except ConfigError as error:
+            choice = {"problems": error.problems}
+    choice = json.loads(broadcast_text(grid.world, grid.device, json.dumps(choice)) or "{}")
+    if "problems" in choice:
+        raise ConfigError(choice["problems"])
+    return tuple(choice["table"])
 
 
 def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:

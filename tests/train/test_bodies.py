@@ -9,9 +9,11 @@ from fused_ops.attention import trial
 from fused_ops.attention.selection import AttentionSupport
 from fused_ops.native.library import cpu_library
 from megazero.config.parse import parse_run
+from megazero.config.source import ConfigError
 from megazero.mpu.grid import Axes, build_grid
+from megazero.plan.recompute import activation_peaks
 from megazero.train import bodies
-from megazero.train.bodies import bodies_of, note_of_other_bodies
+from megazero.train.bodies import bodies_of, note_of_other_bodies, recompute_of_all_ranks
 from tests.ranks import run_ranks
 
 FLAGS = ["--num-layers", "2", "--hidden-size", "24", "--num-attention-heads", "3", "--seq-length", "16", "--device"]
@@ -39,6 +41,25 @@ def test_the_first_rank_with_other_bodies_is_named_on_all() -> None:
     text = found[0][0]
     assert "2 of 4 ranks" in text and "the first, rank 2 on" in text
     assert f"adam: {found[2][1]['adam']}, here {level}" in text
+
+
+def chosen(rank: int, size: int, budget: int) -> tuple[str, ...]:
+    """What is computed again, or the problems, where only rank 0 has a body that keeps much."""
+    flags = [*FLAGS, "cpu", "--attention", "auto" if rank else "softmax", "--vocab-size", "300", "--data-path", "x"]
+    run = parse_run([*flags, "--activation-memory-budget", str(budget)], size)
+    try:
+        return recompute_of_all_ranks(run, build_grid(Axes(dp=size)))
+    except ConfigError as error:
+        return error.problems
+
+
+def test_all_ranks_take_the_choice_of_rank_0() -> None:
+    run = parse_run([*FLAGS, "cpu", "--attention", "softmax", "--vocab-size", "300", "--data-path", "x"], 2)
+    (most,) = activation_peaks(run, Axes(dp=2), "cpu")
+    first, second = run_ranks(2, chosen, 2, most - 1)
+    assert first == second and first != ("none", "none"), "rank 1 by itself would recompute nothing"
+    first, second = run_ranks(2, chosen, 2, most // 100)
+    assert first == second and "stage 0 needs" in first[0]
 
 
 def test_a_body_of_attention_counts() -> None:
