@@ -13,9 +13,10 @@ from megazero.config.parse import parse_run
 from megazero.config.recompute import RECOMPUTE
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.mpu.axes import Axes
+from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.bytes import stage_bytes
 from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
 from megazero.plan.recompute import (
@@ -25,9 +26,13 @@ from megazero.plan.recompute import (
     recompute_choice,
     recompute_table,
 )
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import stage_trace
+from megazero.program.memory import MemoryColumn
 from tests.plan.meter import metered
 from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
 
+HELD = (MemoryColumn.ACTIVATIONS, MemoryColumn.WORKING, MemoryColumn.HIDDEN)
 SHAPE = (
     "--device cpu --vocab-size 300 --data-path x --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 2 --train-iters 1 --attention softmax"
@@ -92,6 +97,39 @@ def _least_of_others(run: Run, axes: Axes, stage: int) -> int:
         if other != stage
     ]
     return max(needs, default=0)
+
+
+STEPS = {
+    "one stage": ("", 1),
+    "ZeRO-3": ("--zero-stage 3", 2),
+    "1f1b": ("--pp 2", 2),
+    "zb-h1, ZeRO-3": ("--pp 2 --pipeline-schedule zb-h1 --zero-stage 3", 4),
+    "interleaved, ZeRO-2": ("--pp 2 --virtual-stages 2 --zero-stage 2", 4),
+    "zb-v": ("--pp 2 --pipeline-schedule zb-v --virtual-stages 2", 2),
+    "shared inputs": ("--tp 2 --shard-recompute-inputs --zero-stage 1", 4),
+    "shared inputs, ZeRO-3 in a pipeline": ("--tp 2 --pp 2 --shard-recompute-inputs --zero-stage 3", 8),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_account_of_the_whole_step_agrees(name: str) -> None:
+    """The list that a rank executes, cut by unit, with gathers and reductions, as --memory-trace has it: beside the
+    budget's bytes it holds one message at most.
+    """
+    words, ranks = STEPS[name]
+    words = f"{words} --num-layers 6 --global-batch-size 16"
+    free = asked(words.replace("--shard-recompute-inputs", ""), ranks)
+    axes = axes_of(free.parallel, ranks)
+    budget = max(activation_peaks(free, axes, "cpu")) * 8 // 10
+    run = asked(f"{words} --activation-memory-budget {budget}", ranks)
+    assert set(recompute_table(run, axes, "cpu")) != {"none"}
+    planned, steps, message = activation_peaks(run, axes, "cpu"), StageLists(run, axes, nccl=False), 64 * 2 * 32 * 2
+    for stage, state in enumerate(stage_bytes(run, axes)):
+        held = [
+            sum(sample.columns.get(column, 0) for column in HELD)
+            for sample in stage_trace(steps, stage, state, "cpu").samples
+        ]
+        assert planned[stage] - 200 <= max(held) <= planned[stage] + message + 200
 
 
 LARGE = {
