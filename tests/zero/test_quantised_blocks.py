@@ -66,6 +66,7 @@ def carried(rank: int, axes: Axes, stages: list[int]) -> list[tuple[dict[str, Te
             state.actions.ready([0])
         with state.reading():
             weights = {p.spec.name: p.detach().clone() for p in bucket.parameters}
+            state.columns[Column.GRADIENT].held(0).fill_(1e9)  # of gaps nothing may be left
             state.actions.before_backward(None)
             torch.stack([(p * values(p.spec)).sum() for p in bucket.parameters]).sum().backward()
             state.actions.after_backward()
