@@ -6,7 +6,9 @@ import pytest
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import Axes, Coordinates, axes_of
+from megazero.plan import knapsack
 from megazero.plan.bytes import StageBytes
+from megazero.plan.recompute import recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic
 from megazero.train.banner import schedule_lines
@@ -124,3 +126,22 @@ def test_gathers_in_blocks_are_told_where_something_is_gathered(words: str, told
     run = parse_run(f"{line} --global-batch-size 8 --zero-stage 1 --zero-quantized-weights {words}".split(), 4)
     text = dict(schedule_lines(StageLists(run, axes_of(run.parallel, 4), nccl=False))).get("messages", "")
     assert ("parameters are gathered in blocks of int8: 1.016 bytes each, not 2" in text) == told
+
+
+def test_what_is_recomputed_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "--num-layers 8 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --vocab-size 10 --train-iters 1 "
+
+    def told(words: str, ranks: int) -> str:
+        run = parse_run(f"{line} --device cpu --global-batch-size 8 --micro-batch-size 2 {words}".split(), ranks)
+        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, ranks), nccl=False)))["recompute"]
+
+    # 8 blocks, 4 micro-batches, 8 KiB each
+    shared = told("--tp 2 --recompute-granularity full --shard-recompute-inputs", 2)
+    assert shared.endswith("each of the 2 tp ranks keeps a part of their inputs, and gathers 256 KiB of them in a step")
+    budget = "--pp 2 --virtual-stages 2 --attention softmax --activation-memory-budget 900KB"
+    assert "more than the least" not in told(budget, 2)
+    recompute_choice.cache_clear()
+    monkeypatch.setattr(knapsack, "FEW", 0)
+    monkeypatch.setattr(knapsack, "MOST", 1)
+    assert re.search(r"\(at most [\d.]+% of that more than the least\)", told(budget, 2))
+    recompute_choice.cache_clear()
