@@ -10,6 +10,7 @@ predicted     bytes of the model state by `plan.bytes`: weights, gradients, opti
 allocated     the same as the run has allocated them
 construction  the peak of all living tensors while the model is built, as torch's profiler meters them
 step          the same during the steps
+by trace      the peak of a step as --memory-trace predicts it, and what the metered one is of it
 resident      the peak of the resident set during the steps, above that after the imports
 
 Samples are short and micro-batches small, so that the model state is most of it. Needs Linux.
@@ -32,9 +33,23 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import stage_bytes
 
-MODEL = Workload(
-    "400M", layers=12, hidden=1536, heads=12, sequence=64, vocabulary=39424, micro_batch=1, micro_batches=2, threads=1
-)
+MODELS = {
+    "400M": Workload(
+        "400M",
+        layers=12,
+        hidden=1536,
+        heads=12,
+        sequence=64,
+        vocabulary=39424,
+        micro_batch=1,
+        micro_batches=2,
+        threads=1,
+    ),
+    "130M": Workload(
+        "130M", layers=9, hidden=960, heads=12, sequence=64, vocabulary=39424, micro_batch=1, micro_batches=2, threads=1
+    ),
+}
+"""The 400M model with every stage at dp 4 needs more memory than many a machine has. The smaller one compares them."""
 STEPS = 3
 BESIDES = 1 << 30
 """Bytes of a rank besides its model state: what is imported, activations, buffers of messages."""
@@ -90,7 +105,19 @@ def measure(work: Workload, layout: Layout) -> list[dict[str, Any]]:
     return [report | {"resident_mib": found["peak"]} for report, found in zip(reports, resident, strict=True)]
 
 
-HEADINGS = ("layout", "predicted", "allocated", "weights", "gradients", "optimizer", "construction", "step", "resident")
+HEADINGS = (
+    "layout",
+    "predicted",
+    "allocated",
+    "weights",
+    "gradients",
+    "optimizer",
+    "construction",
+    "step",
+    "by trace",
+    "ratio",
+    "resident",
+)
 
 
 def row(name: str, ranks: list[dict[str, Any]]) -> list[str]:
@@ -99,17 +126,22 @@ def row(name: str, ranks: list[dict[str, Any]]) -> list[str]:
     held = dict(rank["held"])
     weights, gradients = held.pop("parameter") + held.pop("frozen", 0), held.pop("gradient")
     parts = (sum(rank["predicted"].values()), sum(rank["held"].values()), weights, gradients, sum(held.values()))
-    metered = (rank["peaks"][phase]["peak"] for phase in ("construction", "step"))
-    return [name, *(f"{size / 2**20:,.1f}" for size in (*parts, *metered)), f"{rank['resident_mib']:,.1f}"]
+    metered = [rank["peaks"][phase]["peak"] for phase in ("construction", "step")]
+    traced = sum(rank["predicted_step"].values())
+    sizes = (f"{size / 2**20:,.1f}" for size in (*parts, *metered, traced))
+    return [name, *sizes, f"{metered[1] / traced:.4f}", f"{rank['resident_mib']:,.1f}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas: %(default)s")
+    parser.add_argument("--model", choices=tuple(MODELS), default="400M", help="%(default)s")
     parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     args = parser.parse_args()
-    work = replace(MODEL, layers=2, hidden=64, heads=2, sequence=16, vocabulary=256) if args.quick else MODEL
+    work = MODELS[args.model]
+    if args.quick:
+        work = replace(work, layers=2, hidden=64, heads=2, sequence=16, vocabulary=256)
     found: dict[str, list[dict[str, Any]]] = {}
     left_out: dict[str, str] = {}
     for name in args.layouts.split(","):
@@ -125,7 +157,9 @@ def main() -> None:
             print(f"{name}: left out: {reason}", flush=True)
     settings = {"work": asdict(work), "steps": STEPS}
     data = {"layouts": found, "left_out": left_out}
-    path = results.write("state-memory-quick" if args.quick else "state-memory", settings, data, args.results)
+    path = results.write(
+        "state-memory-quick" if args.quick else f"state-memory-{work.name}", settings, data, args.results
+    )
     text = results.table(HEADINGS, [row(name, ranks) for name, ranks in found.items()])
     notes = "\n".join(f"* {name} left out: {' '.join(reason.split())}" for name, reason in left_out.items())
     path.with_suffix(".md").write_text(f"{text}\n\n{notes}\n")

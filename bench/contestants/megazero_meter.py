@@ -16,6 +16,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
 from megazero.plan.bytes import stage_bytes
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import stage_trace
 from megazero.train.job import Job
 
 PHASES = ("construction", "step")
@@ -56,15 +58,24 @@ class Step:
         return 0.0
 
     def report(self) -> dict[str, Any]:
-        """Bytes: "held" by column as allocated, "predicted" by group of columns, and the meter's "peaks" by phase."""
+        """Bytes: "held" by column as allocated, "predicted" by group of columns, the meter's "peaks" by phase, and the
+        step's peak as --memory-trace predicts it, "predicted_step".
+        """
         self.meter.stop()
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             self.meter.export_chrome_trace(file.name)
             metered = peaks(json.loads(Path(file.name).read_text())["traceEvents"])
         job = self.job
-        stage = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
+        steps, at = StageLists(job.run, job.grid.axes, nccl=False), job.grid.at.pp
+        stage = stage_bytes(job.run, job.grid.axes)[at]
+        step = stage_trace(steps, at, stage, "cpu").peak
         predicted = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
-        return {"held": job.state.model.bytes(), "predicted": predicted, "peaks": metered}
+        return {
+            "held": job.state.model.bytes(),
+            "predicted": predicted,
+            "peaks": metered,
+            "predicted_step": {column.value: size for column, size in step.columns.items()},
+        }
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:

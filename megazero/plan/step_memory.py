@@ -11,6 +11,7 @@ from megazero.plan.chunk_bytes import chunk_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.step_lists import StageLists
 from megazero.program.effects import Scope
+from megazero.program.memory_walk import spare_buffers
 from megazero.program.simulate import IN_FLIGHT
 from megazero.program.step_bytes import StepBytes
 from megazero.program.trace import MemoryTrace, trace
@@ -38,6 +39,16 @@ def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> 
     }
     scope = Scope(step.shape, chunks_of(run).count)
     return trace(name, step.instructions, scope, step_bytes(run, axes, stage, state, kind), units)
+
+
+def spare_bytes(steps: StageLists, stage: int, state: StageBytes, kind: str) -> int:
+    """The bytes of the pool of spare buffers for whole gradients (`zero.storage.BufferPool`) between two steps.
+
+    Arguments as in `stage_trace`.
+    """
+    step = steps.of(stage)
+    scope = Scope(step.shape, chunks_of(steps.run).count)
+    return sum(spare_buffers(step.instructions, scope, step_bytes(steps.run, steps.axes, stage, state, kind)))
 
 
 def step_bytes(run: Run, axes: Axes, stage: int, state: StageBytes, kind: str) -> StepBytes:

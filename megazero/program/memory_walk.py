@@ -20,17 +20,33 @@ from megazero.program.memory import MemoryAccount, MemoryColumn, Place, Sample
 from megazero.program.step_bytes import StepBytes
 
 
-def samples(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> Iterator[Sample]:
-    """The memory at every instruction of a list."""
-    walk = _Walk(scope, sizes)
+def spare_buffers(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> tuple[int, ...]:
+    """The bytes of each spare buffer that the pool has after a step, and keeps: it does not grow any more."""
+    if not any(bucket.sharded_gradient for bucket in scope.shape.buckets):
+        return ()
+    found: tuple[int, ...] | None = None
+    while True:  # the next step borrows in another order: it may need one more
+        walk = _Walk(scope, sizes, found or ())
+        for number, i in enumerate(instructions):
+            walk.run(number, i)
+        before, found = found, tuple(sorted(walk.account.pool.spare))
+        if found == before:
+            return found
+
+
+def samples(
+    instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, spare: Sequence[int] = ()
+) -> Iterator[Sample]:
+    """The memory at every instruction of a list. spare: the pool's buffers at its begin."""
+    walk = _Walk(scope, sizes, spare)
     for number, i in enumerate(instructions):
         walk.forget()
         yield walk.run(number, i)
 
 
-def peak(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> Sample:
-    """The first instruction at which most bytes are alive, with every allocation."""
-    walk = _Walk(scope, sizes, with_places=True)
+def peak(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, spare: Sequence[int] = ()) -> Sample:
+    """The first instruction at which most bytes are alive, with every allocation. spare: as in `samples`."""
+    walk = _Walk(scope, sizes, spare, with_places=True)
     found = [walk.run(number, i) for number, i in enumerate(instructions)]
     assert found, "a list without instructions"
     return found[-1]
@@ -43,9 +59,10 @@ class _Walk:
     across     what is on its way among the ranks that hold the same shard, until the end of the step's backwards
     """
 
-    def __init__(self, scope: Scope, sizes: StepBytes, *, with_places: bool = False) -> None:
+    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], *, with_places: bool = False) -> None:
         self.scope, self.shape, self.sizes, self.with_places = scope, scope.shape, sizes, with_places
         self.account = account = MemoryAccount(scope.shape)
+        account.pool.spare += spare
         self.in_flight: deque[list[Place]] = deque()
         self.across: list[int] = []
         self.launched = 0

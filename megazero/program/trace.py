@@ -13,7 +13,7 @@ from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
 from megazero.program.memory import MemoryColumn, Sample, UnitKey
 from megazero.program.memory_picture import html, svg
-from megazero.program.memory_walk import peak, samples
+from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.step_bytes import StepBytes
 
 KIND = "megazero memory trace"
@@ -41,8 +41,9 @@ class MemoryTrace:
 def trace(
     rank: str, instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, units: Mapping[UnitKey, str]
 ) -> MemoryTrace:
-    """The memory of a rank that runs this list. units: the names of its units."""
-    return MemoryTrace(rank, tuple(samples(instructions, scope, sizes)), peak(instructions, scope, sizes), dict(units))
+    """The memory of a rank that runs this list, not for the first time. units: the names of its units."""
+    of = instructions, scope, sizes, spare_buffers(instructions, scope, sizes)
+    return MemoryTrace(rank, tuple(samples(*of)), peak(*of), dict(units))
 
 
 def files_of(path: Path) -> tuple[Path, ...]:

@@ -269,7 +269,7 @@ class GradientReducer:
         start, stop = self.buckets[index].shard if self._scatters(index) else self.state.range_of(index)
         result, target = reduction.travelling[start:stop], self.column.view(index, start, stop)
         if self.column.is_sharded and self._completed[index]:
-            target.add_(result)
+            _add(target, result)
         elif result.data_ptr() != target.data_ptr():
             target.copy_(result)
         self._completed[index] = True
@@ -287,3 +287,10 @@ class GradientReducer:
         collectives.all_reduce(packed, self.tp).wait()
         for view, total in zip(self._partials, packed.split([view.numel() for view in self._partials]), strict=True):
             view.copy_(total)
+
+
+def _add(target: Tensor, result: Tensor) -> None:
+    """Add `result` in pieces. On a CPU torch first copies a tensor of another dtype, and a whole shard takes memory."""
+    pieces = (1 << 14) if result.dtype != target.dtype and not target.is_cuda else max(1, target.numel())
+    for into, part in zip(target.split(pieces), result.split(pieces), strict=True):
+        into.add_(part)

@@ -14,7 +14,7 @@ from megazero.pipeline.schedule import make_schedule
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction, Op
 from megazero.program.memory import MemoryColumn, Sample
-from megazero.program.memory_walk import peak, samples
+from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
 from megazero.program.step_bytes import StepBytes, UnitSizes
@@ -145,7 +145,8 @@ def test_the_peak_is_the_first_of_the_largest():
     shape = model(3)
     found = step(3)
     own = [sample.instruction for sample in found.samples]
-    same = peak(own, Scope(shape, 2), StepBytes(HIDDEN, ((UNIT,) * 3,), OPTIMIZER))
+    of = own, Scope(shape, 2), StepBytes(HIDDEN, ((UNIT,) * 3,), OPTIMIZER)
+    same = peak(*of, spare_buffers(*of))
     assert same == found.peak and same.total == max(sample.total for sample in found.samples)
     assert all(sample.total < same.total for sample in found.samples[: same.number])
 
