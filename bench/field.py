@@ -17,6 +17,8 @@ TWO = replace(W1, name="W1 on two ranks", ranks=2, threads=1)
 PIPELINE = replace(TWO, micro_batches=4)
 WIDE = replace(TWO, name="wide", hidden=1024, heads=16, micro_batch=1)
 """Few tokens for its 110 million parameters, so that gathers and reductions count."""
+FEW = replace(WIDE, name="wide, few tokens", sequence=128)
+"""The same with a quarter of the tokens: what is not a matrix product counts more."""
 UNIT = 12 * WIDE.hidden**2 + 13 * WIDE.hidden
 """Parameters of a block of it."""
 
@@ -84,6 +86,25 @@ TWO_BLOCKS = {
     "stage3_prefetch_bucket_size": UNIT,
 }
 
+
+def sharded(name: str, work: Workload) -> Table:
+    """ZeRO-3 beside our ZeRO-1 and the peers that shard their parameters."""
+    return Table(
+        name,
+        f"two ranks with one thread each, BLOOM, 8 layers of 1024, 2 x 1 x {work.sequence} tokens",
+        work,
+        replace(megazero("megazero ZeRO-3", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
+        (
+            replace(megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2), note=TRAFFIC[1]),
+            torch_parallel("FSDP2", "fsdp2", SHARDED, replicas=2, compile=True),
+            deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
+            deepspeed(
+                3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
+            ),
+        ),
+    )
+
+
 # Settings are the fastest of those that were tried: precision "master" (bf16 parameters with fp32 masters) or
 # "autocast" (fp32 parameters), attention "sdpa" or "eager" (written in plain ops, which the compiler then fuses).
 ONE_PROCESS = (
@@ -140,20 +161,8 @@ TABLES = (
         megazero("megazero ZeRO-2", "--zero-stage", "2", replicas=2),
         (deepspeed(2), deepspeed(3, "; shards the parameters as well")),
     ),
-    Table(
-        "ZeRO-3",
-        "two ranks with one thread each, BLOOM, 8 layers of 1024, 2 x 1 x 512 tokens",
-        WIDE,
-        replace(megazero("megazero ZeRO-3", "--zero-stage", "3", replicas=2), note=TRAFFIC[3]),
-        (
-            replace(megazero("megazero ZeRO-1", "--zero-stage", "1", replicas=2), note=TRAFFIC[1]),
-            torch_parallel("FSDP2", "fsdp2", SHARDED, replicas=2, compile=True),
-            deepspeed(3, "; two blocks gathered at a time, as with megazero", zero=TWO_BLOCKS),
-            deepspeed(
-                3, "; its own limits, under which it keeps what it has gathered until backward", "DeepSpeed, keeping"
-            ),
-        ),
-    ),
+    sharded("ZeRO-3", WIDE),
+    sharded("ZeRO-3-few", FEW),
     Table(
         "tp",
         "tensor parallelism over two ranks with one thread each, 4 x 512 tokens",
