@@ -83,3 +83,26 @@ def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     narrow = CacheSearch(uses, sizes, 12).run()
     assert wide.least and not narrow.least
     assert fewest_bytes(uses, sizes, 12) <= wide.loaded <= narrow.loaded == replayed(uses, sizes, 12, narrow.held)
+
+
+@given(problems(most_sizes=4), st.integers(0, 4))
+def test_what_goes_without_a_search_makes_a_solution_too(
+    problem: tuple[list[list[int]], list[int], int], tries: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caching, "TRIES", tries)
+        found = CacheSearch(*problem).run()
+    assert replayed(*problem, found.held) == found.loaded >= least_of_all(*problem)
+    assert not found.least or found.loaded == least_of_all(*problem)
+
+
+def test_the_work_of_a_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 blocks of five buckets, each of another size, there and back eight times: near the bound with few tries."""
+    parts = (64, 48, 37, 21, 5)
+    blocks = [tuple(range(5 * block, 5 * block + 5)) for block in range(40)]
+    problem = [*blocks, *reversed(blocks)] * 8, parts * 40, 10 * sum(parts) + 99
+    monkeypatch.setattr(caching, "TRIES", 20_000)
+    search = CacheSearch(*problem)
+    found = search.run()
+    assert search.tried < 2 * caching.TRIES
+    assert replayed(*problem, found.held) == found.loaded <= 1.05 * fewest_bytes(*problem)

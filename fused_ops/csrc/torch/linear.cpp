@@ -10,28 +10,32 @@ using namespace mz;
 namespace {
 
 constexpr int64_t PANEL = 128;   // rows and columns of a block of the result
-constexpr int64_t DEPTH = 512;   // rows of grad and x in one product
+constexpr int64_t DEPTH = 512;   // most rows of grad and x in one product
 constexpr int64_t ROUND = 2048;  // rows for which a transposed panel stays in the second cache
 
 struct Shape { int64_t m, n, k, grad_ld, x_ld; };
+
+// Rows of the product whose first row is `first`: no more zeros are multiplied than fill an edge.
+MZ_INLINE int64_t depth_at(const Shape& s, int64_t first) { return std::min(DEPTH, round_up(s.m - first, EDGE)); }
 
 // Rows [row, row + ROUND) of x as right operands, [depth][panel] blocks of DEPTH x PANEL.
 template <typename T, typename M> void pack_x(int64_t threads, const Shape& s, int64_t row, const T* x, M* packed) {
   int64_t panels = (s.k + PANEL - 1) / PANEL, depths = (std::min(s.m - row, ROUND) + DEPTH - 1) / DEPTH;
   parallel_each(panels * depths, (int)threads, [&](int64_t block) {
     static thread_local Buffer<M> kept;
-    int64_t first = row + block / panels * DEPTH, column = block % panels * PANEL;
+    int64_t first = row + block / panels * DEPTH, column = block % panels * PANEL, depth = depth_at(s, first);
     M* tile = kept.of(DEPTH * PANEL);
-    gather(std::min(s.m - first, DEPTH), std::min(s.k - column, PANEL), x + first * s.x_ld + column, s.x_ld, tile, DEPTH, PANEL);
-    to_right(DEPTH, PANEL, tile, packed + block * DEPTH * PANEL);
+    gather(std::min(s.m - first, depth), std::min(s.k - column, PANEL), x + first * s.x_ld + column, s.x_ld, tile, depth, PANEL);
+    to_right(depth, PANEL, tile, packed + block * DEPTH * PANEL);
   });
 }
 
 // Columns [column, column + PANEL) of grad, rows as above, as left operands, blocks of PANEL x DEPTH.
 template <typename T, typename M> void pack_grad(const Shape& s, int64_t row, int64_t column, const T* grad, M* tile, M* packed) {
   for (int64_t first = row; first < std::min(s.m, row + ROUND); first += DEPTH, packed += PANEL * DEPTH) {
-    gather(std::min(s.m - first, DEPTH), std::min(s.n - column, PANEL), grad + first * s.grad_ld + column, s.grad_ld, tile, DEPTH, PANEL);
-    to_left_transposed(PANEL, DEPTH, tile, packed);
+    int64_t depth = depth_at(s, first);
+    gather(std::min(s.m - first, depth), std::min(s.n - column, PANEL), grad + first * s.grad_ld + column, s.grad_ld, tile, depth, PANEL);
+    to_left_transposed(PANEL, depth, tile, packed);
   }
 }
 
@@ -51,8 +55,10 @@ template <typename T, typename M> void panel_of_result(const Shape& s, int64_t r
   pack_grad(s, row, column, grad, left + PANEL * ROUND, left);
   int64_t panels = (s.k + PANEL - 1) / PANEL, depths = (std::min(s.m - row, ROUND) + DEPTH - 1) / DEPTH;
   for (int64_t q = 0; q < panels; ++q) {
-    for (int64_t d = 0; d < depths; ++d)
-      product<M>(PANEL, PANEL, DEPTH, left + d * PANEL * DEPTH, DEPTH, x + (d * panels + q) * DEPTH * PANEL, PANEL, block, PANEL, d > 0);
+    for (int64_t d = 0; d < depths; ++d) {
+      int64_t depth = depth_at(s, row + d * DEPTH);
+      product<M>(PANEL, PANEL, depth, left + d * PANEL * DEPTH, depth, x + (d * panels + q) * DEPTH * PANEL, PANEL, block, PANEL, d > 0);
+    }
     write_block(std::min(s.n - column, PANEL), std::min(s.k - q * PANEL, PANEL), block, into + column * s.k + q * PANEL, s.k, add);
   }
   block_gemm_done<M>();

@@ -15,7 +15,8 @@ a rank have only a few sizes, those of blocks and of tables. So a search over th
 
 Where units have a bucket each, a handful of contents are left at each use, and the result is the least. `WIDTH` bounds
 their number. Where more are left, because large blocks have several buckets of different sizes, the search goes on from
-the best, and its result may not be the least.
+the best, and its result may not be the least. `TRIES` bounds the work. After that many evictions have been tried, the
+items whose next use is furthest go, of any size: with items that are small beside the cache this is near the least.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from typing import Any
 
 WIDTH = 32
 """Most contents of the cache that the search follows from one use to the next."""
+
+TRIES = 1_000_000
+"""Most evictions that the search tries, about a second."""
 
 Path = tuple[int, int, Any]
 """How a content was reached: the bytes that were loaded, the bytes of the content, and the contents at all uses so far,
@@ -66,6 +70,7 @@ class CacheSearch:
         self.smallest = distinct[-1]
         self.queues: dict[int, list[tuple[int, int]]] = {size: [] for size in distinct}
         """By size: (next use, item) in order, for items that were used and will be used again."""
+        self.tried = 0
 
     def run(self) -> CachePlan:
         """The best solution that was found. The same arguments give the same solution everywhere."""
@@ -81,10 +86,11 @@ class CacheSearch:
                     if kept not in reached or loaded < reached[kept][0]:
                         reached[kept] = loaded, size - self._size(content & over), contents
             paths = self._without_superfluous(reached)
-            if len(paths) > WIDTH:
-                least, paths = False, dict(list(paths.items())[:WIDTH])
+            width = WIDTH if self.tried < TRIES else 1
+            if len(paths) > width:
+                least, paths = False, dict(list(paths.items())[:width])
         loaded, _, contents = min(paths.values(), key=lambda path: path[0])
-        return CachePlan(_in_order(contents), loaded, least)
+        return CachePlan(_in_order(contents), loaded, least and self.tried < TRIES)
 
     def _size(self, items: int) -> int:
         total = 0
@@ -111,13 +117,19 @@ class CacheSearch:
             return
         for left, over in self._evicted(content, size - self.capacity, now):
             yield left, (loaded, self.capacity + over, (left, before))
+        if self.tried >= TRIES:
+            left, over = self._without_furthest(content, size - self.capacity, now)
+            yield left, (loaded, self.capacity + over, (left, before))
 
     def _evicted(self, content: int, over: int, fixed: int, level: int = 0, last: int = 0) -> Iterator[tuple[int, int]]:
         """What can be left of a content that is `over` bytes too large, and by how much (now at most 0) it still is.
 
         Not an item more than needed is evicted. fixed: items that stay. level, last: of the recursion over the sizes;
-        `last` is the smallest size that was evicted.
+        `last` is the smallest size that was evicted. It ends early when `TRIES` are used up.
         """
+        self.tried += 1
+        if self.tried >= TRIES:
+            return
         if over <= 0:
             if over + last > 0:
                 yield content, over
@@ -133,6 +145,23 @@ class CacheSearch:
                 yield from self._evicted(content, over, fixed, level + 1, size)
                 if over <= 0:
                     return
+
+    def _without_furthest(self, content: int, over: int, fixed: int) -> tuple[int, int]:
+        """What is left of such a content when the items with the furthest next use go, and by how much it is too large.
+
+        Of items with the same next use the smallest goes that makes enough room, else the largest.
+        """
+        while over > 0:
+            free = content & ~fixed
+            last = {
+                size: next((entry for entry in reversed(queue) if free >> entry[1] & 1), (-1, -1))
+                for size, queue in self.queues.items()
+            }
+            furthest = max(later for later, _ in last.values())
+            sizes = sorted(size for size, (later, _) in last.items() if later == furthest)
+            size = next((size for size in sizes if size >= over), sizes[-1])
+            content, over = content ^ 1 << last[size][1], over - size
+        return content, over
 
     def _without_superfluous(self, reached: dict[int, Path]) -> dict[int, Path]:
         """The contents that no other one makes superfluous, the one with the fewest loaded bytes first: at most one

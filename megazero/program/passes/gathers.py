@@ -74,18 +74,18 @@ def _largest(order: Sequence[Use], shape: RankShape) -> int:
     return max((shape.bytes_of(use) for use in {*order}), default=0)
 
 
-def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> int:
+def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: int, *, search: bool = True) -> int:
     """Bytes that any placement under this budget gathers at least.
 
     They can be reached, except where buckets have so many sizes that `CacheSearch` gives up: then they are the bound of
-    `fewest_bytes`. Raises BudgetError as `place_gathers` does.
+    `fewest_bytes`. search: False for that bound in any case. Raises BudgetError as `place_gathers` does.
     """
     uses, sizes = _fitting_uses(instructions, shape, budget), _sizes(shape)
-    order = [use for use in uses if use]
+    order = tuple(use for use in uses if use)
     if not order:
         return 0
-    found = _fewest(order, sizes, budget)
-    return found.loaded if found.least else fewest_bytes(order, sizes, budget)
+    found = _searched(order, sizes, budget) if search else None
+    return found.loaded if found is not None and found.least else fewest_bytes(order, sizes, budget)
 
 
 def place_gathers(
@@ -114,8 +114,8 @@ def place_gathers(
     return tuple(placed)
 
 
-def _sizes(shape: RankShape) -> list[int]:
-    return [bucket.parameter_bytes for bucket in shape.buckets]
+def _sizes(shape: RankShape) -> tuple[int, ...]:
+    return tuple(bucket.parameter_bytes for bucket in shape.buckets)
 
 
 def _fitting_uses(instructions: Sequence[Instruction], shape: RankShape, budget: int) -> list[Use]:
@@ -128,18 +128,13 @@ def _fitting_uses(instructions: Sequence[Instruction], shape: RankShape, budget:
     return uses
 
 
-def _fewest(order: Sequence[Use], sizes: Sequence[int], budget: int) -> CachePlan:
-    """The cache that loads the fewest bytes."""
-    return _searched(tuple(order), tuple(sizes), budget)
-
-
 @lru_cache(maxsize=4)
 def _searched(order: tuple[Use, ...], sizes: tuple[int, ...], budget: int) -> CachePlan:
-    """The answer of a search, which takes seconds for a long list. The pass asks for it, and then `least_bytes`."""
+    """The cache that loads the fewest bytes. A search takes seconds; the pass asks for one, and then `least_bytes`."""
     return CacheSearch(order, sizes, budget).run()
 
 
-def _kept_choices(order: Sequence[Use], sizes: Sequence[int], budget: int) -> list[set[Gap]]:
+def _kept_choices(order: Sequence[Use], sizes: tuple[int, ...], budget: int) -> list[set[Gap]]:
     """Two answers to what stays: that with the fewest bytes, and that with the fewest among those which leave room for
     the next use's parameters beside each use, where the budget has this room at all.
     """
@@ -148,7 +143,7 @@ def _kept_choices(order: Sequence[Use], sizes: Sequence[int], budget: int) -> li
         window if sum(sizes[bucket] for bucket in window) <= budget else use
         for window, use in zip(windows, order, strict=True)
     ]
-    return [_kept(order, _fewest(wanted, sizes, budget).held) for wanted in (order, fitting)]
+    return [_kept(order, _searched(tuple(wanted), sizes, budget).held) for wanted in (order, fitting)]
 
 
 def _kept(order: Sequence[Use], held: Sequence[int]) -> set[Gap]:
