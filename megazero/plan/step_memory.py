@@ -13,7 +13,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.program.effects import Scope
 from megazero.program.memory_walk import spare_buffers
 from megazero.program.simulate import IN_FLIGHT
-from megazero.program.step_bytes import StepBytes
+from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.trace import MemoryTrace, trace
 
 
@@ -41,28 +41,36 @@ def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> 
     return trace(name, step.instructions, scope, step_bytes(run, axes, stage, state, kind), units)
 
 
-def spare_bytes(steps: StageLists, stage: int, state: StageBytes, kind: str) -> int:
-    """The bytes of the pool of spare buffers for whole gradients (`zero.storage.BufferPool`) between two steps.
-
-    Arguments as in `stage_trace`.
+def spare_bytes(steps: StageLists, stage: int) -> int:
+    """The bytes of the pool of spare buffers for whole gradients (`zero.storage.BufferPool`) between two steps, on a
+    rank of this stage. It is 0 where gradients are whole anyway.
     """
     step = steps.of(stage)
     scope = Scope(step.shape, chunks_of(steps.run).count)
-    return sum(spare_buffers(step.instructions, scope, step_bytes(steps.run, steps.axes, stage, state, kind)))
+    units = tuple((UnitSizes(),) * len(chunk) for chunk in step.shape.units)
+    in_flight, cast = _reductions(steps.run)
+    return sum(spare_buffers(step.instructions, scope, StepBytes(0, units, in_flight=in_flight, cast=cast)))
+
+
+def _reductions(run: Run) -> tuple[int, float]:
+    """`StepBytes.in_flight` and `cast`."""
+    gradient = state_dtype(run.optimizer.precision)
+    reduced = grad_reduce_dtype(run.optimizer.precision, run.parallel.grad_reduce_dtype)
+    cast = 0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize
+    return IN_FLIGHT if run.parallel.overlap else 0, cast
 
 
 def step_bytes(run: Run, axes: Axes, stage: int, state: StageBytes, kind: str) -> StepBytes:
     """The sizes of what a rank of this stage holds in a step beside its buckets."""
     plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
     chunks = [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)]
-    gradient = state_dtype(run.optimizer.precision)
-    reduced = grad_reduce_dtype(run.optimizer.precision, run.parallel.grad_reduce_dtype)
+    in_flight, cast = _reductions(run)
     return StepBytes(
         hidden=plan.hidden_bytes,
         units=tuple(tuple(unit for unit, count in chunk.runs for _ in range(count)) for chunk in chunks),
         optimizer=state.optimizer,
         feedback=state.feedback,
         logits=plan.logits if kind == "cpu" and state.head else 0,
-        in_flight=IN_FLIGHT if run.parallel.overlap else 0,
-        cast=0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize,
+        in_flight=in_flight,
+        cast=cast,
     )

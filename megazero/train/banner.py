@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from fused_ops.attention.selection import choose
-from fused_ops.quantise import bytes_each
 from fused_ops.registry import refusal
 from megazero.config.count import parameters
 from megazero.config.derive import pipeline_schedule
-from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
+from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import RUN_FILE, changed_settings
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
@@ -28,21 +27,19 @@ from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.parameter import StateGroup
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
 from megazero.pipeline.graphs import replayed
-from megazero.pipeline.schedule import is_breadth_first, make_schedule
+from megazero.pipeline.schedule import make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
-from megazero.plan.gathered import gathered_bytes
 from megazero.plan.recompute import activation_peaks, gathered_inputs, recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.times import chunk_times
-from megazero.plan.traffic import Traffic, state_traffic
 from megazero.program.simulate import simulate
 from megazero.system import allocator, threads
 from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
+from megazero.train.banner_zero import zero_lines
 from megazero.train.bodies import bodies_of
-from megazero.zero.messages import BITS
 
 
 def banner(
@@ -143,29 +140,13 @@ def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
     report = simulate(make_schedule(name, axes.pp, micro_batches, virtual), chunk_times(run))
     live = max(report.peak_activations)
     lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
-    breadth_first = is_breadth_first(name, virtual)
-    traffic, of_zero_1 = (_traffic(run, axes, micro_batches, stage) for stage in (run.parallel.zero_stage, 1))
-    gradients = parts.traffic_sentence(
-        run.parallel.zero_stage,
-        micro_batches if axes.dp > 1 else 1,
-        traffic.total / (of_zero_1.total or 1.0),
-        breadth_first=breadth_first,
-    )
-    messages = _messages(run, axes) if axes.dp * axes.cp > 1 else ""
     graphs = (
         parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches)
         if run.parallel.cuda_graphs
         else ""
     )
     lines += [("cuda graphs", graphs)] * bool(graphs)
-    return (
-        lines
-        + [("gradients", gradients)] * bool(gradients)
-        + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * axes.is_hybrid
-        + [("messages", messages)] * bool(messages)
-        + [("parameters", sentence) for sentence in _gathers(steps)]
-        + [("recompute", words) for words in _recompute(run, axes)]
-    )
+    return lines + zero_lines(steps) + [("recompute", words) for words in _recompute(run, axes)]
 
 
 def _recompute(run: Run, axes: Axes) -> list[str]:
@@ -184,48 +165,6 @@ def _recompute(run: Run, axes: Axes) -> list[str]:
         peaks = activation_peaks(run, axes, kind)
         return [parts.budget_sentence(budget, Counter(choice.table), cost, peaks)]
     return [f"{run.parallel.recompute_granularity}, {cost}"] * (run.parallel.recompute_granularity != "none")
-
-
-def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traffic:
-    """What the run would send per parameter under this ZeRO stage."""
-    p, precision, replicas = run.parallel, run.optimizer.precision, axes.dp * axes.cp
-    size = axes.shard_size or replicas
-    once = is_breadth_first(pipeline_schedule(p), p.virtual_stages)
-    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
-    return state_traffic(
-        zero_stage,
-        size,
-        replicas // size,
-        micro_batches=micro_batches,
-        reductions=1 if once else micro_batches,
-        gradient_bytes=reduced if bits is None else bytes_each(bits),
-        parameter_bytes=bytes_each(8) if p.zero_quantized_weights else compute_dtype(precision).itemsize,
-        summed_bytes=None if bits is None else bytes_each(8),
-    )
-
-
-def _messages(run: Run, axes: Axes) -> str:
-    p, precision = run.parallel, run.optimizer.precision
-    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
-    gathers = p.zero_quantized_weights and axes.shard_size != 1
-    return parts.messages_sentence(
-        (bytes_each(8), compute_dtype(precision).itemsize) if gathers else None,
-        None if bits is None else (bytes_each(bits), reduced),
-        kept=p.zero_gradient_error_feedback,
-    )
-
-
-def _gathers(steps: StageLists) -> list[str]:
-    """Sentences on what the first and the last stage gather under ZeRO-3."""
-    run, pp = steps.run, steps.axes.pp
-    if run.parallel.zero_stage != 3 or run.model.vocab_size is None:
-        return []
-    found = [gathered_bytes(steps, stage) for stage in sorted({0, pp - 1})]
-    return [
-        parts.gathers_sentence(each.stage, pp, run.parallel.zero3_regather, each.budget, each.step, each.least)
-        for each in found
-        if each is not None
-    ]
 
 
 def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:

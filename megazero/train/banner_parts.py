@@ -208,6 +208,12 @@ def inputs_sentence(tp: int, gathered: int) -> str:
     return f"each of the {tp} tp ranks keeps a part of their inputs, and gathers {size(gathered)} of them in a step"
 
 
+def buffers_sentence(most: int, stage: int, stages: int) -> str:
+    """The pool of buffers for whole gradients in a sentence. most: its bytes, on a rank of this stage."""
+    where = f" on a rank of stage {stage}" if stages > 1 else ""
+    return f"whole gradients on their way take {size(most)}{where} from the second step on, beside the model state"
+
+
 _AGAIN = {"full": "whole", "selective": "attention cores"}
 
 

@@ -84,7 +84,7 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
     peak = stage_trace(steps, at, state, "cpu").peak
     columns = {column.value: size for column, size in peak.columns.items()}
     spare = job.state.model.reducer.pool.nbytes
-    return Held(most, peak.total, spare, spare_bytes(steps, at, state, "cpu"), columns)
+    return Held(most, peak.total, spare, spare_bytes(steps, at), columns)
 
 
 @pytest.mark.slow

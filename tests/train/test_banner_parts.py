@@ -11,6 +11,7 @@ from megazero.plan.bytes import StageBytes
 from megazero.plan.recompute import recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic
+from megazero.telemetry.units import size
 from megazero.train.banner import schedule_lines
 from megazero.train.banner_parts import (
     changes_table,
@@ -93,6 +94,21 @@ def test_hybrid_shards_are_told() -> None:
     assert sets_sentence(3, Traffic(6.0, 4.0)) == said.replace("sends 6", "sends at most 6")
     alone = sets_sentence(3, Traffic(0.0, 8.0))
     assert alone.startswith("none: in a set of one rank") and "sends 8 bytes per parameter across" in alone
+
+
+def test_buffers_of_whole_gradients_are_told() -> None:
+    """Under ZeRO-2 all parameters here are one bucket: the sum of a micro-batch travels while the next one is added."""
+    words = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 128 --global-batch-size 8"
+    )
+
+    def said(stage: int) -> str | None:
+        run = parse_run([*words.split(), "--zero-stage", str(stage)], 2)
+        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, 2), nccl=False))).get("buffers")
+
+    most = size(2 * 4 * (128 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 64))
+    assert said(1) is None
+    assert said(2) == f"whole gradients on their way take {most} from the second step on, beside the model state"
 
 
 def test_sentences_and_tables() -> None:

@@ -1,0 +1,87 @@
+"""The banner's lines about model state under ZeRO: what travels in a step, what is gathered, which buffers exist."""
+
+from __future__ import annotations
+
+from fused_ops.quantise import bytes_each
+from megazero.config.derive import pipeline_schedule
+from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes
+from megazero.pipeline.schedule import is_breadth_first
+from megazero.plan.gathered import gathered_bytes
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import spare_bytes
+from megazero.plan.traffic import Traffic, state_traffic
+from megazero.train import banner_parts as parts
+from megazero.zero.messages import BITS
+
+
+def zero_lines(steps: StageLists) -> list[tuple[str, str]]:
+    """(name, text) of the traffic of gradients, hybrid shards and quantised messages, of gathers, and of buffers."""
+    run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
+    traffic, of_zero_1 = (_traffic(run, axes, micro_batches, stage) for stage in (run.parallel.zero_stage, 1))
+    gradients = parts.traffic_sentence(
+        run.parallel.zero_stage,
+        micro_batches if axes.dp > 1 else 1,
+        traffic.total / (of_zero_1.total or 1.0),
+        breadth_first=is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages),
+    )
+    messages = _messages(run, axes) if axes.dp * axes.cp > 1 else ""
+    return (
+        [("gradients", gradients)] * bool(gradients)
+        + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * axes.is_hybrid
+        + [("messages", messages)] * bool(messages)
+        + [("parameters", sentence) for sentence in _gathers(steps)]
+        + [("buffers", sentence) for sentence in _buffers(steps)]
+    )
+
+
+def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traffic:
+    """What the run would send per parameter under this ZeRO stage."""
+    p, precision, replicas = run.parallel, run.optimizer.precision, axes.dp * axes.cp
+    size = axes.shard_size or replicas
+    once = is_breadth_first(pipeline_schedule(p), p.virtual_stages)
+    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
+    return state_traffic(
+        zero_stage,
+        size,
+        replicas // size,
+        micro_batches=micro_batches,
+        reductions=1 if once else micro_batches,
+        gradient_bytes=reduced if bits is None else bytes_each(bits),
+        parameter_bytes=bytes_each(8) if p.zero_quantized_weights else compute_dtype(precision).itemsize,
+        summed_bytes=None if bits is None else bytes_each(8),
+    )
+
+
+def _messages(run: Run, axes: Axes) -> str:
+    p, precision = run.parallel, run.optimizer.precision
+    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
+    gathers = p.zero_quantized_weights and axes.shard_size != 1
+    return parts.messages_sentence(
+        (bytes_each(8), compute_dtype(precision).itemsize) if gathers else None,
+        None if bits is None else (bytes_each(bits), reduced),
+        kept=p.zero_gradient_error_feedback,
+    )
+
+
+def _gathers(steps: StageLists) -> list[str]:
+    """Sentences on what the first and the last stage gather under ZeRO-3."""
+    run, pp = steps.run, steps.axes.pp
+    if run.parallel.zero_stage != 3 or run.model.vocab_size is None:
+        return []
+    found = [gathered_bytes(steps, stage) for stage in sorted({0, pp - 1})]
+    return [
+        parts.gathers_sentence(each.stage, pp, run.parallel.zero3_regather, each.budget, each.step, each.least)
+        for each in found
+        if each is not None
+    ]
+
+
+def _buffers(steps: StageLists) -> list[str]:
+    """A sentence on the pool of buffers for whole gradients, where a rank keeps a shard of them (ZeRO-2 and 3)."""
+    if steps.run.model.vocab_size is None:
+        return []
+    found = [spare_bytes(steps, stage) for stage in range(steps.axes.pp)]
+    most = max(found)
+    return [parts.buffers_sentence(most, found.index(most), len(found))] * bool(most)
