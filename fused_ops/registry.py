@@ -28,6 +28,7 @@ OPS = (
     "embedding",
     "cross_entropy",
     "quantise",
+    "decode",
 )
 MATRIX_OPS: Mapping[str, Callable[[Library, torch.dtype], str]] = MappingProxyType(
     {"attention": kernel.refusal, "weight_gradient": linear.refusal}

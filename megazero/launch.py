@@ -56,6 +56,12 @@ class Environment:
         )
         return cls(rank, local_rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
+    @property
+    def ranks_here(self) -> range:
+        """The ranks of this host, which have consecutive numbers."""
+        first = self.rank - self.local_rank
+        return range(max(0, first), min(self.world_size, first + self.local_world_size))
+
 
 @contextmanager
 def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[ProcessGrid]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from megazero.convert.stages import copy_box
 from megazero.model.stage import Stage
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
+from megazero.zero.fragment import Fragment
+from megazero.zero.optimizer import ShardedOptimizer
 from tests.convert.transformers_tensors import from_transformers
 
 
@@ -57,6 +60,12 @@ def parameters_of(modules: nn.Module | Iterable[nn.Module]) -> list[Parameter]:
 def values_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:
     """The values of all parameters."""
     return [cut(spec_of(p), p) for p in parameters_of(modules)]
+
+
+def held_fragments(optimizer: ShardedOptimizer) -> list[Fragment]:
+    """All fragments of a rank, as views of its state."""
+    assert optimizer.resident
+    return list(chain.from_iterable(optimizer.portions()))
 
 
 def gradients_of(modules: nn.Module | Iterable[nn.Module]) -> list[Piece]:

@@ -16,7 +16,9 @@ MAY_BE_MISSING = {
     r"no NVIDIA GPU|there is an NVIDIA GPU|there is a CUDA device|no CUDA": "a card, or a machine without one",
     r"a card before Ampere|needs compute capability": "a newer card",
     r"no reference data at": "other programs' data, which lie beside the checkout",
+    r"no io_uring": "a kernel that lets programs use it",
     r"this processor has no": "instructions of another processor",
+    r"could not import 'bitsandbytes": "bitsandbytes, 40 MB for two tests",
     r"Ray Train is not installed": "a scheduler of clusters, 80 MB for one test",
 }
 """Allowed reasons: a regular expression that is searched for in the reason of a skip -> what the machine lacks."""

@@ -4,14 +4,12 @@ allocator, as torch's profiler sees it. The meter knows nothing of buckets and c
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterable
-from itertools import accumulate
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile
 
 from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
@@ -19,52 +17,69 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_trace
 from megazero.train.job import Job
+from megazero.zero import state
 
-PHASES = ("construction", "step")
 
+@dataclass
+class Peaks:
+    """By phase the largest sum of living tensors in bytes, and the sum at its end.
 
-def peaks(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """From a trace that begins before the first tensor: by phase the largest sum of living tensors in bytes, and the
-    sum at its end. Phases are spans of the trace; of several with one name all count.
+    alive  the sum now
     """
-    every = list(events)
-    changes = sorted((event for event in every if event.get("name") == "[memory]"), key=lambda event: event["ts"])
-    alive = list(accumulate((change["args"]["Bytes"] for change in changes), initial=0))
-    found: dict[str, dict[str, int]] = {}
-    for phase in PHASES:
-        spans = [event for event in every if event.get("name") == phase and event.get("cat") == "user_annotation"]
-        inside = [
-            number
-            for number, change in enumerate(changes)
-            if any(0 <= change["ts"] - span["ts"] <= span["dur"] for span in spans)
-        ]
-        found[phase] = {
-            "peak": max((alive[number + 1] for number in inside), default=0),
-            "end": alive[inside[-1] + 1] if inside else 0,
-        }
-    return found
+
+    alive: int = 0
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def add(self, phase: str, sizes: Iterable[int]) -> None:
+        """Count allocations in bytes, and what is freed (below 0), in the order in which they happen."""
+        found = self.phases.setdefault(phase, {"peak": 0, "end": 0})
+        for size in sizes:
+            self.alive += size
+            found["peak"] = max(found["peak"], self.alive)
+        found["end"] = self.alive
+
+
+class Meter:
+    """Meters every allocation of torch's allocator from now on.
+
+    A profiler keeps a kilobyte and a half for each operation, so that a phase is metered in pieces.
+    """
+
+    def __init__(self) -> None:
+        self.peaks = Peaks()
+        self._start()
+
+    def end(self, phase: str) -> None:
+        """End a piece of a phase, and begin the next one."""
+        self._profile.__exit__(None, None, None)
+        assert self._profile.kineto_results is not None
+        events: Any = self._profile.kineto_results.events()
+        changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        self.peaks.add(phase, (size for _, size in sorted(changes, key=lambda change: change[0])))
+        self._start()
+
+    def _start(self) -> None:
+        self._profile = profile(profile_memory=True)
+        self._profile.__enter__()
 
 
 class Step:
-    """One optimizer step under the meter. `report` ends the metering."""
+    """One optimizer step under the meter."""
 
-    def __init__(self, job: Job, meter: profile) -> None:
+    def __init__(self, job: Job, meter: Meter) -> None:
         self.job, self.meter = job, meter
 
     def __call__(self) -> float:
-        with record_function("step"):
-            self.job.trainer.train_step(stop=False)
-            self.job.trainer.after_step()
+        self.meter.end("between steps")
+        self.job.trainer.train_step(stop=False)
+        self.job.trainer.after_step()
+        self.meter.end("step")
         return 0.0
 
     def report(self) -> dict[str, Any]:
         """Bytes: "held" by column as allocated, "predicted" by group of columns, the meter's "peaks" by phase, and the
         step's peak as --memory-trace predicts it, "predicted_step".
         """
-        self.meter.stop()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            self.meter.export_chrome_trace(file.name)
-            metered = peaks(json.loads(Path(file.name).read_text())["traceEvents"])
         job = self.job
         steps, at = StageLists(job.run, job.grid.axes, nccl=False), job.grid.at.pp
         stage = stage_bytes(job.run, job.grid.axes)[at]
@@ -73,14 +88,19 @@ class Step:
         return {
             "held": job.state.model.bytes(),
             "predicted": predicted,
-            "peaks": metered,
+            "peaks": self.meter.peaks.phases,
             "predicted_step": {column.value: size for column, size in step.columns.items()},
         }
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
-    meter = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    meter.start()
-    with record_function("construction"):
+    meter, initialise = Meter(), state.initialise
+
+    def piece(*of: Any) -> None:
+        meter.end("construction")
+        initialise(*of)
+
+    with patch.object(state, "initialise", piece):
         job = build_megazero(work, list(layout), replicas)
+    meter.end("construction")
     return Step(job, meter)

@@ -19,6 +19,7 @@ import torch
 from megazero.checkpoint.format import Fragment, columns_of
 from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.system.streams import HostCopies
+from megazero.zero.fragment import StoredFragment
 
 NICE = 10
 """Added to the niceness of the saving thread: where it competes with training for a core, it gets about a tenth."""
@@ -30,12 +31,12 @@ class Snapshot:
     def __init__(self, device: torch.device) -> None:
         self._copies = HostCopies(device)
 
-    def reserve(self, fragments: Sequence[Fragment]) -> int:
+    def reserve(self, fragments: Sequence[StoredFragment]) -> int:
         """Allocate the memory for these fragments and return its size in bytes.
 
         The first save then takes no longer than later ones.
         """
-        return self._copies.reserve([tensor for fragment in fragments for tensor in columns_of(fragment).values()])
+        return self._copies.reserve([one.numel * dtype.itemsize for one in fragments for dtype in one.dtypes.values()])
 
     def take(self, fragments: Sequence[Fragment]) -> list[Fragment]:
         """Return the fragments with host copies of their tensors, once the copies are complete."""

@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import Damaged
+from megazero.checkpoint.format import CheckpointError, Damaged
 from megazero.system.reading import BOUNDS, Unreadable, open_file, parse_json, shown
 
 BLOCK_BYTES = 8 * 1024 * 1024
@@ -35,89 +36,122 @@ _CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items
 _LENGTH = 8
 
 
-@dataclass(frozen=True)
-class DeferredTensor:
-    """A 1-D tensor that `make` creates just before it is written, so that no two of them are in memory at once."""
+class Slot(NamedTuple):
+    """A 1-D tensor of a file, without its values."""
 
-    elements: int
+    key: str
     dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-    def numel(self) -> int:
-        return self.elements
+    numel: int
 
     @property
     def nbytes(self) -> int:
-        return self.elements * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
-Values = Tensor | DeferredTensor
-
-
-def dtype_code(tensor: Values) -> str:
-    """The safetensors code of a tensor's dtype: "F32"."""
-    return _CODES[tensor.dtype]
-
-
-def _header(tensors: Sequence[tuple[str, Values]], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
+def _header(slots: Sequence[Slot], digests: Mapping[str, Sequence[str]], block_bytes: int) -> bytes:
     """The length (8 bytes, little-endian) and the JSON, padded with spaces to a multiple of eight."""
     metadata = {"format": "pt", "block_bytes": str(block_bytes)} | {
-        f"sha256 {key}": " ".join(digests[key]) for key, _ in tensors
+        f"sha256 {slot.key}": " ".join(digests[slot.key]) for slot in slots
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for key, tensor in tensors:
-        header[key] = {
-            "dtype": dtype_code(tensor),
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, offset + tensor.nbytes],
+    for slot in slots:
+        header[slot.key] = {
+            "dtype": _CODES[slot.dtype],
+            "shape": [slot.numel],
+            "data_offsets": [offset, offset + slot.nbytes],
         }
-        offset += tensor.nbytes
+        offset += slot.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH, "little") + text
 
 
-def write_file(path: Path, tensors: Sequence[tuple[str, Values]], block_bytes: int = BLOCK_BYTES) -> None:
-    """Write contiguous 1-D tensors of any device under their keys, and sync the file to disk.
+class BlockWriter:
+    """A fragment file that is being written, and a context manager at whose end it is complete and synced to disk.
 
-    Memory: one block. Raises OSError; FileExistsError if the file exists already.
+    slots: its tensors. The values of a tensor come in order, those of different tensors in any order. Memory: one
+    block. Raises OSError that names the file; FileExistsError if it exists already.
     """
+
+    def __init__(self, path: Path, slots: Sequence[Slot], block_bytes: int = BLOCK_BYTES) -> None:
+        assert block_bytes % 8 == 0 and len({slot.key for slot in slots}) == len(slots)
+        self.path, self._slots, self._block_bytes = path, slots, block_bytes
+        blank = _header(slots, {slot.key: ["0" * 64] * -(-slot.nbytes // block_bytes) for slot in slots}, block_bytes)
+        starts = accumulate((slot.nbytes for slot in slots), initial=len(blank))
+        self._payloads = {slot.key: _Payload(slot, at, block_bytes) for slot, at in zip(slots, starts, strict=False)}
+        with _naming(path):
+            self._file = open(path, "xb")  # noqa: SIM115 - __exit__ closes it
+            try:
+                self._file.write(blank)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def write(self, key: str, start: int, values: Tensor) -> None:
+        """Write elements of a tensor from `start` on: contiguous, 1-D, in its dtype, of any device."""
+        with _naming(self.path):
+            self._payloads[key].write(self._file, start, values)
+
+    def __enter__(self) -> BlockWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _naming(self.path), self._file:
+            if kind is None:
+                self._finish()
+
+    def _finish(self) -> None:
+        """Write the header with the digests and sync the file. Raises CheckpointError if values are missing."""
+        for key, payload in self._payloads.items():
+            if payload.done < payload.slot.numel:
+                raise CheckpointError(f"{self.path.name}: {key} got {payload.done} of {payload.slot.numel} elements")
+        digests = {key: payload.digests for key, payload in self._payloads.items()}
+        self._file.seek(0)
+        self._file.write(_header(self._slots, digests, self._block_bytes))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of a write or a close (a full disk) does not name the file, unlike one of an open: name it."""
     try:
-        with open(path, "xb") as file:
-            _fill(file, tensors, block_bytes)
+        yield
     except OSError as error:
-        # An error of a write or a close (a full disk) does not name the file, unlike one of an open.
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error  # OSError picks its subclass by errno
 
 
-def _fill(file: BinaryIO, tensors: Sequence[tuple[str, Values]], block_bytes: int) -> None:
-    assert block_bytes % 8 == 0 and len({key for key, _ in tensors}) == len(tensors)
-    blank = {key: ["0" * 64] * -(-tensor.nbytes // block_bytes) for key, tensor in tensors}
-    digests: dict[str, list[str]] = {key: [] for key, _ in tensors}
-    file.write(_header(tensors, blank, block_bytes))
-    for key, tensor in tensors:
-        for block in _blocks(tensor, block_bytes):
-            payload = block.cpu().view(torch.uint8).numpy().data
-            if len(payload):
-                digests[key].append(hashlib.sha256(payload).hexdigest())
-                file.write(payload)
-    file.seek(0)
-    file.write(_header(tensors, digests, block_bytes))
-    file.flush()
-    os.fsync(file.fileno())
+class _Payload:
+    """The payload of one tensor as far as it is written.
 
+    offset   of its first byte in the file
+    done     number of elements that are written
+    digests  of the blocks that are complete
+    """
 
-def _blocks(values: Values, block_bytes: int) -> Iterator[Tensor]:
-    tensor = values.make() if isinstance(values, DeferredTensor) else values
-    assert (
-        tensor.dim() == 1
-        and tensor.is_contiguous()
-        and (tensor.numel(), tensor.dtype) == (values.numel(), values.dtype)
-    )
-    yield from tensor.detach().split(block_bytes // tensor.element_size())
+    def __init__(self, slot: Slot, offset: int, block_bytes: int) -> None:
+        self.slot, self.offset, self.done, self.digests = slot, offset, 0, list[str]()
+        self._step, self._begun = block_bytes // slot.dtype.itemsize, hashlib.sha256()
+
+    def write(self, file: BinaryIO, start: int, values: Tensor) -> None:
+        slot, stop = self.slot, start + values.numel()
+        assert values.dim() == 1 and values.is_contiguous() and values.dtype == slot.dtype
+        assert start == self.done and stop <= slot.numel, (slot, self.done, start, stop)
+        file.seek(self.offset + start * slot.dtype.itemsize)
+        while self.done < stop:
+            end = min(stop, self.done - self.done % self._step + self._step)
+            block = values.detach()[self.done - start : end - start].cpu().view(torch.uint8).numpy().data
+            self._begun.update(block)
+            file.write(block)
+            self.done = end
+            if end % self._step == 0 or end == slot.numel:
+                self.digests.append(self._begun.hexdigest())
+                self._begun = hashlib.sha256()
 
 
 class BlockFile:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,26 +18,37 @@ from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.background import BackgroundSave, SaveOutcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
-from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest, columns_of
+from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest
 from megazero.checkpoint.open_files import OpenFiles
-from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
+from megazero.checkpoint.reader import check_files, check_inventory, read_manifest, read_portions
 from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
-from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
+from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
 from megazero.config.schema import CheckpointConfig
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
+from megazero.zero.fragment import StoredFragment
 
 
 class CheckpointedState(Protocol):
-    """The model state of this rank, as the sharded optimizer keeps it.
+    """The model state of this rank, which may rest where its values cannot all be in memory.
 
-    fragments   this rank's fragments, as views of the state. The replicas' fragments together cover every element of a
-                box once, at every ZeRO stage. A parameter that is replicated over tp is listed by each tp rank: each
-                writes a part of it and reads all of it
-    after_load  called after a load has filled the fragments; makes parameters and replicated columns equal to them
+    resident    whether all values are in memory, so that portions are views. The same on all ranks
+    stored      this rank's fragments without values, by portion. The replicas' fragments together cover every element
+                of a box once, at every ZeRO stage. A fragment that is too large for a portion comes in parts, one
+                behind the other in the portions that follow each other. A parameter that is replicated over tp is
+                listed by each tp rank: each writes a part of it and reads all of it
+    portions    the same fragments with values. A portion is valid until the next one is asked for, and nobody holds it
+                then. Columns of `fill` come with any content: the caller writes all of it, and it is stored when the
+                next portion, or the end, is asked for. The other columns are read only. What has to be communicated
+                comes with the call itself: between portions ranks do not wait for each other
+    after_load  called when a load has filled all portions on all ranks; makes parameters and replicated columns equal
+                to them, bucket by bucket. A collective
     """
 
-    def fragments(self) -> Iterable[Fragment]: ...
+    @property
+    def resident(self) -> bool: ...
+    def stored(self) -> Sequence[Sequence[StoredFragment]]: ...
+    def portions(self, fill: Collection[str] = ()) -> Generator[Sequence[Fragment], None, None]: ...
     def after_load(self) -> None: ...
 
 
@@ -118,7 +131,7 @@ class Checkpoints:
     cfg            the folders, how many checkpoints are kept, and what is loaded
     run            the resolved configuration, stored in the manifest: nested dicts of numbers, strings, lists
     state          the model state that is saved and loaded
-    all_fragments  returns for each rank what its `state.fragments()` cover, by layout arithmetic; called on rank 0 only
+    all_fragments  returns for each rank what its `state.stored()` covers, by layout arithmetic; called on rank 0 only
     token          the run's token (`fence.new_token`), the same on all ranks
     background     the group for background saves (`grid.background_group`); with None, `start` must not be called
     write_extra    writes further files into a checkpoint's folder (`SavePhases.write_extra`)
@@ -173,20 +186,25 @@ class Checkpoints:
     def save(self, iteration: int, progress: dict[str, Any]) -> SavedCheckpoint:
         """Write the state as iter_NNNNNNN of the save folder, point `latest` to it, delete old checkpoints.
 
-        A collective of the world. Returns when the checkpoint is on disk. Raises as `SavePhases.write` does.
+        A collective of the world. Returns when the checkpoint is on disk. Memory: a portion of the state and a block.
+        Raises as `SavePhases.write` does.
         """
-        saving = self._claimed()
-        return saving.write(self._written(), iteration, progress, self._grid.world, self._grid.device)
+        saving, written, grid = self._claimed(), self._written(), self._grid
+        with closing(self._state.portions()) as portions:
+            values = values_to_write(portions, written)
+            return saving.write(written, values, iteration, progress, grid.world, grid.device)
 
     def start(self, iteration: int, progress: dict[str, Any]) -> None:
-        """Save in the background: return once the state is copied to host memory.
+        """Save in the background: return once the state is copied to host memory, in which it must be resident.
 
         The thread's collectives run over the group `background`. The outcome of the previous save must have been taken.
         """
         saving, group = self._claimed(), self._background_group
         assert group is not None, "made without a group for saves in the background"
-        values = self._snapshot.take(self._written())
-        self._background.start(iteration, lambda: saving.write(values, iteration, progress, group, torch.device("cpu")))
+        assert self._state.resident, "a copy of this state may not fit into memory"
+        written, device = self._written(), torch.device("cpu")
+        values = self._snapshot.take(list(chain.from_iterable(values_to_write(self._state.portions(), written))))
+        self._background.start(iteration, lambda: saving.write(written, [values], iteration, progress, group, device))
 
     @property
     def busy(self) -> bool:
@@ -238,12 +256,13 @@ class Checkpoints:
         """Fill the state from a checkpoint of any layout and precision; with --finetune or --no-load-optim the weights
         only.
 
-        A collective of the world: ranks agree on errors and sum the bytes read; each reads for itself. Raises Damaged
-        (the message names the file and an earlier checkpoint) or ValueError (it names all tensors that do not fit).
+        A collective of the world: ranks agree on errors and sum the bytes read; each reads for itself. Memory: a
+        portion of the state and a few blocks. Raises Damaged (the message names the file and an earlier checkpoint) or
+        ValueError (it names all tensors that do not fit).
         """
         began = time.perf_counter()
-        fragments = list(self._state.fragments())
-        held = {column for fragment in fragments for column in columns_of(fragment)}
+        stored = self._state.stored()
+        held = {column for fragment in chain.from_iterable(stored) for column in fragment.dtypes}
         weights_only = self._cfg.finetune or self._cfg.no_load_optim
         columns = [column for column in COLUMNS if column == "weight" or (column in held and not weights_only)]
         amount = torch.zeros(1, dtype=torch.float64, device=self._grid.device)
@@ -256,10 +275,14 @@ class Checkpoints:
 
         def read() -> None:
             with OpenFiles(found.path, found.manifest) as files:
-                amount.fill_(read_fragments(files, fragments, columns))
+                amount.fill_(read_portions(files, stored, portions, columns))
 
         self._attempt_on_all_ranks(check if self._grid.rank == 0 else None, found.path)
-        self._attempt_on_all_ranks(read, found.path)
+        with closing(self._state.portions(columns)) as given:
+            portions: Iterator[Sequence[Fragment]] = given
+            if self._state.resident:  # views of all of it as one portion, so that no file is opened twice
+                stored, portions = [list(chain.from_iterable(stored))], iter([list(chain.from_iterable(given))])
+            self._attempt_on_all_ranks(read, found.path)
         self._state.after_load()
         all_reduce(amount, self._grid.world).wait()
         return LoadStatistics(int(amount.item()), time.perf_counter() - began)
@@ -270,9 +293,9 @@ class Checkpoints:
         assert self._saving is not None, "claim comes before the first save"
         return self._saving
 
-    def _written(self) -> list[Fragment]:
-        """The fragments that this rank writes, as views of the state."""
-        return views_to_write(list(self._state.fragments()), self._grid.at.tp, self._grid.axes.tp)
+    def _written(self) -> list[StoredFragment]:
+        """The fragments that this rank writes."""
+        return stored_to_write(self._state.stored(), self._grid.at.tp, self._grid.axes.tp)
 
     def _writers(self) -> list[list[FragmentSpec]]:
         """The fragments that each rank writes."""

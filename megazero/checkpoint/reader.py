@@ -1,7 +1,8 @@
 """Reading into any layout: this rank reads the blocks of saved fragments that contain elements of its own fragments.
 
-Values are copied from a block into the rank's storage and converted to its dtype; besides the state, this takes the
-memory of a few blocks. Each file is opened once. Saved and target fragments may differ in dtype, box, range and number.
+A state gives its fragments in portions. Values are copied from a block into the portion's tensors and converted to its
+dtype; besides the portion, this takes the memory of a few blocks. Saved and target fragments may differ in dtype, box,
+range and number.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from torch import Tensor
@@ -89,86 +91,105 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(problems))
 
 
-def read_fragments(files: OpenFiles, targets: Iterable[Fragment], columns: Sequence[str]) -> int:
-    """Fill these columns of the targets in place from the checkpoint of `files`; return the number of bytes read.
+def read_fragments(files: OpenFiles, targets: Sequence[Fragment], columns: Sequence[str]) -> int:
+    """As `read_portions`, of one portion."""
+    return read_portions(files, [targets], iter([targets]), columns)
 
-    Communicates nothing: each rank reads for itself. Threads read and check blocks while this thread copies earlier
-    ones. Memory: two blocks per thread and one more. Raises Damaged if a needed file differs from what was written or
-    the checkpoint lacks elements.
+
+def read_portions(
+    files: OpenFiles,
+    held: Sequence[Sequence[FragmentSpec]],
+    portions: Iterator[Sequence[Fragment]],
+    columns: Sequence[str],
+) -> int:
+    """Fill these columns of all portions in place from the checkpoint of `files`; return the number of bytes read.
+
+    held: the fragments of each portion, which `portions` gives with values. One portion is held at a time: it is filled
+    before the next one is asked for. Communicates nothing: each rank reads for itself. Threads read and check blocks
+    while this thread copies earlier ones, those of the next portion too. Memory besides: two blocks per thread and one
+    more. Raises Damaged if a needed file differs from what was written or the checkpoint lacks elements.
     """
-    plan = _plan(files.manifest, targets)
     with ThreadPoolExecutor(THREADS) as pool:
-        return _read_all(_reads(files, plan, columns), pool)
+        ahead = _ReadAhead(_reads(files, held, columns), pool)
+        try:
+            total = sum(ahead.fill(number, fragments, portions) for number, fragments in enumerate(held))
+            assert next(portions, None) is None, "more portions than were told"  # and the last one is stored now
+            return total
+        finally:
+            ahead.cancel()
 
 
-def _read_all(reads: Iterator[_Read], pool: ThreadPoolExecutor) -> int:
-    """Read a few blocks ahead, copy in order; return the number of bytes read."""
-    total = 0
-    under_way: deque[tuple[Future[Tensor], _Read]] = deque()
+class _ReadAhead:
+    """Blocks that threads read in the order of `reads`, a few ahead of the copies."""
 
-    def take() -> int:
-        values, read = under_way.popleft()
-        tensor = values.result()
-        for target, overlap in read.copies:
-            overlap.copy(tensor, target)
-        return tensor.nbytes
+    def __init__(self, reads: Iterator[_Read], pool: ThreadPoolExecutor) -> None:
+        self._reads, self._pool = reads, pool
+        self._under_way = deque[tuple[Future[Tensor], _Read]]()
 
-    try:
-        for read in reads:
-            under_way.append((pool.submit(read.file.read, read.key, read.block), read))
-            if len(under_way) > 2 * THREADS:
-                total += take()
-        while under_way:
-            total += take()
-    finally:
-        for future, _ in under_way:
-            future.cancel()
-    return total
+    def fill(self, number: int, held: Sequence[FragmentSpec], portions: Iterator[Sequence[Fragment]]) -> int:
+        """Fill portion `number`, which is the next one; return the number of bytes read."""
+        self._submit()
+        portion, total = next(portions), 0
+        assert [(one.spec, one.start, one.stop) for one in portion] == [(one.spec, one.start, one.stop) for one in held]
+        while self._under_way and self._under_way[0][1].portion == number:
+            values, read = self._under_way.popleft()
+            block = values.result()
+            self._submit()
+            for index, overlap in read.copies:
+                overlap.copy(block, columns_of(portion[index])[read.column])
+            total += block.nbytes
+        return total
+
+    def _submit(self) -> None:
+        for read in islice(self._reads, 2 * THREADS - len(self._under_way)):
+            self._under_way.append((self._pool.submit(read.file.read, read.key, read.block), read))
+
+    def cancel(self) -> None:
+        for values, _ in self._under_way:
+            values.cancel()
 
 
-_Plan = dict[int, dict[tuple[str, FlatRange], list[Fragment]]]
-"""For each file number: the needed fragments in it, by name and flat range, with the targets that need them."""
+_Plan = dict[int, dict[tuple[str, FlatRange], list[int]]]
+"""For each file number: the needed fragments in it, by name and flat range, with the indices of the targets."""
 
 
-def _plan(manifest: Manifest, targets: Iterable[Fragment]) -> _Plan:
+def _plan(manifest: Manifest, wanted: Sequence[FragmentSpec]) -> _Plan:
     plan: _Plan = {}
-    for target in targets:
-        name, wanted = target.spec.name, range_of(target)
+    for index, target in enumerate(wanted):
+        name, own = target.spec.name, range_of(target)
         found = 0
         for number, flat in manifest.tensors[name].fragments:
-            shared = sum(overlap.numel for overlap in overlaps(flat, wanted))
+            shared = sum(overlap.numel for overlap in overlaps(flat, own))
             if shared:
-                plan.setdefault(number, {}).setdefault((name, flat), []).append(target)
+                plan.setdefault(number, {}).setdefault((name, flat), []).append(index)
                 found += shared
-        if found != wanted.numel:
-            raise Damaged(f"{MANIFEST} lists {found} of the {wanted.numel} elements of {name} {wanted}")
+        if found != own.numel:
+            raise Damaged(f"{MANIFEST} lists {found} of the {own.numel} elements of {name} {own}")
     return plan
 
 
 @dataclass(frozen=True)
 class _Read:
-    """One block of a file, and the copies to make from it: (target values, overlap)."""
+    """One block of a file, and the copies to make from it into a portion: (index of the target, overlap)."""
 
+    portion: int
     file: BlockFile
     key: str
     block: int
-    copies: Sequence[tuple[Tensor, Overlap]]
+    column: str
+    copies: Sequence[tuple[int, Overlap]]
 
 
-def _reads(files: OpenFiles, plan: _Plan, columns: Sequence[str]) -> Iterator[_Read]:
-    """All needed blocks, file by file."""
-    for number in sorted(plan):
-        for (name, flat), targets in plan[number].items():
-            for column in columns:
-                yield from _blocks(files[number], name, column, flat, targets)
-
-
-def _blocks(file: BlockFile, name: str, column: str, flat: FlatRange, targets: Sequence[Fragment]) -> Iterator[_Read]:
-    key = key_of(name, column, flat)
-    for block, (first, last) in enumerate(file.block_ranges(key)):
-        piece = FlatRange(flat.box, flat.start + first, flat.start + last)
-        copies = [
-            (columns_of(target)[column], overlap) for target in targets for overlap in overlaps(piece, range_of(target))
-        ]
-        if copies:
-            yield _Read(file, key, block, copies)
+def _reads(files: OpenFiles, held: Sequence[Sequence[FragmentSpec]], columns: Sequence[str]) -> Iterator[_Read]:
+    """All needed blocks, portion by portion, and file by file within one. The plan of one portion exists at a time."""
+    for portion, fragments in enumerate(held):
+        plan = _plan(files.manifest, fragments)
+        for number in sorted(plan):
+            for (name, flat), targets in plan[number].items():
+                for column in columns:
+                    key, file = key_of(name, column, flat), files[number]
+                    for block, (first, last) in enumerate(file.block_ranges(key)):
+                        piece = FlatRange(flat.box, flat.start + first, flat.start + last)
+                        copies = [(i, each) for i in targets for each in overlaps(piece, range_of(fragments[i]))]
+                        if copies:
+                            yield _Read(portion, file, key, block, column, copies)

@@ -96,8 +96,9 @@ _ADAPTERS: dict[str, _Value] = {
     "lora.lora_rank": _get("lora", "lora_rank"),
     "lora.lora_alpha": lambda run: None if run.lora.lora_rank is None else alpha(run.lora),
     "lora.lora_targets": lambda run: adapted(run.lora, run.model),
+    **_plain("lora", "lora_base_bits", "lora_base_qkv"),
 }
-"""Fields that determine the tensors of a checkpoint of adapters and their scale."""
+"""Fields that determine the tensors of a checkpoint of adapters, their scale, and the weights that they correct."""
 _RATES = {
     **_plain("schedule", "lr", "min_lr", "lr_decay_style"),
     "schedule.lr_warmup": _lr_length("warmup"),
@@ -118,12 +119,14 @@ _DATA = {
 _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
     **_plain("parallel", "zero3_gathered_bytes", "zero3_regather", "zero3_persist_below"),
+    **_plain("parallel", "micro_batch_order", "vertical_group_size"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain(
         "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"
     ),
-    **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention"),
+    **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention", "late_update"),
     **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget", "shard_recompute_inputs"),
+    **_plain("parallel", "offload_activations"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain(
         "optimizer",
@@ -136,6 +139,7 @@ _FREE = {
     ),
     **_plain("optimizer", "fp8"),
     **_plain("parallel", "zero_quantized_weights", "zero_quantized_gradients", "zero_gradient_error_feedback"),
+    **_plain("offload", "offload_optimizer"),
     "optimizer.fp8_amax_history": lambda run: (
         run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None
     ),
@@ -143,9 +147,14 @@ _FREE = {
     **_plain("data", "valid_data_path", "valid_instruction_data"),
     **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
 }
-_SILENT = frozenset({"parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"})
-"""Fields that affect time only, so a change of them is not reported. (The sections `checkpoint` and `trainer` are not
-compared: they describe one start of the program, not the run.)
+_SILENT = frozenset(
+    {
+        *("parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"),
+        *("offload.nvme_path", "offload.nvme_buffer_bytes"),
+    }
+)
+"""Fields that affect time and places only, so a change of them is not reported. (The sections `checkpoint` and
+`trainer` are not compared: they describe one start of the program, not the run.)
 """
 _LEFT_OPEN = {
     "model.vocab_size": None,
@@ -153,7 +162,9 @@ _LEFT_OPEN = {
     "parallel.backend": "auto",
     "parallel.bucket_size": None,
     "parallel.zero_shard_size": None,
+    "parallel.vertical_group_size": None,
     "parallel.zero3_gathered_bytes": None,
+    "lora.lora_base_qkv": None,
 }
 """Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not
 compared.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from megazero.checkpoint.filesystems import Filesystems
 from megazero.checkpoint.format import CheckpointError, Fragment, FragmentSpec, file_name
 from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
 from megazero.mpu.grid import Group
+from megazero.zero.fragment import StoredFragment
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class SavePhases:
 
     def write(
         self,
-        fragments: Sequence[Fragment],
+        fragments: Sequence[StoredFragment],
+        portions: Iterable[Sequence[Fragment]],
         iteration: int,
         progress: dict[str, Any],
         world: Group,
@@ -71,18 +73,19 @@ class SavePhases:
     ) -> SavedCheckpoint:
         """Write the fragments of all ranks as iter_NNNNNNN, point `latest` to it, delete old checkpoints.
 
-        fragments: what this rank writes. world: the group of all ranks, over which the phases agree. device: the device
-        of the messages' tensors. A collective of the world; no tensor values are communicated. Returns when the
-        checkpoint is on disk on every file system. A failure of one rank is raised on all (`raise_on_all_ranks`):
-        FenceLost if another run has claimed the folder, OSError if a file operation fails, CheckpointError if the files
-        do not match the layout. After an error either no checkpoint has changed, or the new one is complete.
+        fragments: what this rank writes; portions: its values (`writer.write_fragments`). world: the group of all
+        ranks, over which the phases agree. device: the device of the messages' tensors. A collective of the world; no
+        tensor values are communicated. Returns when the checkpoint is on disk on every file system. A failure of
+        one rank is raised on all (`raise_on_all_ranks`): FenceLost if another run has claimed the folder, OSError if a
+        file operation fails, CheckpointError if the files do not match the layout. After an error either no checkpoint
+        has changed, or the new one is complete.
         """
         began = time.perf_counter()
         token = self.fence.token
         assert token is not None
         temporary = self.root / folders.temporary_name(iteration, token)
         try:
-            size = self._write(temporary, fragments, iteration, progress, world, device)
+            size = self._write(temporary, fragments, portions, iteration, progress, world, device)
         except Exception:
             with suppress(OSError):  # makes room for the next save, in case the disk was full
                 if self.filesystems.leads:
@@ -93,7 +96,8 @@ class SavePhases:
     def _write(
         self,
         temporary: Path,
-        fragments: Sequence[Fragment],
+        fragments: Sequence[StoredFragment],
+        portions: Iterable[Sequence[Fragment]],
         iteration: int,
         progress: dict[str, Any],
         world: Group,
@@ -110,7 +114,7 @@ class SavePhases:
 
         def write() -> None:
             try:
-                write_fragments(temporary, rank, world.size, fragments)
+                write_fragments(temporary, rank, world.size, fragments, portions)
             except FileNotFoundError as error:
                 leader = self.filesystems.leaders[rank]
                 raise CheckpointError(

@@ -7,11 +7,13 @@ rank whole fragments was rejected, because one of them may be as large as a lear
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 from megazero.checkpoint.format import columns_of
-from megazero.zero.fragment import Fragment, FragmentSpec
+from megazero.zero.fragment import Fragment, FragmentSpec, StoredFragment
 
 _Fragment = TypeVar("_Fragment", bound=FragmentSpec)
 
@@ -38,11 +40,31 @@ def fragments_to_write(held: Sequence[FragmentSpec], tp_index: int, tp_size: int
     return [FragmentSpec(one.spec, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
 
 
-def views_to_write(held: Sequence[Fragment], tp_index: int, tp_size: int) -> list[Fragment]:
-    """As `fragments_to_write`, with views of the fragments' tensors."""
+def stored_to_write(held: Sequence[Sequence[StoredFragment]], tp_index: int, tp_size: int) -> list[StoredFragment]:
+    """As `fragments_to_write`, with dtypes. held: by portion, as a state tells them; parts are put together."""
+    whole = list[StoredFragment]()
+    for part in chain.from_iterable(held):
+        if whole and whole[-1].spec.name == part.spec.name and whole[-1].stop == part.start:
+            whole[-1] = replace(whole[-1], stop=part.stop)
+        else:
+            whole.append(part)
+    return [replace(one, start=start, stop=stop) for one, start, stop in _cuts(whole, tp_index, tp_size)]
 
-    def cut(one: Fragment, start: int, stop: int) -> Fragment:
-        columns = {name: tensor[start - one.start : stop - one.start] for name, tensor in columns_of(one).items()}
+
+def values_to_write(
+    portions: Iterable[Sequence[Fragment]], written: Sequence[StoredFragment]
+) -> Iterator[list[Fragment]]:
+    """Portions of a rank's state, cut to the fragments that it writes: views. No two portions are held."""
+    by_name = {one.spec.name: one for one in written}
+
+    def cut(one: Fragment) -> Fragment | None:
+        wanted = by_name.get(one.spec.name)
+        if wanted is None or wanted.stop <= one.start or one.stop <= wanted.start:
+            return None
+        start, stop = max(one.start, wanted.start), min(one.stop, wanted.stop)
+        columns = {name: values[start - one.start : stop - one.start] for name, values in columns_of(one).items()}
         return Fragment(one.spec, start, stop, **columns)
 
-    return [cut(one, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
+    for portion in portions:
+        yield [part for part in map(cut, portion) if part is not None]
+        del portion  # or its memory would be held while the next one comes

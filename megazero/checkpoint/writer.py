@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.blocks import BLOCK_BYTES, BlockFile, write_file
+from megazero.checkpoint.blocks import BLOCK_BYTES, BlockFile, BlockWriter, Slot
 from megazero.checkpoint.format import (
     MANIFEST,
     CheckpointError,
@@ -23,22 +23,42 @@ from megazero.checkpoint.format import (
     range_of,
 )
 from megazero.system.durable import sync_folder
+from megazero.zero.fragment import StoredFragment
 
 
 def write_fragments(
-    folder: Path, index: int, count: int, fragments: Iterable[Fragment], block_bytes: int = BLOCK_BYTES
+    folder: Path,
+    index: int,
+    count: int,
+    fragments: Sequence[StoredFragment],
+    portions: Iterable[Sequence[Fragment]],
+    block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write these fragments as the file of writer `index` of `count`; without fragments no file is written.
 
-    No two writers may write the same element. Communicates nothing. Memory: one block. Raises OSError.
+    portions: their values, in any order; one fragment may come in consecutive parts. Each portion is written before the
+    next one is asked for. No two writers may write the same element. Communicates nothing. Memory: a portion and a
+    block. Raises OSError, and CheckpointError if the portions lack values.
     """
-    tensors = [
-        (key_of(fragment.spec.name, column, range_of(fragment)), tensor)
-        for fragment in fragments
-        for column, tensor in columns_of(fragment).items()
+    slots = [
+        Slot(key_of(one.spec.name, column, range_of(one)), dtype, one.numel)
+        for one in fragments
+        for column, dtype in one.dtypes.items()
     ]
-    if tensors:
-        write_file(folder / file_name(index, count), tensors, block_bytes)
+    if not slots:
+        return
+    whole = {one.spec.name: one for one in fragments}
+    with BlockWriter(folder / file_name(index, count), slots, block_bytes) as file:
+        for portion in portions:
+            _write_portion(file, portion, whole)
+            del portion  # or its memory would be held while the next one comes
+
+
+def _write_portion(file: BlockWriter, portion: Sequence[Fragment], whole: Mapping[str, StoredFragment]) -> None:
+    for part in portion:
+        one = whole[part.spec.name]
+        for column, values in columns_of(part).items():
+            file.write(key_of(one.spec.name, column, range_of(one)), part.start - one.start, values)
 
 
 @dataclass(frozen=True)

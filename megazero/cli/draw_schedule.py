@@ -12,11 +12,14 @@ from dataclasses import replace
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
+from megazero.config.tiers import Tier
 from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, is_breadth_first, make_schedule
+from megazero.program.border import ON_TIME
 from megazero.program.checker import check
-from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, ExampleModel
+from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTES, ExampleModel
 from megazero.program.instruction import Lane
+from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.shape import RankShape
 from megazero.program.simulate import schedule_shape, simulate
 from megazero.program.step import StepOptions, evaluation_step, training_step
@@ -33,11 +36,19 @@ EXAMPLES = (
     "megazero draw-schedule --pp 12 --micro-batches 64 --schedule 1f1b --fit",
     "megazero draw-schedule --pp 8 --micro-batches 24 --schedule zb-h1 --profile 18.522 18.086 9.337 0.601 --fit",
     "megazero draw-schedule --pp 2 --micro-batches 2 --zero-stage 3 --gathered-units 3",
+    "megazero draw-schedule --pp 1 --micro-batches 4 --zero-stage 3 --micro-batch-order vertical",
+    "megazero draw-schedule --pp 2 -m 4 --zero-stage 1 --offload-optimizer nvme --late-update",
     "python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --message-time 0.2",
 )
 
 
-LEAST_STAGE = {"dp": 0, "zero_shard_size": 0, "blocks": 0, "gather_time": 0, "update_time": 0, "gathered_units": 3}
+LEAST_STAGE = {
+    **dict.fromkeys(("dp", "zero_shard_size", "blocks", "gather_time", "update_time", "late_update"), 0),
+    **dict.fromkeys(("micro_batch_order", "vertical_group_size"), 0),
+    **dict.fromkeys(("offload_optimizer", "host_update_time", "disk_time"), 0),
+    **dict.fromkeys(("offload_activations", "copy_time"), 0),
+    "gathered_units": 3,
+}
 """The fields of a whole step, and the ZeRO stage from which on each says something."""
 
 
@@ -101,6 +112,39 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
         help="time of gathering a unit (default 0.2); a reduction sends twice as many bytes",
     )
     add("--update-time", type=float, default=0.1, metavar="T", help="time of updating a unit (default 0.1)")
+    orders = ("horizontal", "vertical")
+    add("--micro-batch-order", choices=orders, default=orders[0], help="vertical: a unit for all micro-batches in turn")
+    add(
+        "--vertical-group-size",
+        type=int,
+        metavar="N",
+        help="most micro-batches that pass a unit together (default: all)",
+    )
+    add("--late-update", action="store_true", help="update a unit in the next step, before its forward")
+    words = [tier.value for tier in Tier]
+    add("--offload-optimizer", choices=words, default=words[0], help="where the optimizer state rests (default none)")
+    add(
+        "--host-update-time",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="time of updating a unit in host memory (default 0.8); copies take as long as gathers of as many bytes",
+    )
+    add(
+        "--disk-time",
+        type=float,
+        default=0.6,
+        metavar="T",
+        help="time of reading a unit's optimizer state from disks, and of writing it (default 0.6)",
+    )
+    add(
+        "--offload-activations",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the activations that leaves the device until backward, up to 1 (default 0)",
+    )
+    add("--copy-time", type=float, default=0.2, metavar="T", help="time of copying a unit's activations (default 0.2)")
 
 
 def wants_colour(choice: str) -> bool:
@@ -122,31 +166,41 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     profile = args.profile or []
     name = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
     virtual = (CHUNKS[name] or 1) if args.virtual_stages is None else args.virtual_stages
+    vertical = VerticalOrder(args.vertical_group_size) if args.micro_batch_order == "vertical" else None
+    groups = vertical.groups(args.micro_batches) if vertical is not None and args.micro_batches > 0 else None
     try:
-        schedule = make_schedule(name, args.pp, args.micro_batches, virtual)
+        schedule = make_schedule(name, args.pp, args.micro_batches if groups is None else len(groups), virtual)
     except ValueError as error:
         parser.error(str(error))
     if args.forward_only:
         schedule = tuple(forward_only(stage) for stage in schedule)
     times = uniform_times(args.pp * virtual, args.forward_time, args.backward_time, args.message_time, args.weight_time)
     times = profiled_times(args.pp, virtual, *profile) if profile else times
-    shapes = [schedule_shape(stage) for stage in schedule]
+    shapes, border = [schedule_shape(stage) for stage in schedule], ON_TIME
     if args.zero_stage is not None:
         times = _with_state(times, args)
         shapes = _shapes(name, virtual, args)
         every = args.zero_stage >= 2 and not is_breadth_first(name, virtual)
-        options = StepOptions(reduce_every=every, gathered_bytes=PARAMETER_BYTES * args.gathered_units)
+        options = StepOptions(
+            reduce_every=every,
+            gathered_bytes=PARAMETER_BYTES * _elements(args) * args.gathered_units,
+            late=args.late_update,
+            vertical=vertical,
+            leaving=args.offload_activations,
+        )
+        border = options.border
         make = evaluation_step if args.forward_only else training_step
-        schedule = tuple(make(own, shape, options) for own, shape in zip(schedule, shapes, strict=True))
+        schedule = tuple(make(own, shape, options, groups=groups) for own, shape in zip(schedule, shapes, strict=True))
     by_role = {(stage, 0): shape for stage, shape in enumerate(shapes)}
-    check({(stage, 0): own for stage, own in enumerate(schedule)}, by_role, args.micro_batches)
+    check({(stage, 0): own for stage, own in enumerate(schedule)}, by_role, args.micro_batches, border=border)
     if args.list is not None:
         print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
         return
-    report = simulate(schedule, times, shapes)
+    report = simulate(schedule, times, shapes, border=border)
     chunks = f", {virtual} chunks each" if virtual > 1 else ""
     zero = f", ZeRO-{args.zero_stage} on {args.dp} replicas" if args.zero_stage is not None else ""
-    print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches{zero}")
+    order = f" in {len(groups)} group{'s' * (len(groups) > 1)}, vertical" if groups is not None else ""
+    print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches{order}{zero}")
     apart = f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
     bubble = f"{report.bubble:.2%}" + apart * (report.longest < report.makespan * (1 - 1e-9))
     print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
@@ -158,7 +212,7 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     profile = args.profile or []
     work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
-    messages += (args.gather_time, args.update_time)
+    messages += (args.gather_time, args.update_time, args.host_update_time, args.disk_time, args.copy_time)
     if not (all(0 < time < math.inf for time in work) and all(0 <= time < math.inf for time in messages)):
         parser.error("times of work are above 0, those of messages at least 0, and all of them are finite")
     if args.width is not None and args.width < 1:
@@ -173,7 +227,22 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for field, stage in LEAST_STAGE.items():
         given = getattr(args, field)
         if given != parser.get_default(field) and (args.zero_stage is None or args.zero_stage < stage):
-            parser.error(f"{_flag(field)} {given} goes with --zero-stage" + f" {stage}" * (stage > 0))
+            words = _flag(field) if given is True else f"{_flag(field)} {given}"
+            parser.error(f"{words} goes with --zero-stage" + f" {stage}" * (stage > 0))
+    if args.vertical_group_size is not None and args.micro_batch_order != "vertical":
+        parser.error(f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical")
+    if args.vertical_group_size is not None and args.vertical_group_size < 1:
+        parser.error(f"--vertical-group-size {args.vertical_group_size}: must be at least 1")
+    for field, tiers in (("host_update_time", (Tier.HOST, Tier.DISK)), ("disk_time", (Tier.DISK,))):
+        if getattr(args, field) != parser.get_default(field) and Tier(args.offload_optimizer) not in tiers:
+            needed = " or ".join(tier.value for tier in tiers)
+            parser.error(f"{_flag(field)} {getattr(args, field)} goes with --offload-optimizer {needed}")
+    if not 0 <= args.offload_activations <= 1:
+        parser.error(f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1")
+    if args.offload_activations and args.forward_only:
+        parser.error("--offload-activations is for training, which --forward-only does not draw")
+    if args.late_update and args.forward_only:
+        parser.error("--late-update is for training, which --forward-only does not draw")
     if args.zero_shard_size is not None and (args.zero_shard_size < 1 or args.dp % args.zero_shard_size):
         parser.error(f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}")
 
@@ -183,15 +252,28 @@ def _flag(field: str) -> str:
 
 
 def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape]:
-    """The model state of every stage."""
-    shards = args.zero_shard_size or args.dp
+    """The model state of every stage. A unit's activations count as one byte."""
+    shards = _elements(args)
     chunks = chunk_map(name, args.pp, virtual)
-    model = ExampleModel((args.blocks,) * chunks.count, args.zero_stage, shards, args.dp // shards)
-    return [model.shape(chunks.of(stage)) for stage in range(args.pp)]
+    blocks, across = (args.blocks,) * chunks.count, args.dp // shards
+    model = ExampleModel(blocks, args.zero_stage, shards, across, _elements(args), Tier(args.offload_optimizer))
+    shapes = [model.shape(chunks.of(stage)) for stage in range(args.pp)]
+    return [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
+
+
+def _elements(args: argparse.Namespace) -> int:
+    """Elements of a unit: one for each rank that shares its state."""
+    shards: int = args.zero_shard_size or args.dp
+    return shards
 
 
 def _with_state(times: ChunkTimes, args: argparse.Namespace) -> ChunkTimes:
-    """The times with those of messages on model state."""
-    per_byte = args.gather_time / PARAMETER_BYTES
-    lanes = {Lane.SHARDS: per_byte, Lane.ACROSS: per_byte}
-    return replace(times, per_byte=lanes, update=args.update_time / GRADIENT_BYTES)
+    """The times with those of what happens to model state, and of copies."""
+    elements = _elements(args)
+    per_byte = args.gather_time / (PARAMETER_BYTES * elements)
+    lanes = dict.fromkeys((Lane.SHARDS, Lane.ACROSS, Lane.TO_HOST, Lane.TO_DEVICE), per_byte)
+    if args.offload_activations:
+        lanes |= dict.fromkeys((Lane.TO_HOST, Lane.TO_DEVICE), args.copy_time)
+    lanes[Lane.HOST] = args.host_update_time / (GRADIENT_BYTES * elements)
+    lanes |= dict.fromkeys((Lane.FROM_DISK, Lane.TO_DISK), args.disk_time / (STATE_BYTES * elements))
+    return replace(times, per_byte=lanes, update=args.update_time / (GRADIENT_BYTES * elements))

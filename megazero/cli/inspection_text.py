@@ -8,7 +8,7 @@ from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.convert.inspection import Record
 from megazero.telemetry.units import count, size
-from megazero.train.banner_parts import pairs, table
+from megazero.train.text_blocks import pairs, table
 
 
 def format_description(record: Record, everything: bool) -> str:

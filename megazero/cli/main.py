@@ -52,6 +52,9 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
             "plan_schedule", "tools/show_schedule.py", "learning rate and batch at any iteration"
         ),
         "draw-schedule": Subcommand("draw_schedule", "tools/draw_schedule.py", "a pipeline schedule and its bubble"),
+        "bench-nvme": Subcommand(
+            "bench_nvme", "tools/bench_nvme.py", "what a disk reads and writes, and a step with it"
+        ),
         "doctor": Subcommand("doctor", "python -m megazero.doctor", "what this machine and installation offer"),
     }
 )

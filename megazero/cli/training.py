@@ -25,7 +25,8 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
         if environment.rank == 0:
             say(told)
         return
-    prepared = prepare(parsed.run, environment.world_size, to_stderr if environment.local_rank == 0 else silent)
+    report = to_stderr if environment.local_rank == 0 else silent
+    prepared = prepare(parsed.run, environment.world_size, report, here=environment.ranks_here)
     with launch(prepared.run.parallel, environment) as grid:
         job = build_job(prepared, grid, signals, parsed)
         job.fit()

@@ -243,6 +243,11 @@ def _cuda_graphs(f: CheckContext) -> Found:
             "--cuda-graphs runs micro-batches one after the other, not by --pipeline-schedule "
             f"{p.pipeline_schedule}; nearest: 1f1b"
         )
+    if p.micro_batch_order == "vertical":
+        yield (
+            "--cuda-graphs replays all layers of a micro-batch at once, and --micro-batch-order vertical computes a "
+            "layer of every micro-batch before the next layer; nearest: --micro-batch-order horizontal"
+        )
     if p.zero_stage >= 2:
         yield (
             f"--cuda-graphs needs gradients at fixed addresses, which --zero-stage {p.zero_stage} does not have; "
@@ -277,6 +282,7 @@ LAYOUT_CHECKS = (
         "tp",
         "virtual_stages",
         "pipeline_schedule",
+        "micro_batch_order",
         "zero_stage",
         "device",
         "backend",

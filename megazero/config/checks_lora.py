@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.config.checks import CheckContext, Found, check
-from megazero.config.lora import TARGETS, layers_of
+from megazero.config.checks import CheckContext, Found, check, nearest
+from megazero.config.lora import BASE_BITS, TARGETS, layers_of
 
 
 def _lora(f: CheckContext) -> Found:
@@ -30,4 +30,20 @@ def _lora(f: CheckContext) -> Found:
         )
 
 
-LORA_CHECKS = (check(_lora, "lora_rank", "lora_targets", "init_from", "load", "extend_vocabulary", "activation"),)
+def _base_bits(f: CheckContext) -> Found:
+    bits = f.run.lora.lora_base_bits
+    if bits not in (None, *BASE_BITS):
+        assert bits is not None
+        valid = " or ".join(map(str, BASE_BITS))
+        yield f"--lora-base-bits {bits} is not {valid}; nearest: {nearest(bits, BASE_BITS)}"
+    if bits is not None and f.run.parallel.cuda_graphs:
+        yield (
+            f"--cuda-graphs needs weights at fixed addresses, and --lora-base-bits {bits} decodes them into new memory "
+            "for each use; leave one out"
+        )
+
+
+LORA_CHECKS = (
+    check(_lora, "lora_rank", "lora_targets", "init_from", "load", "extend_vocabulary", "activation"),
+    check(_base_bits, "lora_base_bits", "cuda_graphs"),
+)

@@ -1,12 +1,15 @@
-"""Relations that the flags of recomputation must satisfy."""
+"""Relations that the flags on the memory of activations must satisfy."""
 
 from __future__ import annotations
 
 from megazero.config.checks import CheckContext, Found, check
+from megazero.config.tiers import Tier, offload_of
 
 
 def _recompute(f: CheckContext) -> Found:
     p, layers = f.run.parallel, f.run.model.num_layers
+    if p.activation_memory_budget is not None:
+        return  # _activation_budget has the word
     if p.recompute_num_layers != 1 and p.recompute_granularity != "full":
         yield (
             f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full, not "
@@ -27,6 +30,11 @@ def _activation_budget(f: CheckContext) -> Found:
             f"--activation-memory-budget {p.activation_memory_budget} chooses what is computed again, and "
             f"--recompute-granularity {p.recompute_granularity} says it: drop one of them"
         )
+    if p.recompute_num_layers != 1:
+        yield (
+            f"--activation-memory-budget {p.activation_memory_budget} chooses what is computed again, and "
+            f"--recompute-num-layers {p.recompute_num_layers} says how often: drop --recompute-num-layers"
+        )
 
 
 def _shard_recompute_inputs(f: CheckContext) -> Found:
@@ -38,8 +46,25 @@ def _shard_recompute_inputs(f: CheckContext) -> Found:
         )
 
 
+def _offload_activations(f: CheckContext) -> Found:
+    p = f.run.parallel
+    try:
+        leaves = offload_of(p.offload_activations)
+    except ValueError as wrong:
+        yield f"--offload-activations {p.offload_activations}: {wrong}"
+        return
+    if leaves.tier is Tier.DISK:
+        yield f"--offload-activations {p.offload_activations}: activations go to host memory only; nearest: cpu"
+    if leaves and p.cuda_graphs:
+        yield (
+            f"--offload-activations {p.offload_activations} copies between the units of a micro-batch, which "
+            "--cuda-graphs launches as one graph: drop one of them"
+        )
+
+
 RECOMPUTE_CHECKS = (
     check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
-    check(_activation_budget, "activation_memory_budget", "recompute_granularity"),
+    check(_activation_budget, "activation_memory_budget", "recompute_granularity", "recompute_num_layers"),
     check(_shard_recompute_inputs, "shard_recompute_inputs", "sequence_parallel", "tp"),
+    check(_offload_activations, "offload_activations", "cuda_graphs"),
 )

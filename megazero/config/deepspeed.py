@@ -18,7 +18,10 @@ from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import SIBLINGS, ConfigSource
+from megazero.config.tiers import Tier, offload_of
 from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
+
+_OFFLOAD = "device", "ratio", "nvme_path"
 
 
 @dataclass
@@ -111,7 +114,7 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
         elif key not in (*TRANSLATED, *DETAILS):
             hint = did_you_mean(key, (*FIELDS, *UNBUILT, *TRANSLATED, *DETAILS))
             source.problems.append(f"{source.name}: there is no {key}{hint}")
-    for translate in (_precision, _optimizer, _scheduler, _buckets, _tensorboard, _accumulation):
+    for translate in (_precision, _optimizer, _scheduler, _buckets, _offload, _tensorboard, _accumulation):
         translate(source, keys)
     source.assumes_one = (
         not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in source.settings
@@ -245,6 +248,31 @@ def _buckets(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         )
     else:
         _put(source, key, "bucket_size", keys[key])
+
+
+def _offload(source: ConfigSource, keys: Mapping[str, Any]) -> None:
+    """device and ratio are one flag here. nvme_path counts with the device nvme only, as in DeepSpeed."""
+    device, ratio, path = (keys.get(f"zero_optimization.offload_optimizer.{key}") for key in _OFFLOAD)
+    key = "zero_optimization.offload_optimizer.device"
+    if key not in keys:
+        return
+    if device not in (None, *(tier.value for tier in Tier)):
+        source.problems.append(f"{source.name}: {key} {shown(device)} is not one of none, cpu, nvme")
+        source.bad.add("offload_optimizer")
+        return
+    if device in (None, Tier.DEVICE.value) or ratio == 0:
+        _put(source, key, "offload_optimizer", Tier.DEVICE.value)
+        return
+    share = "" if ratio is None or ratio == 1 else f":{ratio}"
+    try:
+        offload_of(f"{device}{share}")
+    except ValueError as reason:
+        source.problems.append(f"{source.name}: zero_optimization.offload_optimizer.ratio: {reason}")
+        source.bad.add("offload_optimizer")
+        return
+    _put(source, key, "offload_optimizer", f"{device}{share}")
+    if device == Tier.DISK.value and path is not None:
+        _put(source, "zero_optimization.offload_optimizer.nvme_path", "nvme_path", [path])
 
 
 def _tensorboard(source: ConfigSource, keys: Mapping[str, Any]) -> None:

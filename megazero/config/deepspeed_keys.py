@@ -31,14 +31,16 @@ FIELDS: Mapping[str, str] = MappingProxyType(
 )
 """Key -> the field of the same meaning."""
 
-_OFFLOAD = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "ratio", "fast_init", "max_in_cpu")
+_OPTIMIZER, _PARAM, _AIO = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param.", "aio."
 UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         "data_types.grad_accum_dtype": ((None, "fp32"), "gradients of 16-bit parameters accumulate in fp32"),
         "zero_optimization.reduce_scatter": ((True,), "sharded gradients always travel by reduce-scatter"),
         "zero_optimization.contiguous_gradients": ((True,), "gradients always lie in one piece"),
-        "zero_optimization.offload_optimizer.device": (("none", None), "offload is not built yet"),
-        "zero_optimization.offload_param.device": (("none", None), "offload is not built yet"),
+        f"{_OPTIMIZER}super_offload": ((False,), "it is not built; nearest: --late-update"),
+        f"{_OPTIMIZER}cpuadam_cores_perc": ((), "use OMP_NUM_THREADS, the number of a rank's threads"),
+        f"{_PARAM}device": (("none", None), "offload of parameters is not built yet"),
+        f"{_AIO}use_gds": ((False,), "files are read and written through host memory"),
         "zero_optimization.sub_group_size": ((), "a rank updates its whole shard at once"),
         "zero_optimization.stage3_max_live_parameters": ((), "use --zero3-gathered-bytes, in bytes"),
         "zero_optimization.stage3_prefetch_bucket_size": ((), "use --zero3-gathered-bytes, in bytes"),
@@ -48,7 +50,7 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
             "it shards copies of parameters alone; --zero-shard-size shards all state over a few ranks",
         ),
         "activation_checkpointing.partition_activations": ((False,), "sharded activations are not built yet"),
-        "activation_checkpointing.cpu_checkpointing": ((False,), "activation offload is not built yet"),
+        "activation_checkpointing.cpu_checkpointing": ((False,), "use --offload-activations cpu"),
         "activation_checkpointing.contiguous_memory_optimization": (
             (False,),
             "it is not built; recompute: --recompute-granularity",
@@ -60,10 +62,6 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "wandb.enabled": ((False,), "wandb is not built yet; --tensorboard-dir and --metrics-file are"),
         "csv_monitor.enabled": ((False,), "CSV is not built; --metrics-file writes JSON lines"),
         "wall_clock_breakdown": ((False,), "it is not built yet; every log line has the step's time"),
-        **{
-            f"aio.{key}": ((), "NVMe offload is not built yet")
-            for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events")
-        },
     }
 )
 """Known keys without a field here -> (the values that are accepted, since they ask for nothing; why others are not)."""
@@ -79,14 +77,18 @@ TRANSLATED = (
     *("scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type"),
     *("scheduler.params.warmup_min_ratio", "scheduler.params.cos_min_ratio", "fp16.enabled", "fp16.loss_scale"),
     *("fp16.initial_scale_power", "bf16.enabled", "zero_optimization.allgather_bucket_size"),
+    *(f"{_OPTIMIZER}device", f"{_OPTIMIZER}ratio", f"{_OPTIMIZER}nvme_path"),
     *("tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"),
 )
 """Keys that become a field together with others or by a formula. Functions of `config.deepspeed` read them."""
-DETAILS = tuple(
-    f"zero_optimization.{which}.{key}" for which in ("offload_optimizer", "offload_param") for key in _OFFLOAD[1:]
-) + tuple(
-    f"{sink}.{key}"
-    for sink, keys in (("wandb", ("team", "group", "project")), ("csv_monitor", ("output_path", "job_name")))
-    for key in keys
-)
-"""Keys that are ignored: details of a feature that is refused by the key that switches it on."""
+_DETAILS = {
+    _OPTIMIZER: ("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write"),
+    _PARAM: ("nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
+    _AIO: ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events"),
+    "wandb.": ("team", "group", "project"),
+    "csv_monitor.": ("output_path", "job_name"),
+}
+DETAILS = tuple(f"{block}{key}" for block, keys in _DETAILS.items() for key in keys)
+"""Keys that are ignored: details of a feature that is refused by the key that switches it on, and how bytes move. Here
+host memory is always pinned, disks are always read and written beside the updates, and `disk` knows its own sizes.
+"""

@@ -72,6 +72,11 @@ def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
     return None if size == replicas and parallel.zero_stage < 3 else size
 
 
+def gathers_parameters(run: Run) -> bool:
+    """Whether some parameters are there for each use only: sharded ones (ZeRO-3), or frozen ones stored as codes."""
+    return run.parallel.zero_stage == 3 or run.lora.lora_base_bits is not None
+
+
 def max_positions(model: ModelConfig) -> int:
     """Number of positions in a learned position table: the field, else the sequence length."""
     return model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megazero.config import conditions as when
 from megazero.config.checks import Check, CheckContext, Found
-from megazero.config.derive import pipeline_schedule, recomputes_blocks
+from megazero.config.derive import gathers_parameters, recomputes_blocks
 from megazero.config.options import run_options
+from megazero.config.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -41,99 +43,14 @@ class Effect:
             return None
         if known.kind is bool:
             return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
-        shown = (
-            " ".join(map(str, value))
-            if isinstance(value, tuple)
-            else f"{value:g}"
-            if isinstance(value, float)
-            else value
-        )
+        words = value if isinstance(value, tuple) else (value,)
+        shown = " ".join(f"{word:g}" if isinstance(word, float) else str(word) for word in words)
         return f"{known.flag} {shown} has no effect without {self.needs}"
-
-
-def _fp16(f: CheckContext) -> bool:
-    return f.run.optimizer.precision == "fp16"
-
-
-def _dynamic(f: CheckContext) -> bool:
-    return _fp16(f) and f.run.optimizer.loss_scale is None
-
-
-def _adam(f: CheckContext) -> bool:
-    return f.run.optimizer.optimizer != "sgd"
-
-
-def _saves(f: CheckContext) -> bool:
-    return f.run.checkpoint.save is not None
-
-
-def _loads(f: CheckContext) -> bool:
-    return f.run.checkpoint.load is not None
-
-
-def _instructed(f: CheckContext) -> bool:
-    return bool(f.run.data.instruction_data)
-
-
-def _decays(f: CheckContext) -> bool:
-    return f.run.schedule.lr_decay_style != "constant"
-
-
-def _adapts(f: CheckContext) -> bool:
-    return f.run.lora.lora_rank is not None
-
-
-def _several(f: CheckContext) -> bool:
-    return f.world_size != 1
-
-
-def _reads_text(f: CheckContext) -> bool:
-    return f.run.data.tokenizer is not None or not (f.run.data.data_path or f.run.data.instruction_data)
-
-
-def _evaluates(f: CheckContext) -> bool:
-    return f.run.trainer.eval_iters > 0
-
-
-def _validates(f: CheckContext) -> bool:
-    return not f.run.data.instruction_data or bool(f.run.data.valid_instruction_data)
-
-
-def _shards(f: CheckContext) -> bool:
-    """Whether some model state has several replicas: over dp, or a tied embedding on two stages."""
-    tied = (
-        not f.run.model.untie_embeddings_and_output_weights
-        and f.run.parallel.pp > 1
-        and pipeline_schedule(f.run.parallel) != "zb-v"
-    )
-    return f.dp != 1 or tied
-
-
-def _reduces(f: CheckContext) -> bool:
-    return _shards(f) or (f.run.parallel.sequence_parallel and f.run.parallel.tp > 1)
-
-
-def _quantises(f: CheckContext) -> bool:
-    return f.run.parallel.zero_quantized_gradients != "none"
-
-
-def _ramps(f: CheckContext) -> bool:
-    ramp = f.run.schedule.rampup_batch_size
-    return ramp is None or len(ramp) != 3 or ramp[0] < f.run.schedule.global_batch_size
-
-
-def _within(field: str) -> Callable[[CheckContext], bool]:
-    """The condition that a run counted in iterations has at least as many as this field says."""
-
-    def holds(f: CheckContext) -> bool:
-        every, last = getattr(getattr(f.run, run_options()[field].section), field), f.run.schedule.train_iters
-        return last is None or every <= last
-
-    return holds
 
 
 _DYNAMIC = ("precision", "loss_scale")
 _TIED = ("tp", "pp", "pipeline_schedule", "virtual_stages", "untie_embeddings_and_output_weights")
+_GATHERS = "--zero-stage 3 or --lora-base-bits"
 _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 
 EFFECTS = (
@@ -143,23 +60,23 @@ EFFECTS = (
         "--zero-stage 1, 2 or 3: with 0 no parameters are gathered",
         ("zero_stage",),
     ),
-    Effect("zero_gradient_error_feedback", _quantises, "--zero-quantized-gradients", ("zero_quantized_gradients",)),
+    Effect("zero_gradient_error_feedback", when.quantises, "--zero-quantized-gradients", ("zero_quantized_gradients",)),
     Effect(
         "grad_reduce_dtype",
-        lambda f: not _quantises(f),
+        lambda f: not when.quantises(f),
         "--zero-quantized-gradients none: blocks are made of what is summed up",
         ("zero_quantized_gradients",),
     ),
-    Effect("loss_scale", _fp16, "--precision fp16", ("precision",)),
+    Effect("loss_scale", when.fp16, "--precision fp16", ("precision",)),
     *(
-        Effect(name, _dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)", _DYNAMIC)
+        Effect(name, when.dynamic, "--precision fp16 and a dynamic loss scale (no --loss-scale)", _DYNAMIC)
         for name in ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
     ),
     *(
-        Effect(name, _adam, "--optimizer adam or adamw", ("optimizer",))
+        Effect(name, when.adam, "--optimizer adam or adamw", ("optimizer",))
         for name in ("adam_beta1", "adam_beta2", "adam_eps")
     ),
-    Effect("sgd_momentum", lambda f: not _adam(f), "--optimizer sgd", ("optimizer",)),
+    Effect("sgd_momentum", lambda f: not when.adam(f), "--optimizer sgd", ("optimizer",)),
     Effect("fp8_amax_history", lambda f: f.run.optimizer.fp8 == "delayed", "--fp8 delayed", ("fp8",)),
     Effect(
         "rotary_base",
@@ -167,11 +84,11 @@ EFFECTS = (
         "--position-embedding rotary",
         ("position_embedding",),
     ),
-    Effect("min_lr", _decays, "a --lr-decay-style that falls, which constant does not", ("lr_decay_style",)),
+    Effect("min_lr", when.decays, "a --lr-decay-style that falls, which constant does not", ("lr_decay_style",)),
     *(
         Effect(
             name,
-            lambda f: _decays(f) or f.run.schedule.lr_warmup_fraction is not None,
+            lambda f: when.decays(f) or f.run.schedule.lr_warmup_fraction is not None,
             "a --lr-decay-style that falls, which constant does not",
             ("lr_decay_style", "lr_warmup_fraction"),
         )
@@ -182,28 +99,29 @@ EFFECTS = (
         for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
     ),
     *(
-        Effect(name, _saves, "--save DIR", ("save",))
+        Effect(name, when.saves, "--save DIR", ("save",))
         for name in ("save_interval", "keep_last", "save_retain_interval", "async_save")
     ),
-    *(Effect(name, _loads, "--load DIR", ("load",)) for name in ("finetune", "no_load_optim")),
+    *(Effect(name, when.loads, "--load DIR", ("load",)) for name in ("finetune", "no_load_optim")),
     *(
-        Effect(name, _instructed, "--instruction-data FILE.jsonl", ("instruction_data",))
+        Effect(name, when.instructed, "--instruction-data FILE.jsonl", ("instruction_data",))
         for name in ("valid_instruction_data", "long_conversations")
     ),
     Effect("extend_vocabulary", lambda f: f.run.checkpoint.init_from is not None, "--init-from DIR", ("init_from",)),
     *(
-        Effect(name, _adapts, "--lora-rank R", ("lora_rank",))
-        for name in ("lora_alpha", "lora_targets", "lora_dropout")
+        Effect(name, when.adapts, "--lora-rank R", ("lora_rank",))
+        for name in ("lora_alpha", "lora_targets", "lora_dropout", "lora_base_bits")
     ),
+    Effect("lora_base_qkv", lambda f: f.run.lora.lora_base_bits is not None, "--lora-base-bits", ("lora_base_bits",)),
     Effect(
         "sample_prompt",
-        _reads_text,
+        when.reads_text,
         "--tokenizer: ids are used as they are, and nothing reads the text",
         ("data_path", "tokenizer"),
     ),
     Effect(
         "sample_tokens",
-        _reads_text,
+        when.reads_text,
         "--tokenizer: ids are used as they are, and nothing reads a text",
         ("data_path", "tokenizer"),
     ),
@@ -213,10 +131,22 @@ EFFECTS = (
         "--tp above 1 and whole blocks that are recomputed (--recompute-granularity full, --activation-memory-budget)",
         ("recompute_granularity", "activation_memory_budget", "tp"),
     ),
+    Effect(
+        "nvme_path",
+        lambda f: when.tier(f) in (None, Tier.DISK),
+        "--offload-optimizer nvme: nothing rests on disks",
+        ("offload_optimizer",),
+    ),
+    Effect(
+        "nvme_buffer_bytes",
+        lambda f: when.tier(f) is not Tier.DEVICE,
+        "--offload-optimizer cpu or nvme",
+        ("offload_optimizer",),
+    ),
     # From here on: lines in the banner, no errors.
     Effect(
         "sample_tokens",
-        lambda f: not _reads_text(f) or f.run.trainer.sample_prompt is not None or f.run.data.tokenizer is None,
+        lambda f: not when.reads_text(f) or f.run.trainer.sample_prompt is not None or f.run.data.tokenizer is None,
         "--sample-prompt TEXT",
         ("data_path", "tokenizer", "sample_prompt"),
         refused=False,
@@ -229,29 +159,44 @@ EFFECTS = (
         ("pp", "virtual_stages"),
         refused=False,
     ),
-    Effect("zero_stage", _shards, _SHARDED, _TIED, refused=False),
+    Effect("zero_stage", when.shards, _SHARDED, _TIED, refused=False),
     Effect("zero_shard_size", lambda f: f.dp != 1, _SHARDED, ("tp", "pp"), refused=False),
-    Effect("zero_quantized_gradients", _shards, _SHARDED, _TIED, refused=False),
+    Effect("zero_quantized_gradients", when.shards, _SHARDED, _TIED, refused=False),
     *(
-        Effect(name, lambda f: f.run.parallel.zero_stage == 3, "--zero-stage 3", ("zero_stage",), refused=False)
-        for name in ("zero3_gathered_bytes", "zero3_regather", "zero3_persist_below")
+        Effect(name, lambda f: gathers_parameters(f.run), _GATHERS, ("zero_stage", "lora_base_bits"), refused=False)
+        for name in ("zero3_gathered_bytes", "zero3_regather")
     ),
+    Effect(
+        "micro_batch_order",
+        when.accumulates,
+        "several micro-batches in a step: --global-batch-size above --micro-batch-size x dp",
+        ("global_batch_size", "micro_batch_size", "tp", "pp"),
+        refused=False,
+    ),
+    Effect(
+        "vertical_group_size",
+        lambda f: f.run.parallel.micro_batch_order == "vertical",
+        "--micro-batch-order vertical",
+        ("micro_batch_order",),
+        refused=False,
+    ),
+    Effect("zero3_persist_below", lambda f: f.run.parallel.zero_stage == 3, "--zero-stage 3", ("zero_stage",), False),
     *(
-        Effect(name, _reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
+        Effect(name, when.reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
         for name in ("overlap", "grad_reduce_dtype")
     ),
     *(
-        Effect(name, _several, "a second rank", (), refused=False)
+        Effect(name, when.several, "a second rank", (), refused=False)
         for name in ("backend", "distributed_timeout_minutes")
     ),
     Effect(
         "shared_memory",
-        lambda f: _several(f) and f.run.parallel.backend in ("auto", "gloo"),
+        lambda f: when.several(f) and f.run.parallel.backend in ("auto", "gloo"),
         "several ranks and --backend gloo",
         ("backend",),
         refused=False,
     ),
-    Effect("rampup_batch_size", _ramps, "a START below --global-batch-size", ("global_batch_size",), refused=False),
+    Effect("rampup_batch_size", when.ramps, "a START below --global-batch-size", ("global_batch_size",), refused=False),
     Effect(
         "init_method_std",
         lambda f: f.run.checkpoint.init_from is None,
@@ -260,19 +205,19 @@ EFFECTS = (
         refused=False,
     ),
     *(
-        Effect(name, _evaluates, "--eval-iters above 0", ("eval_iters",), refused=False)
+        Effect(name, when.evaluates, "--eval-iters above 0", ("eval_iters",), refused=False)
         for name in ("eval_interval", "valid_data_path", "valid_instruction_data")
     ),
     Effect(
         "eval_interval",
-        _validates,
+        when.validates,
         "--valid-instruction-data",
         ("instruction_data", "valid_instruction_data", "eval_iters"),
         refused=False,
     ),
     Effect(
         "eval_iters",
-        lambda f: _validates(f) or not _evaluates(f),
+        lambda f: when.validates(f) or not when.evaluates(f),
         "--valid-instruction-data",
         ("instruction_data", "valid_instruction_data"),
         refused=False,
@@ -285,14 +230,20 @@ EFFECTS = (
         refused=False,
     ),
     *(
-        Effect(name, _within(name), "at least as many --train-iters", ("train_iters",), refused=False)
+        Effect(name, when.within(name), "at least as many --train-iters", ("train_iters",), refused=False)
         for name in ("save_interval", "eval_interval", "exit_interval")
     ),
-    Effect("ckpt_probe", lambda f: _saves(f) or _loads(f), "--save DIR or --load DIR", ("save", "load"), refused=False),
+    Effect(
+        "ckpt_probe",
+        lambda f: when.saves(f) or when.loads(f),
+        "--save DIR or --load DIR",
+        ("save", "load"),
+        refused=False,
+    ),
     *(
         Effect(
             name,
-            lambda f: _loads(f) and not f.run.checkpoint.finetune,
+            lambda f: when.loads(f) and not f.run.checkpoint.finetune,
             "--load DIR, to resume from it",
             ("load", "finetune"),
             refused=False,

@@ -85,6 +85,8 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--epochs": ("num-train-epochs", "max-epochs"),
         "--seed": ("random-seed", "manual-seed"),
         "--lora-rank": ("lora", "lora-r", "lora-dim", "peft", "use-lora"),
+        "--lora-base-bits 4": ("load-in-4bit", "qlora"),
+        "--lora-base-bits 8": ("load-in-8bit",),
         # how it is computed
         "--precision": ("dtype", "amp", "mixed-precision", "torch-dtype"),
         "--precision fp32": ("fp32",),
@@ -116,7 +118,12 @@ SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "context-parallel-size",
         ),
         "not built here: a model is dense": ("moe", "num-experts", "expert-model-parallel-size"),
-        "not built here; the nearest are --zero-stage 2 and --tp": ("offload", "cpu-offload", "optimizer-cpu-offload"),
+        "--offload-optimizer cpu": ("offload", "cpu-offload", "optimizer-cpu-offload", "zero-offload"),
+        "--offload-optimizer cpu:SHARE": ("optimizer-offload-fraction",),
+        "--offload-optimizer nvme": ("nvme-offload", "zero-infinity"),
+        "--nvme-path": ("nvme-offload-dir", "offload-folder", "nvme", "swap-dir"),
+        "--late-update, which updates beside the next step's first passes": ("overlap-cpu-optimizer-d2h-h2d",),
+        "--offload-activations": ("cpu-offloading", "cpu-offloading-num-layers", "activation-offload"),
         "--zero-stage 2, which shards gradients and optimizer state": (
             "fsdp",
             "fsdp2",
@@ -241,6 +248,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "rope-theta": "--rotary-base",
         "tie-word-embeddings": "--untie-embeddings-and-output-weights, for a head of its own",
         # DeepSpeed's JSON
+        "offload-optimizer-device": "--offload-optimizer",
         "gradient-clipping": "--clip-grad",
         "initial-scale-power": "--initial-loss-scale, which is 2 to that power",
         "reduce-bucket-size": "--bucket-size",

@@ -84,12 +84,15 @@ def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str
     ways = (program.one, program.many.format(ranks="N"), *program.more)
     lines = [f"{'       ' if number else 'usage: '}{way} [flags]" for number, way in enumerate(ways)] + [""]
     lines += _filled(_ABOUT if everything else f"{_ABOUT} {_MORE}", width)
+    before: list[Option] = []
     for name, cls in {"what to run": CommandOptions, **sections()}.items():
         options = options_of(cls, name)
         shown = [known for known in options if known.common or everything]
         left = len(options) - len(shown)
         more = f" (+{left})" if left else ""
-        lines += ["", *_filled(f"{name}: {' '.join((cls.__doc__ or '').split())}{more}", width)]
+        lines += [""] * bool(shown or before)
+        lines += _filled(f"{name}: {' '.join((cls.__doc__ or '').split())}{more}", width)
+        before = shown
         for known in shown:
             command = cls is CommandOptions
             lines += _entry(_left(known), _right(known, value=not command, aliases=everything), width)

@@ -8,6 +8,9 @@ from megazero.config.schema import LoraConfig, ModelConfig
 TARGETS = tuple(name.rpartition(".")[2] for name in TP_AXIS)
 """The linear layers of a block that can have adapters, by the last part of their names."""
 
+BASE_BITS = (4, 8)
+"""The bits of a code as which a frozen matrix can be stored."""
+
 
 def layers_of(model: ModelConfig) -> tuple[str, ...]:
     """The linear layers of this model's blocks, by the last part of their names."""

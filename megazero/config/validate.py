@@ -1,8 +1,7 @@
 """Validation of a run: a sentence for each mistake, with flag names, numbers and the nearest valid values.
 
-There are two passes. `RANGES` bounds single fields. `LAYOUT_CHECKS`, `RECOMPUTE_CHECKS`, `TRAINING_CHECKS`,
-`LORA_CHECKS` and `EFFECT_CHECKS` check relations between fields. A check names the fields that it reads. It is left out
-when one of them is already reported, so that each mistake is reported once.
+There are two passes. `RANGES` bounds single fields. `CHECKS` check relations between fields. A check names the fields
+that it reads. It is left out when one of them is already reported, so that each mistake is reported once.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
 from megazero.config.checks_lora import LORA_CHECKS
+from megazero.config.checks_offload import OFFLOAD_CHECKS
 from megazero.config.checks_recompute import RECOMPUTE_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.effects import EFFECT_CHECKS
@@ -69,6 +69,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             *(
                 "bucket_size",
                 "zero_shard_size",
+                "vertical_group_size",
                 "loss_scale_window",
                 "hysteresis",
                 "micro_batch_size",
@@ -84,7 +85,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "save_interval",
                 "eval_interval",
             ),
-            "zero3_gathered_bytes",
+            *("zero3_gathered_bytes", "nvme_buffer_bytes"),
             *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,
@@ -136,7 +137,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         _SHARE,
     )
     | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
-    | {"lora_alpha": Range(0, 10**9, low_open=True)}
+    | {"lora_alpha": Range(0, 10**9, low_open=True), "lora_base_bits": Range(4, 8)}
     | {
         "epochs": Range(0, BOUNDS.epochs, low_open=True),
         "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),
@@ -198,6 +199,10 @@ def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
     return found
 
 
+CHECKS = (*LAYOUT_CHECKS, *RECOMPUTE_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *OFFLOAD_CHECKS, *EFFECT_CHECKS)
+"""Relations between fields, in the order of the message."""
+
+
 def flat(run: Run) -> dict[str, Any]:
     """Field name -> value, of all sections."""
     return {name: getattr(getattr(run, known.section), name) for name, known in run_options().items()}
@@ -224,7 +229,7 @@ def problems_of(
     if world_size is not None and world_size < 1:
         return [*found, f"--world-size {world_size}: must be at least 1"]
     context = CheckContext(run, world_size, given, own_data)
-    for check in (*LAYOUT_CHECKS, *RECOMPUTE_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *EFFECT_CHECKS):
+    for check in CHECKS:
         if bad.isdisjoint(check.reads):
             found += check.problems(context)
     return found

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.blocks import DTYPES, DeferredTensor
-from megazero.checkpoint.format import MANIFEST, CheckpointError, FragmentSpec, Manifest
+from megazero.checkpoint.blocks import DTYPES
+from megazero.checkpoint.format import MANIFEST, CheckpointError, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
 from megazero.checkpoint.resume_changes import record_of, run_from
-from megazero.checkpoint.window import TensorInfo
+from megazero.checkpoint.window import TensorInfo, windows
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
@@ -31,10 +30,12 @@ from megazero.convert.formats import Advance, Format, TargetOptions
 from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import path_error
-from megazero.zero.fragment import Fragment
+from megazero.zero.fragment import Fragment, StoredFragment
 
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds this many bytes."""
+PART = 1 << 24
+"""Elements that are converted and written at once."""
 
 
 class NativeSource(Source):
@@ -128,32 +129,27 @@ def write_native(source: Source, folder: Path, options: TargetOptions, advance: 
     """
     inside = folder / folders.folder_name(source.position.iteration)
     inside.mkdir(parents=True)
-    files = list(_files(source, options, advance))
+    files = list(_files(source, options))
     for index, fragments in enumerate(files):
-        write_fragments(inside, index, len(files), fragments)
-    writers: list[list[FragmentSpec]] = [list(fragments) for fragments in files]
+        write_fragments(inside, index, len(files), fragments, _portions(source, fragments, advance))
     run = _as_recorded(source.run, options.dtype)
     write_manifest(
-        inside, writers, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1}
+        inside, files, run=record_of(run), progress=_progress(source), layout={"pp": 1, "dp": 1, "cp": 1, "tp": 1}
     )
     write_companions(read_contents(source.companions, source.report.notes.append), inside)
     (folder / folders.LATEST).write_text(f"{inside.name}\n")
 
 
-def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator[list[Fragment]]:
-    """The fragments of each file, in the model's order, without their values."""
+def _files(source: Source, options: TargetOptions) -> Iterator[list[StoredFragment]]:
+    """The fragments of each file, in the model's order."""
     everything = parameter_specs(source.model)
-    group: list[Fragment] = []
+    group: list[StoredFragment] = []
     size = 0
     for name, entry in source.entries.items():
         dtypes = {
             column: (options.dtype if column == WEIGHT else None) or entry.columns[column] for column in source.columns
         }
-        columns = {
-            column: DeferredTensor(entry.numel, dtype, partial(_values, source, name, column, dtype, advance))
-            for column, dtype in dtypes.items()
-        }
-        group.append(Fragment(everything[name], 0, entry.numel, **columns))
+        group.append(StoredFragment(everything[name], 0, entry.numel, dtypes))
         size += sum(entry.nbytes(column) for column in source.columns)
         if size >= FILE_BYTES:
             yield group
@@ -162,10 +158,15 @@ def _files(source: Source, options: TargetOptions, advance: Advance) -> Iterator
         yield group
 
 
-def _values(source: Source, name: str, column: str, dtype: torch.dtype, advance: Advance) -> Tensor:
-    values = source.read(name, column).reshape(-1).to(dtype)
-    advance(source.entries[name].nbytes(column))
-    return values
+def _portions(source: Source, fragments: Sequence[StoredFragment], advance: Advance) -> Iterator[list[Fragment]]:
+    """The values of these fragments. One tensor is in memory at a time, and is converted part by part."""
+    for held in fragments:
+        for column, dtype in held.dtypes.items():
+            values = source.read(held.spec.name, column).reshape(-1)
+            for start, stop in windows(held.numel, PART):
+                yield [Fragment(held.spec, start, stop, **{column: values[start:stop].to(dtype)})]
+            advance(values.nbytes)
+            del values  # or it would be held while the next one is read
 
 
 def _as_recorded(run: Run, dtype: torch.dtype | None) -> Run:

@@ -77,6 +77,11 @@ class Source:
     report: ConversionReport = field(default_factory=ConversionReport)
     closing: ExitStack = field(default_factory=ExitStack)
 
+    @property
+    def separates_qkv(self) -> bool:
+        """Whether the checkpoint has query, key and value of a layer as three matrices."""
+        return False
+
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         """The whole global tensor on the CPU, in its stored dtype and the shape of its entry.
 

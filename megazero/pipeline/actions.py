@@ -1,8 +1,11 @@
-"""What the engine asks of others: the model state for instructions on buckets, and the end of a step."""
+"""What the engine asks of others: the model state for instructions on buckets, a memory for activations that leave the
+device, and the end of a step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -15,6 +18,11 @@ class StateActions(Protocol):
 
     Buckets are named by their numbers in `program.shape.RankShape`.
     """
+
+    def settle(self) -> None:
+        """Make the updates that the last step has left to the next one, if it has left any. Called before anything but
+        that step.
+        """
 
     def ready(self, buckets: Sequence[int]) -> None:
         """Return once the parameters of these buckets can be read: wait for gathers that were launched."""
@@ -45,6 +53,18 @@ class StateActions(Protocol):
     def reduce_partial(self) -> None:
         """Sum partial gradients over tp, once all reductions are complete."""
 
+    def copy_gradient(self, bucket: int, part: int) -> None:
+        """Start to copy the reduced gradient of a part of a bucket to host memory."""
+
+    def read_state(self, bucket: int, part: int) -> None:
+        """Start to read the optimizer state of a part from disks."""
+
+    def copy_parameters(self, bucket: int, part: int) -> None:
+        """Start to copy the updated parameters of a part from host memory to the device."""
+
+    def write_state(self, bucket: int, part: int) -> None:
+        """Start to write the optimizer state of a part to disks."""
+
 
 class StepEnd(Protocol):
     """The end of a step."""
@@ -52,12 +72,44 @@ class StepEnd(Protocol):
     def norm(self, loss_sum: Tensor) -> None:
         """Reduce what all ranks have to know: the norm, the loss and requests. loss_sum: 0-dim float64 of this rank."""
 
-    def update(self, buckets: Sequence[int]) -> None:
-        """Update the ranges of these buckets that this rank owns."""
+    def update(self, buckets: Sequence[int], part: int) -> None:
+        """Update the ranges of these buckets that this rank owns, or a part of one (-1: all)."""
+
+    def update_host(self, bucket: int, part: int) -> None:
+        """Start to update a part of a bucket in host memory."""
+
+
+class KeptGraph(Protocol):
+    """What one graph of autograd keeps for its backward, where it leaves the device between the two."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """The context of its forward."""
+
+    def leave(self) -> None:
+        """Start to copy it away."""
+
+    def free(self) -> None:
+        """Free it on the device, once it is copied."""
+
+    def come_back(self) -> None:
+        """Start to copy it back."""
+
+    def ready(self) -> None:
+        """Called before its backward, which finds it on the device."""
+
+
+class ActivationActions(Protocol):
+    """A memory for what leaves the device."""
+
+    def graph(self, name: str) -> KeptGraph:
+        """A graph whose activations will leave. name: in words, for errors."""
 
 
 class NoState:
     """Parameters that nobody shards, gathers or trains: those of a model for inference."""
+
+    def settle(self) -> None:
+        """Nothing is ever updated."""
 
     def ready(self, buckets: Sequence[int]) -> None:
         """They are always there."""
@@ -74,6 +126,11 @@ class NoState:
         raise AssertionError("there is no training without a model state")
 
     reduce_partial = after_backward
+
+    def copy_gradient(self, bucket: int, part: int) -> None:
+        raise AssertionError("parameters without a model state have no parts")
+
+    read_state = copy_parameters = write_state = copy_gradient
 
     def run_deferred(self, key: ComputationKey) -> None:
         raise AssertionError("there is no training without a model state")

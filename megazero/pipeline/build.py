@@ -10,24 +10,27 @@ from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.fp8 import refusal
 from fused_ops.registry import compiled
-from megazero.config.derive import head_dim, pipeline_schedule, query_groups
+from megazero.config.derive import gathers_parameters, head_dim, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
 from megazero.config.recompute import RecomputeTable, recompute_by_flags
-from megazero.config.schema import Run
+from megazero.config.schema import ParallelConfig, Run
 from megazero.config.source import ConfigError
+from megazero.config.tiers import offload_of
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.lora import low_rank
 from megazero.mpu.p2p import Channels
-from megazero.pipeline.actions import StateActions
+from megazero.pipeline.actions import ActivationActions, StateActions
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine, ReplayedState
+from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.program.instruction import Instruction
+from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.shape import RankShape
 from megazero.program.step import Lists, StepOptions
 from megazero.system.streams import GraphCapture
@@ -61,7 +64,7 @@ def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
     if grid.device.type == "cuda" and (reason := refusal("cuda")):  # needs the GPU, so validation could not tell
         raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
     history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
-    kept = run.parallel.zero_stage < 3
+    kept = not gathers_parameters(run)
     return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device, keeps_weights=kept)
 
 
@@ -157,9 +160,17 @@ def reduces_every_micro_batch(run: Run) -> bool:
 
 
 def schedules(run: Run, pp_index: int) -> Callable[[int], tuple[Instruction, ...]]:
-    """A function from a number of micro-batches to computations and transfers of a training step on this stage."""
-    name, parallel = pipeline_schedule(run.parallel), run.parallel
-    return lambda m: stage_schedule(name, parallel.pp, m, parallel.virtual_stages, pp_index)
+    """A function from a number of micro-batches to computations and transfers of a training step on this stage; in
+    vertical order those of groups of micro-batches.
+    """
+    name, parallel, options = pipeline_schedule(run.parallel), run.parallel, step_options(run)
+
+    def schedule(micro_batches: int) -> tuple[Instruction, ...]:
+        groups = options.groups(micro_batches)
+        number = micro_batches if groups is None else len(groups)
+        return stage_schedule(name, parallel.pp, number, parallel.virtual_stages, pp_index)
+
+    return schedule
 
 
 def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
@@ -170,12 +181,21 @@ def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
 
 def step_options(run: Run) -> StepOptions:
     """How the passes place a run's instructions."""
+    leaves = offload_of(run.parallel.offload_activations)
     return StepOptions(
         reduce_every=reduces_every_micro_batch(run),
         overlap=run.parallel.overlap,
         gathered_bytes=run.parallel.zero3_gathered_bytes,
         regather=run.parallel.zero3_regather,
+        late=run.parallel.late_update,
+        vertical=vertical_order(run.parallel),
+        leaving=leaves.share if leaves else 0.0,
     )
+
+
+def vertical_order(parallel: ParallelConfig) -> VerticalOrder | None:
+    """How micro-batches pass units together; None in horizontal order."""
+    return VerticalOrder(parallel.vertical_group_size) if parallel.micro_batch_order == "vertical" else None
 
 
 def build_engine(
@@ -185,12 +205,19 @@ def build_engine(
     channels: Channels,
     lists: Lists,
     state: StateActions | None,
+    host: ActivationActions | None = None,
     micro_batch_size: int | None = None,
 ) -> PipelineEngine:
-    """The engine that runs these stages. Its messages are [s(/t), b, h] of the compute dtype."""
+    """The engine that runs these stages. Its messages are [s(/t), b, h] of the compute dtype. host: as there."""
     rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
-    return PipelineEngine(list(stages), grid, lists, shape, compute_dtype(run.optimizer.precision), channels, state)
+    dtype = compute_dtype(run.optimizer.precision)
+    return PipelineEngine(list(stages), grid, lists, shape, dtype, channels, state, host)
+
+
+def host_activations(run: Run, device: torch.device) -> HostActivations | None:
+    """Where the activations of a run wait for their backward (--offload-activations); None: on the device."""
+    return HostActivations(device) if offload_of(run.parallel.offload_activations) else None
 
 
 def with_graphs(

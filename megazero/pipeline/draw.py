@@ -7,6 +7,8 @@ backward, and a dot is idle time. A picture that is wider than the terminal cont
 
 With `lanes`, a stage has a row for each lane on which it communicates as well: `|G2` gathers bucket 2, R reduces one, A
 reduces one across, T sums over tp, N is the norm, f and b are hidden states and gradients that arrive. U is an update.
+Of what is updated in host memory, r reads state from disks, h copies a gradient there, H updates, d copies parameters
+back and w writes state.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ _BACKWARD: tuple[Shades, ...] = ((172, 214), (131, 174), (142, 185), (71, 114))
 _WEIGHT: tuple[Shades, ...] = ((151, 194), (152, 195), (187, 230), (188, 254))
 _GATHER: tuple[Shades, ...] = ((66, 73),)
 _REDUCE: tuple[Shades, ...] = ((95, 138),)
+_HOST: tuple[Shades, ...] = ((103, 146),)
 _OTHER: tuple[Shades, ...] = ((240, 244),)
 _LETTERS = {
     Op.FORWARD: "F",
@@ -41,16 +44,30 @@ _LETTERS = {
     Op.NORM: "N",
     Op.RECV_FORWARD: "f",
     Op.RECV_BACKWARD: "b",
+    Op.READ_STATE: "r",
+    Op.COPY_GRADIENT: "h",
+    Op.UPDATE_HOST: "H",
+    Op.COPY_PARAMETERS: "d",
+    Op.WRITE_STATE: "w",
+    Op.LEAVE: "O",
+    Op.RETURN: "I",
 }
-_FILLING = {"F": " ", "W": "=", "U": "+"}
+_FILLING = {"F": " ", "W": "=", "U": "+", "H": "+"}
 """Of the blocks in plain text; of others a dash."""
-_TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT, "G": _GATHER, "R": _REDUCE, "A": _REDUCE}
+_TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT, "G": _GATHER, "R": _REDUCE, "A": _REDUCE} | dict.fromkeys(
+    "rhHdw", _HOST
+)
 _LANE_NAMES = {
     Lane.STAGES: "messages",
     Lane.SHARDS: "shards",
     Lane.ACROSS: "across",
     Lane.TENSOR: "tp",
     Lane.WORLD: "world",
+    Lane.FROM_DISK: "from disk",
+    Lane.TO_HOST: "to host",
+    Lane.HOST: "host",
+    Lane.TO_DEVICE: "to device",
+    Lane.TO_DISK: "to disk",
 }
 _WHITE, _BLACK = 231, 16
 _BLOCKS = " ▏▎▍▌▋▊▉█"
@@ -111,6 +128,15 @@ _MESSAGES = {
     Op.REDUCE_PARTIAL: ("T", "sum over tp"),
     Op.NORM: ("N", "norm"),
     Op.UPDATE: ("U", "update"),
+    Op.LEAVE: ("O", "activations to the host"),
+    Op.RETURN: ("I", "and back"),
+}
+_ELSEWHERE = {
+    Op.READ_STATE: ("r", "state read"),
+    Op.COPY_GRADIENT: ("h", "gradient to host"),
+    Op.UPDATE_HOST: ("H", "update there"),
+    Op.COPY_PARAMETERS: ("d", "parameters back"),
+    Op.WRITE_STATE: ("w", "state written"),
 }
 
 
@@ -257,10 +283,11 @@ class _Painter:
     def legend(self, margin: int, ops: Collection[Op]) -> Iterator[str]:
         """Lines that explain the colours or the letters. ops: what is drawn."""
         yield from self._computations(margin)
-        words = [(letter, words) for op, (letter, words) in _MESSAGES.items() if op in ops]
-        if words:
-            shown = (self._coloured(letter, 0, 0, f" {letter} ") if self.colour else letter for letter, _ in words)
-            yield " " * margin + "  ".join(f"{sign} {said}" for sign, (_, said) in zip(shown, words, strict=True))
+        for table in (_MESSAGES, _ELSEWHERE):
+            words = [said for op, said in table.items() if op in ops]
+            signs = (self._coloured(letter, 0, 0, f" {letter} ") if self.colour else letter for letter, _ in words)
+            shown = "  ".join(f"{sign} {said}" for sign, (_, said) in zip(signs, words, strict=True))
+            yield from [" " * margin + shown] * bool(words)
 
     def _computations(self, margin: int) -> Iterator[str]:
         if not self.colour:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megazero.model.batch import MicroBatch
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
-from megazero.pipeline.actions import NoState, StateActions, StepEnd
+from megazero.pipeline.actions import ActivationActions, NoState, StateActions, StepEnd
 from megazero.pipeline.schedule_run import ScheduleRun, StageParts
 from megazero.pipeline.warm_up import LonePass
 from megazero.program.effects import ParametersRead
@@ -31,9 +31,11 @@ class StepLists(Protocol):
     @property
     def shape(self) -> RankShape: ...
 
-    def training(self, micro_batches: int) -> Sequence[Instruction]: ...
+    def training(self, micro_batches: int, *, owed: bool = False) -> Sequence[Instruction]: ...
 
     def evaluation(self, micro_batches: int) -> Sequence[Instruction]: ...
+
+    def settling(self) -> Sequence[Instruction]: ...
 
 
 class PipelineEngine:
@@ -46,6 +48,7 @@ class PipelineEngine:
     dtype         dtype of every message
     channels      sends and receives between neighbours; None only with one stage
     state         parameters and gradients; default: parameters that are always there and are not trained
+    host          memory for activations that leave the device; None: the lists say of none
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class PipelineEngine:
         dtype: torch.dtype,
         channels: Channels | None,
         state: StateActions | None = None,
+        host: ActivationActions | None = None,
     ) -> None:
         assert channels is not None or grid.pp.size == 1
         self.stages, self.lists = tuple(stages), lists
@@ -71,6 +75,7 @@ class PipelineEngine:
             lists.shape,
             ParametersRead(lists.shape),
             state or NoState(),
+            host,
         )
         self._sends_at_once = grid.pp.size == 1 or grid.pp.is_on_host
         self.cool()
@@ -88,9 +93,10 @@ class PipelineEngine:
     def warm_up(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> None:
         """Run a step without messages (`pipeline.warm_up`), before the first `train`, with its arguments.
 
-        The model state must forget the gradients afterwards. All ranks call it. Communicates what stages and model
-        state do.
+        The model state must forget the gradients afterwards: first it makes the updates that a step has left. All ranks
+        call it. Communicates what stages and model state do.
         """
+        self.parts.state.settle()
         LonePass(self.parts, micro_batches, trains=True).run(self.lists.training(len(micro_batches)), loss_factor)
         self.is_warm[True] = True
 
@@ -100,22 +106,37 @@ class PipelineEngine:
             LonePass(self.parts, micro_batches, trains=False).run(self.lists.evaluation(len(micro_batches)), None)
         self.is_warm[False] = True
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, end: StepEnd | None = None) -> Tensor:
+    def train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_factor: Tensor,
+        end: StepEnd | None = None,
+        *,
+        owed: bool = False,
+    ) -> Tensor:
         """A whole step: forward and backward of every micro-batch, and what else the list says.
 
         loss_factor  0-dim: factor of each micro-batch's summed loss in backward
         end          what NORM and UPDATE do; None: a list without them
+        owed         whether the list makes the updates that the step before has left
 
         Returns the sum of token losses over the micro-batches, without the factor, as a 0-dim float64 tensor on the
         device; 0 on ranks without the head. Communicates hidden states and their gradients with neighbouring stages,
         and what stages, model state and `end` communicate. Raises PeerError when a neighbour fails.
         """
         step = ScheduleRun(self.parts, micro_batches, end, trains=True)
-        step.run(self.lists.training(len(micro_batches)), loss_factor)
+        step.run(self.lists.training(len(micro_batches), owed=owed), loss_factor)
         return step.loss_sum
+
+    def settle(self, end: StepEnd) -> None:
+        """Make the updates that the last step has left, and no others. All ranks call it. Communicates gathers of
+        parameters.
+        """
+        ScheduleRun(self.parts, (), end, trains=False).run(self.lists.settling(), None)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """The sum of token losses as in `train`, without gradients and in the modules' evaluation mode."""
+        self.parts.state.settle()
         if not self.is_warm[False]:
             self.warm_up_evaluation(micro_batches)
         step = ScheduleRun(self.parts, micro_batches, trains=False)

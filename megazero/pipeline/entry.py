@@ -19,7 +19,8 @@ class GraphEntry:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """The hidden state as a tensor whose gradient is wanted."""
-        entered: Tensor = _Enter.apply(hidden.new_empty(0).requires_grad_(), hidden, self)
+        # Detached: of a leaf that needs a gradient a graph holds the place where it is added up, and so the leaf.
+        entered: Tensor = _Enter.apply(hidden.new_empty(0).requires_grad_(), hidden.detach(), self)
         return entered
 
 

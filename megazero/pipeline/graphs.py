@@ -80,15 +80,26 @@ class GraphedEngine:
         """
         self._graphs.clear()
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, end: StepEnd | None = None) -> Tensor:
+    def settle(self, end: StepEnd) -> None:
+        """See `PipelineEngine.settle`."""
+        self.engine.settle(end)
+
+    def train(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss_factor: Tensor,
+        end: StepEnd | None = None,
+        *,
+        owed: bool = False,
+    ) -> Tensor:
         """As `PipelineEngine.train`, with the same bits if the kernels are deterministic."""
         self.steps += 1
         if self.steps <= WARM_UP:
             self._ready |= {number > 0 for number in range(len(micro_batches))}
-            return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, end))
+            return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, end, owed=owed))
         loss_sum = self._prepare(micro_batches[0], loss_factor)
         instructions, replays = (
-            self.engine.lists.training(len(micro_batches)),
+            self.engine.lists.training(len(micro_batches), owed=owed),
             replayed(len(micro_batches), self.travels),
         )
         step = ScheduleRun(self.engine.parts, micro_batches, end, trains=True, loss_sum=loss_sum)
@@ -97,6 +108,7 @@ class GraphedEngine:
             if i.micro_batch not in replays:
                 step.execute([i])
             elif i.op is Op.FORWARD:
+                self.state.ready(self.engine.lists.shape.trained)  # a replay would not wait for host memory's updates
                 self._replay(micro_batches[i.micro_batch], adds=i.micro_batch > 0)
         step.finish()
         return loss_sum.clone()

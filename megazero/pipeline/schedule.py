@@ -15,7 +15,7 @@ breadth-first order of chunks: Lamy-Poirier 2023 (arXiv 2211.05953); zero bubble
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from types import MappingProxyType
 from megazero.mpu.chunks import ChunkMap
 from megazero.pipeline.zero_bubble import zb_h1, zb_v
 from megazero.program.instruction import Instruction, Op
+from megazero.program.transfers import posted_ahead
 
 Order = Callable[[int], list[Instruction]]
 """From a stage to its computations, in order."""
@@ -67,7 +68,7 @@ def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
     forwards = [i for i in instructions if i.op is Op.FORWARD]
     receives = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.RECV_FORWARD}
     sends = {(i.micro_batch, i.chunk): i for i in instructions if i.op is Op.SEND_FORWARD}
-    return _posted_ahead(
+    return posted_ahead(
         (receives.get((i.micro_batch, i.chunk)), i, sends.get((i.micro_batch, i.chunk))) for i in forwards
     )
 
@@ -183,7 +184,7 @@ def _with_transfers(order: list[Instruction], stage: int, chunks: ChunkMap) -> t
             return None, numbered, None
         return _transfer(Op.RECV_BACKWARD, numbered, back), numbered, _transfer(Op.SEND_BACKWARD, numbered, front)
 
-    return _posted_ahead(map(transfers, order))
+    return posted_ahead(map(transfers, order))
 
 
 def _peer(stage: int, model_chunk: int, chunks: ChunkMap) -> int | None:
@@ -194,16 +195,3 @@ def _peer(stage: int, model_chunk: int, chunks: ChunkMap) -> int | None:
 
 def _transfer(op: Op, of: Instruction, peer: int | None) -> Instruction | None:
     return None if peer is None else Instruction(op, of.micro_batch, of.chunk, peer, model_chunk=of.model_chunk)
-
-
-def _posted_ahead(
-    steps: Iterable[tuple[Instruction | None, Instruction, Instruction | None]],
-) -> tuple[Instruction, ...]:
-    """Flatten (receive, computation, send) steps, each receive before the computation of the step in front of it."""
-    laid: list[Instruction] = []
-    held: list[Instruction] = []
-    for receive, compute, send in steps:
-        laid += [receive] if receive else []
-        laid += held
-        held = [compute, send] if send else [compute]
-    return tuple(laid + held)

@@ -3,13 +3,15 @@
 Memory: a stage's output is freed as soon as its message is sent. Its backward starts from the output's node in the
 autograd graph (`GradientEdge`), for which the output is not needed. Of a stage's input there is what its units keep
 (`pipeline.entry`). Where a list cuts a chunk into units, the same holds for each unit. For the second part of a split
-backward the model state keeps the layers' inputs and the gradients of their outputs. Losses are summed on the device,
-and the host does not wait for it.
+backward the model state keeps the layers' inputs and the gradients of their outputs. What a unit keeps for its backward
+leaves the device where the list says so (`pipeline.kept`). Losses are summed on the device, and the host does not wait
+for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels, Tag
-from megazero.pipeline.actions import StateActions, StepEnd
+from megazero.pipeline.actions import ActivationActions, KeptGraph, StateActions, StepEnd
 from megazero.pipeline.entry import GraphEntry
 from megazero.program.effects import ParametersRead
 from megazero.program.instruction import ComputationKey, Instruction, Op
@@ -33,6 +35,7 @@ class StageParts:
 
     model_chunks  the number of chunks of the whole model
     reads         which buckets an instruction reads
+    host          where activations go that leave the device; None: the lists say of none
     """
 
     stages: tuple[nn.Module, ...]
@@ -44,6 +47,7 @@ class StageParts:
     shape: RankShape
     reads: ParametersRead
     state: StateActions
+    host: ActivationActions | None = None
 
 
 class ScheduleRun:
@@ -81,6 +85,8 @@ class ScheduleRun:
         """From the model chunks of this rank to its own numbers of them."""
         self.entries: dict[ComputationKey, GraphEntry] = {}
         self.edges: dict[ComputationKey, GradientEdge | None] = {}
+        self.kept: dict[ComputationKey, KeptGraph] = {}
+        """Graphs whose activations leave the device."""
         self.actions: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -97,6 +103,14 @@ class ScheduleRun:
             Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(),
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
+            Op.COPY_GRADIENT: lambda i: self.state.copy_gradient(i.buckets[0], i.part),
+            Op.READ_STATE: lambda i: self.state.read_state(i.buckets[0], i.part),
+            Op.UPDATE_HOST: self._update_host,
+            Op.COPY_PARAMETERS: lambda i: self.state.copy_parameters(i.buckets[0], i.part),
+            Op.WRITE_STATE: lambda i: self.state.write_state(i.buckets[0], i.part),
+            Op.LEAVE: lambda i: self.kept[self._key(i)].leave(),
+            Op.FREE: lambda i: self.kept[self._key(i)].free(),
+            Op.RETURN: lambda i: self.kept[self._key(i)].come_back(),
         }
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
@@ -110,6 +124,10 @@ class ScheduleRun:
         if loss_factor is not None:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions if i.is_compute}
+        for i in instructions:
+            if i.op is Op.LEAVE:
+                assert self.parts.host is not None, "nothing takes what leaves the device"
+                self.kept[self._key(i)] = self.parts.host.graph(i.where)
 
     def execute(self, instructions: Sequence[Instruction]) -> None:
         """Execute the next instructions of the list. Each waits for the parameters that it reads."""
@@ -122,14 +140,14 @@ class ScheduleRun:
         """Wait until all sends are complete. Called after the last instruction."""
         if self.parts.channels is not None:
             self.parts.channels.flush()
-        left = self.arriving or self.leaving or self.between or self.entries or self.edges
+        left = self.arriving or self.leaving or self.between or self.entries or self.edges or self.kept
         assert not left, "the list left something undone"
 
     # --- computations ----------------------------------------------------------------------------------------------
 
     def _forward(self, i: Instruction) -> None:
         units, count = self._units(i), len(self.parts.shape.units[i.chunk])
-        where, key = (i.micro_batch, i.chunk), (i.micro_batch, i.chunk, units.start)
+        where, key = (i.micro_batch, i.chunk), self._key(i)
         if units.start:
             hidden = self.between.pop((False, where))
         else:
@@ -138,7 +156,8 @@ class ScheduleRun:
             # A stage's input has a gradient, for which the stage before waits; a unit's has one where it is needed.
             self.entries[key] = GraphEntry()
             hidden = self.entries[key].enter(hidden)
-        output = self.parts.stages[i.chunk](hidden, self.micro_batches[i.micro_batch], i.units)
+        with self.kept[key].recording() if key in self.kept else nullcontext():
+            output = self.parts.stages[i.chunk](hidden, self.micro_batches[i.micro_batch], i.units)
         if self.trains:
             # None: no parameter so far is trained (a chunk with a frozen embedding only).
             self.edges[key] = get_gradient_edge(output) if output.requires_grad else None
@@ -154,7 +173,9 @@ class ScheduleRun:
 
     def _backward(self, i: Instruction) -> None:
         units, count = self._units(i), len(self.parts.shape.units[i.chunk])
-        where, key = (i.micro_batch, i.chunk), (i.micro_batch, i.chunk, units.start)
+        where, key = (i.micro_batch, i.chunk), self._key(i)
+        if key in self.kept:
+            self.kept.pop(key).ready()
         edge = self.edges.pop(key)
         gradient = self.between.pop((True, where)) if units.stop < count else self._arrived(True, where)
         self.state.before_backward(key if i.op is Op.BACKWARD_INPUT else None)
@@ -170,10 +191,13 @@ class ScheduleRun:
             self._hand_on(True, i, given)
 
     def _backward_weight(self, i: Instruction) -> None:
-        self.state.run_deferred((i.micro_batch, i.chunk, self._units(i).start))
+        self.state.run_deferred(self._key(i))
 
     def _units(self, i: Instruction) -> range:
         return units_of(i, self.parts.shape)
+
+    def _key(self, i: Instruction) -> ComputationKey:
+        return i.micro_batch, i.chunk, self._units(i).start
 
     # --- the end of a step -----------------------------------------------------------------------------------------
 
@@ -183,7 +207,11 @@ class ScheduleRun:
 
     def _update(self, i: Instruction) -> None:
         assert self.end is not None
-        self.end.update(i.buckets)
+        self.end.update(i.buckets, i.part)
+
+    def _update_host(self, i: Instruction) -> None:
+        assert self.end is not None
+        self.end.update_host(i.buckets[0], i.part)
 
     # --- hidden states and their gradients -------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from fused_ops.attention.selection import Body
-from megazero.config.derive import head_dim, padded_vocab, position_rows, query_groups
+from megazero.config.derive import gathers_parameters, head_dim, padded_vocab, position_rows, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import block_layers
 from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, UP, linears
@@ -86,7 +86,7 @@ class ActivationPlan:
         (layer,) = [layer for layer in block_layers(run.model, tp) if layer.name == name]
         bias = next(linear.bias for linear in linears(run.model) if linear.name == name)
         fp8 = run.optimizer.fp8 != "off" and layer.fits
-        return Product(layer.n, layer.k, bias, self.trains_all, fp8=fp8, recast=run.parallel.zero_stage == 3)
+        return Product(layer.n, layer.k, bias, self.trains_all, fp8=fp8, recast=gathers_parameters(run))
 
     def _adapted(self, tape: Tape, name: str, x: Buffer, y: Buffer) -> Buffer:
         """y plus the output of the layer's adapter for x, if it has one."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.offloaded import NOTHING, OffloadedBytes, offloaded_bytes
 from megazero.plan.parameter_specs import specs_of
-from megazero.zero.layout import frozen_sizes, group_sizes, pack, packing_of, shard_sizes
-from megazero.zero.placement import Column, Placement, columns, overwrites_own, placements
+from megazero.zero.coded import coding_of, frozen_layouts
+from megazero.zero.layout import group_sizes, pack, packing_of, shard_sizes, state_groups
+from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
+from megazero.zero.shape import update_ranges
 
 KEPT_BYTES = 4
 """Of an element that error feedback keeps."""
@@ -25,9 +27,10 @@ class StageBytes:
     head        whether the rank has the head
     parameters  number of parameters, frozen ones included
     weights, gradients, optimizer
-                bytes of these columns; the gradients' with error feedback, the optimizer's are the master weights and
-                the moments
+                bytes of these columns on the device; the gradients' with error feedback, the optimizer's are the
+                master weights and the moments
     feedback    bytes of error feedback alone
+    elsewhere   what rests in host memory and on disks
     """
 
     blocks: int
@@ -39,9 +42,11 @@ class StageBytes:
     gradients: int
     optimizer: int
     feedback: int = 0
+    elsewhere: OffloadedBytes = NOTHING
 
     @property
     def total(self) -> int:
+        """Of what is on the device."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -64,17 +69,14 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     shards = shard_sizes(axes, at)
     row = placements(run.parallel.zero_stage)
     parallel = run.parallel
-    dtypes = columns(
-        compute_dtype(run.optimizer.precision),
-        state_dtype(run.optimizer.precision),
-        run.optimizer.optimizer,
-        quantised=overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
-    )
+    dtypes = run_columns(run.optimizer, parallel, run.offload)
     held = dict.fromkeys(Column, 0)
     parameters = feedback = 0
     packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
-    for bucket in pack(specs_of(run, stage, 0), sizes, packing):
+    layouts = pack(specs_of(run, stage, 0), sizes, packing)
+    elsewhere = offloaded_bytes(run, update_ranges(layouts, row, state_groups(axes, at)))
+    for bucket in layouts:
         parameters += bucket.parameters
         if parallel.zero_gradient_error_feedback:
             inner = shards[bucket.group]
@@ -84,8 +86,13 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
             whole = row[column] is Placement.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
             held[column] += elements * dtype.itemsize
-    sharded = row[Column.PARAMETER] is Placement.SHARDED
-    for bucket in pack(specs_of(run, stage, 0, trained=False), frozen_sizes(sizes, row[Column.PARAMETER]), packing):
+    placement = row[Column.PARAMETER]
+    sharded, still = placement is Placement.SHARDED, specs_of(run, stage, 0, trained=False)
+    plain, coded = frozen_layouts(still, sizes, placement, packing, coding_of(run.lora, run.model))
+    for codes in coded:
+        parameters += codes.numbers.parameters
+        held[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], placement)
+    for bucket in plain:
         parameters += bucket.parameters
         elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel
         held[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
@@ -101,6 +108,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         parameters,
         weights=held[Column.PARAMETER],
         gradients=held[Column.GRADIENT] + feedback,
-        optimizer=held[Column.MASTER] + held[Column.EXP_AVG] + held[Column.EXP_AVG_SQ],
+        optimizer=sum(held[column] for column in OPTIMIZER) - elsewhere.state,
         feedback=feedback,
+        elsewhere=elsewhere,
     )

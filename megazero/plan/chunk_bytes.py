@@ -1,7 +1,8 @@
 """Bytes of activations of a model chunk, and of a stage over its list of instructions.
 
 A computation works on units [start, stop) of a chunk as one graph. An input of a unit is kept until backward only as
-far as the unit needs it (`UnitBytes.input`).
+far as the unit needs it (`UnitBytes.input`). In vertical order a computation of a schedule is that of a whole group of
+micro-batches (`GroupBytes`).
 """
 
 from __future__ import annotations
@@ -82,13 +83,84 @@ class _Last:
     entering: int
 
 
-def chunk_bytes(plan: ActivationPlan, spec: StageSpec, table: RecomputeTable) -> ChunkBytes:
-    """The activations of the chunk `spec` under a table of what is computed again."""
-    return of_units(plan, spec, [(table[number] if table else NONE, 1) for number in spec.blocks])
+@dataclass(frozen=True)
+class ChunkGroup:
+    """How a chunk is computed in vertical order.
+
+    micro_batches  of the largest group
+    turns_back     whether a group's backward follows its forward at once, so that each micro-batch does both of the
+                   head one after the other
+    stays          whether what the chunk makes is for a chunk of the same rank, and waits for the rest of the group
+    """
+
+    micro_batches: int
+    turns_back: bool = False
+    stays: bool = False
 
 
-def of_units(plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]]) -> ChunkBytes:
-    """The chunk whose blocks are these, in runs of equal ones: (what is computed again, how many)."""
+@dataclass(frozen=True)
+class GroupBytes(ChunkBytes):
+    """The activations of a chunk for a group of micro-batches that pass its units together (`passes.vertical`).
+
+    In the row of a unit there is what the units before it keep of the whole group. Of each micro-batch that has passed
+    the unit there is what it keeps, and the hidden states behind it; of each other one the hidden states in front.
+    """
+
+    group: ChunkGroup
+
+    @property
+    def kept(self) -> int:
+        return self.group.micro_batches * super().kept
+
+    @property
+    def deferred(self) -> int:
+        return self.group.micro_batches * super().deferred
+
+    @property
+    def forward(self) -> int:
+        return max(
+            self._beside(last, max(passed, last.entering)) + last.entering + last.unit.forward
+            for last, passed in self._rows()
+        )
+
+    @property
+    def backward(self) -> int:
+        return max(
+            self._beside(last, passed) + last.unit.input + last.unit.backward + last.unit.output
+            for last, passed in self._rows()
+        )
+
+    def _beside(self, last: _Last, each: int) -> int:
+        """Bytes beside a micro-batch in the row of a unit, where every other one has `each` from there on."""
+        return self.group.micro_batches * last.before + (self.group.micro_batches - 1) * each
+
+    def _rows(self) -> Iterator[tuple[_Last, int]]:
+        """Units whose rows may hold most, each with the bytes of a micro-batch that has passed it in forward, and not
+        yet in backward: the last unit of each run, and the one before the chunk's last.
+        """
+        *others, top = self._walk()
+        unit, count = self.runs[-1]
+        if count > 1:
+            others.append(_Last(unit, top.before - unit.kept - unit.input, top.entering))
+        for last in others:
+            yield last, last.unit.kept + last.unit.input + last.unit.output
+        if self.group.turns_back:
+            yield top, top.entering  # the gradient of the head's input, as large as that
+        else:
+            yield top, top.unit.kept + top.unit.input + top.unit.output * self.group.stays
+
+
+def chunk_bytes(
+    plan: ActivationPlan, spec: StageSpec, table: RecomputeTable, group: ChunkGroup | None = None
+) -> ChunkBytes:
+    """The activations of the chunk `spec` under a table of what is computed again. group: in vertical order."""
+    return of_units(plan, spec, [(table[number] if table else NONE, 1) for number in spec.blocks], group)
+
+
+def of_units(
+    plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]], group: ChunkGroup | None = None
+) -> ChunkBytes:
+    """The chunk whose blocks are these, in runs of equal ones: (what is computed again, how many). group: as above."""
     kinds = [(kind, count) for kind, count in blocks if count]
     runs = [(plan.block(kind), count) for kind, count in kinds]
     if runs and spec.has_embedding and not plan.trains_all:  # no gradient comes out of a frozen embedding
@@ -98,7 +170,8 @@ def of_units(plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, 
     if spec.has_head:
         runs.append((plan.head(), 1))
     entering = 0 if spec.has_embedding else plan.hidden_bytes
-    return ChunkBytes(tuple(run for run in runs if run[1]), entering)
+    equal = tuple(run for run in runs if run[1])
+    return ChunkBytes(equal, entering) if group is None else GroupBytes(equal, entering, group)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""What a run with sharded parameters (ZeRO-3) gathers, by arithmetic: whether its budget holds a unit, and the bytes of
-a step.
+"""What a run gathers for each use, by arithmetic: whether its budget holds a unit, and the bytes of a step.
+
+Gathered are sharded parameters (ZeRO-3) and frozen matrices that are stored as codes (--lora-base-bits).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.config.derive import gathers_parameters
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
@@ -36,7 +38,7 @@ class GatheredBytes:
 def unit_problems(run: Run, axes: Axes) -> list[str]:
     """A sentence if --zero3-gathered-bytes is less than the parameters of a unit on some rank."""
     budget = run.parallel.zero3_gathered_bytes
-    if run.parallel.zero_stage != 3 or budget is None:
+    if budget is None or not gathers_parameters(run):
         return []
     most, stage, name = largest_unit(run, axes)
     if most <= budget:
@@ -54,7 +56,7 @@ def largest_unit(run: Run, axes: Axes) -> tuple[int, int, str]:
 
 
 def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
-    """The bytes of a training step; None where the stage gathers no sharded parameters."""
+    """The bytes of a training step; None where the stage gathers none for each use."""
     step = steps.of(stage)
     shape, listed = step.shape, step.instructions
     if not any(bucket.gathered for bucket in shape.buckets):

@@ -14,27 +14,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from fused_ops.attention.selection import choose
 from fused_ops.attention.trial import static_support
-from megazero.config.derive import pipeline_schedule
 from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
-from megazero.pipeline.build import attention_support, attention_workload
-from megazero.pipeline.schedule import stage_schedule
+from megazero.pipeline.build import attention_support, attention_workload, schedules, step_options
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.activations import ActivationPlan
-from megazero.plan.chunk_bytes import ChunkBytes, Moment, binding, chunk_bytes, moments, of_units, peak_bytes, share
+from megazero.plan.chunk_bytes import (
+    ChunkBytes,
+    ChunkGroup,
+    Moment,
+    binding,
+    chunk_bytes,
+    moments,
+    of_units,
+    peak_bytes,
+    share,
+)
 from megazero.plan.flops import attention_core_flops, block_flops
 from megazero.plan.knapsack import OptionGroup, select
-from megazero.plan.step_lists import micro_batches_of
-from megazero.program.instruction import Instruction
+from megazero.plan.shapes import micro_batches_of
+from megazero.program.instruction import Instruction, Op
 from megazero.system import device as devices
 
 ASSUMED = "a card of compute capability 9.0"
@@ -92,17 +101,19 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
     known: dict[object, StageChoice | None] = {}
     for stage in range(axes.pp):
         own = [specs[number] for number in chunks_of(run).of(stage)]
-        when = tuple(binding(moments(instructions_of(run, axes, stage), len(own))))
-        like = when, *((len(spec.blocks), spec.has_embedding, spec.has_head) for spec in own)
+        instructions, groups = instructions_of(run, axes, stage), chunk_groups(run, axes, stage)
+        when = tuple(binding(moments(instructions, len(own))))
+        like = when, *groups, *((len(spec.blocks), spec.has_embedding, spec.has_head) for spec in own)
         if like not in known:
-            known[like] = least_work(plan, own, when, budget)
+            known[like] = least_work(plan, own, when, budget - waiting_bytes(plan, axes, groups), groups)
         found = known[like]
         if found is None:
-            instructions = instructions_of(run, axes, stage)
-            least = min(_uniform(plan, own, instructions, kind) for kind in (NONE, SELECTIVE, FULL))
+            least = min(_uniform(plan, own, instructions, kind, groups) for kind in (NONE, SELECTIVE, FULL))
+            least += waiting_bytes(plan, axes, groups)
+            smaller = "" if run.parallel.micro_batch_order == "horizontal" else "a smaller --vertical-group-size, "
             problems.append(
                 f"--activation-memory-budget {budget:,}: stage {stage} needs {least:,} bytes for its activations with "
-                f"{sum(len(spec.blocks) for spec in own)} recomputed blocks; nearest: that budget, a smaller "
+                f"{sum(len(spec.blocks) for spec in own)} recomputed blocks; nearest: that budget, {smaller}a smaller "
                 f"--micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
             )
             continue
@@ -128,22 +139,45 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
 
 
 def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:
-    """A stage's list in a step of the run's largest batch."""
-    p = run.parallel
-    micro_batches = max(1, micro_batches_of(run, axes))
-    return stage_schedule(pipeline_schedule(p), axes.pp, micro_batches, p.virtual_stages, stage)
+    """A stage's computations and transfers in a step of the run's largest batch; in vertical order those of groups."""
+    return schedules(run, stage)(max(1, micro_batches_of(run, axes)))
+
+
+def chunk_groups(run: Run, axes: Axes, stage: int) -> list[ChunkGroup | None]:
+    """How each chunk of a stage is computed in vertical order; None in horizontal order."""
+    numbers, groups = chunks_of(run).of(stage), step_options(run).groups(max(1, micro_batches_of(run, axes)))
+    if groups is None:
+        return [None] * len(numbers)
+    last = chunks_of(run).count - 1
+    computed = [i for i in instructions_of(run, axes, stage) if i.is_compute]
+    at_once = any(
+        one.op is Op.FORWARD and other.is_backward and one.micro_batch == other.micro_batch
+        for one, other in pairwise(computed)
+        if one.model_chunk == other.model_chunk == last
+    )
+    return [
+        ChunkGroup(len(groups[0]), turns_back=number == last and at_once, stays=number + 1 in numbers)
+        for number in numbers
+    ]
+
+
+def waiting_bytes(plan: ActivationPlan, axes: Axes, group_of: Sequence[ChunkGroup | None]) -> int:
+    """Bytes beside a stage's computation: one message that has come from another stage, or that has not left yet; or
+    those of a group, where a chunk hands them to the next one on this rank. group_of: by chunk (`chunk_groups`).
+    """
+    most = max((group.micro_batches for group in group_of if group is not None and group.stays), default=1)
+    return plan.hidden_bytes * most if axes.pp > 1 else 0
 
 
 def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
-    """Bytes of activations that a rank of each stage holds at most, by `recompute_table`."""
+    """Bytes of activations that a rank of each stage holds at most, by `recompute_table`, with `waiting_bytes`."""
     plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
-    return [
-        peak_bytes(
-            instructions_of(run, axes, stage),
-            [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)],
-        )
-        for stage in range(axes.pp)
-    ]
+    found = []
+    for stage in range(axes.pp):
+        numbers, groups = chunks_of(run).of(stage), chunk_groups(run, axes, stage)
+        chunks = [chunk_bytes(plan, specs[number], table, group) for number, group in zip(numbers, groups, strict=True)]
+        found.append(waiting_bytes(plan, axes, groups) + peak_bytes(instructions_of(run, axes, stage), chunks))
+    return found
 
 
 def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
@@ -163,13 +197,17 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
 
 
 def least_work(
-    plan: ActivationPlan, specs: Sequence[StageSpec], when: Sequence[Moment], budget: int
+    plan: ActivationPlan,
+    specs: Sequence[StageSpec],
+    when: Sequence[Moment],
+    budget: int,
+    group_of: Sequence[ChunkGroup | None],
 ) -> StageChoice | None:
     """The choice for each chunk of a stage that fits the budget with the fewest operations; None if nothing fits.
 
-    when: the moments of the stage's list.
+    when: the moments of the stage's list. group_of: by chunk (`chunk_groups`).
     """
-    options = [chunk_choices(plan, spec) for spec in specs]
+    options = [chunk_choices(plan, spec, group) for spec, group in zip(specs, group_of, strict=True)]
     groups = [
         OptionGroup(
             np.array([option.work for option in mine]),
@@ -183,8 +221,10 @@ def least_work(
     return StageChoice(tuple(mine[number] for mine, number in zip(options, found.options, strict=True)), found.bound)
 
 
-def chunk_choices(plan: ActivationPlan, spec: StageSpec) -> list[ChunkChoice]:
-    """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes."""
+def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | None = None) -> list[ChunkChoice]:
+    """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes. group: in
+    vertical order.
+    """
     blocks, model = len(spec.blocks), plan.run.model
     core, whole = attention_core_flops(model), block_flops(model)
     found = []
@@ -192,12 +232,19 @@ def chunk_choices(plan: ActivationPlan, spec: StageSpec) -> list[ChunkChoice]:
         for selective in range(blocks + 1 - full):
             counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
             kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
-            chunk = of_units(plan, spec, list(counts.items()))
+            chunk = of_units(plan, spec, list(counts.items()), group)
             found.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
     return found
 
 
-def _uniform(plan: ActivationPlan, specs: Sequence[StageSpec], instructions: Sequence[Instruction], kind: str) -> int:
+def _uniform(
+    plan: ActivationPlan,
+    specs: Sequence[StageSpec],
+    instructions: Sequence[Instruction],
+    kind: str,
+    group_of: Sequence[ChunkGroup | None],
+) -> int:
     """The peak of a stage of which every block is recomputed in one way."""
     table = (kind,) * plan.run.model.num_layers
-    return peak_bytes(instructions, [chunk_bytes(plan, spec, table) for spec in specs])
+    chunks = [chunk_bytes(plan, spec, table, group) for spec, group in zip(specs, group_of, strict=True)]
+    return peak_bytes(instructions, chunks)

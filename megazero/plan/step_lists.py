@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
-from megazero.plan.shapes import shape_of
+from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
+from megazero.plan.kept import with_kept
+from megazero.plan.shapes import micro_batches_of, shape_of
+from megazero.program.border import SETTLING, Border
 from megazero.program.checker import check
 from megazero.program.instruction import Instruction
-from megazero.program.shape import RankShape
-from megazero.program.step import gathered_budget, training_step
-
-
-def micro_batches_of(run: Run, axes: Axes) -> int:
-    """Number of micro-batches of a step with the run's whole global batch."""
-    return run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
+from megazero.program.passes.vertical import turn
+from megazero.program.shape import RankShape, without_state
+from megazero.program.step import gathered_budget, settling_list, training_step
 
 
 @dataclass(frozen=True)
 class StageStep:
     """A training step of the ranks of one stage: all its replicas and tp indexes have one list.
 
-    budget: most bytes of gathered parameters (ZeRO-3).
+    budget: most bytes of gathered parameters (ZeRO-3). border: what it takes over from the step before, and leaves.
     """
 
     shape: RankShape
     instructions: tuple[Instruction, ...]
     budget: int
+    border: Border
 
 
 class StageLists:
@@ -43,22 +44,52 @@ class StageLists:
         self._made: dict[int, StageStep] = {}
 
     def of(self, stage: int) -> StageStep:
-        """The step of a stage, with the run's whole global batch."""
+        """The step of a stage that follows another one, with the run's whole global batch."""
         if stage not in self._made:
-            shape, options = self._shape(stage), step_options(self.run)
-            listed = training_step(schedules(self.run, stage)(self.micro_batches), shape, options)
-            self._made[stage] = StageStep(shape, listed, gathered_budget(listed, shape, options))
+            self._made[stage] = self._step(stage, owed=step_options(self.run).late)
         return self._made[stage]
 
+    def schedule(self) -> tuple[list[tuple[Instruction, ...]], list[RankShape]]:
+        """The computations and transfers of all stages, and shapes without model state."""
+        groups, specs = step_options(self.run).groups(self.micro_batches), stage_specs(self.run)
+        units = [
+            [len(unit_names(specs[number])) for number in chunks_of(self.run).of(stage)]
+            for stage in range(self.axes.pp)
+        ]
+        shapes, lists = [without_state(counts) for counts in units], list[tuple[Instruction, ...]]()
+        for stage, shape in enumerate(shapes):
+            own = schedules(self.run, stage)(self.micro_batches)
+            lists.append(own if groups is None else turn(own, shape, groups))
+        return lists, shapes
+
     def check(self) -> None:
-        """Raise ProgramError if the lists of the stages do not fit together (`program.checker.check`)."""
-        steps = {(stage, 0): self.of(stage) for stage in range(self.axes.pp)}
+        """Raise ProgramError if the lists of the stages do not fit together (`program.checker.check`): those of a step;
+        with late updates also those of a step before which none are owed, and those of updates alone.
+        """
+        stages = range(self.axes.pp)
+        self._check([self.of(stage) for stage in stages], self.micro_batches)
+        if step_options(self.run).late:
+            self._check([self._step(stage, owed=False) for stage in stages], self.micro_batches)
+            shapes = [self.of(stage).shape for stage in stages]
+            self._check([StageStep(shape, settling_list(shape), 0, SETTLING) for shape in shapes], 0)
+
+    def _step(self, stage: int, *, owed: bool) -> StageStep:
+        """A step of a stage. owed: whether it makes the updates of the step before."""
+        shape, options = self._shape(stage), step_options(self.run)
+        schedule, groups = schedules(self.run, stage)(self.micro_batches), options.groups(self.micro_batches)
+        listed = training_step(schedule, shape, options, groups=groups, owed=owed)
+        return StageStep(shape, listed, gathered_budget(listed, shape, options), options.border_of(owed=owed))
+
+    @staticmethod
+    def _check(steps: Sequence[StageStep], micro_batches: int) -> None:
         check(
-            {role: step.instructions for role, step in steps.items()},
-            {role: step.shape for role, step in steps.items()},
-            self.micro_batches,
-            {role: step.budget for role, step in steps.items()},
+            {(stage, 0): step.instructions for stage, step in enumerate(steps)},
+            {(stage, 0): step.shape for stage, step in enumerate(steps)},
+            micro_batches,
+            {(stage, 0): step.budget for stage, step in enumerate(steps)},
+            steps[0].border,
         )
 
     def _shape(self, stage: int) -> RankShape:
-        return shape_of(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl)
+        shape = shape_of(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl)
+        return with_kept(shape, self.run, self.axes, stage)

@@ -7,11 +7,11 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.bytes import StageBytes, stage_bytes
-from megazero.plan.chunk_bytes import chunk_bytes
-from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.plan.kept import unit_bytes
+from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import StageLists
-from megazero.program.effects import Scope
-from megazero.program.memory_walk import spare_buffers
+from megazero.program.memory_walk import host_buffers, spare_buffers
+from megazero.program.scope import Scope
 from megazero.program.simulate import IN_FLIGHT
 from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.trace import MemoryTrace, trace
@@ -37,7 +37,7 @@ def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> 
         for chunk, number in enumerate(chunks_of(run).of(stage))
         for unit, words in enumerate(unit_names(specs[number]))
     }
-    scope = Scope(step.shape, chunks_of(run).count)
+    scope = Scope(step.shape, chunks_of(run).count, border=step.border)
     return trace(name, step.instructions, scope, step_bytes(run, axes, stage, state, kind), units)
 
 
@@ -46,10 +46,20 @@ def spare_bytes(steps: StageLists, stage: int) -> int:
     rank of this stage. It is 0 where gradients are whole anyway.
     """
     step = steps.of(stage)
-    scope = Scope(step.shape, chunks_of(steps.run).count)
+    scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
     units = tuple((UnitSizes(),) * len(chunk) for chunk in step.shape.units)
     in_flight, cast = _reductions(steps.run)
     return sum(spare_buffers(step.instructions, scope, StepBytes(0, units, in_flight=in_flight, cast=cast)))
+
+
+def host_bytes(steps: StageLists, stage: int, kind: str) -> int:
+    """Bytes of host memory in which the activations of a rank of this stage wait for their backward. kind: as in
+    `memory_traces`.
+    """
+    step, axes = steps.of(stage), steps.axes
+    scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
+    sizes = StepBytes(0, unit_bytes(steps.run, axes, stage, kind))
+    return sum(host_buffers(step.instructions, scope, sizes))
 
 
 def _reductions(run: Run) -> tuple[int, float]:
@@ -62,13 +72,13 @@ def _reductions(run: Run) -> tuple[int, float]:
 
 def step_bytes(run: Run, axes: Axes, stage: int, state: StageBytes, kind: str) -> StepBytes:
     """The sizes of what a rank of this stage holds in a step beside its buckets."""
-    plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
-    chunks = [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)]
+    plan = activation_plan(run, kind)
     in_flight, cast = _reductions(run)
     return StepBytes(
         hidden=plan.hidden_bytes,
-        units=tuple(tuple(unit for unit, count in chunk.runs for _ in range(count)) for chunk in chunks),
+        units=unit_bytes(run, axes, stage, kind),
         optimizer=state.optimizer,
+        host=state.elsewhere.memory if kind == "cpu" else 0,
         feedback=state.feedback,
         logits=plan.logits if kind == "cpu" and state.head else 0,
         in_flight=in_flight,

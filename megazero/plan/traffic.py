@@ -40,6 +40,7 @@ def state_traffic(
 
     shard_size       K, number of neighbours that share out the state
     sets             number of such sets, N / K
+    micro_batches    of a step; in vertical order the number of groups, each of which gathers as one micro-batch does
     reductions       how often ZeRO-2 and 3 reduce a bucket in a step: as often as there are micro-batches, or once
                      where the schedule is breadth-first. What goes across is sent once per step at every stage
     gradient_bytes   bytes per element of a gradient that travels

@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from megazero.program.effects import NORM, Scope, Thing, Value, describe, effects
+from megazero.program.border import ON_TIME, Border
+from megazero.program.effects import effects
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
+from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
 from megazero.program.simulate import simulate
 from megazero.program.times import uniform_times
+from megazero.program.values import LAST_NORM, NORM, Thing, Value, describe, of_bucket
 
 Role = tuple[int, int]
 """(pipeline stage, tp index): all ranks of a role run the same list."""
@@ -30,29 +33,32 @@ def check(
     shapes: Mapping[Role, RankShape],
     micro_batches: int,
     budgets: Mapping[Role, int] | None = None,
+    border: Border = ON_TIME,
 ) -> None:
-    """Raise ProgramError for the first fault of a step's lists, or of an evaluation's.
+    """Raise ProgramError for the first fault of a step's lists, of an evaluation's, or of lists of updates alone.
 
     lists          by role, for all stages and tp indexes that are to be checked, tp 0 of every stage among them
     shapes         by role
-    micro_batches  of the step
+    micro_batches  of the step; 0 for lists of updates alone
     budgets        most bytes of gathered parameters, for roles that have a limit
+    border         of all lists
     """
     limits = budgets or {}
     stages = 1 + max(stage for stage, _ in lists)
-    holders = _holders([lists[stage, 0] for stage in range(stages)])
+    holders = _holders([lists[stage, 0] for stage in range(stages)]) if micro_batches else {}
     count = len(holders)
     trains = any(i.ends_backward for stage in range(stages) for i in lists[stage, 0])
     for stage in range(stages):
         _check_peers(lists[stage, 0], stage, holders)
-        scope = Scope(shapes[stage, 0], count, trains)
+        scope = Scope(shapes[stage, 0], count, trains, border)
         check_list(lists[stage, 0], scope, micro_batches, budget=limits.get((stage, 0)), name=f"stage {stage}")
         for role in sorted(role for role in lists if role[0] == stage and role[1] > 0):
             _check_same(lists[stage, 0], lists[role], role)
             if shapes[role] != shapes[stage, 0]:
-                scope = Scope(shapes[role], count, trains)
+                scope = Scope(shapes[role], count, trains, border)
                 check_list(lists[role], scope, micro_batches, budget=limits.get(role), name=_name(role))
-    simulate([lists[stage, 0] for stage in range(stages)], uniform_times(count), [shapes[s, 0] for s in range(stages)])
+    ranks = [lists[stage, 0] for stage in range(stages)]
+    simulate(ranks, uniform_times(count), [shapes[stage, 0] for stage in range(stages)], border=border)
 
 
 def _name(role: Role) -> str:
@@ -167,6 +173,8 @@ class _Walk:
                 raise self._refuse(f"makes {describe(value)}, which {self._by(self.alive[value])} made")
             self.alive[value] = number
         for value in does.adds:
+            if value[0] is Thing.GRADIENT and self._is_owed(value[1]):
+                raise self._refuse(f"adds to {describe(value)}, of which the last step's has still to be used")
             self.alive[value] = number
             if value[0] is Thing.GRADIENT and i.ends_backward:
                 self.missing[value[1]] -= 1
@@ -180,7 +188,13 @@ class _Walk:
         """An instruction in words."""
         return "every rank has from the start" if number < 0 else f"number {number}, {self.instructions[number]},"
 
+    def _is_owed(self, bucket: int) -> bool:
+        """Whether the last step's gradient of a bucket has still to be used."""
+        return any(value in self.alive for value in self.scope.pieces(Thing.OWED, bucket))
+
     def _absent(self, value: Value) -> ProgramError:
+        if value[0] in (Thing.SHARD, Thing.PARAMETERS) and self._is_owed(value[1]):
+            return self._refuse(f"reads {describe(value)}, whose update from the last step is still owed")
         if value in self.ended:
             return self._refuse(f"reads {describe(value)}, which {self._by(self.ended[value])} has ended")
         return self._refuse(f"reads {describe(value)}, which no instruction before it has made")
@@ -191,6 +205,8 @@ class _Walk:
         for bucket in i.buckets:
             if not 0 <= bucket < len(self.scope.shape.buckets):
                 raise self._refuse(f"names bucket {bucket} of {len(self.scope.shape.buckets)}")
+            if i.part >= 0 and i.part not in self.scope.shape.buckets[bucket].numbers_of_parts:
+                raise self._refuse(f"names part {i.part} of bucket {bucket}, which has no such part")
         if len(set(i.buckets)) < len(i.buckets):
             raise self._refuse("names a bucket twice")
 
@@ -226,10 +242,10 @@ class _Walk:
 
     def finish(self) -> None:
         """The end of the list: every unit has been computed, and nothing is left."""
-        for value in self.scope.at_start():
+        lasting = {*self.scope.at_end(), NORM, LAST_NORM}
+        for value in self.scope.at_end():
             if value not in self.alive:
-                raise self._fault(self.ended[value], f"ends {describe(value)}, which nothing makes again")
-        lasting = {*self.scope.at_start(), NORM}
+                raise self._lost(value)
         for value, number in self.alive.items():
             if value not in lasting:
                 raise self._fault(number, self._leftover(value))
@@ -239,6 +255,14 @@ class _Walk:
                 for kind in kinds:
                     if self.computed.get((kind, micro_batch, chunk), 0) < len(units):
                         raise ProgramError(f"no {kind.value} of micro-batch {micro_batch}, chunk {chunk}", self.name)
+
+    def _lost(self, value: Value) -> ProgramError:
+        """What has to be there at the end is not."""
+        if value in self.ended:
+            return self._fault(self.ended[value], f"ends {describe(value)}, which nothing makes again")
+        if self._is_owed(value[1]):
+            return ProgramError(f"nothing uses {describe(of_bucket(Thing.OWED, value[1]))}", self.name)
+        return ProgramError(f"nothing makes {describe(value)}", self.name)
 
     def _fault(self, number: int, what: str) -> ProgramError:
         return ProgramError(what, self.name, number, self.instructions[number])

@@ -7,69 +7,27 @@ what is not there, or makes what is there already.
 
 A gradient goes through `GRADIENT` (summed by backwards), `INSIDE` (reduced among the ranks that share the shards, where
 others hold the same shard), `REDUCED`, and `SUMMED` (over tp, where it was partial). Each exists only where the next
-step needs it.
+step needs it. With late updates (`program.border`) what a list leaves is `OWED` in the next one. A bucket whose update
+is owed has no `SHARD` and no `PARAMETERS` that something could read.
+
+A bucket may be updated in parts, some of them in host memory. From its last reduction to its next use each part has
+values of its own: gradient, `SHARD`, and `PARAMETERS` unless ranks gather them.
+
+Activations that leave the device are `HOST_ACTIVATIONS` too from LEAVE on, and these alone from FREE to RETURN. So no
+backward can come before its RETURN, and nothing can be freed that is not on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 
+from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction, Op, Units
+from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
-
-
-class Thing(Enum):
-    """The kinds of value."""
-
-    HIDDEN = "the hidden states"
-    HIDDEN_GRADIENT = "the gradients of the hidden states"
-    ACTIVATIONS = "the activations"
-    DEFERRED = "what the weights' backward needs"
-    PARAMETERS = "the whole parameters"
-    GRADIENT = "the gradient"
-    INSIDE = "the gradient reduced among the ranks that share the shards"
-    REDUCED = "the reduced gradient"
-    SUMMED = "the gradient summed over tp"
-    NORM = "the norm"
-
-    __hash__ = object.__hash__  # values are keys: that of Enum takes three times as long
-
-
-Value = tuple[Thing, int, int, int, int]
-"""A kind and where it is, -1 where a number does not apply.
-
-HIDDEN, HIDDEN_GRADIENT    micro-batch, model chunk, unit: those that enter this unit
-ACTIVATIONS                micro-batch, own chunk, first unit, stop: one autograd graph
-DEFERRED                   micro-batch, own chunk, unit
-PARAMETERS to SUMMED       bucket
-"""
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What the effects of a rank's instructions depend on besides the instruction.
-
-    shape         the rank's units and buckets
-    model_chunks  number of chunks of the whole model
-    trains        whether forwards are for a backward
-    """
-
-    shape: RankShape
-    model_chunks: int
-    trains: bool = True
-
-    def units_of(self, i: Instruction) -> tuple[int, int]:
-        """The units [first, stop) that a computation computes."""
-        return i.units or (0, len(self.shape.units[i.chunk]))
-
-    def at_start(self) -> tuple[Value, ...]:
-        """The values that are there before the list: parameters that each rank keeps whole. After it they are there
-        again, and no others (the norm apart).
-        """
-        return tuple(_of(Thing.PARAMETERS, b) for b, bucket in enumerate(self.shape.buckets) if not bucket.gathered)
+from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +43,6 @@ class Effects:
 
 
 Which = Callable[[Instruction, Scope], Iterator[Value]]
-
-
-def _of(thing: Thing, bucket: int) -> Value:
-    return (thing, bucket, -1, -1, -1)
-
-
-NORM: Value = (Thing.NORM, -1, -1, -1, -1)
 
 
 def _position(thing: Thing, i: Instruction, scope: Scope, unit: int) -> Value:
@@ -131,6 +82,10 @@ def _graph(i: Instruction, scope: Scope) -> Iterator[Value]:
         yield (Thing.ACTIVATIONS, i.micro_batch, i.chunk, *scope.units_of(i))
 
 
+def _on_host(i: Instruction, scope: Scope) -> Iterator[Value]:
+    yield (Thing.HOST_ACTIVATIONS, i.micro_batch, i.chunk, *scope.units_of(i))
+
+
 def _deferred(i: Instruction, scope: Scope) -> Iterator[Value]:
     """What the weights' part of a split backward works with. Parameters are not among it: it runs the closures that
     `mpu.linear`, `mpu.fp8_linear` and autograd (for norms) handed to the gradient targets, and these hold the inputs of
@@ -149,7 +104,7 @@ def parameters_read(i: Instruction, scope: Scope) -> Iterator[Value]:
     else:
         buckets = tuple({b: None for unit in units[first:stop] for b in (unit.forward if forward else unit.backward)})
     for bucket in buckets:
-        yield _of(Thing.PARAMETERS, bucket)
+        yield from scope.whole(bucket)
 
 
 class ParametersRead:
@@ -166,7 +121,7 @@ class ParametersRead:
         key = i.op, i.chunk, i.units
         if key not in self._found:
             values = [value for which in EFFECTS[i.op].needs for value in which(i, self._scope)]
-            self._found[key] = tuple(sorted(value[1] for value in values if value[0] is Thing.PARAMETERS))
+            self._found[key] = tuple(sorted({value[1] for value in values if value[0] is Thing.PARAMETERS}))
         return self._found[key]
 
 
@@ -174,46 +129,94 @@ def _gradients_added(i: Instruction, scope: Scope) -> Iterator[Value]:
     """The gradients to which a backward adds: once for each unit that does."""
     for unit in range(*scope.units_of(i)):
         for bucket in scope.shape.units[i.chunk][unit].gradients:
-            yield _of(Thing.GRADIENT, bucket)
+            yield of_bucket(Thing.GRADIENT, bucket)
 
 
 def _gradients_at_once(i: Instruction, scope: Scope) -> Iterator[Value]:
     """The gradients to which the input's half of a split backward adds: those of tables do not wait."""
     for unit in range(*scope.units_of(i)):
         for bucket in scope.shape.units[i.chunk][unit].at_once:
-            yield _of(Thing.GRADIENT, bucket)
+            yield of_bucket(Thing.GRADIENT, bucket)
 
 
 def _gradients_in_forward(i: Instruction, scope: Scope) -> Iterator[Value]:
     """The gradients to which a forward adds: the head makes its table's with the loss."""
     for unit in range(*scope.units_of(i)) if scope.trains else ():
         for bucket in scope.shape.units[i.chunk][unit].in_forward:
-            yield _of(Thing.GRADIENT, bucket)
+            yield of_bucket(Thing.GRADIENT, bucket)
 
 
 def _buckets(thing: Thing) -> Which:
     """One value for each bucket of an instruction."""
-    return lambda i, scope: (_of(thing, bucket) for bucket in i.buckets)
+    return lambda i, scope: (of_bucket(thing, bucket) for bucket in i.buckets)
 
 
 def _after_reduce(i: Instruction, scope: Scope, *, sharded: bool) -> Iterator[Value]:
     for number in i.buckets:
         bucket = scope.shape.buckets[number]
         if bucket.sharded_gradient == sharded:
-            yield _of(Thing.INSIDE if bucket.across > 1 else Thing.REDUCED, number)
+            inside = bucket.across > 1
+            yield from (of_bucket(Thing.INSIDE, number),) if inside else scope.pieces(Thing.REDUCED, number)
 
 
-def _final(i: Instruction, scope: Scope) -> Thing:
-    return Thing.SUMMED if scope.shape.sums_partials else Thing.REDUCED
+def _pieces(thing: Thing) -> Which:
+    """The values of all parts of the buckets of an instruction."""
+    return lambda i, scope: (value for bucket in i.buckets for value in scope.pieces(thing, bucket))
 
 
-def _finals(i: Instruction, scope: Scope) -> Iterator[Value]:
-    return (_of(_final(i, scope), bucket) for bucket in i.buckets)
+def _piece(thing: Thing) -> Which:
+    """The value of the part of an instruction, in each of its buckets."""
+    return lambda i, scope: (of_bucket(thing, bucket, i.part) for bucket in i.buckets)
+
+
+def _of_trained(thing: Thing) -> Which:
+    """The values of all parts of all trained buckets."""
+    return lambda i, scope: (value for bucket in scope.shape.trained for value in scope.pieces(thing, bucket))
+
+
+def _norm_of_update(i: Instruction, scope: Scope) -> Iterator[Value]:
+    yield LAST_NORM if scope.border.is_late else NORM
+
+
+def _final(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradient that an update uses up."""
+    yield from _piece(Thing.OWED if scope.border.is_late else scope.final)(i, scope)
 
 
 def _stale(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """Whole parameters of which an update writes a shard only."""
-    return (_of(Thing.PARAMETERS, b) for b in i.buckets if scope.shape.buckets[b].gathered_after_update)
+    """What an update in time makes stale before something else is there: what a copy will bring, and whole parameters
+    of which a rank writes a shard only. With late updates they are not there.
+    """
+    for number in () if scope.border.is_late else i.buckets:
+        if i.op is Op.UPDATE_HOST:
+            yield from _renewed(i, scope)
+        if scope.shape.buckets[number].gathered_after_update and i.part <= 0:
+            yield of_bucket(Thing.PARAMETERS, number)
+
+
+def _updated(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a late update makes: parameters that something may read."""
+    yield from _renewed(i, scope) if scope.border.is_late else ()
+
+
+def _renewed(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The parameters of a part that has been updated."""
+    for number in i.buckets:
+        yield of_bucket(Thing.SHARD, number, i.part)
+        bucket = scope.shape.buckets[number]
+        if not bucket.gathered and not bucket.gathered_after_update:
+            yield of_bucket(Thing.PARAMETERS, number, i.part)
+
+
+def _on_disk(thing: Thing) -> Which:
+    """The value of the part of an instruction, where its optimizer state rests on disks."""
+
+    def which(i: Instruction, scope: Scope) -> Iterator[Value]:
+        for number in i.buckets:
+            if scope.shape.buckets[number].parts[i.part].tier is Tier.DISK:
+                yield of_bucket(thing, number, i.part)
+
+    return which
 
 
 @dataclass(frozen=True)
@@ -264,23 +267,31 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
         ),
         Op.BACKWARD_WEIGHT: EffectRow(takes=(_deferred,), adds=(_gradients_added,)),
         Op.SEND_BACKWARD: EffectRow(takes=(_gradient_leaving,)),
-        Op.GATHER: EffectRow(makes=(_buckets(Thing.PARAMETERS),)),
+        Op.GATHER: EffectRow(needs=(_pieces(Thing.SHARD),), makes=(_buckets(Thing.PARAMETERS),)),
         Op.RELEASE: EffectRow(takes=(_buckets(Thing.PARAMETERS),)),
         Op.REDUCE: EffectRow(
             takes=(_buckets(Thing.GRADIENT),),
             makes=(lambda i, scope: _after_reduce(i, scope, sharded=False),),
             adds=(lambda i, scope: _after_reduce(i, scope, sharded=True),),
         ),
-        Op.REDUCE_ACROSS: EffectRow(takes=(_buckets(Thing.INSIDE),), makes=(_buckets(Thing.REDUCED),)),
-        Op.REDUCE_PARTIAL: EffectRow(
-            takes=(lambda i, scope: (_of(Thing.REDUCED, b) for b in scope.shape.trained),),
-            makes=(lambda i, scope: (_of(Thing.SUMMED, b) for b in scope.shape.trained),),
-        ),
+        Op.REDUCE_ACROSS: EffectRow(takes=(_buckets(Thing.INSIDE),), makes=(_pieces(Thing.REDUCED),)),
+        Op.REDUCE_PARTIAL: EffectRow(takes=(_of_trained(Thing.REDUCED),), makes=(_of_trained(Thing.SUMMED),)),
         Op.NORM: EffectRow(
-            needs=(lambda i, scope: (_of(_final(i, scope), b) for b in scope.shape.trained),),
-            makes=(lambda i, scope: iter((NORM,)),),
+            needs=(lambda i, scope: _of_trained(scope.final)(i, scope),), makes=(lambda i, scope: iter((NORM,)),)
         ),
-        Op.UPDATE: EffectRow(needs=(lambda i, scope: iter((NORM,)),), takes=(_finals, _stale)),
+        Op.UPDATE: EffectRow(needs=(_norm_of_update,), takes=(_final, _stale), makes=(_updated,)),
+        Op.COPY_GRADIENT: EffectRow(takes=(_final,), makes=(_piece(Thing.HOST_GRADIENT),)),
+        Op.READ_STATE: EffectRow(makes=(_on_disk(Thing.STATE),)),
+        Op.UPDATE_HOST: EffectRow(
+            needs=(_norm_of_update,),
+            takes=(_piece(Thing.HOST_GRADIENT), _on_disk(Thing.STATE), _stale),
+            makes=(_piece(Thing.NEW_PARAMETERS), _on_disk(Thing.NEW_STATE)),
+        ),
+        Op.COPY_PARAMETERS: EffectRow(takes=(_piece(Thing.NEW_PARAMETERS),), makes=(_renewed,)),
+        Op.WRITE_STATE: EffectRow(takes=(_on_disk(Thing.NEW_STATE),)),
+        Op.LEAVE: EffectRow(needs=(_graph,), makes=(_on_host,)),
+        Op.FREE: EffectRow(needs=(_on_host,), takes=(_graph,)),
+        Op.RETURN: EffectRow(takes=(_on_host,), makes=(_graph,)),
     }
 )
 """By kind of instruction."""
@@ -295,17 +306,3 @@ def effects(i: Instruction, scope: Scope) -> Effects:
         [value for which in row.makes for value in which(i, scope)],
         [value for which in row.adds for value in which(i, scope)],
     )
-
-
-def describe(value: Value) -> str:
-    """A value in words."""
-    thing, *where = value
-    first, second, unit, stop = where
-    if thing in (Thing.HIDDEN, Thing.HIDDEN_GRADIENT):
-        place = f"before unit {unit} of model chunk {second}" if unit else f"before model chunk {second}"
-        return f"{thing.value} {place} (micro-batch {first})"
-    if thing is Thing.ACTIVATIONS:
-        return f"{thing.value} of units {unit} to {stop - 1} of chunk {second} as one graph (micro-batch {first})"
-    if thing is Thing.DEFERRED:
-        return f"{thing.value} of unit {unit} of chunk {second} (micro-batch {first})"
-    return thing.value if first < 0 else f"{thing.value} of bucket {first}"

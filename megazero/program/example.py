@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.config.tiers import Tier
+from megazero.program.shape import BucketShape, PartShape, RankShape, UnitShape
 
-PARAMETER_BYTES, GRADIENT_BYTES = 2, 4
-"""Of an element: a 16-bit parameter, and its gradient, which is summed in fp32."""
+PARAMETER_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
+"""Of an element: a 16-bit parameter, its gradient, which is summed in fp32, and master weight and moments."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class ExampleModel:
     """A model, and how its state is sharded.
 
     blocks  number of blocks of each model chunk; the embedding and the head come on top
-    numel   elements of a unit, the same for all
+    numel   elements of a unit, the same for all; a multiple of the shards where the state is not on the device
+    tier    where the optimizer state rests
     """
 
     blocks: tuple[int, ...]
@@ -24,6 +26,7 @@ class ExampleModel:
     shards: int
     across: int = 1
     numel: int = 1
+    tier: Tier = Tier.DEVICE
 
     def shape(self, model_chunks: Sequence[int]) -> RankShape:
         """The shape of a rank that holds these chunks: one bucket for each unit."""
@@ -45,4 +48,11 @@ class ExampleModel:
             sharded_state=self.zero_stage >= 1,
             shards=self.shards,
             across=self.across,
+            parts=self._parts(),
         )
+
+    def _parts(self) -> tuple[PartShape, ...]:
+        """The one part of what a rank updates of a unit, where that is not on the device."""
+        own = self.numel // (self.shards if self.zero_stage >= 1 else 1)
+        sizes = (GRADIENT_BYTES * own, STATE_BYTES * own, PARAMETER_BYTES * own)
+        return () if self.tier is Tier.DEVICE else (PartShape(self.tier, *sizes),)

@@ -4,6 +4,9 @@ A list is what one rank does in one step, in order. Computations and messages be
 instructions on model state (gather, release, reduce, norm, update) are placed by `program.passes`. Every instruction
 runs on a lane: computations one after the other, the messages of a group one after the other beside them. It starts
 once what it reads is there, and `program.effects` says what it reads and writes.
+
+What a computation keeps for its backward may leave the device meanwhile: LEAVE copies it, FREE frees it on the device
+once it is copied, RETURN copies it back.
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ class Lane(Enum):
     ACROSS = "messages among the ranks that hold the same shard"
     TENSOR = "messages over tp"
     WORLD = "messages over all ranks"
+    TO_HOST = "copies to host memory"
+    TO_DEVICE = "copies to the device"
+    HOST = "updates in host memory"
+    FROM_DISK = "reads from disks"
+    TO_DISK = "writes to disks"
 
 
 class Op(Enum):
@@ -46,6 +54,14 @@ class Op(Enum):
     REDUCE_PARTIAL = "sum partial gradients over tp"
     NORM = "norm"
     UPDATE = "update"
+    COPY_GRADIENT = "copy gradient to the host"
+    READ_STATE = "read optimizer state"
+    UPDATE_HOST = "update in host memory"
+    COPY_PARAMETERS = "copy parameters to the device"
+    WRITE_STATE = "write optimizer state"
+    LEAVE = "copy activations to host memory"
+    FREE = "free activations"
+    RETURN = "copy activations to the device"
 
 
 _BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_BACKWARD)
@@ -59,7 +75,16 @@ _LANES = {
     Op.REDUCE_ACROSS: Lane.ACROSS,
     Op.REDUCE_PARTIAL: Lane.TENSOR,
     Op.NORM: Lane.WORLD,
+    Op.COPY_GRADIENT: Lane.TO_HOST,
+    Op.READ_STATE: Lane.FROM_DISK,
+    Op.UPDATE_HOST: Lane.HOST,
+    Op.COPY_PARAMETERS: Lane.TO_DEVICE,
+    Op.WRITE_STATE: Lane.TO_DISK,
+    Op.LEAVE: Lane.TO_HOST,
+    Op.RETURN: Lane.TO_DEVICE,
 }
+LOCAL_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST, Lane.FROM_DISK, Lane.TO_DISK})
+"""Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +92,14 @@ class Instruction:
     """One entry of a list.
 
     op           the kind
-    micro_batch  of a computation or transfer: number of the micro-batch within the step; -1 for others
-    chunk        of a computation or transfer: the stage's own number of the model chunk, 0 .. V-1; -1 for others
+    micro_batch  of a computation, transfer or copy: number of the micro-batch within the step; -1 for others
+    chunk        of the same: the stage's own number of the model chunk, 0 .. V-1; -1 for others
     peer         stage at the other end of a send or receive; -1 for others
     model_chunk  the chunk's number in the model, 0 .. p*V-1; -1 in an order of computations without transfers
-    units        of a computation: the units of the chunk that it computes; None: all of them, as one autograd graph
+    units        of a computation: the units of the chunk that it computes; None: all of them, as one autograd graph.
+                 Of a copy of activations: those of the computation that has kept them
     buckets      of an instruction on model state: the numbers of its buckets (`program.shape.RankShape`)
+    part         of an instruction on a part of one bucket: its number (`program.shape.PartShape`); -1: on whole buckets
     """
 
     op: Op
@@ -82,6 +109,7 @@ class Instruction:
     model_chunk: int = -1
     units: Units | None = None
     buckets: tuple[int, ...] = ()
+    part: int = -1
 
     @property
     def is_backward(self) -> bool:
@@ -116,13 +144,20 @@ class Instruction:
         """For a send or receive: number of the boundary between model chunks that it crosses, the same at both ends."""
         return self.model_chunk if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else self.model_chunk - 1
 
-    def __str__(self) -> str:
+    @property
+    def where(self) -> str:
+        """Micro-batch, chunk, units, buckets and peer, in words; empty if none applies."""
         where = [f"micro-batch {self.micro_batch}, chunk {self.chunk}"] if self.micro_batch >= 0 else []
         if self.units is not None:
             first, stop = self.units
             where.append(f"unit {first}" if stop == first + 1 else f"units {first} to {stop - 1}")
         if self.buckets:
             where.append(f"bucket{'s' * (len(self.buckets) > 1)} {', '.join(map(str, self.buckets))}")
+        if self.part >= 0:
+            where.append(f"part {self.part}")
         if self.peer >= 0:
             where.append(f"{'to' if self.is_send else 'from'} stage {self.peer}")
-        return f"{self.op.value} ({', '.join(where)})" if where else self.op.value
+        return ", ".join(where)
+
+    def __str__(self) -> str:
+        return f"{self.op.value} ({self.where})" if self.where else self.op.value

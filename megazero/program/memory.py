@@ -16,10 +16,11 @@ UnitKey = tuple[int, int]
 
 
 class MemoryColumn(Enum):
-    """What memory is for."""
+    """What memory is for. All of it is the device's but HOST; OFFLOADED is where both are the same."""
 
     PARAMETERS = "parameters"
     OPTIMIZER = "optimizer"
+    OFFLOADED = "offloaded state in host memory"
     GRADIENTS = "gradients"
     LOGITS = "logits"
     GATHERED = "gathered parameters"
@@ -29,6 +30,7 @@ class MemoryColumn(Enum):
     ACTIVATIONS = "activations"
     HIDDEN = "hidden states and messages"
     WORKING = "working memory"
+    HOST = "host memory"
 
     __hash__ = object.__hash__
 
@@ -44,13 +46,18 @@ class Place(NamedTuple):
     part: str = ""
 
 
+def kept_place(i: Instruction, unit: int, part: str = "") -> Place:
+    """The place of what a unit keeps of a micro-batch, `i` being a computation of it or a copy of that."""
+    return Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, part=part)
+
+
 @dataclass(frozen=True)
 class Sample:
     """The memory while an instruction runs, at the moment with most bytes.
 
     number         of the instruction in the list
     instruction    itself
-    columns        bytes by column, where there are any
+    columns        bytes by column, where there are any. `total` is their sum without the host's
     micro_batches  bytes of activations and hidden states by micro-batch
     units          bytes of activations and of its buckets by unit. A bucket counts for the first unit that reads it
     places         bytes by allocation; only where they are asked for, since a list can have millions of them
@@ -65,12 +72,14 @@ class Sample:
 
     @property
     def total(self) -> int:
-        return sum(self.columns.values())
+        return sum(size for column, size in self.columns.items() if column is not MemoryColumn.HOST)
 
 
 @dataclass
 class BufferSizes:
-    """Buffers that are borrowed and given back, as `zero.storage.BufferPool` has them. Sizes in bytes."""
+    """Buffers that are borrowed and given back, as `zero.storage.BufferPool` and `system.host_buffers.HostBuffers` have
+    them. Sizes in bytes.
+    """
 
     spare: list[int] = field(default_factory=list)
 
@@ -88,6 +97,7 @@ class MemoryAccount:
 
     alive   bytes by allocation; totals, micro_batches and units are sums of it
     pool    the spare buffers
+    host    the spare buffers in host memory
     """
 
     def __init__(self, shape: RankShape) -> None:
@@ -96,7 +106,7 @@ class MemoryAccount:
         self.totals = dict.fromkeys(MemoryColumn, 0)
         self.micro_batches: Counter[int] = Counter()
         self.units: Counter[UnitKey] = Counter()
-        self.pool = BufferSizes()
+        self.pool, self.host = BufferSizes(), BufferSizes()
         self._readers: dict[int, UnitKey] = {}
         for chunk, units in enumerate(shape.units):
             for number, unit in enumerate(units):
@@ -121,8 +131,9 @@ class MemoryAccount:
         return size
 
     def total(self, working: int) -> int:
-        """All bytes, with those that exist at this moment only."""
-        return sum(self.totals.values()) + sum(self.pool.spare) + working
+        """All bytes on the device, with those that exist at this moment only."""
+        held = sum(self.totals.values()) - self.totals[MemoryColumn.HOST]
+        return held + sum(self.pool.spare) + working
 
     def sample(self, number: int, i: Instruction, working: int, *, with_places: bool) -> Sample:
         """This moment."""
@@ -139,6 +150,8 @@ class MemoryAccount:
 
     def _count(self, place: Place, size: int) -> None:
         self.totals[place.column] += size
+        if place.column is MemoryColumn.HOST:
+            return
         if place.micro_batch >= 0:
             self.micro_batches[place.micro_batch] += size
         if place.bucket in self._readers:

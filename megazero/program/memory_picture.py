@@ -16,6 +16,7 @@ from megazero.telemetry.units import size
 COLOURS = {
     MemoryColumn.PARAMETERS: "#4878a8",
     MemoryColumn.OPTIMIZER: "#7a7f8c",
+    MemoryColumn.OFFLOADED: "#a9adb7",
     MemoryColumn.GRADIENTS: "#5d9a6b",
     MemoryColumn.LOGITS: "#a58b6f",
     MemoryColumn.GATHERED: "#8ab4d8",
@@ -34,6 +35,13 @@ _KINDS = {
     "parameters": ("#8ab4d8", (Op.GATHER, Op.RELEASE)),
     "reductions": ("#c9b458", (Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL)),
     "norm, update": ("#9a6fb0", (Op.NORM, Op.UPDATE)),
+    "copies and updates elsewhere": (
+        "#7a7f8c",
+        (
+            *(Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE),
+            *(Op.LEAVE, Op.FREE, Op.RETURN),
+        ),
+    ),
     "between stages": ("#b85c66", (Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)),
 }
 """Kinds of instructions: (colour, members)."""
@@ -67,7 +75,9 @@ def svg(of: Shown, kind: str) -> str:
     parts = [text(LEFT, 24, f"Memory of a step on {of.rank}", 'font-size="16" font-weight="600"')]
     together = -(-len(of.samples) // len(shown))
     each = f", {together} to a point" if together > 1 else ""
-    parts.append(text(LEFT, 44, f"{len(of.samples)} instructions{each}, from left to right"))
+    away = max(sample.columns.get(MemoryColumn.HOST, 0) for sample in of.samples)
+    beside = f"; beside it at most {size(away)} of host memory" if away else ""
+    parts.append(text(LEFT, 44, f"{len(of.samples)} instructions{each}, from left to right{beside}"))
     stacked = [(c.value, COLOURS[c], [sample.columns.get(c, 0) for sample in shown]) for c in columns]
     parts += areas(stacked, of.peak.total or 1, (_TOP, _HEIGHT), width)
     parts += scale(of.peak.total or 1, (_TOP, _HEIGHT), width)
@@ -183,10 +193,12 @@ def _legend(columns: Sequence[MemoryColumn], of: Shown) -> list[str]:
 
 
 def _alive(of: Shown) -> list[tuple[str, int]]:
-    """(words, bytes) of what is alive at the peak, the largest first. Activations of a micro-batch are one entry."""
+    """(words, bytes) of what the device holds at the peak, the largest first. Activations of a micro-batch are one."""
     found: dict[str, int] = {}
     chunks = {chunk for chunk, _ in of.units}
     for place, bytes_ in of.peak.places.items():
+        if place.column is MemoryColumn.HOST:
+            continue
         words = _words(place, several=len(chunks) > 1)
         found[words] = found.get(words, 0) + bytes_
     return sorted(found.items(), key=lambda item: (-item[1], item[0]))

@@ -3,7 +3,8 @@
 What a list allocates follows from its instructions: a gather allocates a bucket's parameters and a release frees them;
 a backward frees what its forward has kept; under ZeRO-2 and 3 the first gradient of a bucket borrows a buffer for the
 whole of it from a pool, and its reduction gives it back when it is over. How much that is follows from the buckets'
-shapes and from `StepBytes`.
+shapes and from `StepBytes`. Activations that leave the device are in a buffer of host memory from their LEAVE to their
+backward, and on the device until FREE and from RETURN on.
 
 Within an instruction memory comes and goes: a chunk's backward frees one unit after the other. The walk looks at every
 such moment, and an instruction's sample is the moment with most bytes.
@@ -12,24 +13,40 @@ such moment, and an instruction's sample is the moment with most bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from megazero.program.effects import Effects, Scope, Thing, Value, effects
+from megazero.program.effects import Effects, effects
 from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import MemoryAccount, MemoryColumn, Place, Sample
+from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, kept_place
+from megazero.program.memory_copies import ActivationCopies
+from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes
+from megazero.program.values import Thing, Value
 
 
 def spare_buffers(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> tuple[int, ...]:
     """The bytes of each spare buffer that the pool has after a step, and keeps: it does not grow any more."""
     if not any(bucket.sharded_gradient for bucket in scope.shape.buckets):
         return ()
+    return _settled(instructions, scope, sizes, lambda account: account.pool)
+
+
+def host_buffers(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> tuple[int, ...]:
+    """The same of the buffers in host memory."""
+    return _settled(instructions, scope, sizes, lambda account: account.host)
+
+
+def _settled(
+    instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, pool_of: Callable[[MemoryAccount], BufferSizes]
+) -> tuple[int, ...]:
+    """The buffers of a pool after so many steps that it does not grow any more."""
     found: tuple[int, ...] | None = None
     while True:  # the next step borrows in another order: it may need one more
-        walk = _Walk(scope, sizes, found or ())
+        walk = _Walk(scope, sizes, ())
+        pool_of(walk.account).spare += found or ()
         for number, i in enumerate(instructions):
             walk.run(number, i)
-        before, found = found, tuple(sorted(walk.account.pool.spare))
+        before, found = found, tuple(sorted(pool_of(walk.account).spare))
         if found == before:
             return found
 
@@ -63,20 +80,22 @@ class _Walk:
         self.scope, self.shape, self.sizes, self.with_places = scope, scope.shape, sizes, with_places
         self.account = account = MemoryAccount(scope.shape)
         account.pool.spare += spare
+        self.copies = ActivationCopies(account, scope, sizes)
         self.in_flight: deque[list[Place]] = deque()
         self.across: list[int] = []
         self.launched = 0
         self.forget()
         for number, bucket in enumerate(self.shape.buckets):
-            parts = bucket.shards if bucket.gathered else 1
-            account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), bucket.parameter_bytes // parts)
+            account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), bucket.stored_bytes)
             if bucket.trained:
                 parts = bucket.shards if bucket.sharded_gradient else 1
                 account.hold(account.of_bucket(MemoryColumn.GRADIENTS, number), bucket.gradient_bytes // parts)
-            if bucket.gathered_after_update and scope.trains:  # the last step's gather arrives in this one
+            if bucket.gathered_after_update and scope.trains and not scope.border.owed:
+                # The gather that follows the last step's update arrives in this step.
                 self._hold_blocks(number)
         account.hold(Place(MemoryColumn.GRADIENTS, part="error feedback"), sizes.feedback)
         account.hold(Place(MemoryColumn.OPTIMIZER), sizes.optimizer)
+        account.hold(Place(MemoryColumn.OFFLOADED), sizes.host)
         account.hold(Place(MemoryColumn.LOGITS), sizes.logits)
 
     def forget(self) -> None:
@@ -109,6 +128,8 @@ class _Walk:
             self._reduce_across(i)
         elif i.op in (Op.REDUCE_PARTIAL, Op.NORM):
             self._complete()
+        elif i.op in (Op.LEAVE, Op.FREE, Op.RETURN):
+            self.copies.run(i)
         self._look()
         assert self._sample is not None
         return self._sample
@@ -125,10 +146,6 @@ class _Walk:
     def _units(self, i: Instruction) -> range:
         return range(*self.scope.units_of(i))
 
-    @staticmethod
-    def _kept(i: Instruction, unit: int, part: str = "") -> Place:
-        return Place(MemoryColumn.ACTIVATIONS, i.micro_batch, i.chunk, unit, part=part)
-
     def _forward(self, i: Instruction, does: Effects) -> None:
         """Hold what the units keep. A unit has its whole input while it runs, and then what it keeps of it."""
         account, units, sizes = self.account, self._units(i), self.sizes.units[i.chunk]
@@ -140,14 +157,14 @@ class _Walk:
                     part = keeps  # a copy, which its forward makes
                 else:
                     account.drop(self._border(value))
-                account.hold(self._kept(i, units.start, "input"), keeps)
+                account.hold(kept_place(i, units.start, "input"), keeps)
         for unit in units:
             if self.scope.trains:
                 for bucket in self.shape.units[i.chunk][unit].in_forward:
                     self._borrow(bucket)
             later = unit > units.start
             kept = (sizes[unit].kept + sizes[unit].input * later) if self.scope.trains else 0
-            account.hold(self._kept(i, unit), kept)
+            account.hold(kept_place(i, unit), kept)
             self._look(max(0, sizes[unit].forward + (self.sizes.hidden if later else -part) - kept))
         self._take(does)
         self._make(does)
@@ -159,29 +176,30 @@ class _Walk:
         """
         account, units, sizes = self.account, self._units(i), self.sizes.units[i.chunk]
         split = i.op is Op.BACKWARD_INPUT
+        self.copies.give_back(i)
         for unit in reversed(units):
             own = self.shape.units[i.chunk][unit]
-            for bucket in own.at_once if split else own.gradients:
+            for bucket in reversed(own.at_once if split else own.gradients):  # the last layer's gradients come first
                 self._borrow(bucket)
             between = self.sizes.hidden * (unit < units.stop - 1)
             self._look(sizes[unit].backward - sizes[unit].kept + between)
-            account.drop(self._kept(i, unit))
+            account.drop(kept_place(i, unit))
             if unit == units.start:
-                account.drop(self._kept(i, unit, "input"))
+                account.drop(kept_place(i, unit, "input"))
             if split:
                 if unit == units.stop - 1:
                     self._take(does)  # what is deferred has it
-                account.hold(self._kept(i, unit, "deferred"), sizes[unit].deferred)
+                account.hold(kept_place(i, unit, "deferred"), sizes[unit].deferred)
         self._take(does)
         self._make(does)
 
     def _weights(self, i: Instruction) -> None:
         """The weights' half: free what the input's half has kept for it."""
         for unit in reversed(self._units(i)):
-            for bucket in self.shape.units[i.chunk][unit].gradients:
+            for bucket in reversed(self.shape.units[i.chunk][unit].gradients):
                 self._borrow(bucket)
             self._look()
-            self.account.drop(self._kept(i, unit, "deferred"))
+            self.account.drop(kept_place(i, unit, "deferred"))
 
     # --- hidden states and their gradients -------------------------------------------------------------------------
 
@@ -225,7 +243,9 @@ class _Walk:
                 self.account.hold(place, bucket.parameter_bytes)
             self._hold_blocks(number)
             if bucket.messages.parameters_in_blocks:
-                self._look(bucket.messages.parameters // bucket.shards)
+                arriving = bucket.messages.parameters * (not self.sizes.in_flight)  # without overlap it is read at once
+                made = bucket.messages.parameters // bucket.shards  # codes rest as they are sent
+                self._look(made if bucket.code_bytes is None else arriving)
 
     def _borrow(self, number: int) -> None:
         """A buffer for the whole gradient of a bucket, unless it is in its column, or has one."""

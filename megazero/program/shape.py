@@ -5,8 +5,10 @@ All ranks of a role, that is of one stage and one tp index, have the same shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megazero.config.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,22 @@ class MessageBytes:
 
 
 @dataclass(frozen=True)
+class PartShape:
+    """A range of what a rank updates of a bucket.
+
+    tier             where its optimizer state rests. On the device it is updated there, else in host memory
+    gradient_bytes   of its gradient
+    state_bytes      of its optimizer state
+    parameter_bytes  of its parameters on the device
+    """
+
+    tier: Tier
+    gradient_bytes: int
+    state_bytes: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
 class BucketShape:
     """A bucket of a rank (`zero.layout.BucketLayout`).
 
@@ -40,7 +58,7 @@ class BucketShape:
     parameter_bytes   bytes of its whole parameter column
     gradient_bytes    bytes of its whole gradient column; 0 for frozen parameters
     trained           whether its parameters have gradients and are updated
-    gathered          whether its parameters are sharded, and so have to be gathered for each use (ZeRO-3)
+    gathered          whether its parameters are there for each use only: they are sharded (ZeRO-3), or stored as codes
     sharded_gradient  whether a rank keeps only its shard of a reduced gradient (ZeRO-2, 3)
     sharded_state     whether a rank updates only its shard. Unless `gathered`, the parameters are gathered afterwards
     shards            number of ranks that share the shards of its state
@@ -48,6 +66,9 @@ class BucketShape:
     spans_stages      whether ranks of several stages hold it: a tied embedding
     shards_span       whether these also share out its shards; else each stage has all shards, and sums them across
     sent              the bytes of its messages; None: everything travels as it is (`messages`)
+    code_bytes        bytes of the codes that the rank stores instead of its parameters; None: it stores no codes
+    parts             the ranges in which it is updated, where some of its optimizer state is not on the device; none:
+                      it is updated as a whole, on the device
     """
 
     chunk: int
@@ -62,6 +83,15 @@ class BucketShape:
     spans_stages: bool = False
     shards_span: bool = False
     sent: MessageBytes | None = None
+    code_bytes: int | None = None
+    parts: tuple[PartShape, ...] = ()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of what the rank stores of its parameter column."""
+        if self.code_bytes is not None:
+            return self.code_bytes
+        return self.parameter_bytes // (self.shards if self.gathered else 1)
 
     @property
     def messages(self) -> MessageBytes:
@@ -77,6 +107,11 @@ class BucketShape:
         return self.shards * self.across > 1
 
     @property
+    def numbers_of_parts(self) -> tuple[int, ...]:
+        """The parts in which it is updated, by number; -1 stands for the whole bucket."""
+        return tuple(range(len(self.parts))) or (-1,)
+
+    @property
     def gathered_after_update(self) -> bool:
         """Whether the ranks update different shards of parameters that each of them keeps whole (ZeRO-1, 2)."""
         return self.trained and self.sharded_state and not self.gathered and self.shards > 1
@@ -84,13 +119,14 @@ class BucketShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """A unit of a model chunk: embedding, block or head. Each field is a tuple of numbers of buckets.
+    """A unit of a model chunk: embedding, block or head. All fields but `kept` are tuples of numbers of buckets.
 
     forward    those whose parameters its forward reads
     backward   those whose parameters its backward reads
     gradients  those to whose gradients its backward adds
     at_once    of these, those to which the input's half of a split backward adds already: an embedding's table
     in_forward of these, those to which its forward adds already: a head's table
+    kept       bytes that it keeps of a micro-batch from its forward to its backward; 0 where nobody has counted them
     """
 
     forward: tuple[int, ...]
@@ -98,6 +134,7 @@ class UnitShape:
     gradients: tuple[int, ...]
     at_once: tuple[int, ...] = ()
     in_forward: tuple[int, ...] = ()
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +158,15 @@ class RankShape:
     def bytes_of(self, buckets: Iterable[int]) -> int:
         """Bytes of the whole parameters of these buckets."""
         return sum(self.buckets[number].parameter_bytes for number in buckets)
+
+    def kept_by(self, chunk: int, units: tuple[int, int] | None) -> int:
+        """Bytes that the units [first, stop) of a chunk (None: all) keep of a micro-batch until backward."""
+        return sum(unit.kept for unit in self.units[chunk][slice(*(units or (None, None)))])
+
+    def keeping(self, kept: Sequence[Sequence[int]]) -> RankShape:
+        """The same with the bytes that each unit keeps of a micro-batch, by chunk and unit."""
+        pairs = [zip(*of_chunk, strict=True) for of_chunk in zip(self.units, kept, strict=True)]
+        return replace(self, units=tuple(tuple(replace(unit, kept=n) for unit, n in of_chunk) for of_chunk in pairs))
 
 
 def without_state(units: Iterable[int]) -> RankShape:

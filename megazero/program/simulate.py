@@ -8,7 +8,7 @@ send is waited for by nobody. A collective over several stages is issued only wh
 over, as on a card that runs one at a time.
 
 Where all ranks of a group have the same list (the replicas of a role, the tp indexes of a stage), one of them stands
-for all, so its messages never wait for others.
+for all, so its messages never wait for others. Nor do copies between the device and its host: each has its lane.
 
 A channel has one sender and one receiver, and lists have no branches. So the result does not depend on the order in
 which ranks run. Tests check this with `pick`.
@@ -20,14 +20,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megazero.program.effects import Effects, Scope, Value, describe, effects
+from megazero.program.border import ON_TIME, Border
+from megazero.program.effects import Effects, effects
 from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
 from megazero.program.meetings import Meetings, Message
+from megazero.program.scope import Scope
 from megazero.program.shape import RankShape, without_state
 from megazero.program.span import Span
 from megazero.program.times import ChunkTimes
-from megazero.program.traffic import message_bytes
+from megazero.program.traffic import message_bytes, moved_bytes
+from megazero.program.values import Value, describe
 
 IN_FLIGHT = 2
 """Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
@@ -70,17 +73,20 @@ def simulate(
     times: ChunkTimes,
     shapes: Sequence[RankShape] | None = None,
     *,
+    border: Border = ON_TIME,
     pick: Callable[[list[int]], int] | None = None,
 ) -> SimulationReport:
     """Run the list of one rank of every stage to its end.
 
-    shapes: the ranks' model states; None: the lists have no instructions on it. pick: chooses the next stage among
-    those that can run. Raises ProgramError: a deadlock, with the blocked instruction of every stage; messages that do
-    not fit together; an instruction that reads what none before it has made.
+    shapes: the ranks' model states; None: the lists have no instructions on it. border: of all lists. pick: chooses the
+    next stage among those that can run.
+
+    Raises ProgramError: a deadlock, with the blocked instruction of every stage; messages that do not fit together; an
+    instruction that reads what none before it has made.
     """
     if shapes is None:
         shapes = [schedule_shape(instructions) for instructions in lists]
-    return _Simulation(lists, times, shapes).run(pick)
+    return _Simulation(lists, times, shapes, border).run(pick)
 
 
 def schedule_shape(instructions: Sequence[Instruction]) -> RankShape:
@@ -144,17 +150,24 @@ class _Rank:
 
 
 class _Simulation:
-    def __init__(self, lists: Sequence[Sequence[Instruction]], times: ChunkTimes, shapes: Sequence[RankShape]) -> None:
+    def __init__(
+        self,
+        lists: Sequence[Sequence[Instruction]],
+        times: ChunkTimes,
+        shapes: Sequence[RankShape],
+        border: Border,
+    ) -> None:
         self.times = times
         trains = any(i.ends_backward for instructions in lists for i in instructions)
         self.ranks = [
-            _Rank(number, instructions, Scope(shape, len(times.forward), trains))
+            _Rank(number, instructions, Scope(shape, len(times.forward), trains, border))
             for number, (instructions, shape) in enumerate(zip(lists, shapes, strict=True))
         ]
         for rank in self.ranks:
             rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
         self.meetings = Meetings(shapes, times.message)
         self.actions = {Lane.COMPUTE: self._compute, Lane.STAGES: self._transfer}
+        self.actions |= dict.fromkeys(LOCAL_LANES, self._move)
 
     def run(self, pick: Callable[[list[int]], int] | None) -> SimulationReport:
         able = deque(rank.number for rank in self.ranks)
@@ -220,10 +233,12 @@ class _Simulation:
             rank.clock = start + self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
             rank.spans.append(Span(i, start, rank.clock))
         elif i.op is Op.UPDATE:
-            size = sum(_updated_bytes(rank.scope.shape, bucket) for bucket in i.buckets)
+            size = sum(_updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
             rank.clock = start + self.times.update * size
             if rank.clock > start:
                 rank.spans.append(Span(i, start, rank.clock))
+        else:
+            rank.clock = start  # what is freed is waited for
         self._write(rank, does, rank.clock)
 
     def _transfer(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
@@ -251,6 +266,15 @@ class _Simulation:
         if i.op is Op.REDUCE and any(shape.buckets[bucket].sharded_gradient for bucket in i.buckets):
             self._limit(rank, message)
         return None
+
+    def _move(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
+        """Work on a lane that the rank has for itself: it waits for what it reads and for the lane, nobody for it."""
+        before = rank.lanes.get(i.lane)
+        start = max(start, 0.0 if before is None or before.end is None else before.end)
+        end = start + self.times.per_byte.get(i.lane, 0.0) * moved_bytes(i, rank.scope.shape)
+        rank.lanes[i.lane] = message = Message("", end)
+        rank.messages.append(Span(i, start, end))
+        self._write(rank, does, message)
 
     def _limit(self, rank: _Rank, launched: Message) -> None:
         """The rank waits for the oldest reduction where too many have buffers of their own."""
@@ -280,6 +304,8 @@ def _by_end(span: Span) -> tuple[float, float, str]:
     return span.end, span.start, str(span.instruction)
 
 
-def _updated_bytes(shape: RankShape, number: int) -> float:
+def _updated_bytes(shape: RankShape, number: int, part: int) -> float:
     bucket = shape.buckets[number]
+    if part >= 0:
+        return bucket.parts[part].gradient_bytes
     return bucket.gradient_bytes / (bucket.shards if bucket.sharded_state else 1)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megazero.program.border import LATE, ON_TIME, SETTLING, Border
 from megazero.program.checker import check_list
-from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
-from megazero.program.passes.cut import cut, every_pass, first_passes
-from megazero.program.passes.gathers import place_gathers, two_units
+from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
+from megazero.program.passes.gathers import one_unit, place_gathers, two_units
+from megazero.program.passes.late import place_late_updates
+from megazero.program.passes.leaving import place_leaving
 from megazero.program.passes.reductions import place_reductions, reducing_passes
-from megazero.program.passes.updates import place_across, place_updates
+from megazero.program.passes.updates import place_across, place_norm, place_updates, updates_of
+from megazero.program.passes.vertical import Groups, VerticalOrder, turn
+from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
 
 
@@ -19,36 +23,89 @@ from megazero.program.shape import RankShape
 class StepOptions:
     """How the passes place instructions.
 
-    reduce_every    reduce gradients in every backward; else in the last one of each chunk
+    reduce_every    reduce gradients in every backward (or group of them); else in the last one of each chunk
     overlap         cut computations by unit where gradients or parameters travel meanwhile
-    gathered_bytes  budget of gathered parameters; None: two units
+    gathered_bytes  budget of gathered parameters; None: two units, or one where nothing travels
     regather        when parameters are gathered again: one of `passes.gathers.REGATHER`
+    late            make the updates of a step in the next one
+    vertical        take groups of micro-batches through each unit together; None: horizontal order
+    leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
     """
 
     reduce_every: bool = False
     overlap: bool = True
     gathered_bytes: int | None = None
     regather: str = "micro-batch"
+    late: bool = False
+    vertical: VerticalOrder | None = None
+    leaving: float = 0.0
+
+    def groups(self, micro_batches: int) -> Groups | None:
+        """The groups of a step's micro-batches; None in horizontal order."""
+        return None if self.vertical is None else self.vertical.groups(micro_batches)
+
+    @property
+    def border(self) -> Border:
+        """That of a step which follows another."""
+        return LATE if self.late else ON_TIME
+
+    def border_of(self, *, owed: bool) -> Border:
+        """That of a step. owed: whether it makes the updates of the step before."""
+        assert self.late or not owed, "a step on time leaves no updates to the next"
+        return Border(owed, self.late)
 
 
-def training_step(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> tuple[Instruction, ...]:
-    """The list of a training step. schedule: computations and transfers of the rank.
+def training_step(
+    schedule: Sequence[Instruction],
+    shape: RankShape,
+    options: StepOptions,
+    *,
+    groups: Groups | None = None,
+    owed: bool | None = None,
+) -> tuple[Instruction, ...]:
+    """The list of a training step.
+
+    schedule  computations and transfers of the rank
+    groups    in vertical order: the micro-batches of each group that the schedule numbers
+    owed      whether it makes the updates of the step before; default: with late updates
 
     Raises BudgetError where the budget does not hold the parameters of one computation.
     """
-    cuts = set(_cut_forward(schedule, shape, options))
-    if options.overlap and any(shape.buckets[number].travels for number in shape.trained):
-        cuts |= reducing_passes(schedule, every=options.reduce_every)
-    listed = place_reductions(cut(schedule, shape, cuts), shape, every=options.reduce_every)
-    return _with_gathers(place_updates(place_across(listed, shape), shape), shape, options)
+    listed = cut(schedule, shape, _cuts(schedule, shape, options)) if groups is None else turn(schedule, shape, groups)
+    listed = place_across(place_reductions(listed, shape, every=options.reduce_every, groups=groups), shape)
+    if not options.late:
+        listed = _with_gathers(place_updates(listed, shape), shape, options)
+    else:
+        listed = _with_gathers(place_norm(listed, shape), shape, options)
+        listed = listed if owed is False else place_late_updates(listed, shape)
+    return place_leaving(listed, shape, options.leaving) if options.leaving else listed
 
 
-def evaluation_step(forwards: Sequence[Instruction], shape: RankShape, options: StepOptions) -> tuple[Instruction, ...]:
-    """The list of an evaluation. forwards: forward passes and their transfers."""
+def settling_list(shape: RankShape) -> tuple[Instruction, ...]:
+    """The list of the updates alone that a step has left, and of the gathers that follow them."""
+    return updates_of(shape.trained, shape)
+
+
+def evaluation_step(
+    forwards: Sequence[Instruction], shape: RankShape, options: StepOptions, *, groups: Groups | None = None
+) -> tuple[Instruction, ...]:
+    """The list of an evaluation. forwards: forward passes and their transfers. groups: as in `training_step`."""
+    if groups is not None:
+        return _with_gathers(turn(forwards, shape, groups), shape, options)
     return _with_gathers(cut(forwards, shape, _cut_forward(forwards, shape, options)), shape, options)
 
 
-def _cut_forward(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[tuple[int, int]]:
+def _cuts(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[Pass]:
+    """The passes of a training step that are cut: where something is gathered or reduced meanwhile, or leaves."""
+    if options.leaving:
+        return every_pass(schedule)
+    cuts = _cut_forward(schedule, shape, options)
+    if options.overlap and any(shape.buckets[number].travels for number in shape.trained):
+        cuts |= reducing_passes(schedule, every=options.reduce_every)
+    return cuts
+
+
+def _cut_forward(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[Pass]:
     """The passes whose forward is cut: all where parameters are gathered for each use; the first one of a chunk where
     they may still be on their way after the update.
     """
@@ -63,18 +120,26 @@ def _with_gathers(
 ) -> tuple[Instruction, ...]:
     if not any(bucket.gathered for bucket in shape.buckets):
         return tuple(instructions)
-    return place_gathers(instructions, shape, gathered_budget(instructions, shape, options), options.regather)
+    budget = gathered_budget(instructions, shape, options)
+    return place_gathers(instructions, shape, budget, options.regather, by_row=options.vertical is not None)
 
 
 def gathered_budget(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> int:
-    """The budget of gathered parameters of a list, with or without its gathers."""
-    return two_units(instructions, shape) if options.gathered_bytes is None else options.gathered_bytes
+    """The budget of gathered parameters of a list, with or without its gathers.
+
+    A second unit is there to travel beside the computation of the first. Codes of this rank alone do not travel.
+    """
+    if options.gathered_bytes is not None:
+        return options.gathered_bytes
+    travel = any(bucket.gathered and bucket.shards > 1 for bucket in shape.buckets)
+    return two_units(instructions, shape) if travel else one_unit(instructions, shape)
 
 
 class Lists:
     """The lists of one rank by number of micro-batches. Each is made once, and checked (`program.checker`).
 
-    schedule_of   from a number of micro-batches to computations and transfers of a training step
+    schedule_of   from a number of micro-batches to computations and transfers of a training step; in vertical order
+                  those of groups
     forwards_of   the same for an evaluation
     shape         the rank's model state; for a model without a model state `shape.without_state`
     model_chunks  number of chunks of the whole model
@@ -89,25 +154,48 @@ class Lists:
         model_chunks: int,
     ) -> None:
         self.shape, self.options, self.model_chunks = shape, options, model_chunks
-        self._make = {
-            True: lambda m: training_step(schedule_of(m), shape, options),
-            False: lambda m: evaluation_step(forwards_of(m), shape, options),
-        }
-        self._made: dict[tuple[bool, int], tuple[Instruction, ...]] = {}
+        self._schedule_of, self._forwards_of = schedule_of, forwards_of
+        self._made: dict[tuple[str, int], tuple[Instruction, ...]] = {}
 
-    def training(self, micro_batches: int) -> tuple[Instruction, ...]:
-        """The list of a training step."""
-        return self._list(True, micro_batches)
+    def training(self, micro_batches: int, *, owed: bool = False) -> tuple[Instruction, ...]:
+        """The list of a training step. owed: whether it makes the updates that the step before has left."""
+        border = self.options.border_of(owed=owed)
+        name = "training, updates owed" if owed else "training"
+        return self._list(
+            name,
+            micro_batches,
+            lambda: training_step(
+                self._schedule_of(micro_batches),
+                self.shape,
+                self.options,
+                groups=self.options.groups(micro_batches),
+                owed=owed,
+            ),
+            Scope(self.shape, self.model_chunks, border=border),
+        )
 
     def evaluation(self, micro_batches: int) -> tuple[Instruction, ...]:
         """The list of an evaluation."""
-        return self._list(False, micro_batches)
+        return self._list(
+            "evaluation",
+            micro_batches,
+            lambda: evaluation_step(
+                self._forwards_of(micro_batches), self.shape, self.options, groups=self.options.groups(micro_batches)
+            ),
+            Scope(self.shape, self.model_chunks, trains=False),
+        )
 
-    def _list(self, trains: bool, micro_batches: int) -> tuple[Instruction, ...]:
-        key = trains, micro_batches
+    def settling(self) -> tuple[Instruction, ...]:
+        """The list of the updates alone that a step has left."""
+        scope = Scope(self.shape, self.model_chunks, trains=False, border=SETTLING)
+        return self._list("settling", 0, lambda: settling_list(self.shape), scope)
+
+    def _list(
+        self, name: str, micro_batches: int, make: Callable[[], tuple[Instruction, ...]], scope: Scope
+    ) -> tuple[Instruction, ...]:
+        key = name, micro_batches
         if key not in self._made:
-            made = self._make[trains](micro_batches)
-            scope = Scope(self.shape, self.model_chunks, trains)
+            made = make()
             check_list(made, scope, micro_batches, budget=gathered_budget(made, self.shape, self.options))
             self._made[key] = made
         return self._made[key]

@@ -48,7 +48,8 @@ class StepBytes:
 
     hidden     of the hidden states between two units of one micro-batch, and of a message between stages
     units      by the rank's own number of a chunk and by unit
-    optimizer  of all optimizer columns: master weights and moments
+    optimizer  of all optimizer columns on the device: master weights and moments
+    host       of what is not there, in host memory, where that is the device's own: on a CPU
     feedback   of what error feedback keeps of gradients
     logits     of a block of logits that is kept from step to step, as on a CPU
     in_flight  number of reductions with a buffer of their own that are on their way at a time; 0 without overlap
@@ -58,6 +59,7 @@ class StepBytes:
     hidden: int
     units: tuple[tuple[UnitMemory, ...], ...]
     optimizer: int = 0
+    host: int = 0
     feedback: int = 0
     logits: int = 0
     in_flight: int = IN_FLIGHT

@@ -17,7 +17,8 @@ class ChunkTimes:
     message   of one message between stages
     weight    of each model chunk: the weights' part of `backward`; None: half of it
     units     of each model chunk: the relative times of its units; None: all the same
-    per_byte  of a message on another lane: the time for each byte that a rank sends; 0 for lanes that are not named
+    per_byte  of a message on another lane: the time for each byte that a rank sends, or moves on a lane of its own; 0
+              for lanes that are not named
     latency   of each such message, in addition
     update    of an update, for each byte of gradients that the rank updates
     """

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config.schema.trainer import TRACE_SUFFIXES
-from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction
 from megazero.program.memory import MemoryColumn, Sample, UnitKey
 from megazero.program.memory_picture import html, svg
 from megazero.program.memory_walk import peak, samples, spare_buffers
+from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes
 
 KIND = "megazero memory trace"
@@ -91,7 +91,7 @@ def write(found: Sequence[MemoryTrace], path: Path) -> tuple[Path, ...]:
 def as_json(found: Sequence[MemoryTrace]) -> str:
     """The traces as JSON, a line for each instruction. Sizes are in bytes.
 
-    columns        by column, without those that are 0; their sum is `bytes`
+    columns        by column, without those that are 0; their sum without host memory is `bytes`
     micro_batches  by micro-batch, without those that are 0: activations and hidden states
     units          in the order of the rank's "units": activations, and what there is of a unit's buckets. A bucket
                    counts for the first unit that reads it

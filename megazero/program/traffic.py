@@ -1,11 +1,11 @@
-"""Bytes of the messages on model state, by the convention of the ZeRO papers."""
+"""Bytes of the messages on model state, by the convention of the ZeRO papers, and of copies to and from the host."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
 from megazero.program.shape import RankShape
 
 
@@ -26,14 +26,26 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
     return total
 
 
+def moved_bytes(i: Instruction, shape: RankShape) -> int:
+    """Bytes that an instruction on a lane of the rank's own moves; of an update in host memory its gradient's."""
+    if i.op in (Op.LEAVE, Op.RETURN):
+        return shape.kept_by(i.chunk, i.units)
+    part = shape.buckets[i.buckets[0]].parts[i.part]
+    if i.op is Op.COPY_PARAMETERS:
+        return part.parameter_bytes
+    return part.state_bytes if i.op in (Op.READ_STATE, Op.WRITE_STATE) else part.gradient_bytes
+
+
 def traffic(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
-    """Bytes of a rank's messages on model state in one step, by lane.
+    """Bytes of a rank's messages on model state, and of its moves on lanes of its own, in one step, by lane.
 
     Under ZeRO-0 the ranks that share the shards gather a gradient that was summed across, because each updates all.
     """
     sent: Counter[Lane] = Counter()
     for i in instructions:
-        if i.buckets:
+        if i.lane in LOCAL_LANES:
+            sent[i.lane] += moved_bytes(i, shape)
+        elif i.buckets:
             sent[i.lane] += message_bytes(i, shape)
         if i.op is Op.REDUCE_ACROSS:
             buckets = [shape.buckets[number] for number in i.buckets]

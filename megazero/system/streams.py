@@ -78,6 +78,53 @@ class SideStreamCopies:
         return take
 
 
+class WaitedCopies:
+    """Copies between host memory and a device on a stream of their own. A thread of the host waits for each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def behind_now(self) -> Callable[[Tensor, Tensor], None]:
+        """A function (to, from) for any thread: it copies behind what the current stream was given before this call,
+        and returns when the copy is made.
+        """
+        stream = self._stream
+        if stream is None:
+            return _copy
+        given = torch.cuda.current_stream(self._device).record_event()
+
+        def copy(to: Tensor, source: Tensor) -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(given)
+                to.copy_(source, non_blocking=True)
+                made = stream.record_event()
+            made.synchronize()
+
+        return copy
+
+
+class SideStream:
+    """A stream of a CUDA device for copies in one direction, beside the stream that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Start copies (to, from) behind what the current stream was given before, and behind earlier ones.
+
+        Returns a function that makes the current stream wait for them; the host never waits. The tensors on the device
+        must belong to that stream. Then neither end may be freed or changed before that function is called, and both
+        may be afterwards.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+            over = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(over)
+
+
 class HostCopies:
     """Copies of a device's tensors in host memory, which is kept and reused by the next copies.
 
@@ -89,17 +136,15 @@ class HostCopies:
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, tensors: Sequence[Tensor]) -> int:
-        """Allocate the memory for copies of these tensors, with all its pages; return its size in bytes.
+    def reserve(self, sizes: Sequence[int]) -> int:
+        """Allocate the memory for copies of tensors of so many bytes, with all its pages; return its size in bytes.
 
         Raises RuntimeError where it cannot be pinned.
         """
-        needed = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        needed = sum(map(_aligned, sizes))
         if self._memory.numel() < needed:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
-            self._memory = torch.empty(needed, dtype=torch.uint8).zero_()
-            if self._device.type == "cuda":
-                _pin(self._memory)
+            self._memory = host_tensor(needed, torch.uint8, self._device, "--async-save")
         return needed
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -107,7 +152,7 @@ class HostCopies:
 
         Returns when the copies are complete; then the tensors may change.
         """
-        self.reserve(tensors)
+        self.reserve([tensor.nbytes for tensor in tensors])
         copies, offset = [], 0
         for tensor in tensors:
             copy = self._memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -118,19 +163,32 @@ class HostCopies:
         return copies
 
 
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source)
+
+
+def host_tensor(numel: int, dtype: torch.dtype, device: torch.device, flag: str) -> Tensor:
+    """Host memory with all its pages, zeros [numel]. For a GPU it is pinned. Raises RuntimeError where it cannot be.
+
+    flag: what needs it, for the error.
+    """
+    memory = torch.empty(numel, dtype=dtype).zero_()
+    if device.type == "cuda" and numel:
+        pin(memory, flag)
+    return memory
+
+
 def _aligned(count: int) -> int:
     """Bytes rounded up to whole cache lines of 64 bytes, so that the next copy is aligned for any dtype."""
     return -(-count // 64) * 64
 
 
-def _pin(memory: Tensor) -> None:
-    """Pin the memory for CUDA until it is freed. Raises RuntimeError."""
+def pin(memory: Tensor, flag: str) -> None:
+    """Pin the memory for CUDA until it is freed. Raises RuntimeError, which names the flag that needs it."""
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     status = int(runtime.cudaHostRegister(address, memory.nbytes, 1))  # 1: for every context of the process
     if status != 0:
-        raise RuntimeError(
-            f"{memory.nbytes:,} bytes of host memory for --async-save cannot be pinned: CUDA's error {status}"
-        )
+        raise RuntimeError(f"{memory.nbytes:,} bytes of host memory for {flag} cannot be pinned: CUDA's error {status}")
     weakref.finalize(memory, lambda: runtime.cudaHostUnregister(address))
 
 

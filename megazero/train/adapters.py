@@ -14,10 +14,9 @@ from megazero.config.source import ConfigError
 from megazero.convert.lora.peft import names_for, write_adapters
 from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source
-from megazero.convert.source import ConversionError
-from megazero.convert.stages import copy_box
+from megazero.convert.source import ConversionError, Source
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.parameter import spec_of
+from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.train.init_from import open_on_all_ranks
 from megazero.zero.frozen import FrozenParameters
 
@@ -27,6 +26,8 @@ PEFT = "peft"
 
 def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
     """The run with `init_from` set to the absolute path of the base checkpoint of its adapters.
+
+    Where its matrices are encoded, `lora_base_qkv` is set too: as in the checkpoint of --load, or as the base has them.
 
     The base is --init-from, or else the base that the checkpoint of --load records. If --init-from is the folder of
     checkpoints that holds the recorded one, the recorded one stays the base, even if a newer one exists now. Raises
@@ -46,7 +47,7 @@ def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
         path = Path(recorded)
     try:
         with open_source(path) as source:
-            itself = source.path
+            itself, three = source.path, source.separates_qkv
     except (ConversionError, OSError) as error:
         raise ConfigError(
             [f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]
@@ -59,7 +60,11 @@ def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
                 "folder"
             ]
         )
-    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)))
+    lora = run.lora
+    if lora.lora_base_bits is not None and lora.lora_base_qkv is None:
+        before = None if found is None else found.run.get("lora", {}).get("lora_base_qkv")
+        lora = replace(lora, lora_base_qkv=before or ("three" if three else "one"))
+    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)), lora=lora)
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:
@@ -97,11 +102,19 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
     try:
         with opened as source:
             name = source.format
-            absent = [wanted for wanted in frozen.by_name if wanted not in source.entries]
-            if absent:
-                raise ConversionError(f"{source.path} does not fit the model: it has no {', '.join(absent[:20])}")
-            frozen.fill(lambda p: copy_box(p.data, spec_of(p), source.read(spec_of(p).name)))
+            problems = [problem for p in frozen.by_name.values() if (problem := _misfit(source, spec_of(p)))]
+            if problems:
+                raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems[:20])}")
+            frozen.fill(lambda spec: source.read(spec.name))
     except Exception as error:
         failure = error
     raise_on_all_ranks(grid.world, grid.device, failure)
     return name
+
+
+def _misfit(source: Source, spec: ParameterSpec) -> str | None:
+    """A sentence if the source does not have this parameter."""
+    entry = source.entries.get(spec.name)
+    if entry is None:
+        return f"it has no {spec.name}"
+    return None if entry.shape == spec.shape else f"{spec.name} is {list(entry.shape)}, not {list(spec.shape)}"

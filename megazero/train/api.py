@@ -18,7 +18,6 @@ from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
 from megazero.launch import World, world_of
-from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.arguments import Arguments
@@ -80,7 +79,13 @@ class Training:
         early, every rank must leave it after the same step; if one rank alone decides, it calls `stop` instead. A step
         is a collective, so every rank has to take it.
         """
-        for step in self._running().trainer.steps():
+        job = self._running()
+        steps = job.trainer.steps()
+        while True:
+            with job.disks.counted():  # not the program's own time
+                step = next(steps, None)
+            if step is None:
+                return
             self._last = step
             yield step
 
@@ -120,11 +125,10 @@ class Training:
         return self._job
 
     def release(self) -> None:
-        """Stop the loaders' threads, release captured graphs, and drop the reference to the job."""
+        """Stop the loaders' threads, close the job (`Job.close`), and drop the reference to it."""
         if self._job is not None:
             self._job.trainer.batches.close()
-            if isinstance(self._job.trainer.engine, GraphedEngine):
-                self._job.trainer.engine.release()
+            self._job.close()
         self._job = None
 
 
@@ -238,7 +242,8 @@ def _prepared(given: Given, arguments: Arguments, meeting: Rendezvous) -> tuple[
     if problems:
         raise ConfigError(problems)
     with _fields_for_flags():
-        prepared = prepare(parsed.run, here.world_size, to_stderr if here.local_rank == 0 else silent, own)
+        report = to_stderr if here.local_rank == 0 else silent
+        prepared = prepare(parsed.run, here.world_size, report, own, here.ranks_here)
         return parsed, prepared, world_of(prepared.run.parallel, here)
 
 

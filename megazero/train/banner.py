@@ -25,9 +25,8 @@ from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.parameter import StateGroup
-from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
+from megazero.pipeline.build import attention_support, attention_workload, compiled_ops, step_options
 from megazero.pipeline.graphs import replayed
-from megazero.pipeline.schedule import make_schedule
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
 from megazero.plan.recompute import activation_peaks, gathered_inputs, recompute_choice
@@ -38,6 +37,8 @@ from megazero.system import allocator, threads
 from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
+from megazero.train import text_blocks as blocks
+from megazero.train.banner_leaving import leaving_sentences
 from megazero.train.banner_zero import zero_lines
 from megazero.train.bodies import bodies_of
 
@@ -64,16 +65,16 @@ def banner(
     axes, zero = grid.axes, parts.zero(run.parallel.zero_stage, grid.axes)
     sections = [
         (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
-        ("Model", parts.pairs(_model(run))),
+        ("Model", blocks.pairs(_model(run))),
         (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
-        ("Schedule", parts.pairs([*schedule_lines(steps), *_communication(run, grid)])),
-        ("Run", parts.pairs([*_training(run, text), ("start", start)])),
+        ("Schedule", blocks.pairs([*schedule_lines(steps), *_communication(run, grid)])),
+        ("Run", blocks.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
         ("Other than the defaults", _departures(run, _of_a_program(run) if said is None else said)),
-        ("Worth knowing", parts.bullets(notes)),
+        ("Worth knowing", blocks.bullets(notes)),
     ]
-    return parts.sections(sections)
+    return blocks.sections(sections)
 
 
 def _ops(run: Run, device: torch.device) -> str:
@@ -84,7 +85,7 @@ def _ops(run: Run, device: torch.device) -> str:
         lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))
     if run.parallel.compile and not ops:
         lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
-    return f"{parts.fused_ops_table(bodies)}\n{parts.pairs(lines)}"
+    return f"{parts.fused_ops_table(bodies)}\n{blocks.pairs(lines)}"
 
 
 def _model(run: Run) -> list[tuple[str, str]]:
@@ -134,19 +135,24 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
 
 
 def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
-    """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute and CUDA graphs."""
+    """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute, CUDA graphs, and
+    activations that leave.
+    """
     run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
-    report = simulate(make_schedule(name, axes.pp, micro_batches, virtual), chunk_times(run))
-    live = max(report.peak_activations)
-    lines = [("pipeline", parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live))]
+    lists, shapes = steps.schedule()
+    report = simulate(lists, chunk_times(run), shapes)
+    live, groups = max(report.peak_activations), step_options(run).groups(micro_batches)
+    words = parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live)
+    lines = [("pipeline", words if groups is None else parts.vertical_sentence(words, [*map(len, groups)], axes.pp))]
     graphs = (
         parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches)
         if run.parallel.cuda_graphs
         else ""
     )
     lines += [("cuda graphs", graphs)] * bool(graphs)
-    return lines + zero_lines(steps) + [("recompute", words) for words in _recompute(run, axes)]
+    lines += zero_lines(steps) + [("recompute", words) for words in _recompute(run, axes)]
+    return lines + [("activations", words) for words in leaving_sentences(steps)]
 
 
 def _recompute(run: Run, axes: Axes) -> list[str]:
@@ -210,7 +216,7 @@ def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
     everything = (
         f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
     )
-    return parts.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
+    return blocks.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
 
 
 def _word(value: object) -> str:

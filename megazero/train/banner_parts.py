@@ -12,68 +12,15 @@ from megazero.mpu.axes import Axes
 from megazero.plan.bytes import StageBytes
 from megazero.plan.traffic import Traffic
 from megazero.telemetry.units import count, size
+from megazero.train.text_blocks import WIDTH, pairs, table
 
-WIDTH = 100
 _MOST_ROWS = 8
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table with a rule under its headings. The first `left` columns are left-aligned, the others right-aligned."""
-    widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
-
-    def show(cells: Sequence[str]) -> str:
-        return "  ".join(
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-
-    return "\n".join([show(headings), "  ".join("-" * w for w in widths), *(show(row) for row in rows)])
-
-
-def pairs(entries: Sequence[tuple[str, str]], width: int = WIDTH - 2) -> str:
-    """Lines of `name  value` with the values aligned. A long value is wrapped within its column."""
-    indent = max((len(name) for name, _ in entries), default=0) + 2
-    lines = []
-    for name, value in entries:
-        parts = [part for line in value.splitlines() or [""] for part in _wrap(line, width - indent)]
-        lines.append(name.ljust(indent) + parts[0])
-        lines.extend(" " * indent + part for part in parts[1:])
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def bullets(lines: Sequence[str], width: int = WIDTH - 2) -> str:
-    """Sentences as a list with dashes. A long sentence is wrapped within its item."""
-    return "\n".join(
-        f"{'- ' if i == 0 else '  '}{part}" for line in lines for i, part in enumerate(_wrap(line, width - 2))
-    )
 
 
 def ranks(tp: int, pp: int, dp: int) -> str:
     """`4 ranks, tp 2 x pp 2 x dp 1`."""
     number = tp * pp * dp
     return f"{number} rank{'' if number == 1 else 's'}, tp {tp} x pp {pp} x dp {dp}"
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Break a long line at spaces. A word that is longer than the width stays whole, so that a path can be copied."""
-    if len(text) <= width:
-        return [text]
-    lines: list[str] = []
-    for word in text.split(" "):
-        if lines and len(lines[-1]) + 1 + len(word) <= width:
-            lines[-1] += " " + word
-        else:
-            lines.append(word)
-    return lines or [""]
-
-
-def sections(parts: Sequence[tuple[str, str]]) -> str:
-    """The banner: each part under its title, without the empty parts."""
-    shown = [(title, body) for title, body in parts if body]
-    lines = [
-        [title, *("  " + part for line in body.splitlines() for part in _wrap(line, WIDTH - 2))]
-        for title, body in shown
-    ]
-    return "\n\n".join("\n".join(line.rstrip() for line in block) for block in lines)
 
 
 def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2) -> str:
@@ -141,16 +88,24 @@ def _frame(
 
 
 def stage_table(stages: Sequence[StageBytes]) -> str:
-    """Parameters and bytes of one rank of each stage; consecutive equal stages share a line."""
-    rows = []
+    """Parameters and bytes of one rank of each stage; consecutive equal stages share a line. Where something leaves the
+    device, the first table tells of the device and a second one of the rest.
+    """
+    rows, elsewhere = [], []
     for entry, members in groupby(enumerate(stages), key=lambda pair: pair[1]):
         numbers = [number for number, _ in members]
         name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         amounts = (entry.weights, entry.gradients, entry.optimizer, entry.total)
         words = stage_contents(entry.blocks, embedding=entry.embedding, head=entry.head, chunks=entry.chunks)
         rows.append([name, words, count(entry.parameters), *map(size, amounts)])
-    headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "total"]
-    return table(headings, rows, left=2)
+        off = entry.elsewhere
+        elsewhere.append([name, *map(size, (off.host, off.slots + off.buffers, off.memory, off.files))])
+    leaves = any(entry.elsewhere.parts for entry in stages)
+    headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "device" if leaves else "total"]
+    tables = [table(headings, rows, left=2)]
+    if leaves:
+        tables.append(table(["stage", "host: optimizer", "on its way", "host memory", "disks"], elsewhere))
+    return "\n\n".join(tables)
 
 
 def stage_contents(blocks: int, *, embedding: bool, head: bool, chunks: int = 1) -> str:
@@ -170,6 +125,14 @@ def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages
         f"{name}{chunks}: {micro_batches} micro-batches over {stages} stages, bubble {100 * bubble:.1f}% of the step, "
         f"at most {live} micro-batch activations alive on a rank"
     )
+
+
+def vertical_sentence(words: str, groups: Sequence[int], stages: int) -> str:
+    """The sentence on a schedule (`words`) whose micro-batches pass layers in groups of these sizes."""
+    together = f"all {groups[0]} micro-batches" if len(groups) == 1 else f"{len(groups)} groups of {groups[0]} at most"
+    less = "; --vertical-group-size leaves less of it" * (len(groups) == 1)
+    pipeline = "one stage, no bubble" if stages == 1 else words + less
+    return f"{pipeline}. Vertical order: {together} pass a layer before the next one, forward and backward"
 
 
 def zero(zero_stage: int, axes: Axes) -> str:
@@ -217,11 +180,14 @@ def buffers_sentence(most: int, stage: int, stages: int) -> str:
 _AGAIN = {"full": "whole", "selective": "attention cores"}
 
 
-def traffic_sentence(zero_stage: int, micro_batches: int, factor: float, *, breadth_first: bool) -> str:
+def traffic_sentence(
+    zero_stage: int, micro_batches: int, factor: float, *, breadth_first: bool, what: str = "micro-batches"
+) -> str:
     """The extra traffic of ZeRO-2 in a sentence; empty if there is none.
 
-    factor: its data-parallel bytes over those of ZeRO-1. breadth_first: gpipe with virtual stages runs the
-    micro-batches of a chunk one after the other, so the chunk is reduced once.
+    micro_batches: of a step, or groups of them that are reduced together; what: which of the two. factor: its
+    data-parallel bytes over those of ZeRO-1. breadth_first: gpipe with virtual stages runs the micro-batches of a chunk
+    one after the other, so the chunk is reduced once.
     """
     if zero_stage != 2 or micro_batches == 1:
         return ""
@@ -232,10 +198,11 @@ def traffic_sentence(zero_stage: int, micro_batches: int, factor: float, *, brea
         )
     if factor == 1:
         return ""
+    once = "--micro-batch-order vertical reduces" if what == "micro-batches" else "one group is reduced"
     return (
-        f"gradients are reduced at each of the {micro_batches} micro-batches, so that only the own shard is kept: "
+        f"gradients are reduced at each of the {micro_batches} {what}, so that only the own shard is kept: "
         f"{factor:.2f} times "
-        f"the data-parallel traffic of --zero-stage 1 (gpipe with --virtual-stages reduces once)"
+        f"the data-parallel traffic of --zero-stage 1 ({once} once)"
     )
 
 
@@ -267,6 +234,21 @@ def gathers_sentence(stage: int, stages: int, regather: str, budget: int, step: 
     elif regather == "step":
         beside = f", {step / least:.2f} times the least possible under this budget"
     return f"gathered {when}: {where} gathers {size(step)} a step{beside}, and holds {size(budget)} at most"
+
+
+def late_sentence(stages: int) -> str:
+    """When weights are updated with --late-update, in a sentence."""
+    when = "late: a unit is updated in the next step, just before its first forward"
+    meanwhile = "; a stage that waits for its first hidden states updates meanwhile" * (stages > 1)
+    return f"{when}{meanwhile}. Evaluations and saves update first"
+
+
+def base_sentence(bits: int, each: float, budget: int) -> str:
+    """How the frozen matrices of adapters are stored, in a sentence. each: bytes of an element. budget: see above."""
+    return (
+        f"matrices of the blocks are codes of {bits} bits, {each:.3f} bytes an element with their scales, and are "
+        f"decoded for each use: a rank holds {size(budget)} of gathered and decoded parameters at most"
+    )
 
 
 def graphs_sentence(replayed: int, micro_batches: int) -> str:

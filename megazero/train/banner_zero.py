@@ -1,36 +1,49 @@
-"""The banner's lines about model state under ZeRO: what travels in a step, what is gathered, which buffers exist."""
+"""The banner's lines about model state: what travels in a step, when it is updated, what is gathered, which buffers
+exist.
+"""
 
 from __future__ import annotations
 
+from fused_ops import coded
 from fused_ops.quantise import bytes_each
 from megazero.config.derive import pipeline_schedule
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
+from megazero.pipeline.build import step_options
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.gathered import gathered_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import spare_bytes
 from megazero.plan.traffic import Traffic, state_traffic
 from megazero.train import banner_parts as parts
+from megazero.train.banner_offload import offload_lines
 from megazero.zero.messages import BITS
 
 
 def zero_lines(steps: StageLists) -> list[tuple[str, str]]:
-    """(name, text) of the traffic of gradients, hybrid shards and quantised messages, of gathers, and of buffers."""
-    run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
+    """(name, text) of the traffic of gradients, hybrid shards and quantised messages, of late updates, of what leaves
+    the device, of gathers, and of buffers.
+    """
+    run, axes = steps.run, steps.axes
+    groups = step_options(run).groups(steps.micro_batches)
+    micro_batches = steps.micro_batches if groups is None else len(groups)  # a group is gathered and reduced as one
     traffic, of_zero_1 = (_traffic(run, axes, micro_batches, stage) for stage in (run.parallel.zero_stage, 1))
     gradients = parts.traffic_sentence(
         run.parallel.zero_stage,
         micro_batches if axes.dp > 1 else 1,
         traffic.total / (of_zero_1.total or 1.0),
         breadth_first=is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages),
+        what="micro-batches" if groups is None else "groups of micro-batches",
     )
     messages = _messages(run, axes) if axes.dp * axes.cp > 1 else ""
     return (
         [("gradients", gradients)] * bool(gradients)
         + [("hybrid shards", parts.sets_sentence(run.parallel.zero_stage, traffic))] * axes.is_hybrid
         + [("messages", messages)] * bool(messages)
+        + [("updates", parts.late_sentence(steps.axes.pp))] * run.parallel.late_update
+        + offload_lines(steps)
+        + [("base", sentence) for sentence in _base(steps)]
         + [("parameters", sentence) for sentence in _gathers(steps)]
         + [("buffers", sentence) for sentence in _buffers(steps)]
     )
@@ -65,10 +78,19 @@ def _messages(run: Run, axes: Axes) -> str:
     )
 
 
+def _base(steps: StageLists) -> list[str]:
+    """A sentence on a base that is stored as codes."""
+    bits = steps.run.lora.lora_base_bits
+    if bits is None or steps.run.model.vocab_size is None:
+        return []
+    budget = max(steps.of(stage).budget for stage in range(steps.axes.pp))
+    return [parts.base_sentence(bits, coded.bytes_each(bits), budget)]
+
+
 def _gathers(steps: StageLists) -> list[str]:
-    """Sentences on what the first and the last stage gather under ZeRO-3."""
+    """Sentences on what the first and the last stage gather under ZeRO-3. Of codes the least possible is not known."""
     run, pp = steps.run, steps.axes.pp
-    if run.parallel.zero_stage != 3 or run.model.vocab_size is None:
+    if run.parallel.zero_stage != 3 or run.model.vocab_size is None or run.lora.lora_base_bits is not None:
         return []
     found = [gathered_bytes(steps, stage) for stage in sorted({0, pp - 1})]
     return [

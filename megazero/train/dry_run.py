@@ -14,6 +14,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
+from megazero.train import text_blocks as blocks
 from megazero.train.banner import schedule_lines
 from megazero.train.memory_trace import trace_of_plan
 from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
@@ -42,7 +43,7 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
     if parsed.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
     else:
-        present = check_paths(run, ranks)
+        present = check_paths(run, ranks, here=range(ranks if parsed.command.world_size is None else 0))
         run, problems = present.run, [*problems, *present.problems]
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
@@ -76,10 +77,10 @@ def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
     if traced is not None and kind == "cuda" and not devices.cuda_available():
         left.append(f"--memory-trace: no card is here to try the bodies of attention; {ASSUMED} was assumed")
     sections = [
-        (head, parts.pairs(schedule_lines(steps))),
+        (head, blocks.pairs(schedule_lines(steps))),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
         ("Memory of a step", traced or ""),
-        ("Worth knowing", parts.bullets(notes)),
-        ("Not checked", parts.bullets(left)),
+        ("Worth knowing", blocks.bullets(notes)),
+        ("Not checked", blocks.bullets(left)),
     ]
-    return parts.sections(sections)
+    return blocks.sections(sections)

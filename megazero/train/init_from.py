@@ -7,7 +7,9 @@ start anew.
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.format import range_of
+from megazero.checkpoint.manager import CheckpointedState
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
 from megazero.config.shape import shape_settings
@@ -26,8 +29,7 @@ from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import path_error
-from megazero.zero.fragment import Fragment
-from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.fragment import Fragment, FragmentSpec
 
 SHOWN = 3
 """The most keys of a kind that the banner names."""
@@ -98,7 +100,7 @@ def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     return found[0]
 
 
-def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> str:
+def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
     """Fill this rank's weights from the checkpoint at `path`; return a text for the banner.
 
     The text names what was read, and keys that were not used or were filled. If the model has more tokens than the
@@ -109,14 +111,15 @@ def load_weights(path: str, optimizer: ShardedOptimizer, grid: ProcessGrid) -> s
     failure: Exception | None = None
     told = ""
     opened = open_on_all_ranks(path, grid)
+    portions = state.portions(["weight"])
     try:
-        with opened as source:
-            _fill(source, list(optimizer.fragments()))
+        with opened as source, closing(portions):
+            _fill(source, state.stored(), portions)
             told = "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
     except Exception as error:
         failure = error
     raise_on_all_ranks(grid.world, grid.device, failure)
-    optimizer.after_load()
+    state.after_load()
     return told
 
 
@@ -136,12 +139,19 @@ def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
     ]
 
 
-def _fill(source: Source, fragments: list[Fragment]) -> None:
-    """Copy the weights into these fragments. A tensor belongs to one bucket, so a rank reads it once."""
-    problems = [problem for fragment in fragments if (problem := _misfit(source, fragment.spec))]
+def _fill(source: Source, held: Sequence[Sequence[FragmentSpec]], portions: Iterable[Sequence[Fragment]]) -> None:
+    """Copy the weights into the portions, one after the other. held: their fragments without values."""
+    specs = {one.spec.name: one.spec for one in chain.from_iterable(held)}
+    problems = [problem for spec in specs.values() if (problem := _misfit(source, spec))]
     if problems:
         raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
-    for fragment in fragments:
+    for portion in portions:
+        _copy_all(source, portion)
+        del portion  # or its memory would be held while the next one comes
+
+
+def _copy_all(source: Source, portion: Sequence[Fragment]) -> None:
+    for fragment in portion:
         _copy(source, fragment)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,12 @@ from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
 from megazero.optim.loss_scale import LossScaler
-from megazero.pipeline.build import build_engine, build_stages, step_lists, with_graphs
+from megazero.pipeline.build import build_engine, build_stages, host_activations, step_lists, with_graphs
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
+from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.plan.kept import with_kept
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
@@ -28,6 +30,7 @@ from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.memory_trace import trace_of_run
+from megazero.train.offload import DiskUse, offloading, uses_disks
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
@@ -35,6 +38,8 @@ from megazero.train.resume import resume
 from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.trainer import Trainer
+from megazero.zero.coded import coding_of
+from megazero.zero.offload import Offloading
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
@@ -51,21 +56,32 @@ class Job:
     checkpoints: Checkpoints
     probe_engine: PipelineEngine
     trainer: Trainer
+    disks: DiskUse
+    activations: HostActivations | None
 
     def fit(self) -> None:
         """Train, evaluate and save until the run ends. Called by all ranks."""
         try:
-            self.trainer.fit()
+            with self.disks.counted():
+                self.trainer.fit()
         finally:
-            if isinstance(self.trainer.engine, GraphedEngine):
-                self.trainer.engine.release()
+            self.close()
+
+    def close(self) -> None:
+        """Release captured graphs, end the lanes of what has left the device, and remove swap files."""
+        if isinstance(self.trainer.engine, GraphedEngine):
+            self.trainer.engine.release()
+        self.state.model.host.close()
+        if self.activations is not None:
+            self.activations.close()
 
     def report(self) -> None:
         """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
         self.trainer.log.close()
         text = sample_text(self.run, self.stages, self.state.model, self.grid, self.prepared.tokenizer)
+        disks = self.disks.sentence(self.grid) if uses_disks(self.run) else None
         if self.grid.rank == 0:
-            report(self.run, text)
+            report(self.run, text, disks)
 
 
 def build_job(
@@ -85,16 +101,33 @@ def build_job(
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
+    with offloading(run, grid) as offloaded:
+        return _build(run, prepared, grid, signals, parsed, program, offloaded)
+
+
+def _build(
+    run: Run,
+    prepared: Prepared,
+    grid: ProcessGrid,
+    signals: StopSignals,
+    parsed: ParsedArguments | None,
+    program: Sequence[CallbackSink],
+    offloaded: Offloading,
+) -> Job:
+    """`build_job` of a run whose device is known. program: the sink of its functions. offloaded: what leaves the
+    device.
+    """
     stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
-    model = ModelState(stages, grid, run.optimizer, run.parallel)
+    model = ModelState(stages, grid, run.optimizer, run.parallel, coding_of(run.lora, run.model), offloaded)
     optimizer = ShardedOptimizer(model, run.optimizer, grid)
     state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)
     channels = Channels(grid, and_back=chunks_of(run).and_back)
-    lists = step_lists(run, grid.at.pp, model.shape)
+    lists = step_lists(run, grid.at.pp, with_kept(model.shape, run, grid.axes, grid.at.pp))
     steps = StageLists(run, grid.axes, nccl=grid.world.is_on_device)
     if grid.rank == 0:
         steps.check()
-    engine = build_engine(run, grid, stages, channels, lists, model.actions)
+    activations = host_activations(run, grid.device)
+    engine = build_engine(run, grid, stages, channels, lists, model.actions, activations)
     probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
@@ -105,13 +138,14 @@ def build_job(
     traced = trace_of_run(steps, grid)
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
     log = step_log(run, grid, [*sinks, *program])
+    if model.host.swap is not None:
+        log.note(f"--offload-optimizer {run.offload.offload_optimizer}: {model.host.swap.backend}")
     if traced is not None:
         log.note(traced)
+    in_background = run.checkpoint.async_save and optimizer.resident
     if run.checkpoint.async_save:
-        held = size(checkpoints.reserve())
-        log.note(f"--async-save: {held} of host memory on this rank hold the copy that is written")
+        log.note(_about_copies(size(checkpoints.reserve()) if in_background else None))
     record = _record_of(run, prepared, grid, state, probe_engine)
-    in_background = run.checkpoint.async_save
     on_saved = program[0].saved if program else None
     save_policy = SavePolicy(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved)
     trainer = Trainer(
@@ -126,7 +160,15 @@ def build_job(
         deadline,
         signals,
     )
-    return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer)
+    disks = DiskUse(model.host.swap)
+    return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer, disks, activations)
+
+
+def _about_copies(held: str | None) -> str:
+    """A line about --async-save. held: the memory of its copies; None where the model state is too large for one."""
+    if held is None:
+        return "--async-save: training waits for saves, because the model state rests outside memory and is not copied"
+    return f"--async-save: {held} of host memory on this rank hold the copy that is written"
 
 
 def _record_of(

@@ -28,6 +28,8 @@ from megazero.mpu.axes import axes_of
 from megazero.program.trace import files_of, why_not_a_trace
 from megazero.system.reading import path_error
 from megazero.telemetry.metrics import why_not_a_metrics_file
+from megazero.train.disk_checks import folder_problems, room_problems
+from megazero.train.requirements import with_default_vocabulary
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,15 @@ class CheckedPaths:
     problems: tuple[str, ...]
 
 
-def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None) -> CheckedPaths:
+def check_paths(
+    run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None, here: range | None = None
+) -> CheckedPaths:
     """Check every path that the run names. Opens files and reads their headers; communicates nothing.
 
     world_size None: the run has other problems, so the checkpoint is not compared with it. own_tokenizer: the program's
-    tokenizer, used instead of the run's.
+    tokenizer, used instead of the run's. here: the ranks of this host, which share its disks; None: all ranks.
     """
-    problems: list[str] = [*_unusable_places(run), *_missing_data(run)]
+    problems: list[str] = [*_unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
     listed: ListedTokenizer | None = None
     found: FoundCheckpoint | None = None
     with _collected(problems):
@@ -79,6 +83,8 @@ def check_paths(run: Run, world_size: int | None, own_tokenizer: Tokenizer | Non
         and (run.data.data_path or run.data.instruction_data)
     ):
         problems += resume_problems(run, found, world_size)
+    if world_size is not None and not folder_problems(run.offload.nvme_path):
+        problems += room_problems(with_default_vocabulary(run), world_size, range(world_size) if here is None else here)
     return CheckedPaths(run, tokenizer, found, tuple(problems))
 
 

@@ -53,17 +53,20 @@ class Prepared:
     changes: tuple[Change, ...]
 
 
-def prepare(run: Run, world_size: int, report: Report, own: OwnData | None = None) -> Prepared:
+def prepare(
+    run: Run, world_size: int, report: Report, own: OwnData | None = None, here: range | None = None
+) -> Prepared:
     """Resolve the run and prepare its data, on every rank. Communicates nothing.
 
-    report: called with lines about progress. own: data and tokenizer of a program, used instead of the run's. Raises
+    report: called with lines about progress. own: data and tokenizer of a program, used instead of the run's. here: the
+    ranks of this host; None: all ranks. Raises
     ConfigError for data or folders that cannot be used, for a checkpoint that the run may not resume from, and for a
     budget of activations that cannot be kept.
     """
     if run.trainer.deterministic:
         devices.use_deterministic_algorithms()
     own = own or OwnData()
-    present = check_paths(run, world_size, own.tokenizer)
+    present = check_paths(run, world_size, own.tokenizer, here)
     run, tokenizer, found = present.run, present.tokenizer, present.found
     unfit = budget_problems(run, world_size)
     problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit]

@@ -15,7 +15,7 @@ from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.telemetry.sinks import named_places
-from megazero.train.banner_parts import pairs
+from megazero.train.text_blocks import pairs
 from megazero.zero.state import ModelState
 
 
@@ -45,8 +45,8 @@ def sample_text(
     return tokenizer.decode([*ids, *new])
 
 
-def report(run: Run, text: str | None) -> None:
-    """Print the sample, if there is one, and the paths of the outputs. Called by rank 0."""
+def report(run: Run, text: str | None, disks: str | None = None) -> None:
+    """Print the sample, if there is one, what went to disks, and the paths of the outputs. Called by rank 0."""
     if text is not None:
         print(f"\nThe model continues {run.trainer.sample_prompt!r}:\n\n{escape_control(text)}\n", flush=True)
     sinks = {flag[2:].removesuffix("-file").removesuffix("-dir"): place for flag, place in named_places(run).items()}
@@ -56,4 +56,5 @@ def report(run: Run, text: str | None) -> None:
         "tokenizer": run.data.tokenizer_path,
         "data": " ".join(run.data.data_path or run.data.instruction_data),
     }
-    print(pairs([(name, place) for name, place in places.items() if place]), flush=True)
+    told = {"offloaded": disks, **places}
+    print(pairs([(name, words) for name, words in told.items() if words]), flush=True)

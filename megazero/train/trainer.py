@@ -19,18 +19,14 @@ from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
-from megazero.system import device as devices
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
+from megazero.train.host_memory import HostMemory
 from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.step_end import TrainingStepEnd
-
-GROWTH = 1.25
-"""Free memory of the host's allocator is returned to the system when a rank's resident set exceeds its size after the
-second step by this factor, or when the host's memory is short.
-"""
+from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
+from megazero.zero.owed import UpdateValues
 
 
 @dataclass
@@ -61,10 +57,10 @@ class Trainer:
     """Why the run stopped before its end; None while it goes on."""
     steps_here: int = 0
     first_seconds: float = 0.0
-    usual_memory: int = 0
+    memory: HostMemory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = StepPlan(self.run.schedule)
+        self.plan, self.memory = StepPlan(self.run.schedule), HostMemory(self.grid.device)
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
 
     def fit(self) -> None:
@@ -102,6 +98,8 @@ class Trainer:
         sums the tokens over all ranks, and the optimizer multiplies the gradients by positions / (tokens * loss_scale).
         So the result is exact, and the count needs no message of its own.
 
+        With --late-update the list makes the updates of the step before, and leaves its own (`settle`).
+
         stop: whether this rank requests a stop. A collective of all ranks: the engine's messages, gradient reductions,
         one all-reduce of four float64, and gathers of parameters.
         """
@@ -116,6 +114,7 @@ class Trainer:
         self.state.model.messages.begin_step(scale / positions)
         if self.state.fp8 is not None:
             self.state.fp8.begin()
+        owed = self.state.model.owed.take()
         end = TrainingStepEnd(
             optimizer=self.state.optimizer,
             reduce=self.reduce_once,
@@ -126,8 +125,11 @@ class Trainer:
             tokens=self.count(batches),
             reports=self.reports_loss,
             stops=lambda: stop or (self.deadline is not None and time.monotonic() >= self.deadline),
+            values=owed,
         )
-        self.engine.train(batches, scale / positions, end)
+        self.engine.train(batches, scale / positions, end, owed=owed is not None)
+        if self.run.parallel.late_update and end.values is not None:
+            self.state.model.owed.leave(end.values, self.settle)
         self.state.optimizer.end_step(end.bad)
         self.state.scaler.update(end.bad)
         if self.state.fp8 is not None:
@@ -152,6 +154,10 @@ class Trainer:
         self.log_compilation_time(seconds)
         return values
 
+    def settle(self, values: UpdateValues) -> None:
+        """Make the updates that the last step has left. A collective of all ranks."""
+        self.engine.settle(OwedStepEnd(self.state.optimizer, values))
+
     def first_scales(self, fp8: Fp8, skipped: Tensor) -> None:
         """End FP8's step. Once scales come from histories other code may compute, and the engine warms up again."""
         knew = fp8.knows_scales
@@ -167,6 +173,7 @@ class Trainer:
         if isinstance(self.engine, GraphedEngine) or self.engine.is_warm[True]:
             return 0.0
         began, grid = time.perf_counter(), self.grid
+        self.state.model.owed.settle()
         if self.state.fp8 is not None:
             self.state.fp8.begin()
         with uncounted(*grid.step_groups):
@@ -211,7 +218,8 @@ class Trainer:
 
     def after_step(self) -> None:
         """Evaluate and save if the position is at an interval. A collective of all ranks."""
-        self.limit_memory()
+        self.steps_here += 1
+        self.memory.limit(self.steps_here)
         if self.save_policy is not None:
             self.save_policy.poll()
         every, iteration = self.run.trainer.eval_interval, self.position.iteration
@@ -220,19 +228,6 @@ class Trainer:
         every = self.run.checkpoint.save_interval
         if every and iteration % every == 0:
             self.save(last=False)
-
-    def limit_memory(self) -> None:
-        """Keep the host's heap from growing without limit. Memory that a step frees is otherwise kept for the next one,
-        because new pages are slow.
-        """
-        self.steps_here += 1
-        if self.grid.device.type != "cpu":
-            return
-        held = devices.memory_bytes(self.grid.device)
-        if self.steps_here <= 2:
-            self.usual_memory = held
-        elif held > GROWTH * self.usual_memory or devices.host_memory_is_short():
-            devices.return_free_memory(self.grid.device)
 
     def log_compilation_time(self, seconds: float) -> None:
         """Log once, if --compile compiles anything, the seconds of the first step (with compilation) and the second."""
@@ -275,6 +270,7 @@ class Trainer:
         """
         if self.steps_here == 0:
             return
+        self.state.model.wait_parameters()
         if self.finished() and self.batches.valid:
             self.evaluate()
         if self.finished() and self.batches.test:

@@ -6,21 +6,33 @@ from collections.abc import Sequence
 
 from megazero.program.instruction import ComputationKey
 from megazero.zero.gatherer import ParameterGatherer
+from megazero.zero.host_parts import HostParts
+from megazero.zero.owed import OwedUpdates
 from megazero.zero.reducer import Arrived, GradientReducer
 
 
 class BucketActions:
-    """The actions of one rank: reductions by its reducer, gathers by its gatherer."""
+    """The actions of one rank: reductions by its reducer, gathers by its gatherer, moves to host memory and back by its
+    host parts. owed: updates that a step leaves.
+    """
 
-    def __init__(self, reducer: GradientReducer, gatherer: ParameterGatherer) -> None:
-        self.reducer, self.gatherer = reducer, gatherer
+    def __init__(
+        self, reducer: GradientReducer, gatherer: ParameterGatherer, owed: OwedUpdates, host: HostParts
+    ) -> None:
+        self.reducer, self.gatherer, self.owed, self.host = reducer, gatherer, owed, host
+
+    def settle(self) -> None:
+        """Make the updates that the last step has left."""
+        self.owed.settle()
 
     def ready(self, buckets: Sequence[int]) -> None:
         """Return once the parameters of these buckets are there."""
+        self.host.ready(buckets)
         self.gatherer.ready(buckets)
 
     def gather(self, bucket: int) -> None:
-        """Start to gather a bucket's parameters."""
+        """Start to gather a bucket's parameters, once this rank has its own."""
+        self.host.ready([bucket])
         self.gatherer.gather(bucket)
 
     def release(self, bucket: int) -> None:
@@ -50,6 +62,22 @@ class BucketActions:
     def reduce_partial(self) -> None:
         """Sum partial gradients over tp."""
         self.reducer.sum_partials()
+
+    def copy_gradient(self, bucket: int, part: int) -> None:
+        """Start to copy the reduced gradient of a part to host memory."""
+        self.host.copy_gradient((bucket, part))
+
+    def read_state(self, bucket: int, part: int) -> None:
+        """Start to read the optimizer state of a part."""
+        self.host.read((bucket, part))
+
+    def copy_parameters(self, bucket: int, part: int) -> None:
+        """Start to copy the updated parameters of a part to the device."""
+        self.host.copy_parameters((bucket, part))
+
+    def write_state(self, bucket: int, part: int) -> None:
+        """Start to write the optimizer state of a part."""
+        self.host.write((bucket, part))
 
     def arrived(self) -> Arrived:
         """See `GradientReducer.arrived`."""

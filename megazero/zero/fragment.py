@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from megazero.mpu.parameter import ParameterSpec
 
@@ -25,11 +28,17 @@ class FragmentSpec:
 
 
 @dataclass(frozen=True)
+class StoredFragment(FragmentSpec):
+    """A fragment of which some place has the values. dtypes: of the columns that exist, by their name in `Fragment`."""
+
+    dtypes: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True)
 class Fragment(FragmentSpec):
     """A fragment with one contiguous 1-D tensor of `numel` elements per column; None for a column that does not exist.
 
-    The tensors of a model state are views of its memory: a save reads them and a load writes into them. While a file is
-    written, a column may also be a `checkpoint.blocks.DeferredTensor`.
+    A model state gives its fragments in portions, whose tensors may exist only while they are looked at.
 
     weight      the master weight, or the parameter where it is its own master
     exp_avg     Adam's first moment; the momentum of sgd

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
+from megazero.zero.coded import CodedParameters, Coding, coded_column, frozen_layouts
 from megazero.zero.gatherer import WholeParameters
-from megazero.zero.layout import BucketLayout, Packing, frozen_sizes, pack
+from megazero.zero.layout import BucketLayout, Packing
 from megazero.zero.placement import Placement
 from megazero.zero.storage import Bucket, StoredColumn
 
@@ -52,6 +53,9 @@ class FrozenParameters:
 
     sizes, group_of  the ranks that hold a parameter, by its group: their number, and their process groups
     placement        of the parameter column: sharded with ZeRO-3
+    coding           of matrices that are stored as codes (`zero.coded`); None: none are
+
+    `parameters` has the buckets that are stored as they are, and then those of codes.
     """
 
     def __init__(
@@ -63,22 +67,31 @@ class FrozenParameters:
         packing: Packing,
         dtype: torch.dtype,
         device: torch.device,
+        coding: Coding | None = None,
     ) -> None:
         self.by_name = parameters_by_name(chunks, trained=False)
-        layouts = pack(specs_by_unit(chunks, trained=False), frozen_sizes(sizes, placement), packing)
-        self.buckets = buckets_of(layouts, self.by_name, group_of)
-        kept = [index for index, layout in enumerate(layouts) if layout.kept_whole]
-        self.column = StoredColumn(placement, dtype, self.buckets, device, whole=kept)
-        self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(self.buckets)]
+        self.layouts = frozen_layouts(specs_by_unit(chunks, trained=False), sizes, placement, packing, coding)
+        plain, coded = self.layouts
+        buckets = buckets_of(plain, self.by_name, group_of)
+        kept = [index for index, layout in enumerate(plain) if layout.kept_whole]
+        self.column = StoredColumn(placement, dtype, buckets, device, whole=kept)
+        self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(buckets)]
+        buckets = buckets_of([layout.numbers for layout in coded], self.by_name, group_of)
+        self.codes = coded_column(coded, buckets, placement, device)
+        self.parameters += [
+            CodedParameters.made(self.codes, index, bucket, layout, dtype)
+            for index, (bucket, layout) in enumerate(zip(buckets, coded, strict=True))
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank stores."""
-        return self.column.nbytes
+        return self.column.nbytes + self.codes.nbytes
 
-    def fill(self, write: Callable[[Parameter], None]) -> None:
-        """Have `write` write the whole value of each parameter, one bucket after the other. Communicates nothing."""
+    def fill(self, read: Callable[[ParameterSpec], Tensor]) -> None:
+        """Set all values, one bucket after the other, from the global tensors that `read` returns.
+
+        Communicates nothing.
+        """
         for at in self.parameters:
-            with at.filling():
-                for parameter in at.bucket.parameters:
-                    write(parameter)
+            at.fill(read)

@@ -1,14 +1,15 @@
 """Whole parameters: where they are, and the all-gathers that bring them there.
 
 There are two kinds of buckets. A kept bucket is whole on every rank; after a step in which the ranks have updated
-different shards it is gathered once (ZeRO-1, 2). The parameters of a sharded bucket (ZeRO-3) are gathered for each use
-and freed afterwards: their tensors stay, and only the memory behind them comes and goes, so a view that autograd has
-saved reads the right values in backward.
+different shards it is gathered once (ZeRO-1, 2). The parameters of a gathered bucket are there for each use only, and
+freed afterwards: their tensors stay, and only the memory behind them comes and goes, so a view that autograd has saved
+reads the right values in backward. Such are sharded buckets (ZeRO-3), and frozen matrices that are stored as codes
+(`zero.coded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
+from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.mpu.quantized import all_gather_quantized
 from megazero.zero.storage import Bucket, StoredColumn
 
@@ -26,24 +28,22 @@ class WholeParameters:
     """The whole parameters of one bucket.
 
     column    the parameter column, in which the bucket has the number `index`
-    whole     [numel], of which the parameters are views; without memory while a sharded bucket is not gathered
-    sharded   whether the column holds a shard only
+    whole     [numel], of which the parameters are views; without memory from a release to the next gather
+    gathered  whether they are whole between a gather and a release only: the column holds a shard (or codes)
     """
 
     bucket: Bucket
     column: StoredColumn
     index: int
     whole: Tensor
-    sharded: bool
+    gathered: bool
 
     @classmethod
     def adopt(cls, column: StoredColumn, index: int, bucket: Bucket) -> WholeParameters:
         """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
         sharded, numel = column.is_sharded_in(index), bucket.layout.numel
         whole = torch.empty(numel, dtype=column.dtype, device=column.device) if sharded else column.held(index)
-        for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
-            assert parameter.dtype == column.dtype, f"{entry.spec.name} is {parameter.dtype}, not {column.dtype}"
-            parameter.data = whole[entry.offset : entry.stop].view(entry.spec.local_shape)
+        make_views(bucket, whole)
         found = cls(bucket, column, index, whole, sharded)
         if sharded:
             found.free()
@@ -54,13 +54,13 @@ class WholeParameters:
         return self.bucket.layout.numel * self.whole.element_size()
 
     def allocate(self) -> None:
-        """Give a sharded bucket's tensor memory. Its content is undefined."""
+        """Give a gathered bucket's tensor memory. Its content is undefined."""
         storage = self.whole.untyped_storage()
         assert storage.nbytes() == 0, f"parameters of bucket {self.index} are gathered already"
         storage.resize_(self.nbytes)
 
     def free(self) -> None:
-        """Free the memory of a sharded bucket's tensor. Raises RuntimeError if something outside torch has a view."""
+        """Free the memory of a gathered bucket's tensor. Raises RuntimeError if something outside torch has a view."""
         storage = self.whole.untyped_storage()
         if not storage.resizable():
             names = [entry.spec.name for entry in self.bucket.layout.entries]
@@ -72,9 +72,27 @@ class WholeParameters:
             )
         storage.resize_(0)
 
+    def gather(self, masters: StoredColumn | None) -> CommunicationHandle:
+        """Start to gather. masters: as in `ParameterGatherer`. Communicates an all-gather."""
+        if self.gathered:
+            self.allocate()
+        group = self.bucket.groups.inner
+        if masters is None or (self.column.is_sharded and not self.gathered):
+            return collectives.all_gather(self.whole, self.column.shard(self.index), group)
+        # Where masters rest elsewhere, the parameters have just been rounded from them and are not overwritten yet.
+        exact = self.column if self.gathered or not masters.is_on_device(self.index) else masters
+        return all_gather_quantized(self.whole, exact.shard(self.index), group)
+
+    def fill(self, read: Callable[[ParameterSpec], Tensor]) -> None:
+        """Set the values from the global tensors that `read` returns, of which this rank takes its boxes."""
+        with self.filling():
+            for parameter in self.bucket.parameters:
+                box = own_box(read(spec_of(parameter)), spec_of(parameter))
+                parameter.data.zero_()[: box.shape[0]].copy_(box)
+
     def keep_shard(self) -> None:
         """Copy this rank's range of the whole values into the column."""
-        if self.sharded:
+        if self.gathered:
             self.column.held(self.index).copy_(self.whole[slice(*self.bucket.shard)])
 
     @contextmanager
@@ -83,14 +101,27 @@ class WholeParameters:
 
         Padding becomes zero: a block of int8 at its edge reads it.
         """
-        if self.sharded:
+        if self.gathered:
             self.allocate()
             for start, stop in self.bucket.layout.gaps():
                 self.whole[start:stop].zero_()
         yield
         self.keep_shard()
-        if self.sharded:
+        if self.gathered:
             self.free()
+
+
+def make_views(bucket: Bucket, whole: Tensor) -> None:
+    """Make the bucket's parameters views of `whole` [numel]."""
+    for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
+        assert parameter.dtype == whole.dtype, f"{entry.spec.name} is {parameter.dtype}, not {whole.dtype}"
+        parameter.data = whole[entry.offset : entry.stop].view(entry.spec.local_shape)
+
+
+def own_box(whole: Tensor, spec: ParameterSpec) -> Tensor:
+    """This rank's box of a global tensor, as a view."""
+    assert tuple(whole.shape) == spec.shape, (spec.name, whole.shape)
+    return whole[tuple(slice(start, stop) for start, stop in spec.box)]
 
 
 class ParameterGatherer:
@@ -98,9 +129,9 @@ class ParameterGatherer:
 
     parameters  by number of the bucket, the trained buckets first
     masters     None, or gathers are in blocks of int8 (ZeRO++). Then: the column of exact weights from which a kept
-                bucket is quantised, since its own shard is overwritten with what all ranks get. A sharded bucket is
-                quantised from its shard, and one that is kept whole beside such (--zero3-persist-below) is gathered
-                exactly
+                bucket is quantised, since its own shard is overwritten with what all ranks get. Where some of them rest
+                elsewhere it is quantised from the parameters. A sharded bucket is quantised from its shard, and one
+                that is kept whole beside such (--zero3-persist-below) is gathered exactly. So are codes
     overlap     a gather goes on until the parameters are read; else its launch waits for it
     """
 
@@ -111,23 +142,14 @@ class ParameterGatherer:
         self._gathers: dict[int, CommunicationHandle] = {}
 
     def gather(self, index: int) -> None:
-        """Start to gather bucket `index`. Communicates an all-gather over the ranks that share out its state."""
+        """Start to gather bucket `index`. Communicates over the ranks that share out its state, if these do."""
         assert index not in self._gathers, f"bucket {index} is being gathered"
-        at = self.parameters[index]
-        if at.sharded:
-            at.allocate()
-        group = at.bucket.groups.inner
-        if self.masters is None or (at.column.is_sharded and not at.sharded):
-            handle = collectives.all_gather(at.whole, at.column.shard(at.index), group)
-        else:
-            exact = at.column if at.sharded else self.masters
-            handle = all_gather_quantized(at.whole, exact.shard(at.index), group)
-        self._gathers[index] = handle
+        self._gathers[index] = self.parameters[index].gather(self.masters)
         if not self.overlap:
             self.ready([index])
 
     def release(self, index: int) -> None:
-        """Free the whole parameters of a sharded bucket."""
+        """Free the whole parameters of a gathered bucket."""
         self.ready([index])
         self.parameters[index].free()
 
@@ -145,14 +167,14 @@ class ParameterGatherer:
     def reading(self, indices: Sequence[int]) -> Iterator[None]:
         """A context in which these buckets are whole. A collective of the ranks that share out their state.
 
-        Sharded ones are gathered at its begin and freed at its end.
+        Those that are gathered for each use are so at its begin, and freed at its end.
         """
-        sharded = [index for index in indices if self.parameters[index].sharded]
-        for index in sharded:
+        gathered = [index for index in indices if self.parameters[index].gathered]
+        for index in gathered:
             self.gather(index)
         self.ready(indices)
         try:
             yield
         finally:
-            for index in sharded:
+            for index in gathered:
                 self.release(index)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,28 +11,17 @@ from fused_ops import apex
 from fused_ops.adam import AdamRange, adam_steps, sgd_step
 from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
-from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
-from megazero.zero.fragment import Fragment
+from megazero.zero.fragment import Fragment, StoredFragment
+from megazero.zero.host_parts import PartTensors
+from megazero.zero.owed import UpdateValues
+from megazero.zero.parts import Part
 from megazero.zero.placement import Column
+from megazero.zero.portions import portions, spread, stored
 from megazero.zero.state import ModelState
 
 ADAM = {"megazero": adam_steps, "apex": apex.adam_steps}
 """Adam by --optimizer-impl."""
-
-
-@dataclass(frozen=True)
-class UpdateValues:
-    """What all updates of a step share.
-
-    lr          learning rate of this step
-    multiplier  0-dim on the device: clip coefficient / loss scale
-    skip        0-dim bool on the device, the same on all ranks: weights, moments and step count keep their bits
-    """
-
-    lr: float
-    multiplier: Tensor
-    skip: Tensor
 
 
 class ShardedOptimizer:
@@ -41,7 +29,7 @@ class ShardedOptimizer:
 
     (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.) The end of a step is `complete_reduction`, `sum_of_squares`
     (which the caller sums over all ranks), `update` for each bucket once, `end_step`. None of them waits for the
-    device.
+    device. With late updates `update` comes after `end_step`, before the next step's gradients do.
 
     step_count  0-dim float64 tensor on the device: number of steps that were not skipped
     """
@@ -71,62 +59,44 @@ class ShardedOptimizer:
             total += 0.0 * sum_of_squares(view)
         return total
 
-    def update(self, indices: Sequence[int], now: UpdateValues) -> None:
+    def update(self, indices: Sequence[int], now: UpdateValues, part: int = -1) -> None:
         """Update the ranges of these buckets that this rank owns, with the gradients times `now.multiplier`.
 
-        Communicates nothing: the gathers of parameters that are kept whole are instructions of their own.
+        part: of one bucket, on the device; -1: all. Communicates nothing: the gathers of parameters that are kept whole
+        are instructions of their own.
         """
         self.state.gatherer.ready(indices)
-        self._update([own for index in indices for own in self._ranges(index)], now, self.step_count + 1.0)
+        self._update([own for index in indices for own in self._ranges(index, part)], now)
+
+    def update_host(self, index: int, part: int, now: UpdateValues) -> None:
+        """Start to update a part of a bucket in host memory. It must be under way there (`zero.host_parts`)."""
+        self.state.host.update((index, part), lambda where, tensors: self._update_there(index, where, tensors, now))
 
     def end_step(self, skip: Tensor) -> None:
-        """Count the step unless it was skipped, and reset the gradients. skip: as in `UpdateValues`."""
+        """Count the step unless it was skipped, and have the next gradients begin new sums. skip: as in `UpdateValues`.
+
+        Reduced gradients stay where they are until then.
+        """
         self.step_count = torch.where(skip, self.step_count, self.step_count + 1.0)
         self.state.messages.end_step(skip)
         self.state.reducer.reset()
 
-    def fragments(self) -> Iterator[Fragment]:
-        """The fragments that this rank owns, at any ZeRO stage. `layout.owned_fragments` lists them for any rank.
+    @property
+    def resident(self) -> bool:
+        """Whether all that a checkpoint holds of any rank is in memory."""
+        return not self.state.rests_on_disks
 
-        Every tp rank owns the parameters that are replicated over tp: a save needs one of them, a load must fill each.
-        To load, write into the tensors, set `step_count`, and call `after_load`.
-        """
-        self.state.wait_parameters()
-        table, weights = self.state.columns, self.state.weights
-        for index, bucket in enumerate(self.state.buckets):
-            for fragment in bucket.layout.fragments(*bucket.owned):
-                at = index, fragment.offset, fragment.offset + fragment.numel
-                second = table[Column.EXP_AVG_SQ].view(*at) if Column.EXP_AVG_SQ in table else None
-                yield Fragment(
-                    fragment.spec,
-                    fragment.start,
-                    fragment.stop,
-                    weights.view(*at),
-                    table[Column.EXP_AVG].view(*at),
-                    second,
-                )
+    def stored(self) -> list[list[StoredFragment]]:
+        """See `zero.portions.stored`."""
+        return stored(self.state)
 
-    @torch.no_grad()
+    def portions(self, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
+        """See `zero.portions.portions`. To load, fill the columns, set `step_count`, and call `after_load`."""
+        return portions(self.state, fill)
+
     def after_load(self) -> None:
-        """Update parameters and the other ranks' copies from the owners' fragments, which a load has filled.
-
-        Communicates per bucket: an all-gather of every optimizer column over the ranks that store the same shard, and
-        then over the neighbours of that of every column that is whole (ZeRO-0), or of the parameters (the other
-        stages).
-        """
-        table, weights = self.state.columns, self.state.weights
-        for index, bucket in enumerate(self.state.buckets):
-            for column in (weights, table[Column.EXP_AVG], table.get(Column.EXP_AVG_SQ)):
-                if column is not None:
-                    collectives.all_gather(column.shard(index), column.owned(index), bucket.groups.across).wait()
-                    if not column.is_sharded_in(index):
-                        collectives.all_gather(column.held(index), column.shard(index), bucket.groups.inner).wait()
-            if self.state.has_master:
-                start, stop = weights.range_of(index)
-                table[Column.PARAMETER].view(index, start, stop).copy_(weights.held(index))
-                if weights.is_sharded and not table[Column.PARAMETER].is_sharded_in(index):
-                    self.state.gatherer.gather(index)
-        self.state.wait_parameters()
+        """See `zero.portions.spread`."""
+        spread(self.state)
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
         """Views of this rank's own gradients that count in the norm here (or do not). Adjacent ones are merged."""
@@ -141,19 +111,39 @@ class ShardedOptimizer:
                     runs.append((fragment.offset, stop))
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
-    def _decay_ranges(self, index: int) -> Iterator[tuple[int, int, float]]:
-        """The ranges of a bucket that this rank updates, as (start, stop, weight decay): two at most."""
+    def _update_there(self, index: int, part: Part, tensors: PartTensors, now: UpdateValues) -> bool:
+        """Update a part with these tensors; return whether it has changed. Runs on a thread. Padding becomes zero."""
+        now = now.on_host()
+        if now.skip:
+            return False
+        second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])
+        weights, parameters, gradient = tensors[Column.MASTER], tensors[Column.PARAMETER], tensors[Column.GRADIENT]
+        used = self.state.buckets[index].layout.used
+        parameters[max(0, used - part.start) :].zero_()
+        ranges = [
+            AdamRange(parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay)
+            for start, stop, decay in self._decay_ranges(index, part)
+            for own in (slice(start - part.start, stop - part.start),)
+        ]
+        self._update(ranges, now)
+        return True
+
+    def _decay_ranges(self, index: int, part: Part | None) -> Iterator[tuple[int, int, float]]:
+        """The ranges of a bucket, or of a part of it, that this rank updates, as (start, stop, weight decay): two at
+        most.
+        """
         layout = self.state.buckets[index].layout
-        first, last = self.state.columns[Column.EXP_AVG].range_of(index)
+        first, last = self.state.columns[Column.EXP_AVG].range_of(index) if part is None else part[:2]
         for start, stop, decay in ((0, layout.decayed, self.cfg.weight_decay), (layout.decayed, layout.used, 0.0)):
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop), decay
 
-    def _ranges(self, index: int) -> Iterator[AdamRange]:
-        """The tensors of these ranges. SGD has no second moment; the first stands in its place."""
+    def _ranges(self, index: int, part: int) -> Iterator[AdamRange]:
+        """The tensors of these ranges on the device. SGD has no second moment; the first stands in its place."""
         table = self.state.columns
         second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
-        for start, stop, decay in self._decay_ranges(index):
+        where = None if part < 0 else self.state.host.parts[index][part]
+        for start, stop, decay in self._decay_ranges(index, where):
             at = index, start, stop
             yield AdamRange(
                 table[Column.PARAMETER].view(*at) if self.state.has_master else None,
@@ -164,7 +154,7 @@ class ShardedOptimizer:
                 decay,
             )
 
-    def _update(self, ranges: Sequence[AdamRange], now: UpdateValues, number: Tensor) -> None:
+    def _update(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:
         cfg = self.cfg
         if cfg.optimizer == "sgd":
             for own in ranges:
@@ -184,7 +174,7 @@ class ShardedOptimizer:
             beta2=cfg.adam_beta2,
             eps=cfg.adam_eps,
             decoupled=cfg.optimizer == "adamw",
-            step=number,
+            step=now.number,
             multiplier=now.multiplier,
             skip=now.skip,
         )

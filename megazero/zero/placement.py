@@ -10,6 +10,10 @@ from enum import Enum
 
 import torch
 
+from megazero.config.dtypes import compute_dtype, state_dtype
+from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
+from megazero.config.tiers import offload_of
+
 
 class Column(Enum):
     """The kinds of model state: the values that are kept for each element of a parameter."""
@@ -19,6 +23,10 @@ class Column(Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+
+
+OPTIMIZER = Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ
+"""The columns that only an update reads."""
 
 
 class Placement(Enum):
@@ -66,17 +74,30 @@ def placements(zero_stage: int) -> dict[Column, Placement]:
     return PLACEMENTS[zero_stage]
 
 
+def run_columns(
+    optimizer: OptimizerConfig, parallel: ParallelConfig, offload: OffloadConfig
+) -> dict[Column, torch.dtype]:
+    """The columns of a run's model state, with their dtypes."""
+    leaves = bool(offload_of(offload.offload_optimizer))
+    return columns(
+        compute_dtype(optimizer.precision),
+        state_dtype(optimizer.precision),
+        optimizer.optimizer,
+        apart=leaves or overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
+    )
+
+
 def columns(
-    parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str, *, quantised: bool = False
+    parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str, *, apart: bool = False
 ) -> dict[Column, torch.dtype]:
     """The columns that exist, with their dtypes.
 
-    A master weight exists only where the parameter has a narrower dtype, or is `quantised`: what this rank updates is
-    overwritten by what travels. Otherwise the parameter is its own master.
+    A master weight exists only where the parameter has a narrower dtype, or `apart` says that the parameter cannot be
+    its own master: what a gather brings overwrites what this rank has updated, or the optimizer state rests elsewhere.
     sgd has no second moment; its momentum is `EXP_AVG`.
     """
     dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}
-    if parameter_dtype != state_dtype or quantised:
+    if parameter_dtype != state_dtype or apart:
         dtypes[Column.MASTER] = state_dtype
     dtypes[Column.EXP_AVG] = state_dtype
     if optimizer != "sgd":

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.inventory import FINAL_NORM
-from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.mpu.quantized import gathered_bytes, scattered_bytes
-from megazero.program.shape import BucketShape, MessageBytes, RankShape, UnitShape
+from megazero.program.shape import BucketShape, MessageBytes, PartShape, RankShape, UnitShape
+from megazero.zero.coded import CodedLayout, FrozenLayouts
 from megazero.zero.layout import BucketLayout, SharedBy
 from megazero.zero.messages import BITS
-from megazero.zero.placement import Column, Placement
+from megazero.zero.parts import Part
+from megazero.zero.placement import OPTIMIZER, Column, Placement, run_columns
 
 Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
 """By chunk and unit."""
@@ -28,6 +30,7 @@ class StateWidths:
     reduced    of a gradient that is reduced as it is
     blocks     whether parameters are gathered in blocks of int8
     bits       of an element of a gradient that is reduced in blocks; None: it is reduced as it is
+    state      of the optimizer's columns together
     """
 
     parameter: int
@@ -35,10 +38,12 @@ class StateWidths:
     reduced: int
     blocks: bool = False
     bits: int | None = None
+    state: int = 0
 
 
-def state_widths(optimizer: OptimizerConfig, parallel: ParallelConfig) -> StateWidths:
+def state_widths(optimizer: OptimizerConfig, parallel: ParallelConfig, offload: OffloadConfig) -> StateWidths:
     """The widths of a run's model state."""
+    dtypes = run_columns(optimizer, parallel, offload)
     precision = optimizer.precision
     return StateWidths(
         compute_dtype(precision).itemsize,
@@ -46,31 +51,47 @@ def state_widths(optimizer: OptimizerConfig, parallel: ParallelConfig) -> StateW
         grad_reduce_dtype(precision, parallel.grad_reduce_dtype).itemsize,
         parallel.zero_quantized_weights,
         BITS[parallel.zero_quantized_gradients],
+        sum(dtypes[column].itemsize for column in OPTIMIZER if column in dtypes),
     )
+
+
+def update_ranges(
+    layouts: Sequence[BucketLayout], row: Mapping[Column, Placement], groups: Mapping[StateGroup, SharedBy]
+) -> list[tuple[int, int]]:
+    """What a rank updates of each bucket, as if it were the first of those that share it out: all have as much."""
+    sharded = row[Column.EXP_AVG] is Placement.SHARDED
+    return [(0, layout.numel // (groups[layout.group].shards if sharded else 1)) for layout in layouts]
 
 
 def rank_shape(
     specs: Specs,
     layouts: Sequence[BucketLayout],
-    frozen: Sequence[BucketLayout],
+    frozen: FrozenLayouts,
     row: Mapping[Column, Placement],
     widths: StateWidths,
     groups: Mapping[StateGroup, SharedBy],
+    parts: Sequence[Sequence[Part]],
 ) -> RankShape:
     """The shape of a rank that holds these parameters.
 
     specs    all parameters of each unit, trained and frozen
     layouts  the buckets of trained parameters
-    frozen   the buckets of frozen parameters, which are numbered after them
+    frozen   the buckets of frozen parameters, which are numbered after them: those of codes come last
     row      the placements of the columns
     groups   by group, the ranks that hold a parameter
+    parts    of each bucket of trained parameters (`zero.parts`)
 
     An embedding's and a head's table are not read in backward: the gradient of a lookup needs the ids alone, and the
     head makes its gradients in forward (`mpu.head_loss`).
     """
-    holder = {entry.spec.name: n for n, layout in enumerate((*layouts, *frozen)) for entry in layout.entries}
-    buckets = [_bucket(layout, row, widths, groups[layout.group], trained=True) for layout in layouts]
-    buckets += [_bucket(layout, row, widths, groups[layout.group], trained=False) for layout in frozen]
+    every = (*layouts, *frozen.plain, *(layout.numbers for layout in frozen.coded))
+    holder = {entry.spec.name: n for n, layout in enumerate(every) for entry in layout.entries}
+    buckets = [
+        _bucket(layout, row, widths, groups[layout.group], trained=True, parts=of_bucket)
+        for layout, of_bucket in zip(layouts, parts, strict=True)
+    ]
+    buckets += [_bucket(layout, row, widths, groups[layout.group], trained=False) for layout in frozen.plain]
+    buckets += [_coded(layout, row[Column.PARAMETER], widths, groups[layout.numbers.group]) for layout in frozen.coded]
 
     def unit(parameters: Sequence[ParameterSpec]) -> UnitShape:
         def held(some: Iterable[ParameterSpec]) -> tuple[int, ...]:
@@ -95,6 +116,7 @@ def _bucket(
     group: SharedBy,
     *,
     trained: bool,
+    parts: Sequence[Part] = (),
 ) -> BucketShape:
     shards, across, local = group
     sharded = {column for column, placement in row.items() if placement is Placement.SHARDED}
@@ -111,6 +133,29 @@ def _bucket(
         spans_stages=layout.group.spans_stages,
         shards_span=layout.group.spans_stages and not local,
         sent=_messages(layout, widths, shards, across, sharded),
+        parts=tuple(_part(part, widths) for part in parts),
+    )
+
+
+def _part(part: Part, widths: StateWidths) -> PartShape:
+    numel = part.stop - part.start
+    return PartShape(part.tier, numel * widths.gradient, numel * widths.state, numel * widths.parameter)
+
+
+def _coded(layout: CodedLayout, placement: Placement, widths: StateWidths, group: SharedBy) -> BucketShape:
+    """A bucket of codes. Where they are not sharded nothing travels, and one rank alone has what it decodes."""
+    sharded = placement is Placement.SHARDED and group.shards > 1
+    shards = group.shards if sharded else 1
+    return BucketShape(
+        layout.numbers.chunk,
+        layout.numbers.numel * widths.parameter,
+        0,
+        trained=False,
+        gathered=True,
+        shards=shards,
+        across=group.shards * group.across // shards,
+        sent=MessageBytes(layout.nbytes * sharded, 0, 0, 0, 0, parameters_in_blocks=sharded),
+        code_bytes=layout.nbytes // shards,
     )
 
 

@@ -9,20 +9,27 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
+from megazero.config.dtypes import grad_reduce_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.mpu.random import initialise
 from megazero.zero.actions import BucketActions
+from megazero.zero.coded import Coding
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.messages import BITS, KEPT, GradientMessages
-from megazero.zero.placement import Column, columns, overwrites_own, placements
+from megazero.zero.offload import NO_OFFLOADING, Offloading, host_parts, run_parts
+from megazero.zero.owed import OwedUpdates
+from megazero.zero.placement import OPTIMIZER, Column, placements, run_columns
 from megazero.zero.reducer import GradientReducer
 from megazero.zero.shape import rank_shape, state_widths
-from megazero.zero.storage import StoredColumn
+from megazero.zero.storage import StoredColumn, update_range
+
+HOST = "host memory"
+"""The name of what offloaded optimizer state takes there, in `ModelState.bytes`."""
 
 
 class HasUnits(Protocol):
@@ -40,6 +47,8 @@ class ModelState:
             buckets. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are in a flat
             memory of their own (`frozen`), without gradient and optimizer state
     grid    a bucket is reduced and sharded over the groups of what its parameters name (`mpu.parameter.StateGroup`)
+    base    how frozen matrices are encoded (`zero.coded`); None: they are stored as they are
+    offloading  what of it leaves the device
 
     `actions` is what the engine calls, and `shape` is what the lists of a step are made from. After construction all
     weights are zero: `initialise` or a checkpoint sets them. Construction communicates nothing. Raises ValueError for
@@ -52,29 +61,29 @@ class ModelState:
         grid: ProcessGrid,
         optimizer: OptimizerConfig,
         parallel: ParallelConfig,
+        base: Coding | None = None,
+        offloading: Offloading = NO_OFFLOADING,
     ) -> None:
-        self.grid = grid
+        self.grid, self.rests_on_disks = grid, offloading.tier is Tier.DISK
         chunks = [stage.units() for stage in stages]
         row = placements(parallel.zero_stage)
-        dtypes = columns(
-            compute_dtype(optimizer.precision),
-            state_dtype(optimizer.precision),
-            optimizer.optimizer,
-            quantised=overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
-        )
+        dtypes = run_columns(optimizer, parallel, offloading.cfg)
+        widths = state_widths(optimizer, parallel, offloading.cfg)
         packing, sizes = packing_on(grid, parallel), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
         kept = [index for index, layout in enumerate(layouts) if layout.kept_whole]
         self.columns: dict[Column, StoredColumn] = {}
+        parts = run_parts([update_range(bucket, row) for bucket in self.buckets], widths, offloading.cfg)
         for column, dtype in dtypes.items():
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
             whole = kept if column is Column.PARAMETER else ()
-            self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate, whole)
+            rests = parts if column in OPTIMIZER else ()
+            self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate, whole, rests)
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
         self.frozen = FrozenParameters(
-            chunks, sizes, grid.state_groups, row[Column.PARAMETER], packing, held.dtype, grid.device
+            chunks, sizes, grid.state_groups, row[Column.PARAMETER], packing, held.dtype, grid.device, base
         )
         bits, gradient = BITS[parallel.zero_quantized_gradients], self.columns[Column.GRADIENT]
         self.messages = GradientMessages(self.buckets, bits, grid.device, keep=parallel.zero_gradient_error_feedback)
@@ -93,10 +102,13 @@ class ModelState:
             masters=self.weights if parallel.zero_quantized_weights else None,
             overlap=parallel.overlap,
         )
-        self.actions = BucketActions(self.reducer, self.gatherer)
-        widths = state_widths(optimizer, parallel)
-        frozen = [bucket.layout for bucket in self.frozen.buckets]
-        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, state_groups(grid.axes, grid.at))
+        self.host = host_parts(self.columns, parts, widths, offloading, grid.device)
+        """The parts that are updated in host memory."""
+        self.owed = OwedUpdates()
+        """What a step leaves to the next one; nothing without --late-update."""
+        self.actions = BucketActions(self.reducer, self.gatherer, self.owed, self.host)
+        at = state_groups(grid.axes, grid.at)
+        self.shape = rank_shape(_specs(chunks), layouts, self.frozen.layouts, row, widths, at, parts)
 
     @property
     def weights(self) -> StoredColumn:
@@ -117,7 +129,7 @@ class ModelState:
         self.wait_parameters()
         master = self.columns.get(Column.MASTER)
         for index, bucket in enumerate(self.buckets):
-            with self.parameters[index].filling():
+            with self.parameters[index].filling(), self.host.weights(index) as weights:
                 for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
                     if master is None:
                         initialise(parameter, entry.spec, seed)
@@ -129,30 +141,38 @@ class ModelState:
                     start, stop = max(first, entry.offset), min(last, entry.stop)
                     if start < stop:
                         part = values.view(-1)[start - entry.offset : stop - entry.offset]
-                        master.view(index, start, stop).copy_(part)
+                        weights[start - first : stop - first].copy_(part)
 
     def bytes(self) -> dict[str, int]:
-        """Bytes of each column on this rank, and of frozen parameters and of error feedback if there are any.
+        """Bytes of each column on this rank's device, and, if there are any, of frozen parameters, of error feedback,
+        and of host memory that offloaded optimizer state takes.
 
-        Buffers that live for part of a step are not included.
+        Buffers that live for part of a step are not included, and neither is what is on disks.
         """
-        held = {column.value: stored.nbytes for column, stored in self.columns.items()}
-        more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes}
+        held = {column.value: stored.nbytes_in(Tier.DEVICE) for column, stored in self.columns.items()}
+        resting = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values())
+        more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: resting + self.host.memory_bytes}
         return held | {name: nbytes for name, nbytes in more.items() if nbytes}
 
     def wait_parameters(self) -> None:
-        """Return once the parameters that are whole between two steps are gathered after the last one.
+        """Return once the parameters are those after the last step, and the ones that are whole between two steps are
+        gathered.
 
-        The engine waits by itself; any other reader must call this, or `reading`.
+        The engine waits by itself; any other reader must call this, or `reading`. If updates are owed it makes them:
+        then it is a collective of all ranks.
         """
+        self.owed.settle()
+        self.host.wait()
         self.gatherer.wait()
 
     @contextmanager
     def reading(self, unit: nn.Module | None = None) -> Iterator[None]:
         """A context in which the parameters of a unit (None: all) are whole, trained and frozen ones.
 
-        A collective of the ranks that share out their state.
+        A collective of the ranks that share out their state; of all ranks if updates are owed.
         """
+        self.owed.settle()
+        self.host.wait()
         wanted = None if unit is None else {id(parameter) for parameter in unit.parameters()}
         held = [at.bucket.parameters for at in self.gatherer.parameters]
         with self.gatherer.reading(

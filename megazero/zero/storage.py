@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megazero.config.tiers import Tier
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter
+from megazero.system.streams import host_tensor
 from megazero.zero.layout import BucketLayout
-from megazero.zero.placement import Placement
+from megazero.zero.parts import Part
+from megazero.zero.placement import Column, Placement
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,18 @@ class Bucket:
         return self.layout.owned((inner.index, inner.size), (across.index, across.size))
 
 
+def update_range(bucket: Bucket, row: Mapping[Column, Placement]) -> tuple[int, int]:
+    """The range of a bucket that this rank updates."""
+    return bucket.shard if row[Column.EXP_AVG] is Placement.SHARDED else (0, bucket.layout.numel)
+
+
 class StoredColumn:
     """One column of a model state on this rank: per bucket a 1-D tensor of `dtype`, whole or this rank's shard.
 
     allocate  `torch.zeros` or `torch.empty`
     whole     numbers of buckets that are stored whole although the column is sharded
+    parts     for each bucket the parts in which it rests in several places (`zero.parts`); none: it is on the device.
+              A part on a disk has no tensor here
     """
 
     def __init__(
@@ -53,13 +63,15 @@ class StoredColumn:
         device: torch.device,
         allocate: Callable[..., Tensor] = torch.zeros,
         whole: Collection[int] = (),
+        parts: Sequence[Sequence[Part]] = (),
     ) -> None:
         self.placement, self.dtype, self.device, self._whole = placement, dtype, device, frozenset(whole)
         self._buckets = buckets
-        self._held = [
-            allocate(stop - start, dtype=dtype, device=device)
-            for start, stop in map(self.range_of, range(len(buckets)))
+        self._parts = [
+            tuple(parts[index]) if parts and parts[index] else (Part(*self.range_of(index), Tier.DEVICE),)
+            for index in range(len(buckets))
         ]
+        self._held = [[self._allocated(part, allocate) for part in of_bucket] for of_bucket in self._parts]
 
     @property
     def is_sharded(self) -> bool:
@@ -69,10 +81,21 @@ class StoredColumn:
         """Whether this rank stores only its shard of bucket `index`, and that is not the whole bucket."""
         return self.is_sharded and index not in self._whole and self._buckets[index].groups.inner.size > 1
 
+    def is_on_device(self, index: int) -> bool:
+        """Whether all that this rank stores of bucket `index` is on the device."""
+        return all(part.tier is Tier.DEVICE for part in self._parts[index])
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the column's storages."""
-        return sum(held.untyped_storage().nbytes() for held in self._held)
+        """Bytes of the column's storages, on the device and in host memory."""
+        return self.nbytes_in(Tier.DEVICE) + self.nbytes_in(Tier.HOST)
+
+    def nbytes_in(self, tier: Tier) -> int:
+        """Bytes of the column's storages in a tier that is memory."""
+        places = (
+            (part, held) for own in zip(self._parts, self._held, strict=True) for part, held in zip(*own, strict=True)
+        )
+        return sum(held.untyped_storage().nbytes() for part, held in places if held is not None and part.tier is tier)
 
     def range_of(self, index: int) -> tuple[int, int]:
         """The range (start, stop) of bucket `index` that this rank stores."""
@@ -80,14 +103,27 @@ class StoredColumn:
         return bucket.shard if self.is_sharded_in(index) else (0, bucket.layout.numel)
 
     def held(self, index: int) -> Tensor:
-        """All that this rank stores of bucket `index`, [stop - start]."""
-        return self._held[index]
+        """All that this rank stores of bucket `index`, [stop - start]. It must rest in one place."""
+        (held,) = self._held[index]
+        assert held is not None, f"bucket {index} rests on a disk"
+        return held
+
+    def _allocated(self, part: Part, allocate: Callable[..., Tensor]) -> Tensor | None:
+        if part.tier is Tier.DISK:
+            return None
+        numel = part.stop - part.start
+        if part.tier is Tier.HOST:
+            return host_tensor(numel, self.dtype, self.device, "--offload-optimizer")
+        made: Tensor = allocate(numel, dtype=self.dtype, device=self.device)
+        return made
 
     def view(self, index: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of bucket `index`, which this rank must store."""
-        first, last = self.range_of(index)
-        assert first <= start <= stop <= last, f"[{start}, {stop}) of bucket {index} is not held, [{first}, {last}) is"
-        return self._held[index][start - first : stop - first]
+        """Elements [start, stop) of bucket `index`, which this rank must store, in memory and in one part."""
+        for part, held in zip(self._parts[index], self._held[index], strict=True):
+            if part.start <= start <= stop <= part.stop and held is not None:
+                return held[start - part.start : stop - part.start]
+        there = ", ".join(f"[{part.start}, {part.stop}) {part.tier.name.lower()}" for part in self._parts[index])
+        raise AssertionError(f"[{start}, {stop}) of bucket {index} is not held, but {there}")
 
     def shard(self, index: int) -> Tensor:
         """This rank's shard of bucket `index`."""

@@ -15,7 +15,7 @@ import torch
 from bench import results
 from bench.case import Sizes
 from bench.contestants.megazero_memory import largest
-from bench.contestants.megazero_meter import peaks
+from bench.contestants.megazero_meter import Peaks
 from bench.contestants.megazero_split import Clock
 from bench.field import TABLES
 from bench.harness import Contestant, Match, Samples, Unavailable
@@ -167,16 +167,12 @@ def test_what_was_alive_when_that_was_most() -> None:
 
 
 def test_the_peak_of_a_phase_counts_what_was_there_before() -> None:
-    def change(ts: int, size: int) -> dict[str, Any]:
-        return {"name": "[memory]", "ts": ts, "args": {"Addr": 0, "Bytes": size}}
-
-    def span(name: str, ts: int, dur: int) -> dict[str, Any]:
-        return {"name": name, "cat": "user_annotation", "ts": ts, "dur": dur}
-
-    changes = [change(1, 100), change(2, 50), change(3, -50), change(15, 500), change(22, -300), change(31, 40)]
-    spans = [span("construction", 0, 10), span("step", 20, 5), span("step", 30, 5)]
-    assert peaks([*reversed(changes), *spans]) == {
+    peaks = Peaks()
+    for phase, sizes in (("construction", (100, 50, -50)), ("between", (500,)), ("step", (-300,)), ("step", (40,))):
+        peaks.add(phase, sizes)
+    assert peaks.phases == {
         "construction": {"peak": 150, "end": 100},
+        "between": {"peak": 600, "end": 600},
         "step": {"peak": 340, "end": 340},
     }
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import COLUMNS, Manifest
+from megazero.checkpoint.blocks import BLOCK_BYTES, BlockWriter, Slot
+from megazero.checkpoint.format import COLUMNS, Manifest, columns_of
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
-from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
+from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
-from megazero.zero.fragment import Fragment
+from megazero.zero.fragment import Fragment, StoredFragment
 from megazero.zero.layout import BucketFragment, Packing, owned_fragments
 
 VOCAB, HIDDEN, BLOCKS = 37, 12, 4
@@ -121,6 +122,30 @@ def fragments_of(
     ]
 
 
+def told(fragments: Sequence[Fragment]) -> list[StoredFragment]:
+    """The same fragments without values."""
+    return [
+        StoredFragment(one.spec, one.start, one.stop, {name: values.dtype for name, values in columns_of(one).items()})
+        for one in fragments
+    ]
+
+
+def write_rank(
+    folder: Path, rank: int, world: int, mine: Sequence[Fragment], block_bytes: int, tp: tuple[int, int] = (0, 1)
+) -> None:
+    """Write the file of a rank that holds these fragments. tp: its index and the size."""
+    written = stored_to_write([told(mine)], *tp)
+    write_fragments(folder, rank, world, written, values_to_write([mine], written), block_bytes)
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]], block_bytes: int = BLOCK_BYTES) -> None:
+    """Write a file of whole tensors."""
+    slots = [Slot(key, values.dtype, values.numel()) for key, values in tensors]
+    with BlockWriter(path, slots, block_bytes) as file:
+        for key, values in tensors:
+            file.write(key, 0, values)
+
+
 def save(
     folder: Path,
     layout: Layout,
@@ -134,10 +159,8 @@ def save(
     folder.mkdir(parents=True)
     world = layout.axes.world_size
     for rank in range(world):
-        mine = views_to_write(
-            fragments_of(layout, rank, values, dtype, columns), layout.axes.coordinates(rank).tp, layout.tp
-        )
-        write_fragments(folder, rank, world, mine, block_bytes)
+        tp = layout.axes.coordinates(rank).tp, layout.tp
+        write_rank(folder, rank, world, fragments_of(layout, rank, values, dtype, columns), block_bytes, tp)
     writers = [
         fragments_to_write(pieces, layout.axes.coordinates(rank).tp, layout.tp)
         for rank, pieces in enumerate(layout.all_fragments())

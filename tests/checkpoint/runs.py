@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, single_rank_group
-from megazero.zero.fragment import Fragment
-from tests.checkpoint.fakes import Layout, Values, fragments_of, global_values
+from megazero.zero.fragment import Fragment, StoredFragment
+from tests.checkpoint.fakes import Layout, Values, fragments_of, global_values, told
 
 
 class FakeState:
@@ -23,8 +24,13 @@ class FakeState:
         self.held = fragments_of(layout, rank, None, dtype)
         self.loaded = 0
 
-    def fragments(self) -> list[Fragment]:
-        return self.held
+    resident = True
+
+    def stored(self) -> list[list[StoredFragment]]:
+        return [told(self.held)]
+
+    def portions(self, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
+        return (held for held in [self.held])
 
     def after_load(self) -> None:
         self.loaded += 1

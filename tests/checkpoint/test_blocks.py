@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 
-from megazero.checkpoint.blocks import BlockFile, write_file
+from megazero.checkpoint.blocks import BlockFile
 from megazero.checkpoint.format import Damaged
+from tests.checkpoint.fakes import write_tensors
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:
@@ -22,7 +23,7 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
 def test_the_library_opens_what_is_written(tmp_path):
     safetensors = pytest.importorskip("safetensors")
     pytest.importorskip("safetensors.torch")
-    write_file(tmp_path / "f.safetensors", tensors(), 64)
+    write_tensors(tmp_path / "f.safetensors", tensors(), 64)
     with safetensors.safe_open(tmp_path / "f.safetensors", "pt") as file:
         assert sorted(file.keys()) == ["a", "b", "c", "d"]
         for key, tensor in tensors():
@@ -34,7 +35,7 @@ def test_the_library_opens_what_is_written(tmp_path):
 
 @pytest.mark.parametrize("block_bytes", [8, 64, 200, 1024])
 def test_blocks_put_together_are_the_tensor(tmp_path, block_bytes):
-    write_file(tmp_path / "f", tensors(), block_bytes)
+    write_tensors(tmp_path / "f", tensors(), block_bytes)
     with BlockFile(tmp_path / "f") as file:
         for key, tensor in tensors():
             ranges = file.block_ranges(key)
@@ -47,12 +48,12 @@ def test_blocks_put_together_are_the_tensor(tmp_path, block_bytes):
 def test_an_existing_file_is_not_written_over(tmp_path):
     (tmp_path / "f").write_text("mine")
     with pytest.raises(FileExistsError):
-        write_file(tmp_path / "f", tensors())
+        write_tensors(tmp_path / "f", tensors())
     assert (tmp_path / "f").read_text() == "mine"
 
 
 def test_an_empty_tensor_has_no_blocks(tmp_path):
-    write_file(tmp_path / "f", [("none", torch.empty(0))])
+    write_tensors(tmp_path / "f", [("none", torch.empty(0))])
     with BlockFile(tmp_path / "f") as file:
         assert file.block_ranges("none") == []
 
@@ -75,7 +76,7 @@ def test_what_is_no_such_file_is_named(tmp_path, content):
 
 
 def test_no_digest_is_left_blank(tmp_path):
-    write_file(tmp_path / "f", tensors(), 64)
+    write_tensors(tmp_path / "f", tensors(), 64)
     raw = (tmp_path / "f").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert all("0" * 64 not in text for key, text in header["__metadata__"].items() if key.startswith("sha256"))
@@ -87,4 +88,4 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match=r"No space left on device: .*/some\.safetensors"):
-        write_file(tmp_path / "some.safetensors", [("x", torch.zeros(3))])
+        write_tensors(tmp_path / "some.safetensors", [("x", torch.zeros(3))])

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from megazero.checkpoint import folder as folders
-from megazero.checkpoint.blocks import BlockFile, write_file
+from megazero.checkpoint.blocks import BlockFile
 from megazero.checkpoint.decoding import decode
 from megazero.checkpoint.format import CheckpointError, Damaged, seal
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.resume_changes import run_from
 from megazero.config.schema import Run
+from tests.checkpoint.fakes import write_tensors
 
 GOOD: dict[str, Any] = {
     "version": 1,
@@ -140,7 +141,7 @@ def test_a_fragment_that_claims_more_than_it_has(tmp_path: Path) -> None:
 )
 def test_a_header_of_wrong_types(key: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    write_file(path, [("a", torch.arange(4.0))])
+    write_tensors(path, [("a", torch.arange(4.0))])
     data = path.read_bytes()
     count = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + count])

@@ -27,6 +27,8 @@ from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.runs import names
 from tests.checkpoint.test_state import held_by_all
+from tests.forks import fork
+from tests.parameters import held_fragments
 
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -50,7 +52,7 @@ def state() -> ShardedOptimizer:
 
 def columns(state: ShardedOptimizer, iteration: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each of its tensors, and the values that it has at an iteration."""
-    for fragment in state.fragments():
+    for fragment in held_fragments(state):
         for column, tensor in columns_of(fragment).items():
             random = torch.Generator().manual_seed(
                 zlib.crc32(f"{fragment.spec.name} {fragment.start} {column} {iteration}".encode())
@@ -94,7 +96,7 @@ def killed_at(folder: Path, operation: int, action: Callable[[], None]) -> str |
     nothing slows it.
     """
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         left = operation
 

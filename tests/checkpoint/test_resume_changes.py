@@ -34,7 +34,7 @@ def test_every_field_is_in_one_group():
     resolved = {f"schedule.{name}" for name in ("lr_warmup", "lr_decay", "lr_wsd_decay")}
     every = {
         f"{section}.{f.name}"
-        for section in ("model", "parallel", "optimizer", "schedule", "data", "lora")
+        for section in ("model", "parallel", "optimizer", "schedule", "data", "lora", "offload")
         for f in fields(getattr(Run(), section))
     }
     assert set(listed) - resolved == every - {f"schedule.{name}" for name in lengths}
@@ -55,7 +55,7 @@ def test_a_record_survives_json():
 
 def test_a_record_of_another_version():
     record = record_of(BASE)
-    del record["model"]["rotary_base"], record["trainer"]
+    del record["model"]["rotary_base"], record["trainer"], record["offload"]
     record["model"]["of_the_future"] = 1
     assert run_from(record) == BASE
 

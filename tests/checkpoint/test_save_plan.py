@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megazero.checkpoint.reader import read_manifest
-from megazero.checkpoint.save_plan import fragments_to_write, views_to_write
-from megazero.checkpoint.writer import write_fragments, write_manifest
+from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
+from megazero.checkpoint.writer import write_manifest
 from megazero.mpu.parameter import ParameterKind, shard
 from megazero.zero.fragment import FragmentSpec
-from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save
+from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save, told, write_rank
 
 LAYOUTS = [
     Layout(tp=2),
@@ -68,9 +68,10 @@ def test_one_large_replica_is_cut() -> None:
 def test_values_are_cut_as_the_arithmetic_says() -> None:
     layout = LAYOUTS[1]
     for rank, every in enumerate(written(layout)):
-        values = views_to_write(
-            fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32), rank % 3, 3
-        )
+        mine = fragments_of(layout, rank, global_values(layout, torch.float32), torch.float32)
+        own = stored_to_write([told(mine)], rank % 3, 3)
+        (values,) = values_to_write([mine], own)
+        assert own == told(values)
         assert [(v.spec, v.start, v.stop) for v in values] == [(s.spec, s.start, s.stop) for s in every]
         assert all(v.weight.numel() == v.stop - v.start for v in values)
 
@@ -102,7 +103,7 @@ def test_what_older_versions_wrote_is_read(tmp_path: Path) -> None:
         ]
 
     for rank in range(8):
-        write_fragments(tmp_path, rank, 8, kept(rank, fragments_of(layout, rank, values, torch.float32)), 64)
+        write_rank(tmp_path, rank, 8, kept(rank, fragments_of(layout, rank, values, torch.float32)), 64)
     writers = [kept(rank, held) for rank, held in enumerate(layout.all_fragments())]
     write_manifest(tmp_path, writers, run={}, progress={}, layout={"tp": 2, "pp": 2, "dp": 2, "cp": 1})
     for target in (layout, Layout(), Layout(tp=3, dp=2)):

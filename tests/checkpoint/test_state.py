@@ -20,7 +20,7 @@ from megazero.zero.layout import owned_fragments, packing_of
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.fakes import box_of
-from tests.parameters import Piece, assemble, values_of
+from tests.parameters import Piece, assemble, held_fragments, values_of
 from tests.ranks import run_ranks
 
 BASE = Run(
@@ -74,7 +74,7 @@ def body(
 
     if save:
         checkpoints.claim()
-        for fragment in optimizer.fragments():
+        for fragment in held_fragments(optimizer):
             for column, tensor in columns_of(fragment).items():
                 tensor.copy_(expected(fragment.spec.name, column, fragment))
         optimizer.after_load()
@@ -84,7 +84,7 @@ def body(
         assert found is not None
         checkpoints.load(found)
     differing = 0.0
-    for fragment in optimizer.fragments():
+    for fragment in held_fragments(optimizer):
         for column, tensor in columns_of(fragment).items():
             if column == "weight" or not config.no_load_optim:
                 differing += (tensor.double() != expected(fragment.spec.name, column, fragment)).sum().item()

@@ -17,7 +17,14 @@ BEFORE = Path(__file__).parent / "before_2026_11"
 FIGURES = ("consumed_samples", "loss", "grad_norm", "lr")
 
 
-@pytest.mark.parametrize("layout", [(1,), (4, "--tp", "2", "--pp", "2", "--zero-stage", "2")], ids=["one", "four"])
+LAYOUTS = {
+    "one": (1,),
+    "four": (4, "--tp", "2", "--pp", "2", "--zero-stage", "2"),
+    "offloaded": (1, "--offload-optimizer", "cpu:0.6", "--nvme-buffer-bytes", "200KB"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_goes_on_with_the_losses_that_it_had(tmp_path: Path, layout: tuple) -> None:
     ranks, *flags = layout
     write_pair(tmp_path / "tokens", [7, 12, 5, 30, 9, 21, 16] * 12, vocab_size=43, seed=5)

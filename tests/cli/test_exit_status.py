@@ -65,6 +65,8 @@ BAD = (
     "plan-schedule --iterations x",
     "draw-schedule --pp 0",
     "doctor --no-such-flag",
+    "bench-nvme {folder}/none",
+    "bench-nvme {folder} --share 0.5",
 )
 
 

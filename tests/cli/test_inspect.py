@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megazero.checkpoint import statistics as numbers
-from megazero.checkpoint.blocks import write_file
 from megazero.checkpoint.format import MANIFEST
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.verify import verify
@@ -28,7 +27,7 @@ from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
 from tests.checkpoint import fakes
-from tests.checkpoint.fakes import Layout, Values, global_values
+from tests.checkpoint.fakes import Layout, Values, global_values, write_tensors
 
 RUN = Run(
     model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=3, vocab_size=37),
@@ -341,7 +340,7 @@ def test_a_header_that_was_written_anew(root: Path, capsys: pytest.CaptureFixtur
     """A file that is whole in itself, but not the one that the manifest knows."""
     file = root / "iter_0000005" / "fragments-00001-of-00001.safetensors"
     file.unlink()
-    write_file(file, [("x", torch.zeros(3))])
+    write_tensors(file, [("x", torch.zeros(3))])
     status, _, err = inspect(capsys, root / "iter_0000005", root / "iter_0000007")
     assert status == 1 and file.name in err and ("the sha256 of its header" in err or "bytes instead of" in err)
 

@@ -100,6 +100,37 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert (run.trainer.log_interval, run.trainer.tensorboard_dir) == (20, "boards/mine")
 
 
+@pytest.mark.parametrize(
+    ("content", "offload", "folders"),
+    [
+        ({"device": "none", "nvme_path": "a"}, "none", ()),
+        ({"device": None, "ratio": 0.3}, "none", ()),
+        ({"device": "cpu", "pin_memory": False, "ratio": 1.0, "fast_init": True}, "cpu", ()),
+        ({"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4}, "cpu", ()),
+        ({"device": "cpu", "ratio": 0.0}, "none", ()),
+        ({"device": "cpu", "ratio": 0.3}, "cpu:0.3", ()),
+        (
+            {"device": "nvme", "nvme_path": "/a folder", "pipeline_read": True, "pipeline_write": False},
+            "nvme",
+            ("/a folder",),
+        ),
+        ({"device": "auto", "ratio": 0.3}, "none", ()),
+        ({"ratio": 0.3}, "none", ()),
+    ],
+)
+def test_offload(content: dict[str, Any], offload: str, folders: tuple[str, ...], tmp_path: Path) -> None:
+    aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
+    zero = {"stage": 2, "offload_optimizer": content}
+    run = parse(tmp_path, {"zero_optimization": zero, "aio": aio}, "--zero-stage", "2")
+    assert (run.offload.offload_optimizer, run.offload.nvme_path) == (offload, folders)
+
+
+def test_a_flag_that_contradicts_its_offload(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError, match=r"--offload-optimizer none contradicts .*offload_optimizer.device cpu"):
+        parse(tmp_path, content, "--offload-optimizer", "none")
+
+
 def test_auto_is_taken_from_the_flags(tmp_path: Path) -> None:
     run = parse(
         tmp_path,
@@ -126,9 +157,18 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            'offload_optimizer.device "cpu" is refused: offload is not built',
+        *(
+            ({"zero_optimization": {"offload_optimizer": content}}, message)
+            for content, message in (
+                ({"device": "gpu"}, "offload_optimizer.device 'gpu' is not one of none, cpu, nvme"),
+                ({"device": "cpu", "ratio": 1.5}, "offload_optimizer.ratio: the share 1.5 is not above 0"),
+                ({"device": "cpu", "ratio": "x"}, "offload_optimizer.ratio: the share 'x' is not a number"),
+                ({"device": "nvme"}, "--offload-optimizer nvme needs --nvme-path DIR"),
+                ({"device": "nvme", "nvme_path": True}, "offload_optimizer.nvme_path: True is not a word"),
+                ({"device": "cpu", "super_offload": True}, "nearest: --late-update"),
+                ({"device": "cpu", "cpuadam_cores_perc": 0.5}, "use OMP_NUM_THREADS"),
+                ({"device": "cpu", "pin_memry": True}, "did you mean zero_optimization.offload_optimizer.pin_memory?"),
+            )
         ),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device"),
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 does not exist; valid: 0, 1, 2, 3; nearest: 3"),
@@ -137,9 +177,9 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "--zero-shard-size shards all state"),
         ({"zero_optimization": {"reduce_scatter": False}}, "sharded gradients always travel by reduce-scatter"),
         ({"zero_optimization": {"reduce_bucket_size": 1, "allgather_bucket_size": 2}}, "one size serves"),
-        ({"aio": {"block_size": 1}}, "NVMe offload is not built yet"),
+        ({"aio": {"use_gds": True}}, "files are read and written through host memory"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "accumulate in fp32"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation offload"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "use --offload-activations cpu"),
         ({"wandb": {"enabled": True}}, "wandb is not built yet"),
         ({"csv_monitor": {"enabled": True}}, "--metrics-file"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown true is refused"),

@@ -186,10 +186,32 @@ REFUSED = [
         "--activation-memory-budget none",
     ),
     (
+        "--activation-memory-budget 4GB --recompute-num-layers 2",
+        1,
+        "--recompute-num-layers 2 says how often: drop --recompute-num-layers",
+        "--recompute-num-layers 1",
+    ),
+    (
         "--shard-recompute-inputs --recompute-granularity full --tp 2 --sequence-parallel",
         2,
         "each rank keeps only its own 1/2 of it: drop --shard-recompute-inputs",
         "--no-shard-recompute-inputs",
+    ),
+    *(
+        (
+            f"--offload-activations {words}",
+            1,
+            f"--offload-activations {words}: {said}",
+            f"--offload-activations {nearest}",
+        )
+        for words, (said, nearest) in {
+            "nvme": ("activations go to host memory only", "cpu"),
+            "cpu:0": ("the share 0 is not above 0", "cpu:0.01"),
+            "cpu:1.01": ("the share 1.01 is not above 0 and at most 1", "cpu:1"),
+            "cpu:nan": ("the share nan is not above 0", "cpu:1e-3"),
+            "cpu:": ("the share '' is not a number", "cpu"),
+            "none:0.5": ("none has no share", "none"),
+        }.items()
     ),
     ("--activation-memory-budget 0", 1, "must be more than 0", "--activation-memory-budget 1"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
@@ -417,6 +439,18 @@ POINTLESS = [
     ("--save-interval 9", 1, "--save-interval 9 has no effect without --save DIR", "--save d"),
     ("--keep-last-k 9", 1, "--keep-last 9 has no effect without --save DIR", "--save d"),
     ("--save-retain-interval 9", 1, "has no effect without --save DIR", "--save d"),
+    (
+        "--nvme-path a",
+        1,
+        "--nvme-path a has no effect without --offload-optimizer nvme",
+        "--offload-optimizer nvme:0.5",
+    ),
+    (
+        "--nvme-buffer-bytes 9MB",
+        1,
+        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme",
+        "--offload-optimizer cpu",
+    ),
     ("--async-save", 1, "--async-save has no effect without --save DIR", "--save d"),
     ("--finetune", 1, "--finetune has no effect without --load DIR", "--load d"),
     ("--no-load-optim", 1, "--no-load-optim has no effect without --load DIR", "--load d"),
@@ -425,6 +459,13 @@ POINTLESS = [
     (f"{DATA} --extend-vocabulary", 1, "--extend-vocabulary has no effect without --init-from DIR", ""),
     ("--lora-alpha 3", 1, "--lora-alpha 3 has no effect without --lora-rank R", f"{DATA} --lora-rank 2 --load d"),
     ("--lora-targets qkv", 1, "--lora-targets qkv has no effect", f"{DATA} --lora-rank 2 --load d"),
+    ("--lora-base-bits 4", 1, "--lora-base-bits 4 has no effect without", f"{DATA} --lora-rank 2 --load d"),
+    (
+        f"{DATA} --lora-rank 2 --load d --lora-base-qkv three",
+        1,
+        "--lora-base-qkv three has no effect without --lora-base-bits",
+        "--lora-base-bits 8",
+    ),
     ("--lora-dropout 0.5", 1, "--lora-dropout 0.5 has no effect", f"{DATA} --lora-rank 2 --load d"),
     (f"{DATA} --sample-prompt def", 1, "--sample-prompt def has no effect without --tokenizer", "--tokenizer byte"),
     (
@@ -523,6 +564,13 @@ IDLE = [
     ),
     ("--eval-interval 200", 1, "--eval-interval 200 has no effect without at least as many", "--train-iters 200"),
     ("--exit-interval 200", 1, "--exit-interval 200 has no effect without at least as many", "--train-iters 200"),
+    (
+        "--micro-batch-order vertical --global-batch-size 4",
+        2,
+        "--micro-batch-order vertical has no effect without several micro-batches in a step",
+        "--global-batch-size 8",
+    ),
+    ("--vertical-group-size 3", 1, "--vertical-group-size 3 has no effect without", "--micro-batch-order vertical"),
     ("--no-ckpt-probe", 1, "--no-ckpt-probe has no effect without --save DIR or --load DIR", "--save d"),
     ("--override-batch", 1, "--override-batch has no effect without --load DIR", "--load d"),
     ("--override-data --load d --finetune", 1, "--override-data has no effect without --load DIR", "--no-finetune"),

@@ -18,6 +18,7 @@ from megazero.convert.registry import open_source
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_source
 from tests.convert.bloom_files import Layout, save_bloom
+from tests.parameters import held_fragments
 from tests.parity.training import Recorder, data_flags, job_on_rank, small_model, train
 from tests.ranks import run_ranks
 
@@ -52,7 +53,7 @@ class Looking(Recorder):
         super().step(record)
         if record.iteration != STOP:
             return
-        for fragment in self.job.state.optimizer.fragments():
+        for fragment in held_fragments(self.job.state.optimizer):
             for column in ("weight", "exp_avg", "exp_avg_sq"):
                 whole = self.seen.setdefault(column, {}).setdefault(
                     fragment.spec.name, torch.zeros(fragment.spec.shape)

@@ -22,6 +22,7 @@ from megazero.convert.files.torch_globals import torch_table
 from megazero.convert.files.unpickle import Record, unpickle
 from megazero.convert.source import ConversionError
 from tests.convert.test_torch_file import archive, globally, tensor_pickle, text
+from tests.forks import fork
 
 the_torch_of_the_page = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="docs/torch-files.md is about torch 2.13"
@@ -127,7 +128,7 @@ def test_torch_reads_them_as_the_page_says(tmp_path: Path, name: str) -> None:
 def test_a_deep_key_ends_the_process_that_loads_it(tmp_path: Path) -> None:
     """In a child, whose stack is as large as Linux makes it by default."""
     path = made(tmp_path, b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns.")
-    child = os.fork()
+    child = fork()
     if child == 0:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -16,6 +16,7 @@ import pytest
 from megazero.data.indexed import DataError
 from megazero.data.template_process import TemplateProcess
 from megazero.data.template_program import Limits
+from tests.forks import fork
 
 QUICK = Limits(seconds=1, memory=1 << 28, characters=1 << 16, growth=2)
 IF_EVIL = "{% if evil %}%s{% endif %}fine{{ evil }}"
@@ -100,7 +101,7 @@ def test_nothing_is_left() -> None:
 def test_a_fork_has_a_process_of_its_own() -> None:
     """Else parent and child would read each other's answers."""
     template = TemplateProcess("{{ x }}")
-    (reading, writing), number = os.pipe(), os.fork()
+    (reading, writing), number = os.pipe(), fork()
     if number == 0:
         answers = {template.render({"x": "child"}) for _ in range(50)}
         os.write(writing, ",".join(sorted(answers)).encode())

@@ -38,13 +38,18 @@ SHRUNK: Mapping[str, str] = {
     r"megazero pretrain --train-iters 20 --metrics-file": f"{TINY} {DATA} {STEPS}",
     r"torchrun .* --init-from models/gpt2 ": STEPS,
     r"torchrun .* --instruction-data ": f"{STEPS} --seq-length 64",
+    r"torchrun .* --offload-optimizer ": f"{TINY} {STEPS}",
     r"torchrun .* --lora-rank ": f"{STEPS} --seq-length 64",
     r"torchrun .* --save runs/a --save-interval 50": f"{TINY} {DATA} {STEPS} --train-iters 4 --exit-interval 2",
     r"torchrun .* --load runs/a": f"{TINY} {DATA} {STEPS} --train-iters 4",
 }
 """Trainings -> the flags that make them small; they win over those before them."""
 
-OTHER_NUMBERS: Mapping[str, str] = {"--vocab-size 32000": "--vocab-size 300", "iter_0000100": "iter_0000002"}
+OTHER_NUMBERS: Mapping[str, str] = {
+    "--vocab-size 32000": "--vocab-size 300",
+    "iter_0000100": "iter_0000002",
+    "--bytes 4GB --seconds 20": "--bytes 64MiB --seconds 1",
+}
 """Words of a page -> words that are run instead, because the data are twenty small texts and the runs are short."""
 
 

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import blocks, folder, save_phases
+from megazero.checkpoint import folder, save_phases
+from megazero.checkpoint.blocks import BlockWriter
 from megazero.cli.training import train
 from megazero.launch import Environment, exit_now, exit_status
 from megazero.mpu import collectives
@@ -147,29 +148,18 @@ def in_launch(halt: Halt) -> None:
         before(collectives, name, is_here, halt)
 
 
-class Half:
-    """A file that has taken the header and some tensors, and takes no more."""
-
-    def __init__(self, file: BinaryIO, halt: Halt) -> None:
-        self.file, self.halt, self.writes = file, halt, 0
-
-    def write(self, data: bytes) -> int:
-        self.writes += 1
-        if self.writes == 4:
-            self.file.flush()
-            self.halt.stand()
-        return self.file.write(data)
-
-
 def in_write(halt: Halt) -> None:
-    """The rank's file is on disk in part."""
-    fill = blocks._fill
-    begins = f".tmp-{folder.folder_name(halt.iteration)}-"
+    """The rank's file is on disk in part: the header and two tensors."""
+    write, begins, calls = BlockWriter.write, f".tmp-{folder.folder_name(halt.iteration)}-", [0]
 
-    def half_filled(file: BinaryIO, *rest: Any) -> None:
-        fill(Half(file, halt) if begins in file.name else file, *rest)  # type: ignore[arg-type]
+    def half(writer: BlockWriter, *rest: Any) -> None:
+        calls[0] += begins in str(writer.path)
+        if calls[0] == 3:
+            writer._file.flush()
+            halt.stand()
+        write(writer, *rest)
 
-    blocks._fill = half_filled  # type: ignore[assignment]
+    BlockWriter.write = half  # type: ignore[assignment, method-assign]
 
 
 def is_saved(halt: Halt) -> None:

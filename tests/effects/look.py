@@ -36,6 +36,7 @@ from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from megazero.zero.placement import Column
+from megazero.zero.state import ModelState
 from tests.ranks import be_deterministic
 
 FACETS = {
@@ -185,9 +186,6 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
 
 def _built(job: Job, grid: ProcessGrid) -> Seen:
     parameters = [(spec_of(parameter), parameter) for parameter in nn.ModuleList(job.stages).parameters()]
-    moments = [
-        column for name, column in job.state.model.columns.items() if name in (Column.EXP_AVG, Column.EXP_AVG_SQ)
-    ]
     with job.state.model.reading():
         start = _digest(parameter for _, parameter in parameters)
     return {
@@ -201,8 +199,18 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
         "memory": job.state.model.bytes(),
         "schedule": job.probe_engine.lists.training(4),
         "start": start,
-        "moments": _digest(column.held(index) for column in moments for index in range(len(job.state.model.buckets))),
+        "moments": _digest(_moments(job.state.model)),
     }
+
+
+def _moments(model: ModelState) -> Iterator[Tensor]:
+    """Bucket by bucket, and part by part where one has parts."""
+    names = [name for name in (Column.EXP_AVG, Column.EXP_AVG_SQ) if name in model.columns]
+    for index, parts in enumerate(model.host.parts):
+        yield from () if parts else (model.columns[name].held(index) for name in names)
+        for number in range(len(parts)):
+            with model.host.looking((index, number)) as state:
+                yield from (state[name] for name in names)
 
 
 def _digest(tensors: Iterable[Tensor]) -> list[str]:

@@ -205,6 +205,8 @@ TWO_LAUNCHES = {"quantise_e4m3": 2, "quantise_e5m2": 2}
 """The same, where a first launch finds the scale of a 16-bit matrix."""
 SCALES = {"dequantise_int8": 2, "dequantise_int4": 2}
 """The same, of short rows of blocks: 16 threads read a scale at once."""
+BYTES_OF_A_BLOCK = {"decode_4_bits": 64}
+"""The same at most, where scales are bytes as codes are: all threads of a block read its scale."""
 
 
 @pytest.mark.sampled(strength=1)
@@ -225,6 +227,7 @@ def test_on_odd_shapes_nothing_races_and_nothing_is_moved_twice(kernels, dtype, 
         times = max(round(of.read / tensor.nbytes) for tensor, of in matrices(call))
         if times > 1 and matrices(call)[0][0].numel() > 1:
             again[function] = max(times, again.get(function, 0))
+    assert all(again.pop(function) <= most for function, most in BYTES_OF_A_BLOCK.items())
     assert again == (TIMES if offset else {}) | (TWO_LAUNCHES if dtype != torch.float32 else {}) | SCALES
 
 

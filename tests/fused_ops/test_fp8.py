@@ -231,3 +231,20 @@ def test_products_that_run_and_are_wrong_are_refused(fault: str, monkeypatch: py
     assert fp8.refusal("cpu") is None
     monkeypatch.setattr(torch, "_scaled_mm", wrong)
     assert "has wrong FP8 products on cpu: its numbers are off by" in str(fp8.refusal("cpu"))
+
+
+def test_a_cpu_multiplies_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a plain loop for e4m3 on processors with AMX. Afterwards it is as it was, after an error too."""
+    plain, seen = torch._scaled_mm, []
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        seen.append(torch.backends.mkldnn.enabled)
+        return plain(*given, **named)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    a, b, scale = (drawn(16, 32).to(E4M3), drawn(48, 32, seed=1).to(E4M3), torch.tensor(0.5))
+    found = product(a, b, scale, scale, torch.float32)
+    assert (found.double() - a.double() @ b.double().t() / 4).abs().max() <= 1e-5 * found.abs().max()
+    with pytest.raises(RuntimeError):
+        product(a, b[:, :16].contiguous(), scale, scale, torch.float32)
+    assert seen == [False, False] and torch.backends.mkldnn.enabled

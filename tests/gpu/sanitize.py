@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fused_ops import fp8
+from fused_ops import coded, fp8
 from fused_ops.activation import ACTIVATIONS
 from fused_ops.adam import adam_step, sgd_step
 from fused_ops.cross_entropy import row_statistics, write_gradient
@@ -197,6 +197,22 @@ def blocks(draw: Draw) -> None:
             sum_dequantised(quantise(x, bits), bits, out[0])
 
 
+def codes(draw: Draw) -> None:
+    """Of 4 and 8 bits: boxes of whole packs, and boxes that begin at odd elements and within a block."""
+    for shape, box in (
+        ((9, 272), ((0, 9), (0, 272))),
+        ((9, 272), ((0, 9), (16, 264))),
+        ((7, 101), ((3, 6), (0, 101))),
+        ((7, 101), ((0, 7), (13, 40))),
+    ):
+        matrix = torch.randn(shape, generator=draw.generator)
+        for bits in (4, 8):
+            lies = coded.CodedBox.of(shape, box, bits)
+            packed = torch.empty(lies.nbytes, dtype=torch.uint8, device=draw.device)
+            coded.pack(coded.encode(matrix, bits), lies, packed)
+            coded.decode(packed, lies, draw(lies.runs, lies.length))
+
+
 PARTS: tuple[Callable[[Draw], None], ...] = (
     softmax,
     norms,
@@ -209,6 +225,7 @@ PARTS: tuple[Callable[[Draw], None], ...] = (
     steps,
     copies,
     blocks,
+    codes,
 )
 
 

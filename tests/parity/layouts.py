@@ -104,6 +104,10 @@ class Case:
     accumulation: int
     overlap: bool
     bucket: int
+    late_update: bool
+    group: int | None
+    """In vertical order: most micro-batches of a group, 0 for all. None: horizontal order."""
+    offload: str
     shared_memory: bool
     as_nccl: bool
     """gloo carries what the program does with NCCL."""
@@ -127,7 +131,10 @@ class Case:
             f"{self.schedule}x{self.virtual}",
         ]
         parts += ["sp"] * self.sequence_parallel + [f"re-{self.recompute}{self.every}"] * (self.recompute != "none")
-        parts += ["as-nccl"] * self.as_nccl + ["gloo"] * (not self.shared_memory) + ["late"] * (not self.overlap)
+        parts += ["as-nccl"] * self.as_nccl + ["gloo"] * (not self.shared_memory)
+        parts += ["no-overlap"] * (not self.overlap) + ["late-update"] * self.late_update
+        parts += [f"vertical{self.group or ''}"] * (self.group is not None)
+        parts += [f"off-{self.offload}"] * (self.offload != "none")
         return "-".join([*parts, f"acc{self.accumulation}", f"b{self.bucket}"])
 
     def layout_flags(self) -> list[str]:
@@ -146,6 +153,10 @@ class Case:
         words += ["--zero-shard-size", str(self.shard)] * (self.shard is not None)
         words += ["--recompute-num-layers", str(self.every)] * (self.recompute == "full")
         words += ["--sequence-parallel"] * self.sequence_parallel + ["--no-overlap"] * (not self.overlap)
+        words += ["--late-update"] * self.late_update
+        words += ["--micro-batch-order", "vertical"] * (self.group is not None)
+        words += ["--vertical-group-size", str(self.group)] * bool(self.group)
+        words += ["--offload-activations", self.offload]
         return words + ["--no-shared-memory"] * (not self.shared_memory)
 
 
@@ -186,6 +197,9 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
             "accumulation": pick(ACCUMULATIONS),
             "overlap": pick((True, True, False)),
             "bucket": pick((500, 4000, 8_388_608)),
+            "late_update": pick((False, True)),
+            "group": pick((None, None, 0, 2)),
+            "offload": pick(("none", "none", "cpu:0.4", "cpu")),
             "as_nccl": False,
         }
         case = Case(**(values | of_layout))  # type: ignore[arg-type]
@@ -203,14 +217,14 @@ REQUIRED: tuple[dict[str, object], ...] = (
     {"pp": 4, "accumulation": 1, "schedule": "1f1b"},
     {"pp": 4, "accumulation": 3, "virtual": 2, "schedule": "interleaved", "tied": True, "dp": 2, "zero": 2},
     {"pp": 2, "dp": 2, "tp": 2, "zero": 2, "tied": True, "sequence_parallel": True, "recompute": "full"},
-    {"pp": 2, "dp": 3, "zero": 1, "tied": True},
-    {"pp": 1, "dp": 2, "virtual": 2, "tied": True, "zero": 2},
+    {"pp": 2, "dp": 3, "zero": 1, "tied": True, "late_update": True},
+    {"pp": 1, "dp": 2, "virtual": 2, "tied": True, "zero": 2, "offload": "cpu"},
     {"pp": 2, "virtual": 2, "schedule": "gpipe", "zero": 2, "dp": 2, "accumulation": 3},
     {"layers": 2, "pp": 4, "virtual": 1, "dp": 2, "zero": 2, "tied": False},
-    {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "tied": True, "accumulation": 3},
+    {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "tied": True, "accumulation": 3, "group": 2},
     {"pp": 4, "schedule": "zb-h1", "accumulation": 12, "layers": 7},
     {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2, "tied": True, "accumulation": 6, "layers": 7},
-    {"pp": 3, "schedule": "zb-v", "tied": True, "accumulation": 3, "dp": 2, "zero": 1},
+    {"pp": 3, "schedule": "zb-v", "tied": True, "accumulation": 3, "dp": 2, "zero": 1, "late_update": True},
     {
         "pp": 2,
         "tp": 2,
@@ -221,7 +235,7 @@ REQUIRED: tuple[dict[str, object], ...] = (
         "accumulation": 1,
     },
     {"pp": 1, "dp": 2, "schedule": "zb-v", "tied": True, "zero": 2, "accumulation": 3},
-    {"pp": 2, "dp": 4, "shard": 2, "tied": True, "zero": 2, "accumulation": 3},
+    {"pp": 2, "dp": 4, "shard": 2, "tied": True, "zero": 2, "accumulation": 3, "group": 0},
     {"pp": 3, "dp": 2, "shard": 1, "tied": True, "zero": 0},
     {"tp": 2, "dp": 4, "shard": 2, "zero": 1},
 )

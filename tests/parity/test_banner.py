@@ -12,6 +12,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from megazero.zero.placement import Column
+from megazero.zero.state import HOST
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -19,7 +20,8 @@ MODEL = small_model(3, heads=4)
 NUMBERS = ["--train-iters", "1", "--global-batch-size", "8", "--micro-batch-size", "1"]
 
 
-def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, int, int], tuple[int, int, int], str]:
+def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """(weights, gradients, optimizer state on the device, host memory), as the banner says and as they are held."""
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     held = job.state.model.bytes()
@@ -27,9 +29,10 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
     text = banner(
         job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", [("tp", 1, 2)]
     )
+    job.state.model.host.close()
     return (
-        (told.weights, told.gradients, told.optimizer),
-        (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer),
+        (told.weights, told.gradients, told.optimizer, told.elsewhere.memory),
+        (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer, held.get(HOST, 0)),
         text,
     )
 
@@ -46,6 +49,8 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, in
         ["--pp", "2", "--virtual-stages", "2"],
         ["--zero-shard-size", "2"],
         ["--pp", "2", "--zero-shard-size", "1"],
+        ["--tp", "2", "--offload-optimizer", "cpu:0.7", "--nvme-buffer-bytes", "200KB"],
+        ["--pp", "2", "--offload-optimizer", "nvme:0.4", "--nvme-path", "{disk}"],
     ],
 )
 def test_bytes_in_the_banner_are_those_held(
@@ -54,7 +59,7 @@ def test_bytes_in_the_banner_are_those_held(
     flags = [
         *MODEL,
         *NUMBERS,
-        *layout,
+        *(word.format(disk=tmp_path) for word in layout),
         "--zero-stage",
         str(stage),
         "--precision",

@@ -19,7 +19,7 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
-from tests.parameters import worst_difference
+from tests.parameters import held_fragments, worst_difference
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -110,7 +110,9 @@ def steps_on_rank(
     for _ in range(STEPS):
         job.trainer.train_step(stop=False)
         job.trainer.after_step()
-        moments.append({f"{i}": fragment.exp_avg.clone() for i, fragment in enumerate(job.state.optimizer.fragments())})
+        moments.append(
+            {f"{i}": fragment.exp_avg.clone() for i, fragment in enumerate(held_fragments(job.state.optimizer))}
+        )
     job.trainer.evaluate()
     job.state.model.wait_parameters()
     weights = {name: p.detach().clone() for stage in job.stages for name, p in stage.named_parameters()}

@@ -13,7 +13,8 @@ from megazero.data.loader import TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.parameter import Parameter
-from tests.parameters import Piece, assemble, values_of
+from megazero.zero.optimizer import ShardedOptimizer
+from tests.parameters import Piece, assemble, held_fragments, values_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 from tests.stages import SHARDED_GRADIENTS, STAGES
@@ -129,9 +130,9 @@ def train_with_overflow(rank: int, size: int, flags: list[str], spoiled: int, va
     return seen
 
 
-def _state(optimizer: object) -> list[Tensor]:
+def _state(optimizer: ShardedOptimizer) -> list[Tensor]:
     tensors = []
-    for fragment in optimizer.fragments():  # type: ignore[attr-defined]
+    for fragment in held_fragments(optimizer):
         tensors += [fragment.weight.clone(), fragment.exp_avg.clone(), fragment.exp_avg_sq.clone()]
     return tensors
 

@@ -54,8 +54,13 @@ def outcome(flags: list[str], late: bool) -> Outcome:
         (["--zero-stage", "1", "--pp", "2", "--no-shared-memory"], False),
         *((["--zero-stage", str(stage), "--pp", "2"], True) for stage in SHARDED_GRADIENTS),
         (["--zero-stage", "1", "--tp", "2", "--sequence-parallel"], True),
+        *((["--zero-stage", stage, "--pp", "2", "--late-update"], True) for stage in ("1", "3")),
+        (["--zero-stage", "3", "--pp", "2", "--micro-batch-order", "vertical"], True),
     ],
-    ids=["gloo", *(f"late-z{stage}" for stage in SHARDED_GRADIENTS), "late-sequence-parallel"],
+    ids=[
+        *("gloo", *(f"late-z{stage}" for stage in SHARDED_GRADIENTS), "late-sequence-parallel"),
+        *("late-update-z1", "late-update-z3", "vertical-z3"),
+    ],
 )
 def test_fault_19_overlap_changes_no_bit(layout: list[str], late: bool, corpus: Path, tmp_path: Path) -> None:
     flags = [*MODEL, *NUMBERS, *layout, "--bucket-size", "2000", *data_flags(corpus, tmp_path / "cache")]

@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     accumulation: int
     tied: bool
     lora: bool
+    late: bool
 
     @property
     def ranks(self) -> int:
@@ -52,6 +53,7 @@ class Layout(NamedTuple):
         words += f"--virtual-stages {VIRTUAL[self.schedule]} --recompute-granularity {self.recompute} "
         words += f"--micro-batch-size {16 // (self.dp * self.accumulation)} --bucket-size 4000"
         words += f" --zero-shard-size {self.dp // 2}" if self.half else ""
+        words += " --late-update" * self.late
         return [*words.split(), "--zero3-regather", self.regather]
 
 
@@ -65,7 +67,7 @@ def fits(layout: Layout, most: int = 8) -> bool:
     )
 
 
-LARGE = Layout(3, 1, 3, 4, "zb-h1", True, "micro-batch", "one", "selective", 4, True, False)
+LARGE = Layout(3, 1, 3, 4, "zb-h1", True, "micro-batch", "one", "selective", 4, True, False, True)
 """Twelve ranks: three stages and four replicas meet in no smaller layout."""
 AXES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3, 3, 3),
@@ -80,6 +82,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "accumulation": (1, 4),
     "tied": (True, False),
     "lora": (False, True),
+    "late": (False, True),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megazero.program.traffic import traffic
 from tests.parity.training import data_flags, job_on_rank, small_model, train
 from tests.ranks import run_ranks
 
@@ -61,15 +62,17 @@ def test_replicas_over_tp_arrive_alike(corpus: Path, tmp_path: Path) -> None:
     assert len(train(4, flags(words, corpus, tmp_path)).records) == 2
 
 
-def bytes_of_a_step(rank: int, size: int, words: list[str]) -> tuple[dict[tuple[str, torch.dtype], int], list[int]]:
-    """What the neighbours count in one step, and the lengths of the buckets."""
+def bytes_of_a_step(
+    rank: int, size: int, words: list[str]
+) -> tuple[dict[tuple[str, torch.dtype], int], list[int], int]:
+    """What the neighbours count in one step, the lengths of the buckets, and the bytes that the step's list says."""
     job, _ = job_on_rank(rank, size, words)
+    listed = traffic(job.probe_engine.lists.training(4), job.state.model.shape)
     job.trainer.train_step(stop=False)
     job.state.model.wait_parameters()
-    traffic = job.trainer.grid.replicas.traffic
     kinds = ("reduce_scatter", "all_to_all", "all_gather")
-    found = {key: count for key, count in traffic.items() if key[0] in kinds}
-    return found, [bucket.layout.numel for bucket in job.state.model.buckets]
+    found = {key: count for key, count in job.trainer.grid.replicas.traffic.items() if key[0] in kinds}
+    return found, [bucket.layout.numel for bucket in job.state.model.buckets], sum(listed.values())
 
 
 @pytest.mark.parametrize(("stage", "sent", "gathered"), [(1, 1, 1), (2, 4, 1), (3, 4, None)])
@@ -80,18 +83,20 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(
     are whole blocks, as in models of usual size.
     """
     layout = f"--zero-stage {stage} --precision bf16 --hidden-size 256 --ffn-hidden-size 256"
-    exact, _ = run_ranks(3, bytes_of_a_step, 3, flags(layout, corpus, tmp_path))[0]
+    exact, _, listed = run_ranks(3, bytes_of_a_step, 3, flags(layout, corpus, tmp_path))[0]
+    assert sum(exact.values()) == listed
     words = flags(f"{layout} {ALL}", corpus, tmp_path)
-    for traffic, lengths in run_ranks(3, bytes_of_a_step, 3, words):
+    for sent_bytes, lengths, listed in run_ranks(3, bytes_of_a_step, 3, words):
+        assert sum(sent_bytes.values()) == listed
         parts = [numel // 3 for numel in lengths]
         codes = {bits: [math.ceil(math.ceil(n * bits / 8) / 16) * 16 for n in parts] for bits in (4, 8)}
         scales = [math.ceil(math.ceil(n / 256) * 4 / 16) * 16 for n in parts]
         wanted = {bits: 3 * (sum(codes[bits]) + sum(scales)) for bits in (4, 8)}
-        assert traffic["all_to_all", torch.uint8] == sent * wanted[4]
-        assert gathered is None or traffic["all_gather", torch.uint8] == gathered * wanted[8]
-        assert traffic.keys() == {("all_to_all", torch.uint8), ("all_gather", torch.uint8)}
-        assert 0.125 < traffic["all_to_all", torch.uint8] / exact["reduce_scatter", torch.float32] < 0.131
-        assert 0.5 < traffic["all_gather", torch.uint8] / exact["all_gather", torch.bfloat16] < 0.515
+        assert sent_bytes["all_to_all", torch.uint8] == sent * wanted[4]
+        assert gathered is None or sent_bytes["all_gather", torch.uint8] == gathered * wanted[8]
+        assert sent_bytes.keys() == {("all_to_all", torch.uint8), ("all_gather", torch.uint8)}
+        assert 0.125 < sent_bytes["all_to_all", torch.uint8] / exact["reduce_scatter", torch.float32] < 0.131
+        assert 0.5 < sent_bytes["all_gather", torch.uint8] / exact["all_gather", torch.bfloat16] < 0.515
 
 
 RESUMED = {

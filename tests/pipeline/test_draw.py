@@ -127,6 +127,25 @@ def test_the_tool_takes_published_times():
     assert done.returncode == 2 and "a part of --backward-time 2" in done.stderr
 
 
+def test_the_lanes_of_activations_that_leave():
+    words = ["--pp", "1", "-m", "1", "--zero-stage", "0", "--dp", "1", "--blocks", "2", "--width", "80"]
+    words += ["--offload-activations", "1", "--update-time", "0"]
+    done = run_tool(*words)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:12].strip(): line[12:] for line in done.stdout.splitlines() if line.startswith(("stage", "  "))}
+    # Of four units the first two leave; the copies back end before the backward that needs them.
+    assert [len(re.findall("[OI]0?", rows[name].strip())) for name in ("to host", "to device")] == [2, 2], done.stdout
+    assert "O activations to the host  I and back" in done.stdout and "bubble 0.00%" in done.stdout
+    listed = run_tool(*words, "--list", "0").stdout
+    assert listed.count("copy activations to host memory") == listed.count("free activations") == 2
+    slow = run_tool(*words, "--copy-time", "2").stdout
+    assert "bubble 0.00%" not in slow, "the device waits for the copy before it frees"
+    for more, says in ((["1.5"], "a share, 0 to 1"), (["1", "--forward-only"], "for training")):
+        done = run_tool(*words, "--offload-activations", *more)
+        assert done.returncode == 2 and says in done.stderr
+    assert "goes with --zero-stage" in run_tool("--offload-activations", "0.5").stderr
+
+
 def test_the_lanes_of_a_whole_step():
     words = ["--pp", "1", "-m", "1", "--zero-stage", "3", "--blocks", "1", "--width", "70", "--update-time", "0"]
     done = run_tool(*words, "--gather-time", "0.5")
@@ -141,5 +160,55 @@ def test_the_lanes_of_a_whole_step():
     listed = run_tool(*words, "--list", "0").stdout.splitlines()
     assert listed[:3] == ["   0  gather parameters (bucket 0)", "   1  gather parameters (bucket 1)", listed[2]]
     assert listed[-1].endswith("update (buckets 0, 1, 2)")
+    late = run_tool(*words, "--late-update", "--list", "0").stdout.splitlines()
+    assert late[:2] == ["   0  update (bucket 0)", "   1  gather parameters (bucket 0)"]
+    assert late[-1].endswith("  norm") and sum("update" in line for line in late) == 3
+    assert run_tool(*words, "--late-update").returncode == 0
+    done = run_tool("--late-update")
+    assert done.returncode == 2 and "--late-update goes with --zero-stage" in done.stderr
+    done = run_tool(*words, "--late-update", "--forward-only")
+    assert done.returncode == 2 and "--late-update is for training" in done.stderr
+    turned = run_tool(*words, "--micro-batch-order", "vertical", "--micro-batches", "2", "--list", "0").stdout
+    assert [line[6:] for line in turned.splitlines()[2:4]] == [
+        f"forward (micro-batch {number}, chunk 0, unit 0)" for number in (0, 1)
+    ]
+    done = run_tool(*words, "--micro-batch-order", "vertical", "--micro-batches", "3", "--vertical-group-size", "2")
+    assert "3 micro-batches in 2 groups, vertical" in done.stdout
+    for wrong, says in (
+        (("--vertical-group-size", "2"), "goes with --micro-batch-order vertical"),
+        (("--micro-batch-order", "vertical", "--vertical-group-size", "0"), "must be at least 1"),
+    ):
+        done = run_tool(*words, *wrong)
+        assert done.returncode == 2 and says in done.stderr
+    done = run_tool("--micro-batch-order", "vertical")
+    assert done.returncode == 2 and "--micro-batch-order vertical goes with --zero-stage" in done.stderr
     done = run_tool(*words, "--dp", "4", "--zero-shard-size", "3")
     assert done.returncode == 2 and "--zero-shard-size 3 does not divide --dp 4" in done.stderr
+
+
+def test_the_lanes_of_updates_in_host_memory():
+    model = ["--pp", "1", "-m", "1", "--zero-stage", "0", "--dp", "1", "--blocks", "1"]
+    words = [*model, "--width", "100", "--gather-time", "0.5"]
+    there = [*words, "--offload-optimizer", "nvme", "--host-update-time", "1", "--disk-time", "1"]
+    done = run_tool(*there)
+    assert done.returncode == 0, done.stderr
+    rows: dict[str, str] = {}
+    for line in done.stdout.splitlines():  # bands follow each other
+        rows[line[:12].strip()] = rows.get(line[:12].strip(), "") + line[12:].ljust(88)
+    labels = {"from disk": "r", "to host": "h", "host": "H", "to device": "d", "to disk": "w"}
+    for lane, letter in labels.items():
+        assert re.findall(r"[a-zA-Z]\d", rows[lane]) == [f"{letter}{bucket}" for bucket in range(3)]
+    assert rows["host"].index("|H1") == rows["to device"].index("|d0") == rows["to disk"].index("|w0")
+    assert "H update there  d parameters back  w state written" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    cpu = run_tool(*words, "--offload-optimizer", "cpu").stdout
+    assert "to host" in cpu and "to disk" not in cpu
+    late = run_tool(*there, "--late-update", "--list", "0").stdout.splitlines()
+    assert late[:2] == ["   0  read optimizer state (bucket 0, part 0)", late[1]] and late[-1].endswith("  norm")
+    for more, said in {
+        "--offload-optimizer cpu": "--offload-optimizer cpu goes with --zero-stage",
+        "--zero-stage 1 --disk-time 2": "--disk-time 2.0 goes with --offload-optimizer nvme",
+        "--zero-stage 1 --host-update-time 2": "--host-update-time 2.0 goes with --offload-optimizer cpu or nvme",
+    }.items():
+        done = run_tool(*more.split())
+        assert done.returncode == 2 and said in done.stderr

@@ -58,6 +58,8 @@ class Recorder:
         else:
             self.holding.append((weight, make))
 
+    def settle(self) -> None: ...
+
     def ready(self, buckets: Sequence[int]) -> None:
         self.announced += buckets
 
@@ -106,8 +108,13 @@ class Recorder:
     def norm(self, loss_sum: torch.Tensor) -> None:
         self.calls.append(("norm", 0))
 
-    def update(self, buckets: Sequence[int]) -> None:
+    def update(self, buckets: Sequence[int], part: int) -> None:
         self.calls.append(("update", tuple(buckets)))
+
+    def update_host(self, bucket: int, part: int) -> None:
+        raise AssertionError("all state is on the device")
+
+    copy_gradient = read_state = copy_parameters = write_state = update_host
 
 
 def shape_of(stages: Sequence[ToyStage], *, cut: bool, every: bool) -> RankShape:

@@ -61,6 +61,7 @@ class Replays(GraphCapture):
             tensor.copy_(old)
 
         def replay() -> None:
+            assert not self.state.host._arriving, "nothing in a graph waits for the updates in host memory"
             self.log.append(name)
             reducer = self.state.reducer
             kept = {
@@ -115,6 +116,10 @@ def equal(a: tuple, b: tuple) -> None:
 CASES = {
     "one micro-batch": (1, []),
     "two": (2, ["--precision", "fp32"]),
+    "two, offloaded": (2, ["--offload-optimizer", "cpu:0.7", "--nvme-buffer-bytes", "200KB"]),
+    "two, offloaded, late updates": (2, ["--offload-optimizer", "cpu", "--late-update", "--clip-grad", "0.1"]),
+    "two, late updates": (2, ["--late-update", "--clip-grad", "0.1"]),
+    "four, late updates, ZeRO-1": (4, ["--late-update", "--zero-stage", "1", "--bucket-size", "3000"]),
     "seven, ZeRO-1, narrow reduction": (7, ["--zero-stage", "1", "--grad-reduce-dtype", "bf16"]),
     "dropout, recompute": (
         3,

@@ -5,10 +5,11 @@ It sees those inside kernels too. It shares no code with `megazero.plan.activati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,15 +28,64 @@ class Bytes:
     made: tuple[int, ...] = ()
 
 
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise")
+
+
+class MemoryEvent(NamedTuple):
+    """Bytes that a thread allocated, or freed (below 0), at a time in nanoseconds."""
+
+    at: int
+    size: int
+    thread: int
+
+
+def allocations(recorded: profile) -> list[MemoryEvent]:
+    """What a profiler with profile_memory has seen, in order.
+
+    Without the memory that matrix products take for themselves and give back, for it depends on the processor: oneDNN
+    takes some for bf16, and for fp16 where the processor has a unit for that.
+    """
+    assert recorded.kineto_results is not None
+    changes: list[MemoryEvent] = []
+    products: dict[int, list[tuple[int, int]]] = {}
+    events: Any = recorded.kineto_results.events()
+    for event in events:
+        at, thread = event.start_ns(), event.start_thread_id()
+        if event.name() == "[memory]":
+            changes.append(MemoryEvent(at, event.nbytes(), thread))
+        elif event.name() in PRODUCTS:
+            products.setdefault(thread, []).append((at, at + event.duration_ns()))
+    changes.sort(key=lambda change: change.at)
+    scratch = {number for thread, spans in products.items() for number in _given_back(changes, thread, spans)}
+    return [change for number, change in enumerate(changes) if number not in scratch]
+
+
+def _given_back(changes: Sequence[MemoryEvent], thread: int, spans: list[tuple[int, int]]) -> Iterator[int]:
+    """The numbers of a thread's changes that free what was allocated in the same span, and of those allocations."""
+    waiting, (start, stop) = iter(sorted(spans)), (0, -1)
+    taken: dict[int, list[int]] = {}
+    for number, change in enumerate(changes):
+        while change.at > stop:
+            found = next(waiting, None)
+            if found is None:
+                return
+            (start, stop), taken = found, {}
+        if change.at < start or change.thread != thread:
+            continue
+        if change.size > 0:
+            taken.setdefault(change.size, []).append(number)
+        elif taken.get(-change.size):
+            yield from (taken[-change.size].pop(), number)
+
+
 def metered(act: Callable[[], Any]) -> tuple[Any, Bytes]:
-    """What `act` returns, and the bytes that it allocated."""
+    """What `act` returns, and the bytes that it allocated (`allocations`)."""
+    gc.collect()  # what a test before has left is not freed meanwhile
     with profile(profile_memory=True) as recorded:
         made = act()
-    kineto = recorded.kineto_results
-    assert kineto is not None
-    events = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(kineto.events()) if e.name() == "[memory]")
-    alive = list(accumulate((size for *_, size in events), initial=0))
-    return made, Bytes(alive[-1], max(alive), tuple(size for *_, size in events))
+    sizes = [change.size for change in allocations(recorded)]
+    alive = list(accumulate(sizes, initial=0))
+    return made, Bytes(alive[-1], max(alive), tuple(sizes))
 
 
 def is_table(parameter: Tensor) -> bool:

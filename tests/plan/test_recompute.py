@@ -37,6 +37,8 @@ SHAPE = (
     "--device cpu --vocab-size 300 --data-path x --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 2 --train-iters 1 --attention softmax"
 )
+HIDDEN_STATES = 64 * 2 * 32 * 2
+"""Bytes of a message between stages."""
 
 
 def asked(words: str, ranks: int) -> Run:
@@ -72,13 +74,14 @@ def test_no_other_choice_fits_with_less_work(name: str) -> None:
             found.append((peak, kinds.count("selective") * core + kinds.count("full") * whole))
         peaks = sorted({peak for peak, _ in found})
         for budget in (peaks[0], peaks[len(peaks) // 3], peaks[2 * len(peaks) // 3], peaks[-1]):
-            most = max(budget, _least_of_others(run, axes, stage))
+            waiting = HIDDEN_STATES if ranks > 1 else 0
+            most = max(budget, _least_of_others(run, axes, stage)) + waiting
             given = asked(f"{words} --activation-memory-budget {most}", ranks)
             chosen = recompute_table(given, axes, "cpu")
             work = sum({"none": 0, "selective": core, "full": whole}[chosen[number]] for number in numbers)
             limit = given.parallel.activation_memory_budget
             assert limit is not None and activation_peaks(given, axes, "cpu")[stage] <= limit
-            assert work == min(cost for peak, cost in found if peak <= limit), (stage, limit)
+            assert work == min(cost for peak, cost in found if peak + waiting <= limit), (stage, limit)
 
 
 def _work(run: Run) -> tuple[int, int]:
@@ -99,6 +102,7 @@ def _least_of_others(run: Run, axes: Axes, stage: int) -> int:
     return max(needs, default=0)
 
 
+VERTICAL = "--micro-batch-order vertical"
 STEPS = {
     "one stage": ("", 1),
     "ZeRO-3": ("--zero-stage 3", 2),
@@ -108,13 +112,24 @@ STEPS = {
     "zb-v": ("--pp 2 --pipeline-schedule zb-v --virtual-stages 2", 2),
     "shared inputs": ("--tp 2 --shard-recompute-inputs --zero-stage 1", 4),
     "shared inputs, ZeRO-3 in a pipeline": ("--tp 2 --pp 2 --shard-recompute-inputs --zero-stage 3", 8),
+    "vertical": (VERTICAL, 1),
+    "vertical, ZeRO-3, groups of 2": (f"{VERTICAL} --vertical-group-size 2 --zero-stage 3", 2),
+    "vertical, chunks of one stage": (f"{VERTICAL} --virtual-stages 2 --zero-stage 3", 2),
+    "vertical, 1f1b": (f"{VERTICAL} --pp 2 --zero-stage 3", 4),
+    "vertical, 1f1b of groups": (f"{VERTICAL} --vertical-group-size 2 --pp 2", 2),
+    "vertical, gpipe of groups": (f"{VERTICAL} --vertical-group-size 2 --pp 2 --pipeline-schedule gpipe", 2),
+    "vertical, zb-h1": (f"{VERTICAL} --pp 2 --vertical-group-size 2 --pipeline-schedule zb-h1 --zero-stage 3", 4),
+    "vertical, zb-v": (f"{VERTICAL} --pp 2 --vertical-group-size 2 --pipeline-schedule zb-v --virtual-stages 2", 2),
+    "vertical, interleaved": (f"{VERTICAL} --pp 2 --vertical-group-size 2 --virtual-stages 2 --zero-stage 2", 4),
+    "vertical, shared inputs": (f"{VERTICAL} --tp 2 --shard-recompute-inputs --zero-stage 1", 4),
+    "vertical, shared inputs in a pipeline": (f"{VERTICAL} --tp 2 --pp 2 --shard-recompute-inputs --zero-stage 3", 8),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_account_of_the_whole_step_agrees(name: str) -> None:
-    """The list that a rank executes, cut by unit, with gathers and reductions, as --memory-trace has it: beside the
-    budget's bytes it holds one message at most.
+    """The list that a rank executes, cut by unit, with gathers and reductions, as --memory-trace has it, stays within
+    the budget. On some stages no message waits beside the largest computation.
     """
     words, ranks = STEPS[name]
     words = f"{words} --num-layers 6 --global-batch-size 16"
@@ -123,13 +138,14 @@ def test_the_account_of_the_whole_step_agrees(name: str) -> None:
     budget = max(activation_peaks(free, axes, "cpu")) * 8 // 10
     run = asked(f"{words} --activation-memory-budget {budget}", ranks)
     assert set(recompute_table(run, axes, "cpu")) != {"none"}
-    planned, steps, message = activation_peaks(run, axes, "cpu"), StageLists(run, axes, nccl=False), 64 * 2 * 32 * 2
+    planned, steps = activation_peaks(run, axes, "cpu"), StageLists(run, axes, nccl=False)
     for stage, state in enumerate(stage_bytes(run, axes)):
         held = [
             sum(sample.columns.get(column, 0) for column in HELD)
             for sample in stage_trace(steps, stage, state, "cpu").samples
         ]
-        assert planned[stage] - 200 <= max(held) <= planned[stage] + message + 200
+        waiting = HIDDEN_STATES if axes.pp > 1 else 0
+        assert planned[stage] - waiting - 200 <= max(held) <= planned[stage] + 200 <= budget + 200
 
 
 LARGE = {

@@ -18,6 +18,8 @@ LAYOUTS = {
     "ZeRO-3, tied over stages": (4, "--pp 2 --zero-stage 3 --zero-shard-size 1"),
     "ZeRO-3, small ones whole": (4, "--tp 2 --zero-stage 3 --zero3-persist-below 100"),
     "zb-v, partial sums": (4, "--pp 2 --tp 2 --pipeline-schedule zb-v --virtual-stages 2 --sequence-parallel"),
+    "vertical, groups": (4, "--pp 2 --zero-stage 3 --micro-batch-order vertical --vertical-group-size 3"),
+    "late updates": (4, "--pp 2 --zero-stage 1 --late-update"),
     "16 bits": (2, "--pp 2 --precision bf16 --untie-embeddings-and-output-weights --bucket-size 3000"),
 }
 
@@ -29,7 +31,8 @@ def body(rank: int, size: int, flags: list[str]) -> str:
     assert job.state.model.shape == shape_of(job.run, grid.axes, grid.at, nccl=False)
     steps = StageLists(job.run, grid.axes, nccl=False)
     steps.check()
-    assert steps.of(grid.at.pp).instructions == job.probe_engine.lists.training(steps.micro_batches)
+    owed = job.run.parallel.late_update
+    assert steps.of(grid.at.pp).instructions == job.probe_engine.lists.training(steps.micro_batches, owed=owed)
     return "\n".join(map(str, steps.of(grid.at.pp).instructions))
 
 

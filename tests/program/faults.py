@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import pytest
+
+from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
-from tests.program.steps import Model
+from megazero.program.passes.vertical import VerticalOrder
+from tests.program.steps import Model, changed, checked, step_of
 
 List = list[Instruction]
 
@@ -93,6 +97,20 @@ class Fault(NamedTuple):
     says: str
     nth: int = 0
 
+    def assert_refused(self) -> None:
+        """The step is legal, and with the change the checker refuses it and names stage and instruction."""
+        step = step_of(self.model)
+        checked(step)
+        planted = self.change(list(step.lists[self.stage, 0]))
+        with pytest.raises(ProgramError) as refused:
+            checked(changed(step, self.stage, tuple(planted)))
+        error = refused.value
+        assert self.says in str(error)
+        assert self.named is not None
+        assert error.number == find(planted, self.named, self.nth), str(error)
+        assert error.rank == f"stage {self.stage}"
+        assert str(error).startswith(f"stage {self.stage}: number {error.number} of its list, {self.named}")
+
 
 ZERO3 = Model(zero=3, across=2, partial=True, budget="two")
 """Two stages by 1F1B, two blocks each, 3 micro-batches; 4 replicas, of which two hold the same shard. Buckets of stage
@@ -105,6 +123,8 @@ MERGED = Model(zero=2, merged=True)
 ZERO0 = Model(zero=0, pp=3, merged=True)
 EVALUATION = Model(zero=3, evaluation=True)
 ADAPTERS = Model(zero=3, frozen=True)
+VERTICAL = Model(zero=3, vertical=VerticalOrder())
+VERTICAL2 = Model("interleaved", virtual=2, micro_batches=4, zero=2, vertical=VerticalOrder(2))
 
 FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "backward of the input", "backward of the weights"
 GATHER, RELEASE = "gather parameters (bucket {})", "release parameters (bucket {})"
@@ -294,6 +314,25 @@ FAULTS = {
     ),
     "a micro-batch that no step has": Fault(
         ZERO0, 0, alter(unit(FORWARD, 1), micro_batch=3), unit(FORWARD, 3), "micro-batch 3 of 0 to 2"
+    ),
+    # vertical order
+    "a unit is released before all of a group have passed it": Fault(
+        VERTICAL, 0, move(RELEASE.format(0), unit(FORWARD, 2, 0)), unit(FORWARD, 2, 0), "bucket 0, which number"
+    ),
+    "a gradient is reduced before all of a group have added to it": Fault(
+        VERTICAL, 0, move(REDUCE.format(2), unit(BACKWARD, 2, 2)), unit(BACKWARD, 2, 2), "before it was complete"
+    ),
+    "a micro-batch of a group skips a unit": Fault(
+        VERTICAL2, 0, drop(unit(FORWARD, 1, 1)), unit(FORWARD, 1, 2), "out of turn: the next is unit 1"
+    ),
+    "a micro-batch goes on in front of its group's row": Fault(
+        VERTICAL, 1, swap(unit(FORWARD, 1, 0), unit(FORWARD, 1, 1)), unit(FORWARD, 1, 1), "the next is unit 0"
+    ),
+    "a message of a group leaves before its last unit": Fault(
+        VERTICAL2, 0, move(SENDS, unit(FORWARD, 0, 2)), SENDS, "the hidden states before model chunk 1"
+    ),
+    "the next unit is gathered while two are there": Fault(
+        VERTICAL, 0, move(GATHER.format(2), unit(FORWARD, 2, 0)), GATHER.format(2), "the budget is 360"
     ),
     # messages
     "a send is missing": Fault(ZERO0, 1, drop(SENDS, 2), unit(FORWARD, 2, 1), "which nothing after it reads"),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule
+from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.checker import Role, check
 from megazero.program.instruction import Instruction
 from megazero.program.passes.gathers import one_unit, two_units
-from megazero.program.shape import BucketShape, RankShape, UnitShape
+from megazero.program.passes.vertical import Groups, VerticalOrder
+from megazero.program.shape import BucketShape, PartShape, RankShape, UnitShape
 from megazero.program.simulate import schedule_shape
-from megazero.program.step import StepOptions, evaluation_step, training_step
+from megazero.program.step import StepOptions, evaluation_step, settling_list, training_step
 
+Instructions = tuple[Instruction, ...]
 EMBEDDING, BLOCK, HEAD = 70, 90, 50
 """Elements of the units' buckets."""
 
@@ -21,7 +25,10 @@ EMBEDDING, BLOCK, HEAD = 70, 90, 50
 @dataclass(frozen=True)
 class Model:
     """A model and its layout. units: blocks of every model chunk, in turn. frozen: embedding and blocks have a frozen
-    bucket as well; the embedding nothing else.
+    bucket as well; the embedding nothing else. parts: where the optimizer state of the parts of each trained bucket
+    rests; none: no bucket has parts. border: of the lists, where they are no evaluation's. vertical: the order of
+    micro-batches, horizontal where it is None. leaving: share of the activations that leaves; then the units of a chunk
+    keep 10, 20, 30 bytes and so on.
     """
 
     schedule: str = "1f1b"
@@ -39,6 +46,14 @@ class Model:
     overlap: bool = True
     budget: str = "two"
     evaluation: bool = False
+    parts: tuple[Tier, ...] = ()
+    border: Border = ON_TIME
+    vertical: VerticalOrder | None = None
+    leaving: float = 0.0
+
+    @property
+    def groups(self) -> Groups | None:
+        return None if self.vertical is None else self.vertical.groups(self.micro_batches)
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,7 @@ class Step:
     shapes: dict[Role, RankShape]
     micro_batches: int
     budgets: dict[Role, int]
+    border: Border = field(default=ON_TIME)
 
 
 def shape_of(model: Model, stage: int) -> RankShape:
@@ -75,6 +91,7 @@ def shape_of(model: Model, stage: int) -> RankShape:
             across=across,
             spans_stages=spans,
             shards_span=together,
+            parts=tuple(PartShape(tier, numel, 3 * numel, numel // 2) for tier in model.parts) if is_trained else (),
         )
         (trained if is_trained else frozen).append(made)
         return len(trained if is_trained else frozen) - 1
@@ -107,28 +124,51 @@ def shape_of(model: Model, stage: int) -> RankShape:
     return RankShape(tuple(shapes), (*trained, *frozen), model.partial)
 
 
+def settling_of(model: Model) -> Step:
+    """The lists of updates alone."""
+    shapes = {(stage, 0): shape_of(model, stage) for stage in range(model.pp)}
+    return Step({role: settling_list(shape) for role, shape in shapes.items()}, shapes, 0, {}, SETTLING)
+
+
 def step_of(model: Model) -> Step:
     """The lists that the passes make."""
-    schedule = make_schedule(model.schedule, model.pp, model.micro_batches, model.virtual)
+    if model.border == SETTLING:
+        return settling_of(model)
+    groups = model.groups
+    number = model.micro_batches if groups is None else len(groups)
+    schedule = make_schedule(model.schedule, model.pp, number, model.virtual)
     lists: dict[Role, tuple[Instruction, ...]] = {}
     shapes: dict[Role, RankShape] = {}
     budgets: dict[Role, int] = {}
     for stage, instructions in enumerate(schedule):
         role = stage, 0
-        shapes[role] = shape = shape_of(model, stage)
+        shape = shape_of(model, stage)
+        if model.leaving:
+            shape = shape.keeping([range(10, 10 * len(units) + 1, 10) for units in shape.units])
+        shapes[role] = shape
         if model.evaluation:
             instructions = forward_only(instructions)
-        listed = (evaluation_step if model.evaluation else training_step)(
-            instructions, shape, StepOptions(reduce_every=model.zero >= 2, overlap=model.overlap, gathered_bytes=10**9)
+        options = StepOptions(
+            model.zero >= 2,
+            model.overlap,
+            gathered_bytes=10**9,
+            late=model.border.is_late,
+            vertical=model.vertical,
+            leaving=model.leaving,
         )
-        lists[role] = listed
+
+        def listed(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> Instructions:
+            if model.evaluation:
+                return evaluation_step(instructions, shape, options, groups=groups)
+            return training_step(instructions, shape, options, groups=groups, owed=model.border.owed)
+
+        lists[role] = listed(instructions, shape, options)
         if model.zero == 3:
-            cut = [i for i in listed if not i.buckets]
+            cut = [i for i in lists[role] if not i.buckets]
             budgets[role] = {"one": one_unit(cut, shape), "two": two_units(cut, shape), "all": 10**9}[model.budget]
-            options = StepOptions(reduce_every=True, overlap=model.overlap, gathered_bytes=budgets[role])
-            make = evaluation_step if model.evaluation else training_step
-            lists[role] = make(instructions, shape, options)
-    return Step(lists, shapes, model.micro_batches, budgets)
+            lists[role] = listed(instructions, shape, replace(options, gathered_bytes=budgets[role]))
+    border = ON_TIME if model.evaluation else model.border
+    return Step(lists, shapes, model.micro_batches, budgets, border)
 
 
 def drawn(source: random.Random) -> Model:
@@ -154,12 +194,21 @@ def drawn(source: random.Random) -> Model:
         overlap=source.random() < 0.7,
         budget=source.choice(("one", "two", "all")),
         evaluation=source.random() < 0.2,
+        parts=tuple(source.choices(tuple(Tier), k=source.choice((0, 0, 1, 2, 3)))),
+        border=source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING)),
+        vertical=source.choice((None, None, VerticalOrder(), VerticalOrder(2), VerticalOrder(3))),
+        leaving=source.choice((0.0, 0.0, 0.3, 1.0)),
     )
 
 
 def changed(step: Step, stage: int, instructions: tuple[Instruction, ...]) -> Step:
     """The step with another list for a stage."""
     return replace(step, lists=step.lists | {(stage, 0): instructions})
+
+
+def checked(step: Step, border: Border | None = None) -> None:
+    """Raise ProgramError for the first fault of a step. border: another one than its own."""
+    check(step.lists, step.shapes, step.micro_batches, step.budgets, step.border if border is None else border)
 
 
 def check_schedule(lists: Sequence[Sequence[Instruction]], micro_batches: int) -> None:

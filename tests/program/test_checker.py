@@ -12,29 +12,15 @@ from megazero.program.checker import check
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Op
 from tests.program.faults import FAULTS, ZERO0, Fault, find
-from tests.program.steps import Step, changed, check_schedule, drawn, step_of
+from tests.program.steps import check_schedule, checked, drawn, step_of
 
 LEGAL = 2000
 """Layouts that are drawn at the greatest depth of testing; usually a twentieth of them."""
 
 
-def checked(step: Step) -> None:
-    check(step.lists, step.shapes, step.micro_batches, step.budgets)
-
-
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_refused_and_its_instruction_named(fault: Fault) -> None:
-    step = step_of(fault.model)
-    checked(step)
-    planted = fault.change(list(step.lists[fault.stage, 0]))
-    with pytest.raises(ProgramError) as refused:
-        checked(changed(step, fault.stage, tuple(planted)))
-    error = refused.value
-    assert fault.says in str(error)
-    assert fault.named is not None
-    assert error.number == find(planted, fault.named, fault.nth), str(error)
-    assert error.rank == f"stage {fault.stage}"
-    assert str(error).startswith(f"stage {fault.stage}: number {error.number} of its list, {fault.named}")
+    fault.assert_refused()
 
 
 def test_tp_indexes_have_the_same_list() -> None:

@@ -21,6 +21,7 @@ from megazero.program.passes.gathers import (
     two_units,
     uses_of,
 )
+from megazero.program.passes.vertical import VerticalOrder, turn
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
 from tests.program.test_caching import least_of_all
@@ -125,6 +126,9 @@ def lists(draw: st.DrawFn) -> tuple[tuple[Instruction, ...], RankShape, int]:
     )
     listed = by_unit(name, pp, virtual, stage, m, shape)
     if draw(st.booleans()):
+        groups = VerticalOrder(draw(st.sampled_from((None, 2)))).groups(m)
+        listed = turn(stage_schedule(name, pp, len(groups), virtual, stage), shape, groups)
+    elif draw(st.booleans()):
         listed = forward_only(listed) if draw(st.booleans()) else training_step(listed, shape, StepOptions(True))
         listed = tuple(i for i in listed if i.op not in MOVES)
     return listed, shape, one_unit(listed, shape) + draw(st.integers(0, shape.bytes_of(range(len(shape.buckets)))))
@@ -132,12 +136,12 @@ def lists(draw: st.DrawFn) -> tuple[tuple[Instruction, ...], RankShape, int]:
 
 @pytest.mark.slow
 @settings(max_examples=150)
-@given(lists(), st.sampled_from(REGATHER))
+@given(lists(), st.sampled_from(REGATHER), st.booleans())
 def test_every_use_is_covered_within_the_budget(
-    drawn: tuple[tuple[Instruction, ...], RankShape, int], regather: str
+    drawn: tuple[tuple[Instruction, ...], RankShape, int], regather: str, by_row: bool
 ) -> None:
     listed, shape, budget = drawn
-    placed = place_gathers(listed, shape, budget, regather)
+    placed = place_gathers(listed, shape, budget, regather, by_row=by_row)
     assert tuple(i for i in placed if i.op not in MOVES) == listed, "nothing else moves"
     assert replay(placed, shape, budget) >= least_bytes(listed, shape, budget)
     first = [

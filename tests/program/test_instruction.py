@@ -31,6 +31,22 @@ TEXTS = [
     (Instruction(Op.REDUCE_PARTIAL), Lane.TENSOR, "sum partial gradients over tp"),
     (Instruction(Op.NORM), Lane.WORLD, "norm"),
     (Instruction(Op.UPDATE, buckets=(0, 2)), Lane.COMPUTE, "update (buckets 0, 2)"),
+    (Instruction(Op.COPY_GRADIENT, buckets=(3,), part=1), Lane.TO_HOST, "copy gradient to the host (bucket 3, part 1)"),
+    (Instruction(Op.READ_STATE, buckets=(3,), part=1), Lane.FROM_DISK, "read optimizer state (bucket 3, part 1)"),
+    (Instruction(Op.UPDATE_HOST, buckets=(3,), part=1), Lane.HOST, "update in host memory (bucket 3, part 1)"),
+    (
+        Instruction(Op.COPY_PARAMETERS, buckets=(3,), part=1),
+        Lane.TO_DEVICE,
+        "copy parameters to the device (bucket 3, part 1)",
+    ),
+    (Instruction(Op.WRITE_STATE, buckets=(3,), part=1), Lane.TO_DISK, "write optimizer state (bucket 3, part 1)"),
+    (
+        Instruction(Op.LEAVE, 1, 0, units=(2, 3)),
+        Lane.TO_HOST,
+        "copy activations to host memory (micro-batch 1, chunk 0, unit 2)",
+    ),
+    (Instruction(Op.FREE, 1, 0, units=(2, 3)), Lane.COMPUTE, "free activations (micro-batch 1, chunk 0, unit 2)"),
+    (Instruction(Op.RETURN, 1, 0), Lane.TO_DEVICE, "copy activations to the device (micro-batch 1, chunk 0)"),
 ]
 
 
@@ -39,11 +55,13 @@ def test_text_and_lane(instruction: Instruction, lane: Lane, text: str) -> None:
     assert (str(instruction), instruction.lane) == (text, lane)
 
 
-def test_every_kind_is_a_computation_a_transfer_or_on_model_state() -> None:
+def test_every_kind_is_a_computation_a_transfer_on_model_state_or_a_copy() -> None:
     on_state = {Op.GATHER, Op.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, Op.UPDATE}
+    on_state |= {Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE}
+    copies = {Op.LEAVE, Op.FREE, Op.RETURN}
     for op in Op:
         i = Instruction(op, 0, 0)
-        assert [i.is_compute, i.is_transfer, op in on_state].count(True) == 1
+        assert [i.is_compute, i.is_transfer, op in on_state, op in copies].count(True) == 1
         assert i.is_send is (i.is_transfer and op.value.startswith("send"))
         assert i.is_backward is (
             op.value.startswith("backward") or op.value.endswith(("send gradients", "ve gradients"))

@@ -116,7 +116,9 @@ def test_a_list_is_made_once() -> None:
 
 def test_the_default_budget_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that gathers too much is refused, where no budget was given too: on this rank, and in the lists of all."""
-    monkeypatch.setattr(step, "place_gathers", lambda listed, shape, *_: place_gathers(listed, shape, 10**9, "step"))
+    monkeypatch.setattr(
+        step, "place_gathers", lambda listed, shape, *_, by_row: place_gathers(listed, shape, 10**9, "step")
+    )
     with pytest.raises(ProgramError, match=r"makes \d+ bytes of gathered parameters, the budget is \d+"):
         lists_of("--zero-stage", "3").training(MICRO_BATCHES)
     run = parse_run([*small_model(4, heads=4), "--zero-stage", "3", "--global-batch-size", "8"], 2)

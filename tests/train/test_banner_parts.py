@@ -18,14 +18,13 @@ from megazero.train.banner_parts import (
     draw_grid,
     fused_ops_table,
     graphs_sentence,
-    pairs,
     schedule_sentence,
-    sections,
     sets_sentence,
     stage_table,
     traffic_sentence,
     zero,
 )
+from megazero.train.text_blocks import pairs, sections
 
 
 def cells(drawn: str) -> list[list[str]]:
@@ -83,6 +82,8 @@ def test_traffic_of_zero_2() -> None:
     assert "once" in traffic_sentence(2, 8, 1.0, breadth_first=True)
     for zero_stage, micro_batches, factor in ((1, 8, 5.67), (2, 8, 1.0), (2, 1, 5.67)):
         assert traffic_sentence(zero_stage, micro_batches, factor, breadth_first=False) == ""
+    groups = traffic_sentence(2, 3, 2.33, breadth_first=False, what="groups of micro-batches")
+    assert "at each of the 3 groups of micro-batches" in groups and "(one group is reduced once)" in groups
 
 
 def test_hybrid_shards_are_told() -> None:
@@ -109,6 +110,66 @@ def test_buffers_of_whole_gradients_are_told() -> None:
     most = size(2 * 4 * (128 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 64))
     assert said(1) is None
     assert said(2) == f"whole gradients on their way take {most} from the second step on, beside the model state"
+
+
+def test_late_updates_are_told() -> None:
+    words = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
+
+    def said(*more: str) -> str:
+        run = parse_run([*words.split(), "--global-batch-size", "8", *more], 2)
+        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, 2), nccl=False))).get("updates", "")
+
+    assert said() == ""
+    assert said("--late-update").startswith("late: a unit is updated in the next step") and "stage" not in said(
+        "--late-update"
+    )
+    assert "a stage that waits for its first hidden states updates meanwhile" in said("--late-update", "--pp", "2")
+
+
+def test_vertical_order_is_told() -> None:
+    """Two replicas of eight micro-batches each, and four on each of two stages."""
+    words = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
+
+    def said(*more: str) -> dict[str, str]:
+        flags = [*words.split(), "--global-batch-size", "32", "--zero-stage", "2", "--micro-batch-order", "vertical"]
+        run = parse_run([*flags, *more], 4)
+        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, 4), nccl=False)))
+
+    alone = said("--tp", "2")
+    assert alone["pipeline"] == (
+        "one stage, no bubble. Vertical order: all 8 micro-batches pass a layer before the next one, forward and "
+        "backward"
+    )
+    assert "gradients" not in alone, "they are reduced once, as under ZeRO-1"
+    staged = said("--pp", "2")["pipeline"]
+    assert "1f1b: 8 micro-batches over 2 stages, bubble 43.5%" in staged and "at most 8 micro-batch activ" in staged
+    assert "--vertical-group-size leaves less of it. Vertical order: all 8" in staged
+    groups = said("--pp", "2", "--vertical-group-size", "3")
+    assert "3 groups of 3 at most pass a layer" in groups["pipeline"] and "bubble 2" in groups["pipeline"]
+    assert "at each of the 3 groups of micro-batches" in groups["gradients"]
+
+
+def test_activations_that_leave_are_told() -> None:
+    """Each recomputed block keeps 16 x 8 fp32 numbers, the embedding two statistics of a row as well. On the first
+    stage all of that has time to leave, on the last one less. Two micro-batches are on their way.
+    """
+    words = "--num-layers 6 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --vocab-size 10 --train-iters 1"
+    words += " --recompute-granularity full --precision fp32 --embedding-layernorm --device cpu"
+
+    def said(*more: str) -> str:
+        run = parse_run([*words.split(), "--global-batch-size", "3", "--micro-batch-size", "1", *more], 2)
+        steps = StageLists(run, axes_of(run.parallel, 2), nccl=False)
+        return dict(schedule_lines(steps)).get("activations", "")
+
+    block = 16 * 8 * 4
+    kept = 3 * block + block + 2 * 16 * 4
+    assert said("--pp", "2") == ""
+    assert said("--pp", "2", "--offload-activations", "cpu") == (
+        f"{size(3 * kept)} of the {size(3 * kept)} that a step keeps leave the device and come back; they wait in "
+        f"{size(2 * kept)} of host memory on a rank of stage 0"
+    )
+    half = said("--pp", "2", "--offload-activations", "cpu:0.5")
+    assert half.startswith(f"{size(3 * (kept - 3 * block) + 2 * block)} of"), "embeddings first, then first blocks"
 
 
 def test_sentences_and_tables() -> None:

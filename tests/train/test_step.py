@@ -42,6 +42,7 @@ NUMBERS = [
 ]
 RUNS = {
     "bf16": ["--precision", "bf16"],
+    "fp16, late updates": ["--precision", "fp16", "--late-update"],
     "fp16, dynamic scale": ["--precision", "fp16"],
     "fp32, sgd, masks": [
         "--precision",

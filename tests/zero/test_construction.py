@@ -53,7 +53,7 @@ def test_an_array_of_a_whole_parameter_is_refused_in_words():
     grid = grid_of(0, 4, axes_of(run.parallel, 4))
     state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel)
     norm = state.gatherer.parameters[1]
-    assert norm.sharded and len(norm.bucket.parameters) > 1
+    assert norm.gathered and len(norm.bucket.parameters) > 1
     for copied in (True, False):
         norm.allocate()
         parameter = norm.bucket.parameters[-1].detach()

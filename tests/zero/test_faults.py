@@ -16,7 +16,7 @@ from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
 from megazero.program.instruction import Instruction, Op
 from megazero.zero.placement import Column
-from tests.parameters import Piece, assemble, worst_difference
+from tests.parameters import Piece, assemble, held_fragments, worst_difference
 from tests.ranks import run_ranks
 from tests.stages import STAGES
 from tests.zero.toy import Case, Rank, before_norm, build, joined, poison, reference, sample_numbers, train_all
@@ -346,7 +346,7 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
     grid, results = build_grid(cases[0].axes), []
     for case in cases:
         here = build(case, grid)
-        for fragment in here.optimizer.fragments():
+        for fragment in held_fragments(here.optimizer):
             box = [j - i for i, j in fragment.spec.box]
             values = torch.zeros(fragment.spec.shape, dtype=torch.float64)
             values.flatten().copy_(torch.arange(values.numel()) % 64)

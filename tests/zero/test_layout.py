@@ -14,6 +14,7 @@ from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard, spec_of
 from megazero.zero.layout import UNSHARED, Packing, owned_fragments, pack
 from megazero.zero.placement import placements
+from tests.parameters import held_fragments
 from tests.ranks import run_ranks
 from tests.stages import STAGES
 from tests.zero.toy import Case, build, build_chunks
@@ -162,7 +163,7 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
 
 def _fragments(rank: int, cases: list[Case]) -> list[list[tuple[str, int, int]]]:
     grid = build_grid(cases[0].axes)
-    return [[(f.spec.name, f.start, f.stop) for f in build(case, grid).optimizer.fragments()] for case in cases]
+    return [[(f.spec.name, f.start, f.stop) for f in held_fragments(build(case, grid).optimizer)] for case in cases]
 
 
 @pytest.mark.slow
@@ -183,7 +184,7 @@ def test_fault_21_norms_and_biases_are_not_decayed() -> None:
     decayed: set[str] = set()
     others: set[str] = set()
     for i, bucket in enumerate(here.state.buckets):
-        for start, stop, decay in here.optimizer._decay_ranges(i):
+        for start, stop, decay in here.optimizer._decay_ranges(i, None):
             names = {piece.spec.name for piece in bucket.layout.fragments(start, stop)}
             (decayed if decay else others).update(names)
     assert not decayed & others

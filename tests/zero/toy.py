@@ -29,11 +29,12 @@ from megazero.optim.clip import clip_coefficient
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import units_of
 from megazero.program.step import StepOptions, training_step
-from megazero.zero.optimizer import ShardedOptimizer, UpdateValues
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.owed import UpdateValues
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 from tests.late import late_collectives
-from tests.parameters import Piece, values_of
+from tests.parameters import Piece, held_fragments, values_of
 
 HIDDEN, VOCABULARY, PADDED = 6, 11, 24
 SEED = 7
@@ -270,7 +271,8 @@ class Rank:
 
     def update(self, lr: float, multiplier: Tensor, skip: Tensor) -> None:
         """The rest of the list: the updates, and what follows them."""
-        self.execute(dropwhile(before_norm, self.step_list), 0, UpdateValues(lr, multiplier, skip))
+        now = UpdateValues(lr, multiplier, skip, self.optimizer.step_count + 1.0)
+        self.execute(dropwhile(before_norm, self.step_list), 0, now)
         self.optimizer.end_step(skip)
 
     def norm(self) -> Tensor:
@@ -408,7 +410,7 @@ def train(rank: int, case: Case, grid: ProcessGrid | None = None) -> dict[str, A
         else:
             norm = here.step(step)
         norms.append(norm.item())
-    fragments = [(f.spec, f.start, f.weight.clone()) for f in here.optimizer.fragments()]
+    fragments = [(f.spec, f.start, f.weight.clone()) for f in held_fragments(here.optimizer)]
     return {"gradients": first, "norms": norms, "weights": here.values(), "fragments": fragments}
 
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 from itertools import groupby
 
 from docs.extension.svg import Picture, shade
+from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, chunk_map, make_schedule
-from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, ExampleModel
+from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTES, ExampleModel
 from megazero.program.instruction import Lane, Op
+from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.span import Span
 from megazero.program.step import StepOptions, training_step
@@ -23,6 +25,13 @@ COLOURS = {
     Op.GATHER: "#4d9a9a",
     Op.REDUCE: "#b85c66",
     Op.REDUCE_ACROSS: "#9a6fb0",
+    Op.READ_STATE: "#a58b6f",
+    Op.COPY_GRADIENT: "#b8925a",
+    Op.UPDATE_HOST: "#7a7f8c",
+    Op.COPY_PARAMETERS: "#6f8f5a",
+    Op.WRITE_STATE: "#8a6f58",
+    Op.LEAVE: "#a58b6f",
+    Op.RETURN: "#c9b458",
 }
 WORDS = {
     Op.FORWARD: "forward",
@@ -31,34 +40,87 @@ WORDS = {
     Op.GATHER: "gather",
     Op.REDUCE: "reduction",
     Op.REDUCE_ACROSS: "reduction across",
+    Op.READ_STATE: "read",
+    Op.COPY_GRADIENT: "copy to the host",
+    Op.UPDATE_HOST: "update there",
+    Op.COPY_PARAMETERS: "copy back",
+    Op.WRITE_STATE: "write",
+    Op.LEAVE: "activations to the host",
+    Op.RETURN: "and back",
 }
-_LANES = {Lane.SHARDS: "shards", Lane.ACROSS: "across"}
+_LANES = {
+    Lane.SHARDS: "shards",
+    Lane.ACROSS: "across",
+    Lane.FROM_DISK: "from disk",
+    Lane.TO_HOST: "to host",
+    Lane.HOST: "host",
+    Lane.TO_DEVICE: "to device",
+    Lane.TO_DISK: "to disk",
+}
 _ROW, _GAP, _MARGIN, _TOP, _WIDTH = 22, 3, 96, 26, 780
-_GATHER_TIME, _UPDATE_TIME = 0.12, 0.08
+_GATHER_TIME, _UPDATE_TIME, _HOST_TIME, _DISK_TIME, _COPY_TIME = 0.12, 0.08, 1.2, 1.0, 0.2
 """Of one unit; a chunk's forward takes 1, its backward 2."""
 
 
-def simulated(zero: int, shard_size: int, pp: int, micro_batches: int, blocks: int) -> SimulationReport:
-    """The step of a model with this number of blocks on each stage, on 4 replicas, by 1F1B."""
+def simulated(
+    zero: int,
+    shard_size: int,
+    pp: int,
+    micro_batches: int,
+    blocks: int,
+    late: int,
+    vertical: int,
+    leaving: int,
+    offload: str,
+) -> SimulationReport:
+    """The step of a model with this number of blocks on each stage, on 4 replicas, by 1F1B. late: with the updates of
+    the step before, not with its own. vertical: all micro-batches pass a unit together. leaving: percent of the
+    activations that leave the device. offload: as --offload-optimizer.
+    """
     chunks = chunk_map("1f1b", pp, CHUNKS["1f1b"] or 1)
-    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size)
+    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size, shard_size, Tier(offload))
     shapes = [model.shape(chunks.of(stage)) for stage in range(pp)]
-    options = StepOptions(reduce_every=zero >= 2, gathered_bytes=2 * PARAMETER_BYTES)
-    schedule = make_schedule("1f1b", pp, micro_batches)
-    lists = [training_step(own, shape, options) for own, shape in zip(schedule, shapes, strict=True)]
-    per_byte = dict.fromkeys(_LANES, _GATHER_TIME / PARAMETER_BYTES)
-    times = replace(uniform_times(pp), per_byte=per_byte, update=_UPDATE_TIME / GRADIENT_BYTES)
-    return simulate(lists, times, shapes)
+    shapes = [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
+    order = VerticalOrder() if vertical else None
+    options = StepOptions(
+        reduce_every=zero >= 2,
+        gathered_bytes=2 * PARAMETER_BYTES * shard_size,
+        late=bool(late),
+        vertical=order,
+        leaving=leaving / 100,
+    )
+    groups = options.groups(micro_batches)
+    schedule = make_schedule("1f1b", pp, micro_batches if groups is None else len(groups))
+    lists = [training_step(own, shape, options, groups=groups) for own, shape in zip(schedule, shapes, strict=True)]
+    per_byte = dict.fromkeys(_LANES, _GATHER_TIME / (PARAMETER_BYTES * shard_size))
+    if leaving:  # a unit's activations count as one byte
+        per_byte |= dict.fromkeys((Lane.TO_HOST, Lane.TO_DEVICE), _COPY_TIME)
+    per_byte[Lane.HOST] = _HOST_TIME / (GRADIENT_BYTES * shard_size)
+    per_byte |= dict.fromkeys((Lane.FROM_DISK, Lane.TO_DISK), _DISK_TIME / (STATE_BYTES * shard_size))
+    update = _UPDATE_TIME / (GRADIENT_BYTES * shard_size)
+    times = replace(uniform_times(pp), per_byte=per_byte, update=update)
+    return simulate(lists, times, shapes, border=options.border)
 
 
-def step(zero: int = 3, shard_size: int = 4, pp: int = 2, micro_batches: int = 2, blocks: int = 2) -> str:
+def step(
+    zero: int = 3,
+    shard_size: int = 4,
+    pp: int = 2,
+    micro_batches: int = 2,
+    blocks: int = 2,
+    late: int = 0,
+    vertical: int = 0,
+    leaving: int = 0,
+    offload: str = "none",
+) -> str:
     """The lanes of one step."""
-    report = simulated(zero, shard_size, pp, micro_batches, blocks)
+    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, offload)
     rows = [row for stage in range(pp) for row in _rows(report, stage)]
     picture = Picture(_WIDTH, _TOP + len(rows) * (_ROW + _GAP) + 8 * pp + 24, f"The lanes of a step under ZeRO-{zero}")
     ends = (span.end for _, spans in rows for span in spans)
     scale = (picture.width - _MARGIN) / max(ends)
-    picture.text(0, 14, f"ZeRO-{zero}, {pp} stages, {micro_batches} micro-batches", at="start", bold=True, size=13)
+    stages, order = f"{pp} stage{'s' * (pp > 1)}", ", vertical order" if vertical else ""
+    picture.text(0, 14, f"ZeRO-{zero}, {stages}, {micro_batches} micro-batches{order}", at="start", bold=True, size=13)
     y = float(_TOP)
     for name, spans in rows:
         y += 8 * name.startswith("stage")
@@ -78,9 +140,9 @@ def _rows(report: SimulationReport, stage: int) -> list[tuple[str, list[Span]]]:
 
 
 def _block(picture: Picture, span: Span, y: float, scale: float) -> None:
-    """A computation has the number of its micro-batch, a message that of its bucket."""
+    """A computation and a copy have the number of the micro-batch, a message that of its bucket."""
     i, x, width = span.instruction, _MARGIN + span.start * scale, (span.end - span.start) * scale
-    number = i.micro_batch if i.is_compute else i.buckets[0]
+    number = i.buckets[0] if i.buckets else i.micro_batch
     picture.box(x + 0.4, y, max(width - 0.8, 0.4), _ROW, shade(COLOURS[i.op], -0.14 * (number % 2)))
     if width > 9:
         picture.text(x + width / 2, y + 15, str(number), size=10.5, fill="#fff")

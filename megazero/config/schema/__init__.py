@@ -13,6 +13,7 @@ from megazero.config.schema.checkpoint import CheckpointConfig
 from megazero.config.schema.data import DataConfig
 from megazero.config.schema.lora import LoraConfig
 from megazero.config.schema.model import ModelConfig
+from megazero.config.schema.offload import OffloadConfig
 from megazero.config.schema.optimizer import OptimizerConfig
 from megazero.config.schema.parallel import ParallelConfig
 from megazero.config.schema.schedule import ScheduleConfig
@@ -23,6 +24,7 @@ __all__ = [
     "DataConfig",
     "LoraConfig",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "Run",
@@ -43,3 +45,4 @@ class Run:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)

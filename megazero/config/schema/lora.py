@@ -19,3 +19,8 @@ class LoraConfig:
     "Layers of every block that get an adapter, of qkv output gate up down."
     lora_dropout: float = option(0.0)
     "Dropout on the input of adapters only."
+    lora_base_bits: int | None = option(None, metavar="{4,8}", derived="stored as they are")
+    """Store the frozen matrices of linear layers as codes of 4 bits (NF4 with double quantisation, as in QLoRA) or 8
+    bits, and decode them for each use, unit by unit. Embeddings, head, norms and biases are stored as they are."""
+    lora_base_qkv: str | None = option(None, choices=("one", "three"), derived="as in the model of --init-from")
+    """With --lora-base-bits: encode query, key and value as one matrix or as three. Scales of scales differ."""

@@ -21,11 +21,13 @@ class ParallelConfig:
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
     other. Gradients are reduced within a set first and then across the sets."""
     zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
-    """With --zero-stage 3: most bytes (or KB, MB, GB) of gathered parameters on a rank at any time. A larger budget
-    gathers earlier and, with --zero3-regather step, less often."""
+    """With --zero-stage 3 or --lora-base-bits: most bytes (or KB, MB, GB) of gathered parameters on a rank at any time.
+    A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no other rank has a
+    share of, the default is one unit."""
     zero3_regather: str = option("micro-batch", choices=("micro-batch", "step"))
-    """With --zero-stage 3: when parameters are gathered again. micro-batch: for each forward and backward. step: only
-    where the budget does not hold them from use to use; which stay is chosen so that the fewest bytes are gathered."""
+    """With --zero-stage 3 or --lora-base-bits: when parameters are gathered again. micro-batch: for each forward and
+    backward. step: only where the budget does not hold them from use to use; which stay is chosen so that the fewest
+    bytes are gathered."""
     zero3_persist_below: int = option(0, metavar="N")
     "With --zero-stage 3: parameters of fewer elements on a rank stay whole on every rank."
     zero_quantized_weights: bool = option(False)
@@ -45,6 +47,15 @@ class ParallelConfig:
     "Order of forward and backward passes in the pipeline. zb-h1 and zb-v (2 virtual stages) have the smallest bubbles."
     virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
     "Number of model chunks on each pipeline stage."
+    micro_batch_order: str = option("horizontal", choices=("horizontal", "vertical"))
+    """Order of a step's computations. horizontal: a micro-batch passes all layers of a model chunk, then the next one
+    does. vertical: all micro-batches pass a layer before any of them goes on, so that parameters brought for each use
+    (--zero-stage 3, --lora-base-bits) are brought once for each forward and backward, and gradients that are sharded
+    are reduced once a step. All their activations live at once."""
+    vertical_group_size: int | None = option(None, metavar="N", derived="all of a step")
+    """With --micro-batch-order vertical: most micro-batches that pass a layer together. --pipeline-schedule orders
+    groups of them then. Smaller groups take less memory and leave less of a pipeline idle, but bring parameters
+    more often."""
     partition: tuple[int, ...] | None = option(None, many=True, metavar="LAYERS", derived="balanced")
     "Layers of every model chunk in model order: pp x virtual stages numbers."
     partition_by: str = option("parameters", choices=("parameters", "time"))
@@ -61,8 +72,15 @@ class ParallelConfig:
     activation_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
     """Bytes that the activations of a rank may take. Which blocks are computed again, and whether as a whole or their
     attention core only, is chosen on every stage to fit at the least extra work."""
+    offload_activations: str = option("none", metavar="none|cpu[:SHARE]")
+    """Where activations wait for their backward: none leaves them on the device, cpu copies them to host memory and
+    back, beside the computations. SHARE: of the bytes that have time to leave, 1 without it; those whose backward is
+    furthest away leave. The results are the same, to the bit."""
     overlap: bool = option(True)
     "Reduce gradients and gather parameters while computing. The results are the same either way."
+    late_update: bool = option(False)
+    """Update the weights of a unit in the next step, just before its forward uses them, instead of at the end of the
+    step. The norm is known by then, so clipped and skipped steps are the same, to the bit."""
     compile: bool = option(False)
     "Run the ops of the blocks that have no kernel through torch.compile."
     attention: str = option("auto", choices=("auto", "flash", "flash-attn", "flex", "softmax"))

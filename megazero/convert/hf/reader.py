@@ -21,6 +21,7 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
 from megazero.convert.hf.files import LazyTensor, stored_tensors, weight_files
+from megazero.convert.hf.rearrange import SEPARATE
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, their_shapes
 from megazero.convert.source import WEIGHT, ConversionError, Source, parameter_specs
 from megazero.convert.tokenizers import tokenizer_files
@@ -85,6 +86,10 @@ class HfSource(Source):
         if key in self.tied:
             return "tied to the embedding, and compared with it when that is read"
         return next((why for pattern, why in _BUFFERS if pattern.search(key)), _STRANGE)
+
+    @property
+    def separates_qkv(self) -> bool:
+        return any(rule.how is SEPARATE for rule in self._rules.values())
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         if column != WEIGHT:

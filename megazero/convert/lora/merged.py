@@ -41,6 +41,10 @@ class AdaptedSource(Source):
             f"{len(self._adapted)} matrices of {base.path} with the adapters of {adapters.path} added"
         )
 
+    @property
+    def separates_qkv(self) -> bool:
+        return self.base.separates_qkv
+
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         weight = self.base.read(name, column)
         if name not in self._adapted:

@@ -13,6 +13,9 @@ later where the budget has no room for it before, at the latest at its use. Gath
 since a later one in front would delay an earlier one. And they stand before the reductions at the same place of the
 list: a computation is about to wait for them, while for a reduction nobody waits before the end of the step.
 
+In vertical order (`passes.vertical`) the uses of a unit are a row of computations. The next unit's gather has the whole
+row to travel: it starts beside the first computation of it.
+
 Parameters change at the end of a step. Each bucket is released after its last use in the list, before its UPDATE.
 """
 
@@ -89,11 +92,16 @@ def least_bytes(instructions: Sequence[Instruction], shape: RankShape, budget: i
 
 
 def place_gathers(
-    instructions: Sequence[Instruction], shape: RankShape, budget: int, regather: str = "micro-batch"
+    instructions: Sequence[Instruction],
+    shape: RankShape,
+    budget: int,
+    regather: str = "micro-batch",
+    *,
+    by_row: bool = False,
 ) -> tuple[Instruction, ...]:
     """The list with a GATHER before and a RELEASE after the uses of sharded parameters, as described above.
 
-    budget: most bytes of whole parameters at any time. regather: one of `REGATHER`.
+    budget: most bytes of whole parameters at any time. regather: one of `REGATHER`. by_row: vertical order.
     The result depends on the arguments only, so it is the same on all ranks of a role.
     Raises BudgetError where the budget does not hold the parameters of one computation.
     """
@@ -101,8 +109,9 @@ def place_gathers(
     order = [use for use in uses if use]
     if not order:
         return tuple(instructions)
+    begins = _row_begins(instructions, uses) if by_row else range(len(order))
     choices = _kept_choices(order, sizes, budget) if regather == "step" else [set[Gap]()]
-    placements = [_placement(order, sizes, budget, kept) for kept in choices]
+    placements = [_placement(order, sizes, budget, kept, begins) for kept in choices]
     best = min(placements, key=lambda placement: OVERLAP_WORTH * placement.gathered + placement.late)
     placed, number = best.gathers[0].copy(), 0
     for i, use in zip(instructions, uses, strict=True):
@@ -112,6 +121,15 @@ def place_gathers(
             number += 1
             placed += best.gathers[number]
     return tuple(placed)
+
+
+def _row_begins(instructions: Sequence[Instruction], uses: Sequence[Use]) -> list[int]:
+    """For each use the number of the first one in its row: of uses of one unit that follow each other."""
+    using = [(i.chunk, i.units) for i, use in zip(instructions, uses, strict=True) if use]
+    begins: list[int] = []
+    for number, unit in enumerate(using):
+        begins.append(begins[-1] if number and using[number - 1] == unit else number)
+    return begins
 
 
 def _sizes(shape: RankShape) -> tuple[int, ...]:
@@ -175,12 +193,17 @@ class _Placement:
     late: int
 
 
-def _placement(order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Collection[Gap]) -> _Placement:
-    """The placement that keeps buckets in these gaps, and in others where a gather would follow its release at once."""
+def _placement(
+    order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Collection[Gap], begins: Sequence[int]
+) -> _Placement:
+    """The placement that keeps buckets in these gaps, and in others where a gather would follow its release at once.
+
+    begins: for each use the first one of its row, beside which a gather starts that is wanted in the row.
+    """
     gathers: dict[int, list[Instruction]] = defaultdict(list)
     releases: dict[int, list[Instruction]] = defaultdict(list)
     room, last, latest = _room(order, sizes, budget, kept), dict[int, int](), 0
-    wanted = _wanted_starts(order, sizes, kept)
+    wanted = _wanted_starts(order, sizes, kept, begins)
     gathered = late = 0
     for number, use in enumerate(order):
         for bucket in use:
@@ -202,7 +225,9 @@ def _placement(order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Co
     return _Placement(gathers, releases, gathered, late)
 
 
-def _wanted_starts(order: Sequence[Use], sizes: Sequence[int], kept: Collection[Gap]) -> dict[Gap, int]:
+def _wanted_starts(
+    order: Sequence[Use], sizes: Sequence[int], kept: Collection[Gap], begins: Sequence[int]
+) -> dict[Gap, int]:
     """For each gather the use beside which it starts if there is room: late, but in time.
 
     The lane works off the gathers in order, so a gather is in time if it ends before its use and before those behind it
@@ -216,7 +241,7 @@ def _wanted_starts(order: Sequence[Use], sizes: Sequence[int], kept: Collection[
         for bucket in reversed(order[number]):
             if (bucket, number) not in kept and (number == 0 or bucket not in order[number - 1]):
                 start = min(start, number * computation) - sizes[bucket]
-            wanted[bucket, number] = start // computation
+            wanted[bucket, number] = begins[min(number, max(0, start // computation))]
     return wanted
 
 

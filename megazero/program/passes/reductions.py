@@ -4,6 +4,8 @@ A bucket is reduced when the backward of the first unit that uses it is over, si
 reverse order. There is one exception: a bucket whose shards several stages share out (a tied embedding's) is reduced at
 the end of the step. Its part on the first stage is complete only after the step's last backward, and the last stage
 would need a buffer for each micro-batch until then.
+
+In vertical order a unit's gradient is complete when the last micro-batch of a group has passed it (`passes.vertical`).
 """
 
 from __future__ import annotations
@@ -13,22 +15,31 @@ from collections.abc import Sequence
 
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import Pass, units_of
+from megazero.program.passes.vertical import Groups
 from megazero.program.shape import RankShape
 
 
-def reducing_passes(instructions: Sequence[Instruction], *, every: bool) -> set[Pass]:
-    """The passes whose backward reduces: every one, or for each chunk the one whose backward ends last."""
+def reducing_passes(instructions: Sequence[Instruction], *, every: bool, groups: Groups | None = None) -> set[Pass]:
+    """The passes whose backward reduces: every one (of groups: that of the last micro-batch of each), or for each chunk
+    the one whose backward ends last.
+    """
     last = {i.chunk: (i.micro_batch, i.chunk) for i in instructions if i.ends_backward}
-    return {(i.micro_batch, i.chunk) for i in instructions if i.ends_backward} if every else set(last.values())
+    if not every:
+        return set(last.values())
+    found = {(i.micro_batch, i.chunk) for i in instructions if i.ends_backward}
+    return found if groups is None else {(group[-1], chunk) for group in groups for chunk in last} & found
 
 
-def place_reductions(instructions: Sequence[Instruction], shape: RankShape, *, every: bool) -> tuple[Instruction, ...]:
+def place_reductions(
+    instructions: Sequence[Instruction], shape: RankShape, *, every: bool, groups: Groups | None = None
+) -> tuple[Instruction, ...]:
     """The list with a REDUCE for each bucket, as soon as its gradients are complete.
 
-    every: reduce in every backward (a sharded gradient); else in the last one of each chunk. All ranks of a group have
-    the same list, so they launch the same reductions in the same order: the last bucket of a chunk first.
+    every: reduce in every backward (a sharded gradient); else in the last one of each chunk. groups: of micro-batches
+    that pass units together; every group is a backward then. All ranks of a group of processes have the same list, so
+    they launch the same reductions in the same order: the last bucket of a chunk first.
     """
-    reducing = reducing_passes(instructions, every=every)
+    reducing = reducing_passes(instructions, every=every, groups=groups)
     complete = _completed_by(shape)
     placed: list[Instruction] = []
     for i in instructions:

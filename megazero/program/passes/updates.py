@@ -1,11 +1,24 @@
-"""Place the end of a step: reductions across, sums over tp, the norm, the updates and the gathers that follow them."""
+"""Place the end of a step: reductions across, sums over tp, the norm, the updates and the gathers that follow them.
+
+A part of a bucket whose optimizer state is not on the device is updated in host memory. Its gradient is copied there,
+its state is read where it rests on disks, and what comes out is copied and written back. Each of these runs on a lane
+of its own and waits for what it needs, so they stand one behind the other: the lanes work on several parts at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction, Op
 from megazero.program.shape import RankShape
+
+HOST_UPDATE = {
+    Tier.DEVICE: (),
+    Tier.HOST: (Op.COPY_GRADIENT, Op.UPDATE_HOST, Op.COPY_PARAMETERS),
+    Tier.DISK: (Op.READ_STATE, Op.COPY_GRADIENT, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE),
+}
+"""What updates a part in host memory, by where its optimizer state rests."""
 
 
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -30,18 +43,55 @@ def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple
     return (*placed, *waiting, *late)
 
 
+def place_norm(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+    """The list with what follows the last backward, up to the norm."""
+    partial = [Instruction(Op.REDUCE_PARTIAL)] if shape.sums_partials else []
+    return (*instructions, *partial, Instruction(Op.NORM))
+
+
 def place_updates(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
-    """The list with what follows the last backward.
+    """The list with the norm and the updates of its own gradients."""
+    return (*place_norm(instructions, shape), *updates_of(shape.trained, shape))
+
+
+def updates_of(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
+    """The updates of these buckets: first those in host memory, whose lanes are then at work beside the others."""
+    return (*host_updates(buckets, shape), *device_updates(buckets, shape))
+
+
+def host_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
+    """The updates of their parts whose optimizer state is not on the device, with what brings these to host memory and
+    back.
+    """
+    return tuple(
+        Instruction(op, buckets=(number,), part=part)
+        for number in buckets
+        for part, of_part in enumerate(shape.buckets[number].parts)
+        for op in HOST_UPDATE[of_part.tier]
+    )
+
+
+def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
+    """The updates on the device, and the gathers that follow all updates of a bucket.
 
     A bucket that is gathered after its update is updated alone, so that its message travels while the next one is
-    updated. All others are updated by one instruction.
+    updated. All others are updated by one instruction, but for parts. The gather of a bucket with parts waits for host
+    memory, so it stands behind the other updates.
     """
-    alone = [number for number in shape.trained if shape.buckets[number].gathered_after_update]
-    together = tuple(number for number in shape.trained if number not in alone)
-    end = [Instruction(Op.REDUCE_PARTIAL)] if shape.sums_partials else []
-    end.append(Instruction(Op.NORM))
-    for number in alone:
-        end += [Instruction(op, buckets=(number,)) for op in (Op.UPDATE, Op.GATHER)]
+    found: list[Instruction] = []
+    late: list[Instruction] = []
+    together: list[int] = []
+    for number in buckets:
+        bucket = shape.buckets[number]
+        gather = [Instruction(Op.GATHER, buckets=(number,))] if bucket.gathered_after_update else []
+        if bucket.parts:
+            parts = [part for part, of_part in enumerate(bucket.parts) if of_part.tier is Tier.DEVICE]
+            found += [Instruction(Op.UPDATE, buckets=(number,), part=part) for part in parts]
+            late += gather
+        elif gather:
+            found += [Instruction(Op.UPDATE, buckets=(number,)), *gather]
+        else:
+            together.append(number)
     if together:
-        end.append(Instruction(Op.UPDATE, buckets=together))
-    return (*instructions, *end)
+        found.append(Instruction(Op.UPDATE, buckets=tuple(together)))
+    return (*found, *late)

@@ -1,0 +1,24 @@
+"""What of the model state leaves the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.fields import option
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Where the columns of the model state rest between their uses."""
+
+    offload_optimizer: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
+    """Where master weights and moments rest: on the device (none), in host memory (cpu), or in files on disks (nvme,
+    with --nvme-path). cpu:0.6 moves that share of them. What has left the device is updated by the host's processor.
+    The results are the same either way, but with --zero-quantized-weights and ZeRO stage 1 or 2."""
+    nvme_path: tuple[str, ...] = option((), many=True, metavar="DIR", derived="no folder")
+    """Folders for the files of --offload-optimizer nvme, which are removed at the end. Each rank has one file in each
+    folder, and they share its bytes in proportion to their speed, which is measured at the start."""
+    nvme_buffer_bytes: int = option(256 * 2**20, size=True, metavar="BYTES")
+    """Host memory of a rank for what is on its way: gradients and parameters of what has left the device, and what is
+    read from disks and written back. Buffers of the files come on top. Half as much means twice as many requests, half
+    as large."""

@@ -1,0 +1,230 @@
+"""Pieces of model state in swap files. A kill at any instant leaves one whole step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megazero.disk.backend import DiskOptions, open_backend
+from megazero.disk.buffers import DirectMemory
+from megazero.disk.errors import DiskError, SwapDamaged
+from megazero.disk.lanes import DiskLanes, DiskRequest, Need, Work
+from megazero.disk.layout import Move, PieceMemory, SwapLayout, moves, padded
+from megazero.disk.record import SwapRecord, Version, WholeStep
+from megazero.disk.requests import run_moves
+from megazero.disk.swap_file import SwapFile
+from megazero.disk.transport import Transport
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A version of a piece that this process has written, or is about to: place `index` of a request."""
+
+    slot: int
+    request: DiskRequest
+    index: int
+
+    @property
+    def sum(self) -> int:
+        """Once the request is over. Raises its error."""
+        self.request.wait()
+        return self.request.sums[self.index]
+
+
+class SwapSpace:
+    """The swap files of a rank: pieces that are read, and written into the slot that is not the last whole step's.
+
+    A piece is written at most once a step in the usual case; written again before `flip`, its newest content counts. A
+    read gives the newest content, flipped or not. Requests run beside the program. Those on one piece wait for each
+    other in the order of submission, and what is written after a flip waits for the flip.
+
+    After a write or a flip has failed, every later one fails too: the last whole step stays.
+
+    backend                    which way of moving bytes runs, and why, in words
+    record                     of the last whole step; None before the first
+    bytes_read, bytes_written  of the requests so far, as the disk has them: whole pages
+    memory_bytes               of the buffers between files and memory
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SwapFile],
+        record_path: Path,
+        layout: SwapLayout,
+        options: DiskOptions,
+        record: SwapRecord | None,
+    ) -> None:
+        """Use `disk.opening.open_swap`."""
+        backend = open_backend(options, files)
+        self.backend, self.record = backend.words, record
+        self.bytes_read = self.bytes_written = 0
+        self._files, self._record_path, self._layout = files, record_path, layout
+        self._buffer_bytes, self.memory_bytes = options.buffer_bytes, options.memory_bytes
+        self._lanes = DiskLanes(backend.reads, backend.writes)
+        self._whole: dict[str, Version | _Written] = {**record.last.versions} if record else {}
+        self._newest, self._reading = dict(self._whole), dict[str, list[DiskRequest]]()
+        self._changes, self._flips = list[DiskRequest](), list[DiskRequest]()  # under way; the last flip
+        self._failed: BaseException | None = None
+        self._direct = DirectMemory()
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of the swap files."""
+        return [file.path for file in self._files]
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all swap files."""
+        return sum(self._layout.file_bytes)
+
+    def allocate(self, count: int) -> Tensor:
+        """uint8 [count] with zeros, of which pieces are read and written without a copy if they begin at a multiple of
+        4096 bytes in it. It belongs to these swap files until they are closed. A child of a fork cannot touch it.
+        """
+        return self._direct.allocate(count)
+
+    def read(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
+        """Begin to read pieces into tensors: contiguous, on the CPU, of the pieces' bytes. They are in use until
+        `wait` of the request returns. needs: waited for before.
+
+        Raises DiskError for a piece that was never written, ValueError for a tensor of another size. The request
+        raises DiskError, and SwapDamaged where the bytes are not those that were written.
+        """
+        memory = self._checked(tensors)
+        missing = [name for name in tensors if name not in self._newest]
+        if missing:
+            raise DiskError(f"{self._files[0].path}: piece {missing[0]!r} has never been written")
+        versions = [self._newest[name] for name in tensors]
+        plan = self._moves(memory, tensors, [version.slot for version in versions])
+        names = list(tensors)
+
+        def work(transport: Transport) -> list[int]:
+            wanted = [Version(version.slot, version.sum) for version in versions]
+            sums = run_moves(transport, False, plan, memory, names, self._files)
+            for name, version, found in zip(names, wanted, sums, strict=True):
+                if found != version.sum:
+                    raise self._differs(name, version, found)
+            return sums
+
+        after = [version.request for version in versions if isinstance(version, _Written)]
+        request = self._lanes.submit(False, work, after, needs)
+        self.bytes_read += sum(padded(move.bytes) for move in plan)
+        for name in names:
+            under_way = [earlier for earlier in self._reading.get(name, []) if not earlier.done()]
+            self._reading[name] = [*under_way, request]
+        return request
+
+    def write(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
+        """Begin to write tensors as pieces, once `needs` are over. They must not change until `wait` of the request
+        returns.
+
+        Errors as for `read`.
+        """
+        memory, names = self._checked(tensors), list(tensors)
+        slots = [(self._whole[name].slot + 1) % self._layout.slots if name in self._whole else 0 for name in names]
+        plan = self._moves(memory, names, slots)
+
+        def work(transport: Transport) -> list[int]:
+            return run_moves(transport, True, plan, memory, names, self._files)
+
+        after = [reader for name in names for reader in self._reading.pop(name, [])]
+        after += [version.request for name in names if isinstance(version := self._newest.get(name), _Written)]
+        request = self._submit_change(work, [*after, *self._flips], needs)
+        self.bytes_written += sum(padded(move.bytes) for move in plan)
+        for at, (name, slot) in enumerate(zip(names, slots, strict=True)):
+            self._newest[name] = _Written(slot, request, at)
+        return request
+
+    def flip(self, step: int, about: Mapping[str, Any] | None = None) -> DiskRequest:
+        """Make all that was written so far the last whole step, durably, behind the writes before it.
+
+        about: JSON values that are kept with the step. The request raises DiskError. With one slot it only waits for
+        the writes.
+        """
+        kept = json.loads(json.dumps(about or {}))  # a value that is none of JSON fails here
+        self._whole = dict(self._newest)
+        versions = dict(self._whole)
+
+        def work(transport: Transport) -> list[int]:
+            for file in self._files:
+                if not file.path.exists():
+                    raise SwapDamaged(f"{file.path}: has been removed while process and step {step} were using it")
+                file.sync()
+            flipped = {name: Version(version.slot, version.sum) for name, version in versions.items()}
+            layout, ids = self._layout, tuple(file.id for file in self._files)
+            earlier = self.record.last if self.record else None
+            record = SwapRecord(ids, layout.weights, layout.pieces, WholeStep(step, flipped, kept), earlier)
+            record.write(self._record_path)
+            self.record = record
+            return []
+
+        if self._layout.slots == 1:
+            work = _nothing  # the next step is written over this one, so no record could be true
+        request = self._submit_change(work, [*self._changes, *self._flips])
+        self._flips, self._changes = [request], []
+        return request
+
+    def close(self, *, remove: bool) -> None:
+        """End the lanes and close the files. Requests that have not begun fail. remove: delete files and record too.
+
+        In a child of a fork, and the second time, it does nothing.
+        """
+        if not self._lanes.usable:
+            return
+        self._lanes.close()
+        if remove:
+            self._record_path.unlink(missing_ok=True)
+        for file in self._files:
+            file.close(remove)
+
+    def _checked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        for name, tensor in tensors.items():
+            wanted = self._layout.pieces.get(name)
+            if wanted is None:
+                raise ValueError(f"there is no piece {name!r}")
+            if tensor.nbytes != wanted or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise ValueError(
+                    f"piece {name!r} has {wanted:,} bytes; the tensor has {tensor.nbytes:,}, on {tensor.device}, "
+                    f"{'' if tensor.is_contiguous() else 'not '}contiguous"
+                )
+        return list(tensors.values())
+
+    def _moves(self, memory: Sequence[Tensor], names: Iterable[str], slots: Sequence[int]) -> list[Move]:
+        parts = [
+            PieceMemory(self._layout.extents(name, slot), tensor.data_ptr(), self._direct.has(tensor))
+            for name, slot, tensor in zip(names, slots, memory, strict=True)
+        ]
+        return moves(parts, self._buffer_bytes)
+
+    def _submit_change(self, work: Work, after: Sequence[DiskRequest], needs: Sequence[Need] = ()) -> DiskRequest:
+        self._changes = [request for request in self._changes if not request.done()]
+        request = self._lanes.submit(True, lambda transport: self._guarded(work, transport), after, needs)
+        self._changes.append(request)
+        return request
+
+    def _guarded(self, work: Work, transport: Transport) -> list[int]:
+        """Work that changes what is on disk. After a failure there is no more of it."""
+        if self._failed is not None:
+            raise DiskError(f"nothing more is written after an earlier failure: {self._failed}") from self._failed
+        try:
+            return work(transport)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _differs(self, name: str, version: Version, found: int) -> SwapDamaged:
+        extents = self._layout.extents(name, version.slot)
+        places = ", ".join(f"{self._files[one.path].path} at byte {one.offset:,}" for one in extents)
+        return SwapDamaged(
+            f"{places}: piece {name!r} of {self._layout.pieces[name]:,} bytes has the checksum {found:016x}; "
+            f"{version.sum:016x} was written"
+        )
+
+
+def _nothing(transport: Transport) -> list[int]:
+    return []

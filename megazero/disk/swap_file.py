@@ -1,0 +1,279 @@
+"""A swap file: made, locked while its process lives, sized from the start, removed by whoever finds it left over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megazero.disk.buffers import AlignedBuffers
+from megazero.disk.errors import DiskError, SwapDamaged, reason
+from megazero.disk.layout import HEADER_BYTES
+from megazero.system.durable import sync_folder
+from megazero.system.names import is_plain_file_name
+
+PREFIX = "megazero-swap-"
+NAME = re.compile(rf"\.?({PREFIX}(.+)-\d{{5,}})\.(bin|json)(-\w+)?")
+"""What a folder may hold of ours. Groups: the stem, the job."""
+MAGIC = "megazero swap 1"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What a file system without file locks says."""
+NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+RELEASE_SECONDS = 10.0
+"""How long the lock of a process that has ended may still be held."""
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def stem_of(job: str, rank: int) -> str:
+    """The name of a rank's files without the ending."""
+    stem = f"{PREFIX}{job}-{rank:05d}"
+    if not job or not is_plain_file_name(stem + ".json"):
+        raise ValueError(f"{job!r} is no name of a job: it becomes a part of a file's name")
+    return stem
+
+
+class SwapFile:
+    """An open swap file of this process.
+
+    path      of the file
+    id        random name of its content, new whenever the file is started anew
+    handle    its descriptor, with O_DIRECT where the file system takes it
+    buffered  why it is without O_DIRECT; empty: it is with
+    """
+
+    def __init__(self, path: Path, size: int, *, adopt: bool = False, stale: Sequence[Path] = ()) -> None:
+        """adopt: keep the content of an earlier process. Raises SwapDamaged if there is none of this size.
+
+        Otherwise the file is started anew, and the files `stale`, which tell of its old content, are removed. All
+        of its bytes are allocated now: a full disk is an error before the first step. Raises DiskError.
+        """
+        self.path, self.size, self.id, self.buffered = path, size, secrets.token_hex(8), ""
+        try:
+            self.handle = _locked_soon(path, create=not adopt)
+        except FileNotFoundError as error:
+            raise _missing(path) from error
+        except DiskError:
+            raise
+        except OSError as error:
+            raise DiskError(f"{path}: cannot be opened: {reason(error.errno or 0)}", error.errno) from error
+        try:
+            self._adopt() if adopt else self._start(stale)
+        except BaseException:
+            os.close(self.handle)
+            raise
+
+    def _start(self, stale: Sequence[Path]) -> None:
+        try:
+            for path in stale:
+                path.unlink(missing_ok=True)
+            os.ftruncate(self.handle, 0)
+            _allocate(self.handle, self.size)
+            self._use_direct()
+            self._write_header()
+            os.fsync(self.handle)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            free = free_bytes(self.path.parent)
+            with suppress(OSError):
+                self.path.unlink()
+            raise DiskError(
+                f"{self.path}: {self.size:,} bytes are needed, {free:,} are free: {reason(error.errno or 0)}",
+                error.errno,
+            ) from error
+
+    def _adopt(self) -> None:
+        found = os.fstat(self.handle).st_size
+        if found != self.size:
+            raise SwapDamaged(f"{self.path}: has {found:,} bytes, not the {self.size:,} with which it was made")
+        header = header_of(self.path)
+        if header is None:
+            raise SwapDamaged(f"{self.path}: its first {HEADER_BYTES:,} bytes are no header of a swap file")
+        self.id = header["id"]
+        self._use_direct()
+
+    def _use_direct(self) -> None:
+        """Set O_DIRECT, and try it with a read of the header."""
+        flags, buffers = fcntl.fcntl(self.handle, fcntl.F_GETFL), AlignedBuffers(1, HEADER_BYTES)
+        if not O_DIRECT:
+            self.buffered = "this system has no O_DIRECT"
+        try:
+            fcntl.fcntl(self.handle, fcntl.F_SETFL, flags | O_DIRECT)
+            with buffers.view(0) as view:
+                os.preadv(self.handle, [view], 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+            fcntl.fcntl(self.handle, fcntl.F_SETFL, flags)
+            self.buffered = f"the file system of {self.path.parent} refuses O_DIRECT"
+        finally:
+            buffers.close()
+
+    def _write_header(self) -> None:
+        about = {"magic": MAGIC, "id": self.id}
+        buffers = AlignedBuffers(1, HEADER_BYTES)
+        try:
+            with buffers.view(0) as view:
+                text = json.dumps(about).encode()
+                view[: len(text)] = text
+                os.pwrite(self.handle, view, 0)
+        finally:
+            buffers.close()
+
+    def sync(self) -> None:
+        """Return when all that was written survives a power failure. Raises DiskError."""
+        try:
+            getattr(os, "fdatasync", os.fsync)(self.handle)
+        except OSError as error:
+            raise DiskError(
+                f"{self.path}: its writes cannot be made durable: {reason(error.errno or 0)}", error.errno
+            ) from error
+
+    def close(self, remove: bool) -> None:
+        """Close the file, which releases its lock."""
+        if remove:
+            self.path.unlink(missing_ok=True)
+        os.close(self.handle)
+
+
+def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> list[str]:
+    """Remove the files of processes that have ended without doing so, and return the names of what was removed.
+
+    keep  a job whose files stay
+    jobs  what the names of the others begin with
+
+    A living process holds the lock of its file, whatever host or container it runs in. Where the file system has no
+    locks nothing is removed.
+    """
+    removed: list[str] = []
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return removed
+    found = [(read[1], read[2], name) for name in names if (read := NAME.fullmatch(name))]
+    for stem in sorted({stem for stem, job, _ in found if job != keep and job.startswith(jobs)}):
+        with suppress(OSError):  # in use, another user's, or gone by now
+            handle = _locked(folder / f"{stem}.bin", create=True, must_lock=True)
+            try:
+                for name in [name for other, _, name in found if other == stem and not name.endswith(".bin")]:
+                    (folder / name).unlink(missing_ok=True)
+                (folder / f"{stem}.bin").unlink()
+                removed.append(f"{stem}.bin")
+            finally:
+                os.close(handle)
+    return removed
+
+
+def leftover_bytes(folder: Path | str) -> int:
+    """Bytes of the swap files in a folder that `remove_leftovers` would remove. Several processes may ask at once."""
+    total = 0
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            read = NAME.fullmatch(entry.name)
+            if read is None or read[3] != "bin":
+                continue
+            with suppress(OSError):  # in use, another user's, or gone by now
+                handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    total += os.fstat(handle).st_blocks * 512
+                finally:
+                    os.close(handle)
+    return total
+
+
+def header_of(path: Path) -> dict[str, str] | None:
+    """What the header of a swap file says; None if it is no header."""
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        found = json.loads(file.read(HEADER_BYTES).rstrip(b"\0"))
+        if isinstance(found, dict) and found.get("magic") == MAGIC and isinstance(found.get("id"), str):
+            return found
+    return None
+
+
+def _locked_soon(path: Path, *, create: bool) -> int:
+    """As `_locked`, of a process that may just have been killed: what the kernel still writes for it holds the lock.
+
+    Raises DiskError if a living process has the lock, or if it is not free after some seconds.
+    """
+    end = time.monotonic() + RELEASE_SECONDS
+    while True:
+        try:
+            return _locked(path, create=create)
+        except BlockingIOError as error:
+            owner = _owner(path)
+            if (owner is not None and Path(f"/proc/{owner}").exists()) or time.monotonic() > end:
+                said = "another process" if owner is None else f"process {owner}"
+                raise DiskError(f"{path}: {said} uses it", error.errno) from error
+        time.sleep(0.005)
+
+
+def _locked(path: Path, *, create: bool, must_lock: bool = False) -> int:
+    """Open and lock a file; the lock ends with the descriptor. Raises OSError, BlockingIOError if another has it.
+
+    Between opening and locking, another process may have removed the file as left over; then it is made again.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    while True:
+        handle = os.open(path, flags, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if must_lock or error.errno not in NO_LOCKS:
+                    raise
+            own = os.fstat(handle)
+            with suppress(FileNotFoundError):
+                there = os.stat(path, follow_symlinks=False)
+                if (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino):
+                    if not stat.S_ISREG(own.st_mode):
+                        raise DiskError(f"{path}: is no plain file")
+                    return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _owner(path: Path) -> int | None:
+    """The process that has locked the file; None if this host's kernel does not say."""
+    with suppress(OSError, ValueError):
+        number = path.stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(number):
+                return int(words[4])
+    return None
+
+
+def _missing(path: Path) -> DiskError:
+    if path.parent.is_dir():
+        return SwapDamaged(f"{path}: is missing")
+    return DiskError(f"{path.parent}: there is no such folder", errno.ENOENT)
+
+
+def _allocate(handle: int, size: int) -> None:
+    """Allocate all bytes, or only set the size where the file system cannot."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in NO_PREALLOCATION:
+            raise
+    os.ftruncate(handle, size)
+
+
+def free_bytes(folder: Path | str) -> int:
+    """Bytes that this user may still write to the file system of a folder; 0 if it does not say."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize

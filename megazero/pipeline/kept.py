@@ -1,0 +1,177 @@
+"""What a graph of autograd has saved for its backward, copied to host memory and back.
+
+A hook sees every tensor that autograd saves (`torch.autograd.graph.saved_tensors_hooks`), those of `save_for_backward`
+included. Tensors that share memory are one piece: it is copied once, and they share memory again when it is back.
+
+What something else holds too is left where it is: parameters, whole or gathered, whose memory comes and goes by
+itself; the tensors of a micro-batch; constants that a layer keeps; hidden states on their way to another stage. Copying
+it would free nothing. The owners of a piece are counted when it is to leave, after the forward: by then a graph alone
+owns what it alone keeps.
+
+On a CUDA device nothing here waits on the host. A copy out begins behind the forward on the stream, memory is freed on
+the stream that has waited for the copy, and memory for a copy back is taken from the same stream.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megazero.system.host_copies import CopyError, CopyLane, HostBuffers
+
+ALIGNMENT = 64
+"""Each piece begins at a multiple of it in a host buffer: a cache line."""
+
+
+class _Saved:
+    """A saved tensor. Autograd holds this, and has the tensor from it in backward.
+
+    tensor: itself, without a history; None while its memory is on the host.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "offset", "size", "stride", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()  # an output's own history would be a cycle
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.dtype = tensor.dtype
+
+    def place(self, memory: Tensor) -> None:
+        """Make the tensor a view of this memory, uint8."""
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        self.tensor = empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    assert saved.tensor is not None, "a backward reads activations that are on the host"
+    return saved.tensor
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Memory that leaves. views: the saved tensors in it, as far as autograd still has them. host: its copy, uint8."""
+
+    views: tuple[weakref.ref[_Saved], ...]
+    host: Tensor
+
+    def alive(self) -> list[_Saved]:
+        return [saved for view in self.views if (saved := view()) is not None]
+
+
+class HostActivations:
+    """Host memory for the activations of a rank, and the two lanes of copies. flag: what asks for it, for errors."""
+
+    def __init__(self, device: torch.device, flag: str = "--offload-activations") -> None:
+        self.device = device
+        self.buffers = HostBuffers(device, flag)
+        self.to_host, self.to_device = CopyLane(device, "to host memory"), CopyLane(device, "to the device")
+
+    def graph(self, name: str) -> KeptTensors:
+        """What one graph keeps. name: in words, for errors."""
+        return KeptTensors(self, name)
+
+    def close(self) -> None:
+        """End the lanes, and free the host memory once no copy uses it."""
+        self.to_host.close()
+        self.to_device.close()
+        self.buffers.clear()
+
+
+class KeptTensors:
+    """What one graph has saved; `HostActivations.graph` makes one. See `pipeline.actions.KeptGraph`."""
+
+    def __init__(self, host: HostActivations, name: str) -> None:
+        self._host, self._name = host, name
+        self._saved: dict[int, list[weakref.ref[_Saved]]] = {}
+        """By the address of their memory. It cannot be used again while one of them is alive."""
+        self._pieces: list[_Piece] = []
+        self._buffer: Tensor | None = None
+        self._copies: Callable[[], None] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which autograd saves tensors here."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        if address:
+            self._saved.setdefault(address, []).append(weakref.ref(saved))
+        return saved
+
+    def leave(self) -> None:
+        """Start to copy what nobody else holds. Raises RuntimeError where there is no host memory."""
+        leaving: list[tuple[tuple[weakref.ref[_Saved], ...], Tensor]] = []
+        for views in self._saved.values():
+            tensors = [saved.tensor for view in views if (saved := view()) is not None]
+            if tensors and tensors[0] is not None and _owners(tensors[0]) == len(tensors):
+                leaving.append((tuple(views), _flat(tensors[0])))
+            del tensors
+        self._saved.clear()
+        if not leaving:
+            return
+        self._buffer = self._host.buffers.take(sum(_aligned(memory.nbytes) for _, memory in leaving))
+        at = 0
+        for views_of, memory in leaving:
+            self._pieces.append(_Piece(views_of, self._buffer[at : at + memory.nbytes]))
+            at += _aligned(memory.nbytes)
+        pairs = [(piece.host, memory) for piece, (_, memory) in zip(self._pieces, leaving, strict=True)]
+        self._copies = self._host.to_host.start(pairs)
+
+    def free(self) -> None:
+        """Free the memory on the device, once it is copied. Raises CopyError if it could not be."""
+        self._wait()
+        for piece in self._pieces:
+            for saved in piece.alive():
+                saved.tensor = None
+
+    def come_back(self) -> None:
+        """Take memory on the device, and start to copy into it."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for piece in self._pieces:
+            if views := piece.alive():
+                memory = torch.empty(piece.host.nbytes, dtype=torch.uint8, device=self._host.device)
+                for saved in views:
+                    saved.place(memory)
+                pairs.append((memory, piece.host))
+        self._copies = self._host.to_device.start(pairs) if pairs else None
+
+    def ready(self) -> None:
+        """What the current stream does from now on finds everything on the device. Raises CopyError."""
+        self._wait()
+        self._pieces.clear()
+        if self._buffer is not None:
+            self._host.buffers.give(self._buffer)
+            self._buffer = None
+
+    def _wait(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is None:
+            return
+        try:
+            copies()
+        except CopyError as error:
+            raise CopyError(f"activations of {self._name}: {error}") from error
+
+
+def _owners(tensor: Tensor) -> int:
+    """The tensors that share this one's memory, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage`
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All memory behind a tensor, as uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

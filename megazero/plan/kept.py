@@ -1,0 +1,30 @@
+"""What each unit of a stage keeps of a micro-batch, by arithmetic: in the list's shape, where activations leave."""
+
+from __future__ import annotations
+
+from megazero.config.schema import Run
+from megazero.config.tiers import offload_of
+from megazero.mpu.axes import Axes
+from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.plan.chunk_bytes import chunk_bytes
+from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.plan.tape import UnitBytes
+from megazero.program.shape import RankShape
+from megazero.system import device as devices
+
+
+def unit_bytes(run: Run, axes: Axes, stage: int, kind: str) -> tuple[tuple[UnitBytes, ...], ...]:
+    """The bytes of a stage's units, by its own number of a chunk and by unit. kind: of device, cpu or cuda."""
+    plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
+    chunks = [chunk_bytes(plan, specs[number], table) for number in chunks_of(run).of(stage)]
+    return tuple(tuple(unit for unit, count in chunk.runs for _ in range(count)) for chunk in chunks)
+
+
+def with_kept(shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
+    """The shape of a rank of this stage with what its units keep, where a list asks for that: where activations leave
+    the device. Raises ConfigError as `plan.recompute.recompute_table` does.
+    """
+    if not offload_of(run.parallel.offload_activations):
+        return shape
+    units = unit_bytes(run, axes, stage, devices.kind(run.parallel.device))
+    return shape.keeping([[unit.kept + unit.input for unit in chunk] for chunk in units])

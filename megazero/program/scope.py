@@ -1,0 +1,73 @@
+"""What the effects of a rank's instructions depend on, and the values at the two ends of its list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megazero.program.border import ON_TIME, Border
+from megazero.program.instruction import Instruction
+from megazero.program.shape import RankShape
+from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What the effects of a rank's instructions depend on besides the instruction.
+
+    shape         the rank's units and buckets
+    model_chunks  number of chunks of the whole model
+    trains        whether forwards are for a backward
+    border        what the list takes over from the step before, and leaves to the next
+    """
+
+    shape: RankShape
+    model_chunks: int
+    trains: bool = True
+    border: Border = ON_TIME
+
+    def units_of(self, i: Instruction) -> tuple[int, int]:
+        """The units [first, stop) that a computation computes."""
+        return i.units or (0, len(self.shape.units[i.chunk]))
+
+    @property
+    def final(self) -> Thing:
+        """What a gradient is when an update can use it."""
+        return Thing.SUMMED if self.shape.sums_partials else Thing.REDUCED
+
+    def settled(self) -> Iterator[Value]:
+        """The parameters when no update is owed: what a rank stores of each bucket, and those that it keeps whole."""
+        for number, bucket in enumerate(self.shape.buckets):
+            yield from self.pieces(Thing.SHARD, number)
+            if not bucket.gathered:
+                yield from self.whole(number)
+
+    def pieces(self, thing: Thing, number: int) -> Iterator[Value]:
+        """The values of a bucket's parts; of the whole bucket where it has none."""
+        for part in self.shape.buckets[number].numbers_of_parts:
+            yield of_bucket(thing, number, part)
+
+    def whole(self, number: int) -> Iterator[Value]:
+        """The values of a bucket's whole parameters. Where a rank updates them itself, part by part, these are the
+        parts.
+        """
+        bucket = self.shape.buckets[number]
+        in_parts = not bucket.gathered and not bucket.gathered_after_update
+        yield from self.pieces(Thing.PARAMETERS, number) if in_parts else (of_bucket(Thing.PARAMETERS, number),)
+
+    def at_start(self) -> tuple[Value, ...]:
+        """The values that are there before the list. Where an update is owed, there is a gradient instead of
+        parameters.
+        """
+        if not self.border.owed:
+            return tuple(self.settled())
+        owed = {*self.shape.trained}
+        fresh = [value for value in self.settled() if value[1] not in owed]
+        return (*fresh, *(value for number in owed for value in self.pieces(Thing.OWED, number)), LAST_NORM)
+
+    def at_end(self) -> tuple[Value, ...]:
+        """The values that are there after the list, and no others (norms apart)."""
+        if not self.border.leaves:
+            return tuple(self.settled())
+        left = (value for number in self.shape.trained for value in self.pieces(self.final, number))
+        return (*self.settled(), *left, NORM)

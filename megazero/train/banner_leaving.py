@@ -1,0 +1,31 @@
+"""The banner's line about activations that leave the device."""
+
+from __future__ import annotations
+
+from megazero.config.tiers import offload_of
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import host_bytes
+from megazero.program.instruction import Lane
+from megazero.program.passes.leaving import kept_graphs
+from megazero.program.traffic import traffic
+from megazero.system import device as devices
+from megazero.telemetry.units import size
+
+
+def leaving_sentences(steps: StageLists) -> list[str]:
+    """A sentence on what leaves, on the stage with most of it on the host; none where nothing does, or in a dry run
+    without a vocabulary.
+    """
+    run, pp = steps.run, steps.axes.pp
+    if not offload_of(run.parallel.offload_activations) or run.model.vocab_size is None:
+        return []
+    host = [host_bytes(steps, stage, devices.kind(run.parallel.device)) for stage in range(pp)]
+    stage = host.index(max(host))
+    step = steps.of(stage)
+    kept = sum(graph.nbytes for graph in kept_graphs(step.instructions, step.shape))
+    moved = traffic(step.instructions, step.shape).get(Lane.TO_HOST, 0)
+    where = f" of stage {stage}" * (pp > 1)
+    return [
+        f"{size(moved)} of the {size(kept)} that a step keeps leave the device and come back; they wait in "
+        f"{size(host[stage])} of host memory on a rank{where}"
+    ]

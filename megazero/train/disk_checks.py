@@ -1,0 +1,72 @@
+"""Checks of the folders of --nvme-path, before anything is started: whether files can be made there, and how large."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from megazero.config.schema import Run
+from megazero.config.tiers import Tier, offload_of
+from megazero.disk.layout import SwapLayout
+from megazero.disk.swap_file import free_bytes, leftover_bytes
+from megazero.mpu.axes import Axes, axes_of
+from megazero.plan.bytes import has_nccl
+from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.shapes import shape_of
+
+
+def folder_problems(folders: Sequence[str]) -> list[str]:
+    """Why swap files cannot be made in one of these folders, one sentence for each."""
+    found = []
+    for folder in folders:
+        wrong = (
+            "there is no such folder"
+            if not os.path.lexists(folder)
+            else "is no folder"
+            if not os.path.isdir(folder)
+            else "may not be written in"
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+            else ""
+        )
+        found += [f"--nvme-path {folder}: {wrong}"] * bool(wrong)
+    return found
+
+
+def room_problems(run: Run, world_size: int, here: range) -> list[str]:
+    """A sentence if the swap files of the ranks `here` do not fit into the folders of --nvme-path, which these ranks
+    share. Nothing if the vocabulary is not known.
+
+    Files that ended processes have left there count as free: opening removes them. That the folders together have
+    enough does not say that each has enough for its share, which their speed decides; opening its files says so.
+    """
+    offload, folders = offload_of(run.offload.offload_optimizer), run.offload.nvme_path
+    if offload.tier is not Tier.DISK or run.model.vocab_size is None:
+        return []
+    needed, free = swap_bytes(run, axes_of(run.parallel, world_size), here), _free(folders)
+    if needed <= free:
+        return []
+    ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
+    fits = int(100 * offload.share * free / needed) / 100
+    nearest = f"; nearest: --offload-optimizer nvme:{fits:g}, or" if fits else ":"
+    return [
+        f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
+        f"free{nearest} a folder more, on another disk"
+    ]
+
+
+def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
+    """The bytes of the swap files of these ranks."""
+    weights, of_stage, total = (1.0,) * len(run.offload.nvme_path), dict[int, int](), 0
+    for rank in ranks:
+        at = axes.coordinates(rank)
+        if at.pp not in of_stage:  # the ranks of a stage have as much
+            pieces = swapped_pieces(shape_of(run, axes, at, nccl=has_nccl(run.parallel, axes)))
+            of_stage[at.pp] = sum(SwapLayout(pieces, weights, slots=1).file_bytes) if pieces else 0
+        total += of_stage[at.pp]
+    return total
+
+
+def _free(folders: Sequence[str]) -> int:
+    """Free bytes of the file systems of these folders, each counted once, and of files that are left over there."""
+    systems = {os.stat(folder).st_dev: folder for folder in folders}
+    return sum(map(free_bytes, systems.values())) + sum(map(leftover_bytes, folders))

@@ -1,0 +1,90 @@
+"""What of a run's model state leaves the device: this rank's swap files, opened before anything else is built."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.checkpoint.fence import new_token
+from megazero.config.schema import Run
+from megazero.config.tiers import Tier, offload_of
+from megazero.disk.opening import open_swap
+from megazero.disk.swap import SwapSpace
+from megazero.mpu import collectives
+from megazero.mpu.grid import ProcessGrid
+from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.shapes import shape_of
+from megazero.train.banner_offload import written_sentence
+from megazero.train.logs import as_config_error
+from megazero.zero.offload import Offloading
+
+
+def uses_disks(run: Run) -> bool:
+    """Whether some of the run's model state rests on disks."""
+    return offload_of(run.offload.offload_optimizer).tier is Tier.DISK
+
+
+@contextmanager
+def offloading(run: Run, grid: ProcessGrid) -> Iterator[Offloading]:
+    """A context with how a run's model state is offloaded. If its block fails, the swap files are removed.
+
+    Where some of the state goes to disks, entering is a collective of the world: a broadcast of the name of the job's
+    files, and an agreement on whether all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
+    """
+    if not uses_disks(run):
+        yield Offloading(run.offload)
+        return
+    pieces = swapped_pieces(shape_of(run, grid.axes, grid.at, nccl=grid.world.is_on_device))
+    token, spaces = new_token(grid.world, grid.device)[:12], list[SwapSpace]()
+    folders = [Path(folder) for folder in run.offload.nvme_path]
+
+    def act() -> None:
+        if pieces:
+            spaces.append(open_swap(folders, pieces, job=token, rank=grid.rank, slots=1))
+
+    def opened(wanted: Mapping[str, int]) -> SwapSpace:
+        assert dict(wanted) == pieces, "the files are opened for other pieces than the model state has"
+        return spaces[0]
+
+    try:
+        with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
+            attempt_on_all_ranks(grid.world, grid.device, act)
+        yield Offloading(run.offload, opened)
+    except BaseException:
+        for space in spaces:
+            space.close(remove=True)
+        raise
+
+
+@dataclass
+class DiskUse:
+    """What a rank writes to disks while it trains. swap: its files; None: it has none."""
+
+    swap: SwapSpace | None
+    seconds: float = 0.0
+    written: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context whose time and writes count."""
+        before, begin = self._written(), time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - begin
+            self.written += self._written() - before
+
+    def _written(self) -> int:
+        return 0 if self.swap is None else self.swap.bytes_written
+
+    def sentence(self, grid: ProcessGrid) -> str:
+        """What all ranks have written, also per day at this rate. A collective of the world: an all-reduce."""
+        every = torch.tensor([float(self.written)], dtype=torch.float64, device=grid.device)
+        collectives.all_reduce(every, grid.world).wait()
+        return written_sentence(int(every.item()), self.seconds)

@@ -1,0 +1,76 @@
+"""What is refused of a run whose optimizer state leaves the device, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.config.checks_offload import least_buffer
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.tiers import ALIGNMENT, offload_of
+from megazero.zero.offload import run_parts
+from megazero.zero.shape import state_widths
+
+ALLOWED = (
+    "--offload-optimizer none",
+    "--offload-optimizer cpu",
+    "--offload-optimizer cpu:0.6 --optimizer sgd --precision fp64",
+    "--offload-optimizer cpu:1 --nvme-buffer-bytes 40KB",
+    "--offload-optimizer nvme:0.01 --nvme-path a b",
+    "--offload-optimizer nvme --nvme-path a --late-update --zero-stage 3",
+)
+REFUSED = {
+    "--offload-optimizer gpu": "--offload-optimizer gpu: 'gpu' is not one of none, cpu, nvme",
+    "--offload-optimizer cpu:": "--offload-optimizer cpu:: the share '' is not a number",
+    "--offload-optimizer cpu:half": "--offload-optimizer cpu:half: the share 'half' is not a number",
+    "--offload-optimizer cpu:nan": "--offload-optimizer cpu:nan: the share nan is not above 0 and at most 1",
+    "--offload-optimizer cpu:0": "--offload-optimizer cpu:0: the share 0 is not above 0 and at most 1",
+    "--offload-optimizer cpu:60": "--offload-optimizer cpu:60: the share 60 is not above 0 and at most 1",
+    "--offload-optimizer none:0.5": "--offload-optimizer none:0.5: none has no share",
+    "--offload-optimizer nvme:0.5": "--offload-optimizer nvme:0.5 needs --nvme-path DIR, a folder for swap files",
+    "--nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme",
+    "--offload-optimizer cpu --nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme",
+    "--nvme-buffer-bytes 9MB": "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme",
+    "--offload-optimizer nvme --nvme-path a b ./a": "--nvme-path a b ./a: ./a is there twice; name each folder once",
+    "--offload-optimizer cpu --optimizer-impl apex": "apex has kernels for CUDA only, and --offload-optimizer cpu",
+    "--offload-optimizer cpu --nvme-buffer-bytes 0": "--nvme-buffer-bytes 0: must be at least 1",
+    "--offload-optimizer cpu --precision bf16 --nvme-buffer-bytes 24575": (
+        "--nvme-buffer-bytes 24575 does not hold 4 parts of 1024 elements, which with --offload-optimizer cpu are on "
+        "their way at a time; nearest: --nvme-buffer-bytes 24576"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", ALLOWED)
+def test_is_allowed(line: str) -> None:
+    parse_run(line.split(), 1)
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_is_refused_once(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_run(line.split(), 1)
+    (problem,) = refused.value.problems
+    assert REFUSED[line] in problem
+
+
+def test_a_link_to_a_folder_is_that_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(ConfigError, match="b is there twice"):
+        parse_run(["--offload-optimizer", "nvme", "--nvme-path", f"{tmp_path}/a", f"{tmp_path}/b"], 1)
+
+
+@pytest.mark.parametrize("words", ["cpu", "nvme --nvme-path a", "cpu --optimizer sgd", "nvme:0.5 --nvme-path a"])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_the_least_buffer_is_what_the_parts_take(words: str, precision: str) -> None:
+    """With it parts have 1024 elements; one more byte for each of their elements would be too much."""
+    line = f"--precision {precision} --offload-optimizer {words}".split()
+    run = parse_run(line, 1)
+    least = least_buffer(run, offload_of(run.offload.offload_optimizer))
+    for factor in (1, 3):
+        run = parse_run([*line, "--nvme-buffer-bytes", str(factor * least)], 1)
+        widths = state_widths(run.optimizer, run.parallel, run.offload)
+        (parts,) = run_parts([(0, 6 * 5 * ALIGNMENT)], widths, run.offload)
+        assert max(part.stop - part.start for part in parts if part.tier.value in words) == factor * ALIGNMENT

@@ -1,0 +1,193 @@
+"""Optimizer state off the device, from the start of a run to its report: folders, room, failures, what is told."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megazero.config.parse import ConfigError, parse_run
+from megazero.disk.errors import DiskError
+from megazero.disk.opening import open_swap
+from megazero.mpu.axes import axes_of
+from megazero.plan.bytes import stage_bytes
+from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.step_lists import StageLists
+from megazero.telemetry.units import size
+from megazero.train import job as jobs
+from megazero.train import offload
+from megazero.train.banner import schedule_lines
+from megazero.train.banner_offload import written_sentence
+from megazero.train.banner_parts import stage_table
+from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
+from megazero.train.path_checks import check_paths
+from tests.disks import remount, small_disk
+from tests.parameters import values_of
+from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.ranks import run_ranks
+
+MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "3"]
+PARTS = ["--nvme-buffer-bytes", "400KB"]
+
+
+def on_disk(*folders: Path | str, share: str = "nvme") -> list[str]:
+    return ["--offload-optimizer", share, "--nvme-path", *map(str, folders)]
+
+
+# --- before anything is started ------------------------------------------------------------------------------------
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with small_disk(tmp_path / "disk", 2**20) as disk:
+        assert folder_problems([str(disk)]) == []
+        remount(disk, "ro")
+        folders = [str(tmp_path / "absent"), str(tmp_path / "file"), str(disk)]
+        found = folder_problems(folders)
+        run = parse_run([*MODEL, *on_disk(*folders)], 1)
+        assert [problem for problem in check_paths(run, 1).problems if "--nvme-path" in problem] == found
+    assert found == [
+        f"--nvme-path {tmp_path}/absent: there is no such folder",
+        f"--nvme-path {tmp_path}/file: is no folder",
+        f"--nvme-path {disk}: may not be written in",
+    ]
+
+
+def test_the_ranks_of_a_host_need_room_for_all_of_them(tmp_path: Path) -> None:
+    """One of two ranks fits, in one folder or two of one disk; two do not, and the share that is offered does."""
+    with small_disk(tmp_path / "disk", 900 * 1024) as disk:
+        (disk / "more").mkdir()
+        for folders in ([disk], [disk, disk / "more"]):
+            run = parse_run([*MODEL, *on_disk(*folders)], 2)
+            needed, free = swap_bytes(run, axes_of(run.parallel, 2), range(2)), 900 * 1024
+            assert needed // 2 < free < needed
+            assert room_problems(run, 2, range(1, 2)) == []
+            (problem,) = room_problems(run, 2, range(2))
+            assert f"the 2 ranks here need {needed:,} bytes, and {free:,} are free" in problem
+            nearest = re.findall(r"nvme:[0-9.]+", problem)
+            assert room_problems(parse_run([*MODEL, *on_disk(*folders, share=nearest[0])], 2), 2, range(2)) == []
+
+
+def test_files_of_ended_processes_count_as_free(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 900 * 1024) as disk:
+        run, left = parse_run([*MODEL, *on_disk(disk)], 1), disk / "megazero-swap-killed-00000.bin"
+        left.write_bytes(bytes(700 * 1024))
+        assert room_problems(run, 1, range(1)) == []
+        with left.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "and 204,800 are free" in room_problems(run, 1, range(1))[0]
+
+
+# --- a failure on one rank -----------------------------------------------------------------------------------------
+
+
+def opened_or_not(rank: int, world: int, flags: list[str], folder: Path, broken: Sequence[int]) -> tuple[str, int]:
+    """The problem with which the job's start ends, and the number of files that are left then."""
+
+    def fails(*args: object, **more: object) -> object:
+        raise DiskError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in broken:
+            patch.setattr(offload, "open_swap", fails)
+        elif not broken:
+            patch.setattr(jobs, "resume", fails)
+        with pytest.raises((ConfigError, DiskError)) as raised:
+            job_on_rank(rank, world, flags)
+    return f"{type(raised.value).__name__}: {raised.value}", len(list(folder.glob("*megazero*")))
+
+
+def test_a_disk_that_fails_one_rank_is_a_wrong_configuration_on_all(corpus: Path, tmp_path: Path) -> None:
+    """And nothing stays in the folders."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    flags = [*MODEL, *on_disk(disk), *data_flags(corpus, tmp_path / "cache")]
+    for told, _ in run_ranks(2, opened_or_not, 2, flags, disk, (1,)):
+        assert told.startswith("ConfigError") and f"--nvme-path {disk}: " in told and "the disk is full" in told
+    assert list(disk.iterdir()) == []
+    for told, left in run_ranks(1, opened_or_not, 1, flags, disk, ()):
+        assert (told, left) == ("DiskError: the disk is full", 0)
+
+
+# --- the run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["cpu:0.7", "nvme"])
+def test_sgd_is_the_same(where: str, corpus: Path, tmp_path: Path) -> None:
+    """To the bit. It has no second moment, there or here."""
+    more = ["--precision", "bf16", "--optimizer", "sgd", "--lr", "0.1"]
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *more]
+    found = []
+    for more in ([], [*on_disk(tmp_path, share=where), *PARTS] if where == "nvme" else ["--offload-optimizer", where]):
+        job, recorder = job_on_rank(0, 1, [*flags, *more])
+        parts = sum(len(of_bucket) for of_bucket in job.state.model.host.parts)
+        job.fit()
+        found.append((parts, [record.loss for record in recorder.records], values_of(nn.ModuleList(job.stages))))
+    (none, losses, weights), (some, other_losses, other_weights) = found
+    assert none == 0 < some and losses == other_losses and losses[0] != losses[-1]
+    assert all(torch.equal(a.values, b.values) for a, b in zip(weights, other_weights, strict=True))
+
+
+def test_the_report_counts_what_the_disk_has(corpus: Path, tmp_path: Path) -> None:
+    flags = [*MODEL, *PARTS, *on_disk(tmp_path), *data_flags(corpus, tmp_path / "cache")]
+    job, _ = job_on_rank(0, 1, flags)
+    steps = StageLists(job.run, job.grid.axes, nccl=False)
+    told = dict(schedule_lines(steps))["disks"]
+    job.fit()
+    swap = job.state.model.host.swap
+    assert swap is not None
+    state = sum(part.state_bytes for bucket in steps.of(0).shape.buckets for part in bucket.parts)
+    assert told == f"a step reads {size(state)} and writes as much; files are in {tmp_path}"
+    assert 3 * state <= job.disks.written <= 1.05 * 3 * state, "in pages"
+    assert job.disks.sentence(job.grid).startswith(f"{size(job.disks.written)} written to disks, which is ")
+    assert not list(tmp_path.glob("*swap*"))
+
+
+def test_what_is_told() -> None:
+    def said(words: str, ranks: int) -> dict[str, str]:
+        run = parse_run([*MODEL, "--precision", "bf16", *words.split()], ranks)
+        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, ranks), nccl=False)))
+
+    assert not {"offload", "disks"} & {*said("", 1)}
+    whole = said("--offload-optimizer cpu", 1)
+    elements = 1024 * 24 + 2 * (12 * 24**2 + 13 * 24) + 4 * 24
+    assert (
+        f"of {size(12 * elements)} of master weights and moments a rank has {size(12 * elements)} in host"
+        in (whole["offload"])
+    )
+    assert f"copies {size(4 * elements)} of gradients to the host and {size(2 * elements)} of" in whole["offload"]
+    assert "disks" not in whole
+    both = said("--offload-optimizer nvme:0.5 --nvme-path a b --pp 2 --zero-stage 1", 4)
+    assert "a rank of stage " in both["offload"] and both["disks"].endswith("with all 4 ranks; files are in a b")
+    assert written_sentence(5 * 2**20, 10.0) == "5.00 MiB written to disks, which is 42.2 GiB a day"
+    assert written_sentence(0, 0.0) == "0 B written to disks"
+
+
+def test_the_table_tells_of_every_tier() -> None:
+    def lines(words: str) -> list[str]:
+        run = parse_run([*MODEL, *words.split()], 1)
+        return stage_table(stage_bytes(run, axes_of(run.parallel, 1))).splitlines()
+
+    assert len(lines("")) == 3 and lines("")[0].endswith("total")
+    for words, zeros in {"cpu": (False, True), "nvme --nvme-path a": (True, False), "cpu:0.5": (False, True)}.items():
+        told = lines(f"--offload-optimizer {words}")
+        assert told[0].endswith("device") and max(map(len, told)) <= 98
+        assert re.split("  +", told[4]) == ["stage", "host: optimizer", "on its way", "host memory", "disks"]
+        cells = re.split("  +", told[6])
+        assert (cells[1] == "0 B", cells[4] == "0 B") == zeros and "0 B" not in cells[2:4]
+
+
+def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
+    """What the table says of disks is what is made there, in one folder."""
+    run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
+    (stage,) = stage_bytes(run, axes_of(run.parallel, 1))
+    pieces = swapped_pieces(StageLists(run, axes_of(run.parallel, 1), nccl=False).of(0).shape)
+    space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
+    assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
+    assert stage.elsewhere.disk == sum(pieces.values())
+    space.close(remove=True)
