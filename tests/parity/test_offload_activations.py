@@ -34,7 +34,7 @@ class Bits(NamedTuple):
 
 def bits_on_rank(rank: int, size: int, flags: list[str]) -> Bits:
     job, recorder = job_on_rank(rank, size, flags)
-    job.fit()
+    job.trainer.fit()  # the host buffers are looked at before the job closes
     with job.state.model.reading():
         weights = digest(piece.values for piece in values_of(nn.ModuleList(job.stages)))
     engine, schedule = job.trainer.engine, job.run.schedule
@@ -47,6 +47,7 @@ def bits_on_rank(rank: int, size: int, flags: list[str]) -> Bits:
         assert (host.buffers.nbytes > 0) == (moved > 0), "what leaves by the list has left"
     else:
         assert host is None and not moved
+    job.close()
     return Bits([(record.loss, record.grad_norm) for record in recorder.records], weights, moved)
 
 
