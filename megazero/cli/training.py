@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import NoReturn
 
 from megazero.cli.exit_status import say
@@ -28,9 +29,9 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
     report = to_stderr if environment.local_rank == 0 else silent
     prepared = prepare(parsed.run, environment.world_size, report, here=environment.ranks_here)
     with launch(prepared.run.parallel, environment) as grid:
-        job = build_job(prepared, grid, signals, parsed)
-        job.fit()
-        job.report()
+        with closing(build_job(prepared, grid, signals, parsed)) as job:
+            job.fit()
+            job.report()
 
 
 def run(arguments: Sequence[str], signals: StopSignals) -> NoReturn:

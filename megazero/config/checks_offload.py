@@ -5,39 +5,54 @@ from __future__ import annotations
 import os
 
 from megazero.config.checks import CheckContext, Found, check
+from megazero.config.derive import tiers
 from megazero.config.schema import Run
-from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier, offload_of
+from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, offload_of
 
 _BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
 """Of an element of a gradient or of a column of the optimizer's, and of a parameter, by --precision."""
 
 
-def least_buffer(run: Run, offload: Offload) -> int:
-    """The bytes of --nvme-buffer-bytes that hold the smallest parts: their gradients and parameters, and the optimizer
-    state of those that rest on disks.
+def least_buffer(run: Run) -> int:
+    """The bytes of --nvme-buffer-bytes that hold the smallest parts: their gradients and parameters, the optimizer state
+    of those whose state rests on disks, and the parameters that are read from there.
     """
     state, parameter = _BYTES[run.optimizer.precision]
-    columns = 2 if run.optimizer.optimizer == "sgd" else 3
-    on_disk = columns * state if offload.tier is Tier.DISK else 0
-    return SLOTS * ALIGNMENT * (state + parameter + on_disk)
+    columns, found = 2 if run.optimizer.optimizer == "sgd" else 3, tiers(run)
+    on_disk = columns * state * (found["offload_optimizer"].tier is Tier.DISK)
+    read = parameter * (found["offload_params"].tier is Tier.DISK)
+    return SLOTS * ALIGNMENT * (state + parameter + on_disk + read)
 
 
 def _offload(f: CheckContext) -> Found:
-    cfg, text = f.run.offload, f.run.offload.offload_optimizer
-    try:
-        offload = offload_of(text)
-    except ValueError as reason:
-        yield f"--offload-optimizer {text}: {reason}"
+    cfg, wrong = f.run.offload, False
+    words = {"offload-optimizer": cfg.offload_optimizer, "offload-params": f.run.parallel.offload_params}
+    for flag, text in words.items():
+        try:
+            offload = offload_of(text)
+        except ValueError as reason:
+            wrong = True
+            yield f"--{flag} {text}: {reason}"
+            continue
+        if offload.tier is Tier.DISK and not cfg.nvme_path:
+            yield f"--{flag} {text} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
+    if wrong or not any(tiers(f.run).values()):
         return
-    if not offload:
-        return
-    if offload.tier is Tier.DISK and not cfg.nvme_path:
-        yield f"--offload-optimizer {text} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
-    least = least_buffer(f.run, offload)
+    least = least_buffer(f.run)
     if cfg.nvme_buffer_bytes < least:
+        leaving = " ".join(f"--{flag} {text}" for flag, text in words.items() if text != Tier.DEVICE.value)
         yield (
             f"--nvme-buffer-bytes {cfg.nvme_buffer_bytes} does not hold {SLOTS} parts of {ALIGNMENT} elements, which "
-            f"with --offload-optimizer {text} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
+            f"with {leaving} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
+        )
+
+
+def _graphs(f: CheckContext) -> Found:
+    p = f.run.parallel
+    if p.cuda_graphs and p.offload_params != Tier.DEVICE.value:
+        yield (
+            f"--cuda-graphs needs parameters at fixed addresses, which --offload-params {p.offload_params} does not "
+            "have: drop one of them"
         )
 
 
@@ -59,7 +74,8 @@ def _apex(f: CheckContext) -> Found:
 
 
 OFFLOAD_CHECKS = (
-    check(_offload, "offload_optimizer", "nvme_path", "nvme_buffer_bytes", "precision", "optimizer"),
+    check(_offload, "offload_optimizer", "offload_params", "nvme_path", "nvme_buffer_bytes", "precision", "optimizer"),
+    check(_graphs, "offload_params", "cuda_graphs"),
     check(_folders, "nvme_path"),
     check(_apex, "optimizer_impl", "offload_optimizer"),
 )

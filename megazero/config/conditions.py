@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.checks import CheckContext
-from megazero.config.derive import pipeline_schedule
+from megazero.config.derive import pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
-from megazero.config.tiers import Tier, offload_of
 
 
 def fp16(f: CheckContext) -> bool:
@@ -42,12 +41,20 @@ def adapts(f: CheckContext) -> bool:
     return f.run.lora.lora_rank is not None
 
 
-def tier(f: CheckContext) -> Tier | None:
-    """Where the optimizer state rests; None for words that are reported elsewhere."""
+def rests_on_disks(f: CheckContext) -> bool:
+    """Whether some of the model state does; True for words that are reported elsewhere."""
     try:
-        return offload_of(f.run.offload.offload_optimizer).tier
+        return uses_disks(f.run)
     except ValueError:
-        return None
+        return True
+
+
+def leaves_device(f: CheckContext) -> bool:
+    """The same of what does not rest on the device."""
+    try:
+        return any(tiers(f.run).values())
+    except ValueError:
+        return True
 
 
 def several(f: CheckContext) -> bool:

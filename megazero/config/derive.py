@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
+from megazero.config.tiers import Offload, Tier, offload_of
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -69,12 +70,38 @@ def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
     use, and the stages that hold it use it at different times.
     """
     size = parallel.zero_shard_size or replicas
-    return None if size == replicas and parallel.zero_stage < 3 else size
+    return None if size == replicas and not shards_parameters(parallel) else size
+
+
+def offloads_parameters(parallel: ParallelConfig) -> bool:
+    """Whether parameters rest in host memory or on disks."""
+    return parallel.offload_params != Tier.DEVICE.value
+
+
+def tiers(run: Run) -> dict[str, Offload]:
+    """What of each column of the model state leaves the device, by flag. Raises ValueError for a word that is none."""
+    words = {"offload_optimizer": run.offload.offload_optimizer, "offload_params": run.parallel.offload_params}
+    return {flag: offload_of(word) for flag, word in words.items()}
+
+
+def uses_disks(run: Run) -> bool:
+    """Whether some of the model state rests on disks."""
+    return any(offload.tier is Tier.DISK for offload in tiers(run).values())
+
+
+def shards_parameters(parallel: ParallelConfig) -> bool:
+    """Whether parameters are sharded: with ZeRO-3. Those that are brought for each use anyway, because they do not rest
+    on the device, are sharded wherever the optimizer state is.
+    """
+    return parallel.zero_stage == 3 or (parallel.zero_stage > 0 and offloads_parameters(parallel))
 
 
 def gathers_parameters(run: Run) -> bool:
-    """Whether some parameters are there for each use only: sharded ones (ZeRO-3), or frozen ones stored as codes."""
-    return run.parallel.zero_stage == 3 or run.lora.lora_base_bits is not None
+    """Whether some parameters are there for each use only: sharded ones (ZeRO-3), those that do not rest on the device,
+    or frozen ones stored as codes.
+    """
+    brought = shards_parameters(run.parallel) or offloads_parameters(run.parallel)
+    return brought or run.lora.lora_base_bits is not None
 
 
 def max_positions(model: ModelConfig) -> int:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from megazero.config import conditions as when
 from megazero.config.checks import Check, CheckContext, Found
-from megazero.config.derive import gathers_parameters, recomputes_blocks
+from megazero.config.derive import gathers_parameters, offloads_parameters, recomputes_blocks, shards_parameters
 from megazero.config.options import run_options
-from megazero.config.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class Effect:
 
 _DYNAMIC = ("precision", "loss_scale")
 _TIED = ("tp", "pp", "pipeline_schedule", "virtual_stages", "untie_embeddings_and_output_weights")
-_GATHERS = "--zero-stage 3 or --lora-base-bits"
+_GATHERS = "--zero-stage 3, --offload-params or --lora-base-bits"
+_BROUGHT = "zero_stage", "offload_params", "lora_base_bits"
 _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 
 EFFECTS = (
@@ -133,15 +133,15 @@ EFFECTS = (
     ),
     Effect(
         "nvme_path",
-        lambda f: when.tier(f) in (None, Tier.DISK),
-        "--offload-optimizer nvme: nothing rests on disks",
-        ("offload_optimizer",),
+        when.rests_on_disks,
+        "--offload-optimizer nvme or --offload-params nvme: nothing rests on disks",
+        ("offload_optimizer", "offload_params"),
     ),
     Effect(
         "nvme_buffer_bytes",
-        lambda f: when.tier(f) is not Tier.DEVICE,
-        "--offload-optimizer cpu or nvme",
-        ("offload_optimizer",),
+        when.leaves_device,
+        "--offload-optimizer or --offload-params, cpu or nvme",
+        ("offload_optimizer", "offload_params"),
     ),
     # From here on: lines in the banner, no errors.
     Effect(
@@ -163,7 +163,7 @@ EFFECTS = (
     Effect("zero_shard_size", lambda f: f.dp != 1, _SHARDED, ("tp", "pp"), refused=False),
     Effect("zero_quantized_gradients", when.shards, _SHARDED, _TIED, refused=False),
     *(
-        Effect(name, lambda f: gathers_parameters(f.run), _GATHERS, ("zero_stage", "lora_base_bits"), refused=False)
+        Effect(name, lambda f: gathers_parameters(f.run), _GATHERS, _BROUGHT, refused=False)
         for name in ("zero3_gathered_bytes", "zero3_regather")
     ),
     Effect(
@@ -180,7 +180,13 @@ EFFECTS = (
         ("micro_batch_order",),
         refused=False,
     ),
-    Effect("zero3_persist_below", lambda f: f.run.parallel.zero_stage == 3, "--zero-stage 3", ("zero_stage",), False),
+    Effect(
+        "zero3_persist_below",
+        lambda f: shards_parameters(f.run.parallel) or offloads_parameters(f.run.parallel),
+        "--zero-stage 3 or --offload-params",
+        ("zero_stage", "offload_params"),
+        refused=False,
+    ),
     *(
         Effect(name, when.reduces, _SHARDED, (*_TIED, "sequence_parallel"), refused=False)
         for name in ("overlap", "grad_reduce_dtype")

@@ -27,6 +27,12 @@ class StateActions(Protocol):
     def ready(self, buckets: Sequence[int]) -> None:
         """Return once the parameters of these buckets can be read: wait for gathers that were launched."""
 
+    def read_parameters(self, bucket: int, part: int) -> None:
+        """Start to read a part of a bucket's parameters from disks."""
+
+    def load(self, bucket: int, part: int) -> None:
+        """Start to copy a bucket's parameters (-1), or a part of them, to the device."""
+
     def gather(self, bucket: int) -> None:
         """Start to gather the whole parameters of a bucket from the ranks' shards."""
 
@@ -61,6 +67,12 @@ class StateActions(Protocol):
 
     def copy_parameters(self, bucket: int, part: int) -> None:
         """Start to copy the updated parameters of a part from host memory to the device."""
+
+    def store(self, bucket: int, part: int) -> None:
+        """Start to copy the updated weights of a bucket (-1), or of a part, from the device to host memory."""
+
+    def write_parameters(self, bucket: int, part: int) -> None:
+        """Start to write the updated parameters of a part to disks."""
 
     def write_state(self, bucket: int, part: int) -> None:
         """Start to write the optimizer state of a part to disks."""
@@ -131,6 +143,7 @@ class NoState:
         raise AssertionError("parameters without a model state have no parts")
 
     read_state = copy_parameters = write_state = copy_gradient
+    read_parameters = load = store = write_parameters = copy_gradient
 
     def run_deferred(self, key: ComputationKey) -> None:
         raise AssertionError("there is no training without a model state")

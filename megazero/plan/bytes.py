@@ -9,10 +9,10 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.offloaded import NOTHING, OffloadedBytes, offloaded_bytes
 from megazero.plan.parameter_specs import specs_of
+from megazero.plan.shapes import shape_of
 from megazero.zero.coded import coding_of, frozen_layouts
-from megazero.zero.layout import group_sizes, pack, packing_of, shard_sizes, state_groups
+from megazero.zero.layout import group_sizes, pack, packing_of, shard_sizes
 from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
-from megazero.zero.shape import update_ranges
 
 KEPT_BYTES = 4
 """Of an element that error feedback keeps."""
@@ -67,7 +67,7 @@ def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     at = Coordinates(stage, 0, 0, 0)
     shards = shard_sizes(axes, at)
-    row = placements(run.parallel.zero_stage)
+    row = placements(run.parallel)
     parallel = run.parallel
     dtypes = run_columns(run.optimizer, parallel, run.offload)
     held = dict.fromkeys(Column, 0)
@@ -75,7 +75,8 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
     layouts = pack(specs_of(run, stage, 0), sizes, packing)
-    elsewhere = offloaded_bytes(run, update_ranges(layouts, row, state_groups(axes, at)))
+    shape = shape_of(run, axes, at, nccl=has_nccl(run.parallel, axes))
+    elsewhere = offloaded_bytes(shape, len(run.offload.nvme_path))
     for bucket in layouts:
         parameters += bucket.parameters
         if parallel.zero_gradient_error_feedback:
@@ -106,9 +107,9 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         embedding,
         head,
         parameters,
-        weights=held[Column.PARAMETER],
+        weights=held[Column.PARAMETER] - sum(elsewhere.parameters),
         gradients=held[Column.GRADIENT] + feedback,
-        optimizer=sum(held[column] for column in OPTIMIZER) - elsewhere.state,
+        optimizer=sum(held[column] for column in OPTIMIZER) - sum(elsewhere.optimizer),
         feedback=feedback,
         elsewhere=elsewhere,
     )

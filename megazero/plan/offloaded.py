@@ -2,80 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megazero.config.schema import Run
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
-from megazero.program.shape import RankShape
-from megazero.zero.host_parts import piece_of
-from megazero.zero.offload import pieces_of, run_parts
-from megazero.zero.shape import state_widths
+from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.passes.updates import way_of
+from megazero.program.shape import PartShape, RankShape
+from megazero.program.traffic import traffic
+from megazero.zero.offload import pieces_of
 
 
 @dataclass(frozen=True)
 class OffloadedBytes:
     """What of a rank's model state is not on the device.
 
-    parts    number of parts that are updated in host memory
-    slots    bytes of host memory through which they pass
-    buffers  bytes of host memory through which files are read and written
-    host     bytes of optimizer state in host memory
-    disk     bytes of optimizer state on disks
-    files    bytes of the rank's swap files. Several folders share them, and each has a header and is padded
-    moved    bytes of a step to the host, and back: gradients and parameters
+    parts       number of parts that are updated in host memory
+    optimizer   bytes of optimizer state in host memory, and on disks
+    parameters  the same of parameters
+    slots       bytes of host memory through which parts pass
+    buffers     bytes of host memory through which files are read and written
+    files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
     """
 
     parts: int = 0
+    optimizer: tuple[int, int] = (0, 0)
+    parameters: tuple[int, int] = (0, 0)
     slots: int = 0
     buffers: int = 0
-    host: int = 0
-    disk: int = 0
     files: int = 0
-    moved: tuple[int, int] = (0, 0)
 
     @property
-    def state(self) -> int:
-        """Bytes of optimizer state that is not on the device."""
-        return self.host + self.disk
+    def host(self) -> int:
+        """Bytes that rest in host memory."""
+        return self.optimizer[0] + self.parameters[0]
+
+    @property
+    def disk(self) -> int:
+        """Bytes that rest on disks."""
+        return self.optimizer[1] + self.parameters[1]
 
     @property
     def memory(self) -> int:
         """Bytes of host memory."""
         return self.host + self.slots + self.buffers
 
+    def __bool__(self) -> bool:
+        return self.host + self.disk > 0
+
 
 NOTHING = OffloadedBytes()
 
 
-def offloaded_bytes(run: Run, ranges: Sequence[tuple[int, int]]) -> OffloadedBytes:
-    """What leaves the device. ranges: what the rank updates of each bucket."""
-    widths = state_widths(run.optimizer, run.parallel, run.offload)
-    parts = run_parts(ranges, widths, run.offload)
-    leaving = [part for of_bucket in parts for part in of_bucket if part.tier is not Tier.DEVICE]
-    if not leaving:
-        return NOTHING
-    pieces, sizes = pieces_of(parts, widths), [part.stop - part.start for part in leaving]
-    each = widths.gradient + widths.parameter + widths.state * bool(pieces)
-    folders = (1.0,) * len(run.offload.nvme_path)
+def offloaded_bytes(shape: RankShape, folders: int) -> OffloadedBytes:
+    """What of a rank with this shape is not on the device. folders: number of those of its swap files."""
+    parts = [part for bucket in shape.buckets for part in bucket.parts]
+    stored = {tier: sum(b.stored_bytes for b in shape.buckets if b.rests is tier) for tier in (Tier.HOST, Tier.DISK)}
+    state = {tier: sum(part.state_bytes for part in parts if part.tier is tier) for tier in (Tier.HOST, Tier.DISK)}
+    pieces = pieces_of(shape)
     return OffloadedBytes(
-        parts=len(leaving),
-        slots=SLOTS * max(sizes) * each,
+        parts=sum(part.tier is not Tier.DEVICE for part in parts),
+        optimizer=(state[Tier.HOST], state[Tier.DISK]),
+        parameters=(stored[Tier.HOST], stored[Tier.DISK]),
+        slots=_slots(shape),
         buffers=DiskOptions().memory_bytes if pieces else 0,
-        host=sum(sizes) * widths.state - sum(pieces.values()),
-        disk=sum(pieces.values()),
-        files=sum(SwapLayout(pieces, folders, slots=1).file_bytes) if pieces else 0,
-        moved=(sum(sizes) * widths.gradient, sum(sizes) * widths.parameter),
+        files=sum(SwapLayout(pieces, (1.0,) * folders, slots=1).file_bytes) if pieces else 0,
     )
 
 
-def swapped_pieces(shape: RankShape) -> dict[str, int]:
-    """The bytes of each part that rests on disks, by the name of its piece in a swap file."""
-    return {
-        piece_of((number, index)): part.state_bytes
-        for number, bucket in enumerate(shape.buckets)
-        for index, part in enumerate(bucket.parts)
-        if part.tier is Tier.DISK
-    }
+def _slots(shape: RankShape) -> int:
+    """Bytes of all slots, each as large as the largest part that needs it: those of `zero.host_parts`, and those for
+    parameters that are read (`zero.resting`).
+    """
+    ways = [
+        (part, way_of(part.tier, bucket.rests)) for bucket in shape.buckets if bucket.trained for part in bucket.parts
+    ]
+
+    def most(*ops: Op) -> PartShape:
+        needing = (part for part, way in ways if not {*ops}.isdisjoint(way))
+        return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
+
+    way = most(Op.UPDATE_HOST).gradient_bytes + most(Op.READ_STATE).state_bytes
+    way += most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS).parameter_bytes
+    on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
+    return SLOTS * (way + max(on_disk, default=0))
+
+
+def moved_in_step(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
+    """Bytes of model state that a step moves, by lane: to host memory and to the device, from disks and to them."""
+    state = [i for i in instructions if i.buckets and i.lane in MOVES]
+    return {lane: 0 for lane in MOVES} | traffic(state, shape)
+
+
+MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK)
+"""The lanes on which state moves between the device, host memory and disks."""

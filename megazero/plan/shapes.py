@@ -8,7 +8,7 @@ from megazero.plan.parameter_specs import specs_of
 from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
 from megazero.zero.layout import group_sizes, pack, packing_of, state_groups
-from megazero.zero.offload import run_parts
+from megazero.zero.offload import frozen_parts, frozen_ranges, run_parts
 from megazero.zero.placement import Column, placements
 from megazero.zero.shape import rank_shape, state_widths, update_ranges
 
@@ -23,20 +23,18 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
 
     nccl: whether the run communicates through NCCL, which has larger buckets.
     """
-    trained, frozen = (specs_of(run, at.pp, at.tp, trained=trained) for trained in (True, False))
-    row, sizes = placements(run.parallel.zero_stage), group_sizes(axes, at)
+    trained, still = (specs_of(run, at.pp, at.tp, trained=trained) for trained in (True, False))
+    row, sizes = placements(run.parallel), group_sizes(axes, at)
     packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=nccl)
     specs = [
-        [[*own, *still] for own, still in zip(*chunks, strict=True)] for chunks in zip(trained, frozen, strict=True)
+        [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)
     ]
     layouts, groups = pack(trained, sizes, packing), state_groups(axes, at)
+    frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, coding_of(run.lora, run.model))
     widths = state_widths(run.optimizer, run.parallel, run.offload)
-    return rank_shape(
-        specs,
-        layouts,
-        frozen_layouts(frozen, sizes, row[Column.PARAMETER], packing, coding_of(run.lora, run.model)),
-        row,
-        widths,
-        groups,
-        run_parts(update_ranges(layouts, row, groups), widths, run.offload),
-    )
+    stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
+    resting = [
+        *run_parts(update_ranges(layouts, row, groups), layouts, widths, run.parallel, run.offload),
+        *frozen_parts(frozen, stored, widths, run.parallel, run.offload),
+    ]
+    return rank_shape(specs, layouts, frozen, row, widths, groups, resting)

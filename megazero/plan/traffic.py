@@ -32,6 +32,7 @@ def state_traffic(
     gradient_bytes: float,
     parameter_bytes: float,
     summed_bytes: float | None = None,
+    shards_parameters: bool = False,
 ) -> Traffic:
     """The traffic of the gradients and parameters of a rank (ZeRO: arXiv:1910.02054, section 7).
 
@@ -46,9 +47,12 @@ def state_traffic(
     gradient_bytes   bytes per element of a gradient that travels
     parameter_bytes  bytes per element of a parameter
     summed_bytes     bytes per element of a sum of gradients that is gathered; None: `gradient_bytes`
+    shards_parameters  whether parameters are sharded with ZeRO-1 or 2 too, because they do not rest on the device
     """
     summed = gradient_bytes if summed_bytes is None else summed_bytes
-    gathered = {0: summed, 3: 2 * micro_batches * parameter_bytes}.get(zero_stage, parameter_bytes)
+    gathered = summed if zero_stage == 0 else parameter_bytes
+    if zero_stage == 3 or shards_parameters:
+        gathered = 2 * micro_batches * parameter_bytes
     times = reductions if zero_stage >= 2 else 1
     inside = 0.0 if shard_size == 1 else times * gradient_bytes + gathered
     return Traffic(inside, 0.0 if sets == 1 else (gradient_bytes + summed) / shard_size)

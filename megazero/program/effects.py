@@ -188,15 +188,54 @@ def _stale(i: Instruction, scope: Scope) -> Iterator[Value]:
     of which a rank writes a shard only. With late updates they are not there.
     """
     for number in () if scope.border.is_late else i.buckets:
-        if i.op is Op.UPDATE_HOST:
+        if i.op is Op.UPDATE_HOST or scope.shape.buckets[number].is_loaded:
             yield from _renewed(i, scope)
         if scope.shape.buckets[number].gathered_after_update and i.part <= 0:
             yield of_bucket(Thing.PARAMETERS, number)
 
 
 def _updated(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a late update makes: parameters that something may read."""
-    yield from _renewed(i, scope) if scope.border.is_late else ()
+    """What an update on the device makes: weights from which the parameters are stored that do not rest there. A late
+    one makes all other parameters too, which something may read then.
+    """
+    if scope.shape.buckets[i.buckets[0]].is_loaded:
+        yield from _piece(Thing.NEW_WEIGHTS)(i, scope)
+    elif scope.border.is_late:
+        yield from _renewed(i, scope)
+
+
+def _updated_there(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What an update in host memory makes, and a copy of updated weights there: parameters on their way, or at rest if
+    they rest there.
+    """
+    rests = scope.shape.buckets[i.buckets[0]].rests
+    yield from _renewed(i, scope) if rests is Tier.HOST else _piece(Thing.NEW_PARAMETERS)(i, scope)
+
+
+def _in_memory(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a load reads of a bucket that rests in host memory."""
+    if scope.shape.buckets[i.buckets[0]].rests is Tier.HOST:
+        yield from _pieces(Thing.SHARD)(i, scope)
+
+
+def _was_read(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a load uses up of one that rests on disks."""
+    if scope.shape.buckets[i.buckets[0]].rests is Tier.DISK:
+        yield from _piece(Thing.HOST_PARAMETERS)(i, scope)
+
+
+def _on_device(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a gather reads that rests on the device."""
+    for number in i.buckets:
+        yield from () if scope.shape.buckets[number].is_loaded else scope.pieces(Thing.SHARD, number)
+
+
+def _loaded(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a gather uses up that has been loaded."""
+    for number in i.buckets:
+        bucket = scope.shape.buckets[number]
+        for part in bucket.loads if bucket.is_loaded else ():
+            yield of_bucket(Thing.LOADED, number, part)
 
 
 def _renewed(i: Instruction, scope: Scope) -> Iterator[Value]:
@@ -267,7 +306,9 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
         ),
         Op.BACKWARD_WEIGHT: EffectRow(takes=(_deferred,), adds=(_gradients_added,)),
         Op.SEND_BACKWARD: EffectRow(takes=(_gradient_leaving,)),
-        Op.GATHER: EffectRow(needs=(_pieces(Thing.SHARD),), makes=(_buckets(Thing.PARAMETERS),)),
+        Op.READ_PARAMETERS: EffectRow(needs=(_piece(Thing.SHARD),), makes=(_piece(Thing.HOST_PARAMETERS),)),
+        Op.LOAD: EffectRow(needs=(_in_memory,), takes=(_was_read,), makes=(_piece(Thing.LOADED),)),
+        Op.GATHER: EffectRow(needs=(_on_device,), takes=(_loaded,), makes=(_buckets(Thing.PARAMETERS),)),
         Op.RELEASE: EffectRow(takes=(_buckets(Thing.PARAMETERS),)),
         Op.REDUCE: EffectRow(
             takes=(_buckets(Thing.GRADIENT),),
@@ -285,9 +326,11 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
         Op.UPDATE_HOST: EffectRow(
             needs=(_norm_of_update,),
             takes=(_piece(Thing.HOST_GRADIENT), _on_disk(Thing.STATE), _stale),
-            makes=(_piece(Thing.NEW_PARAMETERS), _on_disk(Thing.NEW_STATE)),
+            makes=(_updated_there, _on_disk(Thing.NEW_STATE)),
         ),
         Op.COPY_PARAMETERS: EffectRow(takes=(_piece(Thing.NEW_PARAMETERS),), makes=(_renewed,)),
+        Op.STORE: EffectRow(takes=(_piece(Thing.NEW_WEIGHTS),), makes=(_updated_there,)),
+        Op.WRITE_PARAMETERS: EffectRow(takes=(_piece(Thing.NEW_PARAMETERS),), makes=(_renewed,)),
         Op.WRITE_STATE: EffectRow(takes=(_on_disk(Thing.NEW_STATE),)),
         Op.LEAVE: EffectRow(needs=(_graph,), makes=(_on_host,)),
         Op.FREE: EffectRow(needs=(_on_host,), takes=(_graph,)),

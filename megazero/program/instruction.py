@@ -49,6 +49,8 @@ class Op(Enum):
     SEND_BACKWARD = "send gradients"
     GATHER = "gather parameters"
     RELEASE = "release parameters"
+    READ_PARAMETERS = "read parameters"
+    LOAD = "load parameters"
     REDUCE = "reduce gradients"
     REDUCE_ACROSS = "reduce gradients across"
     REDUCE_PARTIAL = "sum partial gradients over tp"
@@ -58,6 +60,8 @@ class Op(Enum):
     READ_STATE = "read optimizer state"
     UPDATE_HOST = "update in host memory"
     COPY_PARAMETERS = "copy parameters to the device"
+    STORE = "store parameters"
+    WRITE_PARAMETERS = "write parameters"
     WRITE_STATE = "write optimizer state"
     LEAVE = "copy activations to host memory"
     FREE = "free activations"
@@ -75,10 +79,14 @@ _LANES = {
     Op.REDUCE_ACROSS: Lane.ACROSS,
     Op.REDUCE_PARTIAL: Lane.TENSOR,
     Op.NORM: Lane.WORLD,
+    Op.READ_PARAMETERS: Lane.FROM_DISK,
+    Op.LOAD: Lane.TO_DEVICE,
     Op.COPY_GRADIENT: Lane.TO_HOST,
     Op.READ_STATE: Lane.FROM_DISK,
     Op.UPDATE_HOST: Lane.HOST,
     Op.COPY_PARAMETERS: Lane.TO_DEVICE,
+    Op.STORE: Lane.TO_HOST,
+    Op.WRITE_PARAMETERS: Lane.TO_DISK,
     Op.WRITE_STATE: Lane.TO_DISK,
     Op.LEAVE: Lane.TO_HOST,
     Op.RETURN: Lane.TO_DEVICE,

@@ -77,6 +77,8 @@ class Meetings:
             return WORLD
         for number in i.buckets:
             bucket = self.shapes[stage].buckets[number]
+            if i.op is Op.GATHER and bucket.rests_whole:
+                continue
             if bucket.spans_stages and bucket.shards_span != (i.op is Op.REDUCE_ACROSS):
                 return TIED
         return None

@@ -86,7 +86,8 @@ class _Walk:
         self.launched = 0
         self.forget()
         for number, bucket in enumerate(self.shape.buckets):
-            account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), bucket.stored_bytes)
+            stored = 0 if bucket.is_loaded else bucket.stored_bytes
+            account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), stored)
             if bucket.trained:
                 parts = bucket.shards if bucket.sharded_gradient else 1
                 account.hold(account.of_bucket(MemoryColumn.GRADIENTS, number), bucket.gradient_bytes // parts)
@@ -108,8 +109,9 @@ class _Walk:
         self._at = number, i
         does = effects(i, self.scope)
         for value in does.needs:
-            if value[0] is Thing.PARAMETERS:  # what was gathered in blocks is read
+            if value[0] is Thing.PARAMETERS:  # what was gathered in blocks, or loaded to be gathered, is read
                 self.account.drop(self._blocks(value[1]))
+                self.account.drop(self._shard(value[1]))
         if i.op is Op.FORWARD:
             self._forward(i, does)
         elif i.op is Op.BACKWARD_WEIGHT:
@@ -120,6 +122,8 @@ class _Walk:
             self._make(does)
             self._look()
             self._take(does)
+        elif i.op is Op.LOAD:
+            self._load(*i.buckets)
         elif i.op is Op.GATHER or i.op is Op.RELEASE:
             self._gather(i)
         elif i.op is Op.REDUCE:
@@ -232,6 +236,17 @@ class _Walk:
             self.account.drop(self._blocks(number))
             self.account.hold(self._blocks(number), messages.parameters)
 
+    def _shard(self, number: int) -> Place:
+        return self.account.of_bucket(MemoryColumn.GATHERED, number, "loaded")
+
+    def _load(self, number: int) -> None:
+        """The first part of a bucket takes memory for all of it: where it is used, or for what is gathered from it."""
+        bucket = self.shape.buckets[number]
+        in_place = bucket.is_loaded_in_place
+        place = self.account.of_bucket(MemoryColumn.GATHERED, number) if in_place else self._shard(number)
+        if place not in self.account.alive:
+            self.account.hold(place, bucket.parameter_bytes if in_place else bucket.stored_bytes)
+
     def _gather(self, i: Instruction) -> None:
         for number in i.buckets:
             bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.GATHERED, number)
@@ -239,7 +254,7 @@ class _Walk:
                 self._look()
                 self.account.drop(place)
                 continue
-            if bucket.gathered:
+            if bucket.gathered and not bucket.is_loaded_in_place:
                 self.account.hold(place, bucket.parameter_bytes)
             self._hold_blocks(number)
             if bucket.messages.parameters_in_blocks:

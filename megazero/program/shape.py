@@ -36,12 +36,12 @@ class MessageBytes:
 
 @dataclass(frozen=True)
 class PartShape:
-    """A range of what a rank updates of a bucket.
+    """A range of what a rank updates of a bucket, or reads of it from disks.
 
     tier             where its optimizer state rests. On the device it is updated there, else in host memory
     gradient_bytes   of its gradient
     state_bytes      of its optimizer state
-    parameter_bytes  of its parameters on the device
+    parameter_bytes  of its parameters, as they are stored
     """
 
     tier: Tier
@@ -58,7 +58,8 @@ class BucketShape:
     parameter_bytes   bytes of its whole parameter column
     gradient_bytes    bytes of its whole gradient column; 0 for frozen parameters
     trained           whether its parameters have gradients and are updated
-    gathered          whether its parameters are there for each use only: they are sharded (ZeRO-3), or stored as codes
+    gathered          whether its parameters are there for each use only: they are sharded (ZeRO-3), stored as codes, or
+                      do not rest on the device
     sharded_gradient  whether a rank keeps only its shard of a reduced gradient (ZeRO-2, 3)
     sharded_state     whether a rank updates only its shard. Unless `gathered`, the parameters are gathered afterwards
     shards            number of ranks that share the shards of its state
@@ -67,8 +68,10 @@ class BucketShape:
     shards_span       whether these also share out its shards; else each stage has all shards, and sums them across
     sent              the bytes of its messages; None: everything travels as it is (`messages`)
     code_bytes        bytes of the codes that the rank stores instead of its parameters; None: it stores no codes
-    parts             the ranges in which it is updated, where some of its optimizer state is not on the device; none:
-                      it is updated as a whole, on the device
+    parts             the ranges in which it is updated, where some of its optimizer state is not on the device or its
+                      parameters rest on disks; none: it is updated as a whole, on the device
+    rests             where the parameters rest that the rank stores
+    rests_whole       of a gathered bucket: whether the rank stores all of its parameters, and not a shard
     """
 
     chunk: int
@@ -85,13 +88,35 @@ class BucketShape:
     sent: MessageBytes | None = None
     code_bytes: int | None = None
     parts: tuple[PartShape, ...] = ()
+    rests: Tier = Tier.DEVICE
+    rests_whole: bool = False
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of what the rank stores of its parameter column."""
+        """Bytes of what the rank stores of its parameter column, wherever it rests."""
         if self.code_bytes is not None:
             return self.code_bytes
-        return self.parameter_bytes // (self.shards if self.gathered else 1)
+        return self.parameter_bytes // (self.shards if self.is_sharded else 1)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share out its parameters, so that a gather communicates."""
+        return self.gathered and not self.rests_whole and self.shards > 1
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its parameters are brought to the device for each use."""
+        return self.rests is not Tier.DEVICE
+
+    @property
+    def is_loaded_in_place(self) -> bool:
+        """Whether they are then whole: no other rank has a part of them, and they are no codes."""
+        return self.is_loaded and not self.is_sharded and self.code_bytes is None
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """The parts in which its parameters are loaded, by number; -1 stands for all of them."""
+        return tuple(range(len(self.parts))) if self.rests is Tier.DISK else (-1,)
 
     @property
     def messages(self) -> MessageBytes:

@@ -12,6 +12,7 @@ from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
 from megazero.program.passes.gathers import one_unit, place_gathers, two_units
 from megazero.program.passes.late import place_late_updates
 from megazero.program.passes.leaving import place_leaving
+from megazero.program.passes.loads import place_loads
 from megazero.program.passes.reductions import place_reductions, reducing_passes
 from megazero.program.passes.updates import place_across, place_norm, place_updates, updates_of
 from megazero.program.passes.vertical import Groups, VerticalOrder, turn
@@ -121,17 +122,19 @@ def _with_gathers(
     if not any(bucket.gathered for bucket in shape.buckets):
         return tuple(instructions)
     budget = gathered_budget(instructions, shape, options)
-    return place_gathers(instructions, shape, budget, options.regather, by_row=options.vertical is not None)
+    placed = place_gathers(instructions, shape, budget, options.regather, by_row=options.vertical is not None)
+    return place_loads(placed, shape)
 
 
 def gathered_budget(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> int:
     """The budget of gathered parameters of a list, with or without its gathers.
 
-    A second unit is there to travel beside the computation of the first. Codes of this rank alone do not travel.
+    A second unit is there to travel beside the computation of the first. Codes on the device that no other rank has a
+    share of do not travel.
     """
     if options.gathered_bytes is not None:
         return options.gathered_bytes
-    travel = any(bucket.gathered and bucket.shards > 1 for bucket in shape.buckets)
+    travel = any(bucket.is_loaded or (bucket.gathered and bucket.shards > 1) for bucket in shape.buckets)
     return two_units(instructions, shape) if travel else one_unit(instructions, shape)
 
 

@@ -9,6 +9,10 @@ from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
 from megazero.program.shape import RankShape
 
 
+PARAMETER_MOVES = frozenset({Op.COPY_PARAMETERS, Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS})
+"""Those instructions on lanes of the rank's own that move parameters."""
+
+
 def message_bytes(i: Instruction, shape: RankShape) -> int:
     """Bytes of a gather or reduction: an all-gather's output, a reduce-scatter's input, twice an all-reduce's tensor.
 
@@ -19,7 +23,7 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
         sent = bucket.messages
         if i.op is Op.REDUCE_ACROSS and bucket.across > 1:
             total += sent.across_scatter + sent.across_gather
-        elif i.op is Op.GATHER and bucket.shards > 1:
+        elif i.op is Op.GATHER and bucket.shards > 1 and not bucket.rests_whole:
             total += sent.parameters
         elif i.op is Op.REDUCE and bucket.shards > 1:  # a reduce-scatter, where a rank goes on with its shard
             total += sent.scatter + sent.gather * (not bucket.sharded_state and bucket.across == 1)
@@ -30,8 +34,11 @@ def moved_bytes(i: Instruction, shape: RankShape) -> int:
     """Bytes that an instruction on a lane of the rank's own moves; of an update in host memory its gradient's."""
     if i.op in (Op.LEAVE, Op.RETURN):
         return shape.kept_by(i.chunk, i.units)
-    part = shape.buckets[i.buckets[0]].parts[i.part]
-    if i.op is Op.COPY_PARAMETERS:
+    bucket = shape.buckets[i.buckets[0]]
+    if i.part < 0:
+        return bucket.stored_bytes
+    part = bucket.parts[i.part]
+    if i.op in PARAMETER_MOVES:
         return part.parameter_bytes
     return part.state_bytes if i.op in (Op.READ_STATE, Op.WRITE_STATE) else part.gradient_bytes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megazero.config.tiers import offload_of
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import host_bytes
-from megazero.program.instruction import Lane
+from megazero.program.instruction import Op
 from megazero.program.passes.leaving import kept_graphs
-from megazero.program.traffic import traffic
+from megazero.program.traffic import moved_bytes
 from megazero.system import device as devices
 from megazero.telemetry.units import size
 
@@ -23,7 +23,7 @@ def leaving_sentences(steps: StageLists) -> list[str]:
     stage = host.index(max(host))
     step = steps.of(stage)
     kept = sum(graph.nbytes for graph in kept_graphs(step.instructions, step.shape))
-    moved = traffic(step.instructions, step.shape).get(Lane.TO_HOST, 0)
+    moved = sum(moved_bytes(i, step.shape) for i in step.instructions if i.op is Op.LEAVE)
     where = f" of stage {stage}" * (pp > 1)
     return [
         f"{size(moved)} of the {size(kept)} that a step keeps leave the device and come back; they wait in "

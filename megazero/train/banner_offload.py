@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megazero.config.tiers import Tier, offload_of
+from megazero.config.derive import tiers, uses_disks
 from megazero.plan.bytes import StageBytes, stage_bytes
-from megazero.plan.offloaded import OffloadedBytes
+from megazero.plan.offloaded import moved_in_step
 from megazero.plan.step_lists import StageLists
+from megazero.program.instruction import Lane
 from megazero.telemetry.units import size
 
 DAY = 86_400
@@ -16,38 +17,46 @@ DAY = 86_400
 def offload_lines(steps: StageLists) -> list[tuple[str, str]]:
     """(name, text) of what leaves the device, of the stage where most does; empty where nothing does."""
     run, axes = steps.run, steps.axes
-    if not offload_of(run.offload.offload_optimizer) or run.model.vocab_size is None:
+    if not any(tiers(run).values()) or run.model.vocab_size is None:
         return []
     found = stage_bytes(run, axes)
-    most = max(range(axes.pp), key=lambda stage: found[stage].elsewhere.state)
-    each = axes.world_size // axes.pp
-    lines = [("offload", offload_sentence(found, most))]
-    if offload_of(run.offload.offload_optimizer).tier is Tier.DISK:
-        every = sum(stage.elsewhere.disk for stage in found) * each
-        lines.append(("disks", disk_sentence(found[most].elsewhere, every, axes.world_size, run.offload.nvme_path)))
+    most = max(range(axes.pp), key=lambda stage: found[stage].elsewhere.host + found[stage].elsewhere.disk)
+    moved = [moved_in_step(steps.of(stage).instructions, steps.of(stage).shape) for stage in range(axes.pp)]
+    lines = [("offload", offload_sentence(found, most, moved[most]))]
+    if uses_disks(run):
+        each = axes.world_size // axes.pp
+        every = {lane: each * sum(of_stage[lane] for of_stage in moved) for lane in (Lane.FROM_DISK, Lane.TO_DISK)}
+        lines.append(("disks", disk_sentence(moved[most], every, axes.world_size, run.offload.nvme_path)))
     return lines
 
 
-def offload_sentence(stages: Sequence[StageBytes], most: int) -> str:
+def offload_sentence(stages: Sequence[StageBytes], most: int, moved: Mapping[Lane, int]) -> str:
     """What leaves the device, and what a step moves. most: the stage of which it tells."""
-    found = stages[most].elsewhere
+    own, found = stages[most], stages[most].elsewhere
     whose = f"a rank of stage {most}" if len(stages) > 1 else "a rank"
-    tiers = {"in host memory": found.host, "on disks": found.disk}
-    rests = " and ".join(f"{size(held)} {where}" for where, held in tiers.items() if held)
-    if not rests:
+    columns = {"master weights and moments": (found.optimizer, own.optimizer), "weights": (found.parameters, own.weights)}
+    parts = [
+        f"of {size(sum(rest) + on_device)} of {name} {whose} has {_places(*rest)}"
+        for name, (rest, on_device) in columns.items()
+        if any(rest)
+    ]
+    if not parts:
         return "nothing leaves the device: the share is of fewer than 1,024 elements"
-    parts, to_host, back = f"{found.parts} part{'s' * (found.parts > 1)}", *map(size, found.moved)
     return (
-        f"of {size(found.state + stages[most].optimizer)} of master weights and moments {whose} has {rests}, in "
-        f"{parts}, and {size(found.slots + found.buffers)} of host memory for what is on its way; a step copies "
-        f"{to_host} of gradients to the host and {back} of parameters back"
+        f"{', and '.join(parts)}; {size(found.slots + found.buffers)} of host memory for what is on its way; a step "
+        f"copies {size(moved[Lane.TO_HOST])} to the host and {size(moved[Lane.TO_DEVICE])} to the device"
     )
 
 
-def disk_sentence(found: OffloadedBytes, every: int, ranks: int, folders: Sequence[str]) -> str:
+def _places(host: int, disk: int) -> str:
+    return " and ".join(f"{size(held)} {where}" for held, where in ((host, "in host memory"), (disk, "on disks")) if held)
+
+
+def disk_sentence(moved: Mapping[Lane, int], every: Mapping[Lane, int], ranks: int, folders: Sequence[str]) -> str:
     """What a step reads and writes. every: bytes of all ranks together."""
-    together = f", {size(every)} with all {ranks} ranks" if ranks > 1 else ""
-    return f"a step reads {size(found.disk)} and writes as much{together}; files are in {' '.join(folders)}"
+    read, written = (size(moved[lane]) for lane in (Lane.FROM_DISK, Lane.TO_DISK))
+    whose = f"; all {ranks} ranks read {size(every[Lane.FROM_DISK])} and write {size(every[Lane.TO_DISK])}"
+    return f"a step reads {read} and writes {written}{whose * (ranks > 1)}; files are in {' '.join(folders)}"
 
 
 def written_sentence(written: int, seconds: float) -> str:

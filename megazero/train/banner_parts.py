@@ -99,12 +99,14 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         words = stage_contents(entry.blocks, embedding=entry.embedding, head=entry.head, chunks=entry.chunks)
         rows.append([name, words, count(entry.parameters), *map(size, amounts)])
         off = entry.elsewhere
-        elsewhere.append([name, *map(size, (off.host, off.slots + off.buffers, off.memory, off.files))])
-    leaves = any(entry.elsewhere.parts for entry in stages)
+        in_memory = off.parameters[0], off.optimizer[0], off.slots + off.buffers, off.memory, off.files
+        elsewhere.append([name, *map(size, in_memory)])
+    leaves = any(entry.elsewhere for entry in stages)
     headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "device" if leaves else "total"]
     tables = [table(headings, rows, left=2)]
     if leaves:
-        tables.append(table(["stage", "host: optimizer", "on its way", "host memory", "disks"], elsewhere))
+        columns = ["stage", "host: weights", "optimizer", "on its way", "host memory", "disks"]
+        tables.append(table(columns, elsewhere))
     return "\n\n".join(tables)
 
 

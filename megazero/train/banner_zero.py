@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from fused_ops import coded
 from fused_ops.quantise import bytes_each
-from megazero.config.derive import pipeline_schedule
+from megazero.config.derive import pipeline_schedule, shards_parameters
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
@@ -64,6 +64,7 @@ def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traff
         gradient_bytes=reduced if bits is None else bytes_each(bits),
         parameter_bytes=bytes_each(8) if p.zero_quantized_weights else compute_dtype(precision).itemsize,
         summed_bytes=None if bits is None else bytes_each(8),
+        shards_parameters=zero_stage == p.zero_stage and shards_parameters(p),
     )
 
 
@@ -90,7 +91,7 @@ def _base(steps: StageLists) -> list[str]:
 def _gathers(steps: StageLists) -> list[str]:
     """Sentences on what the first and the last stage gather under ZeRO-3. Of codes the least possible is not known."""
     run, pp = steps.run, steps.axes.pp
-    if run.parallel.zero_stage != 3 or run.model.vocab_size is None or run.lora.lora_base_bits is not None:
+    if not shards_parameters(run.parallel) or run.model.vocab_size is None or run.lora.lora_base_bits is not None:
         return []
     found = [gathered_bytes(steps, stage) for stage in sorted({0, pp - 1})]
     return [

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+from megazero.config.derive import tiers
 from megazero.config.schema import Run
-from megazero.config.tiers import Tier, offload_of
+from megazero.config.tiers import Tier
 from megazero.disk.layout import SwapLayout
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
-from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.shapes import shape_of
+from megazero.zero.offload import pieces_of
 
 
 def folder_problems(folders: Sequence[str]) -> list[str]:
@@ -39,15 +40,16 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     Files that ended processes have left there count as free: opening removes them. That the folders together have
     enough does not say that each has enough for its share, which their speed decides; opening its files says so.
     """
-    offload, folders = offload_of(run.offload.offload_optimizer), run.offload.nvme_path
-    if offload.tier is not Tier.DISK or run.model.vocab_size is None:
+    folders, on_disks = run.offload.nvme_path, {f: o for f, o in tiers(run).items() if o.tier is Tier.DISK}
+    if not on_disks or run.model.vocab_size is None:
         return []
     needed, free = swap_bytes(run, axes_of(run.parallel, world_size), here), _free(folders)
     if needed <= free:
         return []
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
-    fits = int(100 * offload.share * free / needed) / 100
-    nearest = f"; nearest: --offload-optimizer nvme:{fits:g}, or" if fits else ":"
+    fits = {flag: int(100 * offload.share * free / needed) / 100 for flag, offload in on_disks.items()}
+    flags = " ".join(f"--{flag.replace('_', '-')} nvme:{share:g}" for flag, share in fits.items())
+    nearest = f"; nearest: {flags}, or" if all(fits.values()) else ":"
     return [
         f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
         f"free{nearest} a folder more, on another disk"
@@ -60,7 +62,7 @@ def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
     for rank in ranks:
         at = axes.coordinates(rank)
         if at.pp not in of_stage:  # the ranks of a stage have as much
-            pieces = swapped_pieces(shape_of(run, axes, at, nccl=has_nccl(run.parallel, axes)))
+            pieces = pieces_of(shape_of(run, axes, at, nccl=has_nccl(run.parallel, axes)))
             of_stage[at.pp] = sum(SwapLayout(pieces, weights, slots=1).file_bytes) if pieces else 0
         total += of_stage[at.pp]
     return total

@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.parse import ParsedArguments
+from megazero.config.derive import uses_disks
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
@@ -30,7 +31,7 @@ from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.memory_trace import trace_of_run
-from megazero.train.offload import DiskUse, offloading, uses_disks
+from megazero.train.offload import DiskUse, offloading
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
@@ -46,7 +47,7 @@ from megazero.zero.state import ModelState
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of a run on this rank, as `build_job` makes them. `fit` trains."""
+    """The parts of a run on this rank, as `build_job` makes them. `fit` trains. Whoever has it closes it at the end."""
 
     run: Run
     prepared: Prepared
@@ -61,14 +62,13 @@ class Job:
 
     def fit(self) -> None:
         """Train, evaluate and save until the run ends. Called by all ranks."""
-        try:
-            with self.disks.counted():
-                self.trainer.fit()
-        finally:
-            self.close()
+        with self.disks.counted():
+            self.trainer.fit()
 
     def close(self) -> None:
-        """Release captured graphs, end the lanes of what has left the device, and remove swap files."""
+        """Release captured graphs, end the lanes of what has left the device, and remove swap files. Then nothing that
+        rests off the device can be read any more.
+        """
         if isinstance(self.trainer.engine, GraphedEngine):
             self.trainer.engine.release()
         self.state.model.host.close()

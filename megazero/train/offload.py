@@ -12,22 +12,16 @@ import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
+from megazero.config.derive import uses_disks
 from megazero.config.schema import Run
-from megazero.config.tiers import Tier, offload_of
 from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.shapes import shape_of
 from megazero.train.banner_offload import written_sentence
 from megazero.train.logs import as_config_error
-from megazero.zero.offload import Offloading
-
-
-def uses_disks(run: Run) -> bool:
-    """Whether some of the run's model state rests on disks."""
-    return offload_of(run.offload.offload_optimizer).tier is Tier.DISK
+from megazero.zero.offload import Offloading, pieces_of
 
 
 @contextmanager
@@ -40,7 +34,7 @@ def offloading(run: Run, grid: ProcessGrid) -> Iterator[Offloading]:
     if not uses_disks(run):
         yield Offloading(run.offload)
         return
-    pieces = swapped_pieces(shape_of(run, grid.axes, grid.at, nccl=grid.world.is_on_device))
+    pieces = pieces_of(shape_of(run, grid.axes, grid.at, nccl=grid.world.is_on_device))
     token, spaces = new_token(grid.world, grid.device)[:12], list[SwapSpace]()
     folders = [Path(folder) for folder in run.offload.nvme_path]
 

@@ -30,6 +30,15 @@ class BucketActions:
         self.host.ready(buckets)
         self.gatherer.ready(buckets)
 
+    def read_parameters(self, bucket: int, part: int) -> None:
+        """Start to read a part of a bucket's parameters from disks."""
+        self.gatherer.resting.read((bucket, part))
+
+    def load(self, bucket: int, part: int) -> None:
+        """Start to copy a bucket's parameters, or a part of them, to the device, once they are those of the last step.
+        """
+        self.gatherer.load(bucket, part, self.host.arriving(bucket))
+
     def gather(self, bucket: int) -> None:
         """Start to gather a bucket's parameters, once this rank has its own."""
         self.host.ready([bucket])
@@ -74,6 +83,14 @@ class BucketActions:
     def copy_parameters(self, bucket: int, part: int) -> None:
         """Start to copy the updated parameters of a part to the device."""
         self.host.copy_parameters((bucket, part))
+
+    def store(self, bucket: int, part: int) -> None:
+        """Start to copy updated weights from the device to where the parameters rest, or on their way there."""
+        self.host.store((bucket, part))
+
+    def write_parameters(self, bucket: int, part: int) -> None:
+        """Start to write the updated parameters of a part to disks."""
+        self.host.write_parameters((bucket, part))
 
     def write_state(self, bucket: int, part: int) -> None:
         """Start to write the optimizer state of a part."""

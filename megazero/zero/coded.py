@@ -31,7 +31,8 @@ from megazero.zero.gatherer import WholeParameters, make_views
 from megazero.zero.layout import UNSHARED, BucketLayout, Packing, frozen_sizes
 from megazero.zero.layout import pack as pack_buckets
 from megazero.zero.placement import Placement
-from megazero.zero.storage import Bucket, StoredColumn
+from megazero.zero.parts import Resting
+from megazero.zero.storage import Bucket, Disk, StoredColumn, parameter_column
 
 ALIGNMENT = 16
 """Each rank's part of a row of bytes begins at a multiple of this."""
@@ -178,14 +179,21 @@ def _boxes(spec: ParameterSpec, coding: Coding) -> Iterator[tuple[CodedBox, int,
 
 
 def coded_column(
-    layouts: Sequence[CodedLayout], buckets: Sequence[Bucket], placement: Placement, device: torch.device
+    layouts: Sequence[CodedLayout],
+    buckets: Sequence[Bucket],
+    placement: Placement,
+    device: torch.device,
+    resting: Sequence[Resting],
+    disk: Disk,
 ) -> StoredColumn:
-    """The rows of bytes of these buckets on this rank, zeros."""
+    """The rows of bytes of these buckets on this rank, zeros. resting: where each of them rests. disk: takes what rests on
+    disks.
+    """
     rows = [
         Bucket(replace(layout.numbers, entries=(), numel=layout.nbytes), (), bucket.groups)
         for layout, bucket in zip(layouts, buckets, strict=True)
     ]
-    return StoredColumn(placement, torch.uint8, rows, device)
+    return parameter_column(placement, torch.uint8, rows, device, resting, disk)
 
 
 @dataclass(frozen=True)
@@ -205,10 +213,17 @@ class CodedParameters(WholeParameters):
         found.free()
         return found
 
-    def gather(self, masters: StoredColumn | None) -> CommunicationHandle:
-        """Start to gather. Communicates an all-gather of codes where they are sharded. masters: not read."""
+    @property
+    def loaded_in_place(self) -> bool:
+        """What is loaded are codes."""
+        return False
+
+    def gather(self, masters: StoredColumn | None, own: Tensor | None = None) -> CommunicationHandle:
+        """Start to gather. Communicates an all-gather of codes where they are sharded. masters: not read. own: as in
+        `WholeParameters.gather`.
+        """
         self.allocate()
-        own = self.column.held(self.index)
+        own = self.column.held(self.index) if own is None else own
         if not self.column.is_sharded_in(self.index):
             self._decode(own)
             return CommunicationHandle()
@@ -223,7 +238,7 @@ class CodedParameters(WholeParameters):
             whole = read(spec_of(self.bucket.parameters[place]))
             for part in parts:
                 pack(encode(part.of(whole), part.box.bits), part.box, part.bytes_in(row))
-        self.column.held(self.index).copy_(row[slice(*self.column.range_of(self.index))])
+        self.column.keep(self.index, row[slice(*self.column.range_of(self.index))])
 
     def _decode(self, packed: Tensor) -> None:
         for part in self.codes.parts:

@@ -8,13 +8,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from megazero.config.tiers import Tier
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
-from megazero.zero.coded import CodedParameters, Coding, coded_column, frozen_layouts
+from megazero.zero.coded import CodedParameters, FrozenLayouts, coded_column
 from megazero.zero.gatherer import WholeParameters
-from megazero.zero.layout import BucketLayout, Packing
+from megazero.zero.layout import BucketLayout
 from megazero.zero.placement import Placement
-from megazero.zero.storage import Bucket, StoredColumn
+from megazero.zero.resting import DiskColumn, RestingParameters
+from megazero.zero.storage import Bucket, parameter_column
 
 FROZEN = "frozen"
 """Their key in a table of bytes by column."""
@@ -51,33 +53,33 @@ def buckets_of(
 class FrozenParameters:
     """The frozen parameters of a rank's chunks, moved into flat buckets without other columns.
 
-    sizes, group_of  the ranks that hold a parameter, by its group: their number, and their process groups
-    placement        of the parameter column: sharded with ZeRO-3
-    coding           of matrices that are stored as codes (`zero.coded`); None: none are
-
-    `parameters` has the buckets that are stored as they are, and then those of codes.
+    layouts    of the buckets: `parameters` has those that are stored as they are, and then those of codes
+    group_of   the process groups of the ranks that hold a parameter, by its group
+    placement  of the parameter column: sharded with ZeRO-3
+    resting    the parameters of the rank that do not rest on the device, in which these buckets come last
     """
 
     def __init__(
         self,
         chunks: Sequence[Sequence[nn.Module]],
-        sizes: Mapping[StateGroup, int],
+        layouts: FrozenLayouts,
         group_of: Callable[[StateGroup], StateGroups],
         placement: Placement,
-        packing: Packing,
         dtype: torch.dtype,
         device: torch.device,
-        coding: Coding | None = None,
+        resting: RestingParameters,
     ) -> None:
-        self.by_name = parameters_by_name(chunks, trained=False)
-        self.layouts = frozen_layouts(specs_by_unit(chunks, trained=False), sizes, placement, packing, coding)
-        plain, coded = self.layouts
+        self.by_name, self.layouts = parameters_by_name(chunks, trained=False), layouts
+        plain, coded = layouts
+        first = len(resting.resting) - len(plain) - len(coded)
+        then = first + len(plain)
         buckets = buckets_of(plain, self.by_name, group_of)
-        kept = [index for index, layout in enumerate(plain) if layout.kept_whole]
-        self.column = StoredColumn(placement, dtype, buckets, device, whole=kept)
+        rests = resting.resting[first:then]
+        self.column = parameter_column(placement, dtype, buckets, device, rests, DiskColumn(resting, first))
         self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(buckets)]
         buckets = buckets_of([layout.numbers for layout in coded], self.by_name, group_of)
-        self.codes = coded_column(coded, buckets, placement, device)
+        rests = resting.resting[then:]
+        self.codes = coded_column(coded, buckets, placement, device, rests, DiskColumn(resting, then))
         self.parameters += [
             CodedParameters.made(self.codes, index, bucket, layout, dtype)
             for index, (bucket, layout) in enumerate(zip(buckets, coded, strict=True))
@@ -85,8 +87,12 @@ class FrozenParameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank stores."""
-        return self.column.nbytes + self.codes.nbytes
+        """Bytes that this rank stores on its device."""
+        return self.nbytes_in(Tier.DEVICE)
+
+    def nbytes_in(self, tier: Tier) -> int:
+        """Bytes that this rank stores in a tier that is memory."""
+        return self.column.nbytes_in(tier) + self.codes.nbytes_in(tier)
 
     def fill(self, read: Callable[[ParameterSpec], Tensor]) -> None:
         """Set all values, one bucket after the other, from the global tensors that `read` returns.

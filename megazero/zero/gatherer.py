@@ -10,16 +10,19 @@ reads the right values in backward. Such are sharded buckets (ZeRO-3), and froze
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megazero.disk.lanes import Need
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.mpu.quantized import all_gather_quantized
+from megazero.zero.resting import RestingParameters
 from megazero.zero.storage import Bucket, StoredColumn
 
 
@@ -41,11 +44,11 @@ class WholeParameters:
     @classmethod
     def adopt(cls, column: StoredColumn, index: int, bucket: Bucket) -> WholeParameters:
         """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
-        sharded, numel = column.is_sharded_in(index), bucket.layout.numel
-        whole = torch.empty(numel, dtype=column.dtype, device=column.device) if sharded else column.held(index)
+        gathered, numel = column.is_sharded_in(index) or not column.is_on_device(index), bucket.layout.numel
+        whole = torch.empty(numel, dtype=column.dtype, device=column.device) if gathered else column.held(index)
         make_views(bucket, whole)
-        found = cls(bucket, column, index, whole, sharded)
-        if sharded:
+        found = cls(bucket, column, index, whole, gathered)
+        if gathered:
             found.free()
         return found
 
@@ -72,16 +75,25 @@ class WholeParameters:
             )
         storage.resize_(0)
 
-    def gather(self, masters: StoredColumn | None) -> CommunicationHandle:
-        """Start to gather. masters: as in `ParameterGatherer`. Communicates an all-gather."""
+    @property
+    def loaded_in_place(self) -> bool:
+        """Whether what this rank stores, when it is brought to the device, is all of the bucket's parameters."""
+        return not self.column.is_sharded_in(self.index)
+
+    def gather(self, masters: StoredColumn | None, own: Tensor | None = None) -> CommunicationHandle:
+        """Start to gather. masters: as in `ParameterGatherer`. own: what this rank stores, where that does not rest on
+        the device. Communicates an all-gather.
+        """
         if self.gathered:
             self.allocate()
         group = self.bucket.groups.inner
         if masters is None or (self.column.is_sharded and not self.gathered):
-            return collectives.all_gather(self.whole, self.column.shard(self.index), group)
-        # Where masters rest elsewhere, the parameters have just been rounded from them and are not overwritten yet.
-        exact = self.column if self.gathered or not masters.is_on_device(self.index) else masters
-        return all_gather_quantized(self.whole, exact.shard(self.index), group)
+            return collectives.all_gather(self.whole, self.column.shard(self.index) if own is None else own, group)
+        if own is None:
+            # Where masters rest elsewhere, the parameters have just been rounded from them and are not overwritten yet.
+            exact = self.column if self.gathered or not masters.is_on_device(self.index) else masters
+            own = exact.shard(self.index)
+        return all_gather_quantized(self.whole, own, group)
 
     def fill(self, read: Callable[[ParameterSpec], Tensor]) -> None:
         """Set the values from the global tensors that `read` returns, of which this rank takes its boxes."""
@@ -91,9 +103,9 @@ class WholeParameters:
                 parameter.data.zero_()[: box.shape[0]].copy_(box)
 
     def keep_shard(self) -> None:
-        """Copy this rank's range of the whole values into the column."""
+        """Copy this rank's range of the whole values to where it rests."""
         if self.gathered:
-            self.column.held(self.index).copy_(self.whole[slice(*self.bucket.shard)])
+            self.column.keep(self.index, self.whole[slice(*self.column.range_of(self.index))])
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -124,10 +136,23 @@ def own_box(whole: Tensor, spec: ParameterSpec) -> Tensor:
     return whole[tuple(slice(start, stop) for start, stop in spec.box)]
 
 
+class _Loading:
+    """A bucket that is being brought to the device. own: what the rank stores of it. copies: on their way."""
+
+    def __init__(self, own: Tensor) -> None:
+        self.own, self.copies = own, list[Future[None]]()
+
+    def wait(self) -> None:
+        """Return once it is there. Raises what has gone wrong on the way."""
+        for copied in self.copies:
+            copied.result()
+
+
 class ParameterGatherer:
     """Gathers whole parameters and frees them.
 
     parameters  by number of the bucket, the trained buckets first
+    resting     those that do not rest on the device
     masters     None, or gathers are in blocks of int8 (ZeRO++). Then: the column of exact weights from which a kept
                 bucket is quantised, since its own shard is overwritten with what all ranks get. Where some of them rest
                 elsewhere it is quantised from the parameters. A sharded bucket is quantised from its shard, and one
@@ -136,15 +161,48 @@ class ParameterGatherer:
     """
 
     def __init__(
-        self, parameters: Sequence[WholeParameters], *, masters: StoredColumn | None = None, overlap: bool
+        self,
+        parameters: Sequence[WholeParameters],
+        resting: RestingParameters,
+        *,
+        masters: StoredColumn | None = None,
+        overlap: bool,
     ) -> None:
-        self.parameters, self.masters, self.overlap = parameters, masters, overlap
+        self.parameters, self.resting, self.masters, self.overlap = parameters, resting, masters, overlap
         self._gathers: dict[int, CommunicationHandle] = {}
+        self._loads: dict[int, _Loading] = {}
+
+    def load(self, index: int, part: int, after: Sequence[Need] = ()) -> None:
+        """Start to bring what this rank stores of bucket `index` to the device, or a part of it that was read.
+
+        after: waited for before. The first part takes memory for all of them.
+        """
+        at = self.parameters[index]
+        first, last = at.column.range_of(at.index)
+        if index not in self._loads:
+            self._loads[index] = _Loading(_room(at, last - first))
+        loading, start, stop, held = self._loads[index], first, last, None
+        if part < 0:
+            held = at.column.held(at.index)
+        else:
+            start, stop, _ = self.resting.resting[index].parts[part]
+        target = loading.own[start - first : stop - first]
+        loading.copies.append(self.resting.load((index, part), target, held, after))
 
     def gather(self, index: int) -> None:
-        """Start to gather bucket `index`. Communicates over the ranks that share out its state, if these do."""
+        """Start to gather bucket `index`. Communicates over the ranks that share out its state, if these do.
+
+        What does not rest on the device has been loaded, or is being.
+        """
         assert index not in self._gathers, f"bucket {index} is being gathered"
-        self._gathers[index] = self.parameters[index].gather(self.masters)
+        at, loading = self.parameters[index], self._loads.pop(index, None)
+        if loading is None:
+            self._gathers[index] = at.gather(self.masters)
+        elif loading.own is at.whole:
+            self._gathers[index] = CommunicationHandle(after=loading.wait)
+        else:
+            loading.wait()
+            self._gathers[index] = at.gather(self.masters, loading.own)
         if not self.overlap:
             self.ready([index])
 
@@ -171,6 +229,7 @@ class ParameterGatherer:
         """
         gathered = [index for index in indices if self.parameters[index].gathered]
         for index in gathered:
+            self._bring(index)
             self.gather(index)
         self.ready(indices)
         try:
@@ -178,3 +237,19 @@ class ParameterGatherer:
         finally:
             for index in gathered:
                 self.release(index)
+
+    def _bring(self, index: int) -> None:
+        """Load all of a bucket that does not rest on the device."""
+        bucket = self.resting.shape.buckets[index]
+        for part in bucket.loads if bucket.is_loaded else ():
+            if part >= 0:
+                self.resting.read((index, part))
+            self.load(index, part)
+
+
+def _room(at: WholeParameters, stored: int) -> Tensor:
+    """Memory for what a rank stores of a bucket, on the device: where it is used, or on its own if it is gathered."""
+    if at.loaded_in_place:
+        at.allocate()
+        return at.whole
+    return torch.empty(stored, dtype=at.column.dtype, device=at.column.device)

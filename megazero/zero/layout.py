@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fused_ops.quantise import BLOCK
-from megazero.config.derive import bucket_size
+from megazero.config.derive import bucket_size, offloads_parameters, shards_parameters
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
@@ -110,7 +110,7 @@ class Packing:
 
     bucket_size  elements that a bucket holds at most. A parameter is never split, so a larger one makes a larger bucket
     by_unit      no bucket spans two units, and tables (embeddings, a head) have buckets of their own, since backward
-                 does not read them. For parameters that are gathered for each use (ZeRO-3)
+                 does not read them. For parameters that are brought for each use (ZeRO-3, --offload-params)
     keep_below   with `by_unit`: parameters of fewer elements stay whole on every rank, in buckets of their own that
                  may span units
     block        each parameter and each rank's part begins at a multiple of so many elements. For messages in blocks
@@ -133,7 +133,8 @@ def packing_of(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> Packin
     most = bucket_size(parallel, replicas, nccl=nccl)
     quantised = parallel.zero_quantized_weights or parallel.zero_quantized_gradients != "none"
     block = BLOCK if quantised else 1
-    return Packing(most, parallel.zero_stage >= 3, parallel.zero3_persist_below, block)
+    by_unit = shards_parameters(parallel) or offloads_parameters(parallel)
+    return Packing(most, by_unit, parallel.zero3_persist_below, block)
 
 
 def pack(

@@ -1,20 +1,20 @@
-"""What of a run's optimizer state leaves the device, by arithmetic, and the memory through which it passes."""
+"""What of a run's model state leaves the device, by arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from megazero.config.schema import OffloadConfig
-from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, offload_of
+from megazero.config.schema import OffloadConfig, ParallelConfig
+from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier, offload_of
 from megazero.disk.swap import SwapSpace
-from megazero.zero.host_parts import HostParts, piece_of
-from megazero.zero.parts import Part, parts_of
-from megazero.zero.placement import Column
+from megazero.mpu.parameter import StateGroup
+from megazero.program.shape import RankShape
+from megazero.zero.coded import FrozenLayouts
+from megazero.zero.layout import BucketLayout
+from megazero.zero.parts import Range, Resting, parameters_piece, parts_of, state_piece, tiers_of
+from megazero.zero.placement import Placement
 from megazero.zero.shape import StateWidths
-from megazero.zero.storage import StoredColumn
 
 OpenSwap = Callable[[Mapping[str, int]], SwapSpace]
 """From the bytes of each piece, by name, to swap files with these pieces."""
@@ -27,47 +27,86 @@ class Offloading:
     cfg: OffloadConfig
     open_swap: OpenSwap | None = None
 
-    @property
-    def tier(self) -> Tier:
-        """Where the optimizer state goes that leaves the device."""
-        return offload_of(self.cfg.offload_optimizer).tier
+    def opened(self, shape: RankShape) -> SwapSpace | None:
+        """The swap files of a rank with this shape; None if nothing of it rests on disks."""
+        pieces = pieces_of(shape)
+        if not pieces:
+            return None
+        assert self.open_swap is not None, "validated: state on disks has --nvme-path"
+        return self.open_swap(pieces)
 
 
 NO_OFFLOADING = Offloading(OffloadConfig())
 
 
-def element_bytes(widths: StateWidths, tier: Tier) -> int:
-    """Bytes of a slot (`zero.host_parts`) for each element of a part."""
-    return widths.gradient + widths.parameter + widths.state * (tier is Tier.DISK)
+def most_elements(widths: StateWidths, parallel: ParallelConfig, cfg: OffloadConfig) -> int:
+    """Elements of the largest parts of which --nvme-buffer-bytes holds as many as there are slots."""
+    optimizer, parameters = offload_of(cfg.offload_optimizer), offload_of(parallel.offload_params)
+    state = widths.state * (optimizer.tier is Tier.DISK)
+    read = widths.parameter * (parameters.tier is Tier.DISK)  # on its way to the device, beside what comes back
+    each = SLOTS * (widths.gradient + widths.parameter + state + read)
+    return max(ALIGNMENT, cfg.nvme_buffer_bytes // each // ALIGNMENT * ALIGNMENT)
 
 
-def run_parts(ranges: Sequence[tuple[int, int]], widths: StateWidths, cfg: OffloadConfig) -> list[tuple[Part, ...]]:
-    """The parts of each trained bucket. ranges: what the rank updates of it."""
-    offload = offload_of(cfg.offload_optimizer)
-    most = cfg.nvme_buffer_bytes // (SLOTS * element_bytes(widths, offload.tier)) // ALIGNMENT * ALIGNMENT
-    return parts_of(ranges, offload, max(most, ALIGNMENT))
-
-
-def pieces_of(parts: Sequence[Sequence[Part]], widths: StateWidths) -> dict[str, int]:
-    """The bytes of each part that rests on disks, by the name of its piece."""
-    return {
-        piece_of((bucket, number)): (part.stop - part.start) * widths.state
-        for bucket, of_bucket in enumerate(parts)
-        for number, part in enumerate(of_bucket)
-        if part.tier is Tier.DISK
-    }
-
-
-def host_parts(
-    columns: Mapping[Column, StoredColumn],
-    parts: Sequence[Sequence[Part]],
+def run_parts(
+    ranges: Sequence[Range],
+    layouts: Sequence[BucketLayout],
     widths: StateWidths,
-    offloading: Offloading,
-    device: torch.device,
-) -> HostParts:
-    """The parts of a rank that are updated in host memory. Opens the swap files where some rest on disks."""
-    pieces, swap = pieces_of(parts, widths), None
-    if pieces:
-        assert offloading.open_swap is not None, "validated: state on disks has --nvme-path"
-        swap = offloading.open_swap(pieces)
-    return HostParts(columns, parts, swap, device)
+    parallel: ParallelConfig,
+    cfg: OffloadConfig,
+) -> list[Resting]:
+    """Where the trained buckets rest. ranges: what the rank updates of each, which it also stores of its parameters."""
+    sizes = [(stop - start) * (not own.kept_whole) for (start, stop), own in zip(ranges, layouts, strict=True)]
+    rests = tiers_of(sizes, offload_of(parallel.offload_params))
+    most = most_elements(widths, parallel, cfg)
+    parts = parts_of(ranges, offload_of(cfg.offload_optimizer), most, rests)
+    return [Resting(*pair) for pair in zip(parts, rests, strict=True)]
+
+
+def frozen_parts(
+    frozen: FrozenLayouts,
+    ranges: Sequence[Range],
+    widths: StateWidths,
+    parallel: ParallelConfig,
+    cfg: OffloadConfig,
+) -> list[Resting]:
+    """Where the frozen buckets rest, those of codes last. ranges: what the rank stores of each, in elements, of codes
+    in bytes. Of each kind the same share leaves.
+    """
+    most, offload = most_elements(widths, parallel, cfg), offload_of(parallel.offload_params)
+    kept = [layout.kept_whole for layout in frozen.plain] + [False] * len(frozen.coded)
+    sizes = [(stop - start) * (not stays) for (start, stop), stays in zip(ranges, kept, strict=True)]
+    plain = len(frozen.plain)
+    rests = [*tiers_of(sizes[:plain], offload), *tiers_of(sizes[plain:], offload)]
+    parts = parts_of(ranges, Offload(), most, rests)
+    return [Resting(*pair) for pair in zip(parts, rests, strict=True)]
+
+
+def frozen_ranges(
+    frozen: FrozenLayouts, placement: Placement, shard_of: Callable[[StateGroup], tuple[int, int]]
+) -> list[Range]:
+    """What a rank stores of each frozen bucket, in elements, of codes in bytes.
+
+    placement: of the parameter column. shard_of: the rank's number among those that share out a bucket, and theirs.
+    """
+    sharded = placement is Placement.SHARDED
+    found = [
+        layout.shard(*shard_of(layout.group)) if sharded and not layout.kept_whole else (0, layout.numel)
+        for layout in frozen.plain
+    ]
+    for codes in frozen.coded:
+        index, size = shard_of(codes.numbers.group) if sharded else (0, 1)
+        found.append((index * codes.nbytes // size, (index + 1) * codes.nbytes // size))
+    return found
+
+
+def pieces_of(shape: RankShape) -> dict[str, int]:
+    """The bytes of what rests on disks, by the name of its piece: parameters and optimizer state of each part."""
+    found: dict[str, int] = {}
+    for number, bucket in enumerate(shape.buckets):
+        for index, part in enumerate(bucket.parts):
+            if bucket.rests is Tier.DISK:
+                found[parameters_piece((number, index))] = part.parameter_bytes
+            if part.tier is Tier.DISK:
+                found[state_piece((number, index))] = part.state_bytes
+    return found

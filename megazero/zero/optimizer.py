@@ -143,10 +143,11 @@ class ShardedOptimizer:
         table = self.state.columns
         second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
         where = None if part < 0 else self.state.host.parts[index][part]
+        rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
         for start, stop, decay in self._decay_ranges(index, where):
             at = index, start, stop
             yield AdamRange(
-                table[Column.PARAMETER].view(*at) if self.state.has_master else None,
+                table[Column.PARAMETER].view(*at) if rounds else None,
                 self.state.weights.view(*at),
                 table[Column.GRADIENT].view(*at),
                 table[Column.EXP_AVG].view(*at),

@@ -1,4 +1,4 @@
-"""The parts in which a rank updates its buckets, where some of the optimizer state is not on the device."""
+"""Where the state of a rank's buckets rests, and the parts in which what is not on the device moves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.config.tiers import ALIGNMENT, Offload, Tier
+
+Range = tuple[int, int]
+Key = tuple[int, int]
+"""A bucket, and the number of a part of it."""
+
+
+def state_piece(key: Key) -> str:
+    """The name of a part's optimizer state in swap files."""
+    return f"bucket {key[0]}, part {key[1]}"
+
+
+def parameters_piece(key: Key) -> str:
+    """The name of a part's parameters there."""
+    return f"{state_piece(key)}: parameters"
 
 
 class Part(NamedTuple):
@@ -16,29 +30,57 @@ class Part(NamedTuple):
     tier: Tier
 
 
-def parts_of(ranges: Sequence[tuple[int, int]], offload: Offload, most: int) -> list[tuple[Part, ...]]:
-    """The parts of each bucket; none for one whose state is all on the device.
+class Resting(NamedTuple):
+    """Where the state of a bucket rests.
 
-    ranges  what the rank updates of each bucket, in forward order
-    most    elements of a part that is not on the device
-
-    What stays on the device are the first elements: the next step needs them first. The others have more time.
+    parts  in which it is updated in host memory, or its parameters are read from disks; none: all of its optimizer
+           state is on the device, and its parameters are in memory
+    rests  where the parameters rest that the rank stores
     """
-    if not offload:
-        return [()] * len(ranges)
-    total = sum(stop - start for start, stop in ranges)
-    left = total - round(offload.share * total)
-    found: list[tuple[Part, ...]] = []
-    for start, stop in ranges:
-        cut = min(stop, start + _aligned(left))
-        left = max(0, left - (cut - start))
-        stays = [Part(start, cut, Tier.DEVICE)] if cut > start else []
-        leaves = [Part(first, last, offload.tier) for first, last in _pieces(cut, stop, most)]
-        found.append((*stays, *leaves) if leaves else ())
+
+    parts: tuple[Part, ...] = ()
+    rests: Tier = Tier.DEVICE
+
+
+def tiers_of(sizes: Sequence[int], offload: Offload) -> list[Tier]:
+    """Where the parameters of buckets rest. sizes: bytes of each in forward order; 0 of one that cannot leave.
+
+    Whole buckets leave, the last ones first, until at least the share has left. The next step needs the others first.
+    """
+    found, total = [Tier.DEVICE] * len(sizes), sum(sizes)
+    left = total
+    for number in reversed(range(len(sizes))):
+        if offload and sizes[number] and left > round((1.0 - offload.share) * total):
+            found[number], left = offload.tier, left - sizes[number]
     return found
 
 
-def _pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+def parts_of(
+    ranges: Sequence[Range], offload: Offload, most: int, rests: Sequence[Tier] = ()
+) -> list[tuple[Part, ...]]:
+    """The parts of each bucket; none for one that needs none (`Resting`).
+
+    ranges   what the rank updates of each bucket, in forward order
+    offload  of the optimizer state
+    most     elements of a part that moves
+    rests    where the parameters of each bucket rest; default: on the device
+
+    What stays on the device are the first elements: the next step needs them first. The others have more time.
+    """
+    total = sum(stop - start for start, stop in ranges)
+    left = total - round(offload.share * total) if offload else total
+    found: list[tuple[Part, ...]] = []
+    for (start, stop), tier in zip(ranges, rests or [Tier.DEVICE] * len(ranges), strict=True):
+        cut = min(stop, start + _aligned(left))
+        left = max(0, left - (cut - start))
+        longest = most if tier is Tier.DISK else max(1, cut - start)
+        stays = [Part(first, last, Tier.DEVICE) for first, last in _pieces(start, cut, longest)]
+        leaves = [Part(first, last, offload.tier) for first, last in _pieces(cut, stop, most)]
+        found.append((*stays, *leaves) if leaves or tier is Tier.DISK else ())
+    return found
+
+
+def _pieces(start: int, stop: int, most: int) -> Iterator[Range]:
     """The range in pieces of about one size, each of at most `most` elements."""
     count = -(-(stop - start) // most)
     size = _aligned(-(-(stop - start) // count)) if count else 0

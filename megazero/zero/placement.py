@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+from megazero.config.derive import offloads_parameters, shards_parameters
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
 from megazero.config.tiers import offload_of
@@ -58,32 +59,36 @@ PLACEMENTS: dict[int, dict[Column, Placement]] = {
 """By ZeRO stage. Of a sharded gradient a rank keeps only its own range after a reduction."""
 
 
-def overwrites_own(zero_stage: int, *, quantized_weights: bool) -> bool:
+def overwrites_own(parallel: ParallelConfig) -> bool:
     """Whether a gather of parameters overwrites the shard that this rank has updated: of whole ones in blocks of
     int8 (--zero-quantized-weights with ZeRO-1 or 2).
     """
-    row = placements(zero_stage)
+    row = placements(parallel)
     sharded = row[Column.EXP_AVG] is Placement.SHARDED
-    return quantized_weights and sharded and row[Column.PARAMETER] is Placement.REPLICATED
+    return parallel.zero_quantized_weights and sharded and row[Column.PARAMETER] is Placement.REPLICATED
 
 
-def placements(zero_stage: int) -> dict[Column, Placement]:
-    """The row of a stage. Raises ValueError for a stage that is not in the table."""
-    if zero_stage not in PLACEMENTS:
-        raise ValueError(f"--zero-stage {zero_stage} is not one of {', '.join(map(str, PLACEMENTS))}")
-    return PLACEMENTS[zero_stage]
+def placements(parallel: ParallelConfig) -> dict[Column, Placement]:
+    """The row of a run: that of its stage, and sharded parameters where `config.derive.shards_parameters` says so.
+
+    Raises ValueError for a stage that is not in the table.
+    """
+    if parallel.zero_stage not in PLACEMENTS:
+        raise ValueError(f"--zero-stage {parallel.zero_stage} is not one of {', '.join(map(str, PLACEMENTS))}")
+    more = {Column.PARAMETER: Placement.SHARDED} if shards_parameters(parallel) else {}
+    return PLACEMENTS[parallel.zero_stage] | more
 
 
 def run_columns(
     optimizer: OptimizerConfig, parallel: ParallelConfig, offload: OffloadConfig
 ) -> dict[Column, torch.dtype]:
     """The columns of a run's model state, with their dtypes."""
-    leaves = bool(offload_of(offload.offload_optimizer))
+    leaves = bool(offload_of(offload.offload_optimizer)) or offloads_parameters(parallel)
     return columns(
         compute_dtype(optimizer.precision),
         state_dtype(optimizer.precision),
         optimizer.optimizer,
-        apart=leaves or overwrites_own(parallel.zero_stage, quantized_weights=parallel.zero_quantized_weights),
+        apart=leaves or overwrites_own(parallel),
     )
 
 
@@ -93,7 +98,8 @@ def columns(
     """The columns that exist, with their dtypes.
 
     A master weight exists only where the parameter has a narrower dtype, or `apart` says that the parameter cannot be
-    its own master: what a gather brings overwrites what this rank has updated, or the optimizer state rests elsewhere.
+    its own master: what a gather brings overwrites what this rank has updated, or one of the two does not rest on the
+    device.
     sgd has no second moment; its momentum is `EXP_AVG`.
     """
     dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}

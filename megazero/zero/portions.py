@@ -6,6 +6,7 @@ Only one portion has to be in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -94,18 +95,29 @@ def spread(state: ModelState) -> None:
     table, weights = state.columns, state.weights
     for index, bucket in enumerate(state.buckets):
         state.gatherer.wait()
-        start, stop = weights.range_of(index)
-        target = table[Column.PARAMETER].view(index, start, stop)
         if state.host.parts[index]:
-            _spread_parts(state, index, target)
+            with _updated_parameters(state, index) as target:
+                _spread_parts(state, index, target)
         else:
             for column in _saved(state).values():
                 _spread(bucket, table[column].held(index), sharded=table[column].is_sharded_in(index))
             if state.has_master:
-                target.copy_(weights.held(index))
-        if state.has_master and weights.is_sharded and not table[Column.PARAMETER].is_sharded_in(index):
+                table[Column.PARAMETER].view(index, *weights.range_of(index)).copy_(weights.held(index))
+        if state.has_master and weights.is_sharded and not state.parameters[index].gathered:
             state.gatherer.gather(index)
     state.wait_parameters()
+
+
+@contextmanager
+def _updated_parameters(state: ModelState, index: int) -> Iterator[Tensor]:
+    """A context in which all parameters are set that this rank updates of a bucket, [stop - start]."""
+    column, (start, stop) = state.columns[Column.PARAMETER], state.weights.range_of(index)
+    if column.rests_on_disk(index):
+        target = torch.empty(stop - start, dtype=column.dtype, device=column.device)
+        yield target
+        column.keep(index, target)
+    else:
+        yield column.view(index, start, stop)
 
 
 def _spread(bucket: Bucket, held: Tensor, *, sharded: bool) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.inventory import FINAL_NORM
 from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
+from megazero.config.tiers import Tier
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.mpu.quantized import gathered_bytes, scattered_bytes
 from megazero.program.shape import BucketShape, MessageBytes, PartShape, RankShape, UnitShape
 from megazero.zero.coded import CodedLayout, FrozenLayouts
 from megazero.zero.layout import BucketLayout, SharedBy
 from megazero.zero.messages import BITS
-from megazero.zero.parts import Part
+from megazero.zero.parts import Part, Resting
 from megazero.zero.placement import OPTIMIZER, Column, Placement, run_columns
 
 Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
@@ -70,7 +71,7 @@ def rank_shape(
     row: Mapping[Column, Placement],
     widths: StateWidths,
     groups: Mapping[StateGroup, SharedBy],
-    parts: Sequence[Sequence[Part]],
+    resting: Sequence[Resting],
 ) -> RankShape:
     """The shape of a rank that holds these parameters.
 
@@ -79,19 +80,22 @@ def rank_shape(
     frozen   the buckets of frozen parameters, which are numbered after them: those of codes come last
     row      the placements of the columns
     groups   by group, the ranks that hold a parameter
-    parts    of each bucket of trained parameters (`zero.parts`)
+    resting  where each bucket rests, in the order of their numbers (`zero.parts`)
 
     An embedding's and a head's table are not read in backward: the gradient of a lookup needs the ids alone, and the
     head makes its gradients in forward (`mpu.head_loss`).
     """
     every = (*layouts, *frozen.plain, *(layout.numbers for layout in frozen.coded))
     holder = {entry.spec.name: n for n, layout in enumerate(every) for entry in layout.entries}
+    plain = [(layout, True) for layout in layouts] + [(layout, False) for layout in frozen.plain]
     buckets = [
-        _bucket(layout, row, widths, groups[layout.group], trained=True, parts=of_bucket)
-        for layout, of_bucket in zip(layouts, parts, strict=True)
+        _bucket(layout, row, widths, groups[layout.group], own, trained=trained)
+        for (layout, trained), own in zip(plain, resting[: len(plain)], strict=True)
     ]
-    buckets += [_bucket(layout, row, widths, groups[layout.group], trained=False) for layout in frozen.plain]
-    buckets += [_coded(layout, row[Column.PARAMETER], widths, groups[layout.numbers.group]) for layout in frozen.coded]
+    buckets += [
+        _coded(layout, row[Column.PARAMETER], widths, groups[layout.numbers.group], own)
+        for layout, own in zip(frozen.coded, resting[len(plain) :], strict=True)
+    ]
 
     def unit(parameters: Sequence[ParameterSpec]) -> UnitShape:
         def held(some: Iterable[ParameterSpec]) -> tuple[int, ...]:
@@ -114,18 +118,20 @@ def _bucket(
     row: Mapping[Column, Placement],
     widths: StateWidths,
     group: SharedBy,
+    resting: Resting,
     *,
     trained: bool,
-    parts: Sequence[Part] = (),
 ) -> BucketShape:
     shards, across, local = group
     sharded = {column for column, placement in row.items() if placement is Placement.SHARDED}
+    shared_out = Column.PARAMETER in sharded and not layout.kept_whole and shards > 1
+    loaded = resting.rests is not Tier.DEVICE
     return BucketShape(
         layout.chunk,
         layout.numel * widths.parameter,
         layout.numel * widths.gradient if trained else 0,
         trained,
-        gathered=Column.PARAMETER in sharded and not layout.kept_whole and shards > 1,
+        gathered=shared_out or loaded,
         sharded_gradient=trained and Column.GRADIENT in sharded,
         sharded_state=trained and Column.EXP_AVG in sharded,
         shards=shards,
@@ -133,7 +139,9 @@ def _bucket(
         spans_stages=layout.group.spans_stages,
         shards_span=layout.group.spans_stages and not local,
         sent=_messages(layout, widths, shards, across, sharded),
-        parts=tuple(_part(part, widths) for part in parts),
+        parts=tuple(_part(part, widths) for part in resting.parts),
+        rests=resting.rests,
+        rests_whole=loaded and not shared_out,
     )
 
 
@@ -142,7 +150,9 @@ def _part(part: Part, widths: StateWidths) -> PartShape:
     return PartShape(part.tier, numel * widths.gradient, numel * widths.state, numel * widths.parameter)
 
 
-def _coded(layout: CodedLayout, placement: Placement, widths: StateWidths, group: SharedBy) -> BucketShape:
+def _coded(
+    layout: CodedLayout, placement: Placement, widths: StateWidths, group: SharedBy, resting: Resting
+) -> BucketShape:
     """A bucket of codes. Where they are not sharded nothing travels, and one rank alone has what it decodes."""
     sharded = placement is Placement.SHARDED and group.shards > 1
     shards = group.shards if sharded else 1
@@ -156,6 +166,8 @@ def _coded(layout: CodedLayout, placement: Placement, widths: StateWidths, group
         across=group.shards * group.across // shards,
         sent=MessageBytes(layout.nbytes * sharded, 0, 0, 0, 0, parameters_in_blocks=sharded),
         code_bytes=layout.nbytes // shards,
+        parts=tuple(PartShape(part.tier, 0, 0, part.stop - part.start) for part in resting.parts),
+        rests=resting.rests,
     )
 
 

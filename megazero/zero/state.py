@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -13,23 +13,27 @@ from megazero.config.dtypes import grad_reduce_dtype
 from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.parameter import ParameterSpec, spec_of
+from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
 from megazero.mpu.random import initialise
 from megazero.zero.actions import BucketActions
-from megazero.zero.coded import Coding
+from megazero.zero.coded import Coding, frozen_layouts
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
+from megazero.zero.host_lanes import HostLanes
+from megazero.zero.host_parts import HostParts
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.messages import BITS, KEPT, GradientMessages
-from megazero.zero.offload import NO_OFFLOADING, Offloading, host_parts, run_parts
+from megazero.zero.offload import NO_OFFLOADING, Offloading, frozen_parts, frozen_ranges, run_parts
 from megazero.zero.owed import OwedUpdates
-from megazero.zero.placement import OPTIMIZER, Column, placements, run_columns
+from megazero.zero.parts import Resting
+from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
 from megazero.zero.reducer import GradientReducer
+from megazero.zero.resting import DiskColumn, RestingParameters
 from megazero.zero.shape import rank_shape, state_widths
-from megazero.zero.storage import StoredColumn, update_range
+from megazero.zero.storage import StoredColumn, parameter_column, update_range
 
 HOST = "host memory"
-"""The name of what offloaded optimizer state takes there, in `ModelState.bytes`."""
+"""The name of what offloaded state takes there, in `ModelState.bytes`."""
 
 
 class HasUnits(Protocol):
@@ -64,26 +68,28 @@ class ModelState:
         base: Coding | None = None,
         offloading: Offloading = NO_OFFLOADING,
     ) -> None:
-        self.grid, self.rests_on_disks = grid, offloading.tier is Tier.DISK
+        self.grid = grid
         chunks = [stage.units() for stage in stages]
-        row = placements(parallel.zero_stage)
-        dtypes = run_columns(optimizer, parallel, offloading.cfg)
-        widths = state_widths(optimizer, parallel, offloading.cfg)
+        row, dtypes = placements(parallel), run_columns(optimizer, parallel, offloading.cfg)
         packing, sizes = packing_on(grid, parallel), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
+        still = specs_by_unit(chunks, trained=False)
+        frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
-        kept = [index for index, layout in enumerate(layouts) if layout.kept_whole]
-        self.columns: dict[Column, StoredColumn] = {}
-        parts = run_parts([update_range(bucket, row) for bucket in self.buckets], widths, offloading.cfg)
-        for column, dtype in dtypes.items():
-            allocate = torch.empty if column is Column.GRADIENT else torch.zeros
-            whole = kept if column is Column.PARAMETER else ()
-            rests = parts if column in OPTIMIZER else ()
-            self.columns[column] = StoredColumn(row[column], dtype, self.buckets, grid.device, allocate, whole, rests)
+        widths = state_widths(optimizer, parallel, offloading.cfg)
+        trained = run_parts([update_range(own, row) for own in self.buckets], layouts, widths, parallel, offloading.cfg)
+        stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: _place(grid, group))
+        every = [*trained, *frozen_parts(frozen, stored, widths, parallel, offloading.cfg)]
+        at = state_groups(grid.axes, grid.at)
+        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, every)
+        swap, lanes = offloading.opened(self.shape), HostLanes.of(grid.device)
+        self.rests_on_disks = swap is not None
+        self.resting = RestingParameters(self.shape, every, swap, lanes.to_device)
+        self.columns = self._made_columns(row, dtypes, trained)
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
         self.frozen = FrozenParameters(
-            chunks, sizes, grid.state_groups, row[Column.PARAMETER], packing, held.dtype, grid.device, base
+            chunks, frozen, grid.state_groups, row[Column.PARAMETER], held.dtype, grid.device, self.resting
         )
         bits, gradient = BITS[parallel.zero_quantized_gradients], self.columns[Column.GRADIENT]
         self.messages = GradientMessages(self.buckets, bits, grid.device, keep=parallel.zero_gradient_error_feedback)
@@ -99,16 +105,31 @@ class ModelState:
         )
         self.gatherer = ParameterGatherer(
             [*self.parameters, *self.frozen.parameters],
+            self.resting,
             masters=self.weights if parallel.zero_quantized_weights else None,
             overlap=parallel.overlap,
         )
-        self.host = host_parts(self.columns, parts, widths, offloading, grid.device)
+        self.host = HostParts(self.columns, trained, swap, lanes, grid.device)
         """The parts that are updated in host memory."""
         self.owed = OwedUpdates()
         """What a step leaves to the next one; nothing without --late-update."""
         self.actions = BucketActions(self.reducer, self.gatherer, self.owed, self.host)
-        at = state_groups(grid.axes, grid.at)
-        self.shape = rank_shape(_specs(chunks), layouts, self.frozen.layouts, row, widths, at, parts)
+
+    def _made_columns(
+        self, row: Mapping[Column, Placement], dtypes: Mapping[Column, torch.dtype], resting: Sequence[Resting]
+    ) -> dict[Column, StoredColumn]:
+        """All columns of the trained buckets."""
+        parts, device = [own.parts for own in resting], self.grid.device
+        found: dict[Column, StoredColumn] = {}
+        for column, dtype in dtypes.items():
+            if column is Column.PARAMETER:
+                disk = DiskColumn(self.resting, 0)
+                found[column] = parameter_column(row[column], dtype, self.buckets, device, resting, disk)
+                continue
+            allocate = torch.empty if column is Column.GRADIENT else torch.zeros
+            rests = parts if column in OPTIMIZER else ()
+            found[column] = StoredColumn(row[column], dtype, self.buckets, device, allocate, parts=rests)
+        return found
 
     @property
     def weights(self) -> StoredColumn:
@@ -145,13 +166,14 @@ class ModelState:
 
     def bytes(self) -> dict[str, int]:
         """Bytes of each column on this rank's device, and, if there are any, of frozen parameters, of error feedback,
-        and of host memory that offloaded optimizer state takes.
+        and of host memory that offloaded state takes.
 
         Buffers that live for part of a step are not included, and neither is what is on disks.
         """
         held = {column.value: stored.nbytes_in(Tier.DEVICE) for column, stored in self.columns.items()}
-        resting = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values())
-        more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: resting + self.host.memory_bytes}
+        there = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values()) + self.frozen.nbytes_in(Tier.HOST)
+        there += self.host.memory_bytes + self.resting.buffer_bytes
+        more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: there}
         return held | {name: nbytes for name, nbytes in more.items() if nbytes}
 
     def wait_parameters(self) -> None:
@@ -184,6 +206,12 @@ class ModelState:
 def packing_on(grid: ProcessGrid, parallel: ParallelConfig) -> Packing:
     """How parameters are packed on this grid, the same on every rank."""
     return packing_of(parallel, grid.replicas.size, nccl=grid.world.is_on_device)
+
+
+def _place(grid: ProcessGrid, group: StateGroup) -> tuple[int, int]:
+    """The number of this rank among those that share out a state, and their number."""
+    inner = grid.state_groups(group).inner
+    return inner.index, inner.size
 
 
 def _specs(chunks: Sequence[Sequence[nn.Module]]) -> list[list[list[ParameterSpec]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter
 from megazero.system.streams import host_tensor
 from megazero.zero.layout import BucketLayout
-from megazero.zero.parts import Part
+from megazero.zero.parts import Part, Range, Resting
 from megazero.zero.placement import Column, Placement
 
 
@@ -41,9 +42,22 @@ class Bucket:
         return self.layout.owned((inner.index, inner.size), (across.index, across.size))
 
 
-def update_range(bucket: Bucket, row: Mapping[Column, Placement]) -> tuple[int, int]:
+def update_range(bucket: Bucket, row: Mapping[Column, Placement]) -> Range:
     """The range of a bucket that this rank updates."""
     return bucket.shard if row[Column.EXP_AVG] is Placement.SHARDED else (0, bucket.layout.numel)
+
+
+def stored_range(bucket: Bucket, placement: Placement, *, whole: bool = False) -> Range:
+    """The range (start, stop) of a bucket that this rank stores. whole: whether all of it although others are sharded."""
+    sharded = placement is Placement.SHARDED and not whole and bucket.groups.inner.size > 1
+    return bucket.shard if sharded else (0, bucket.layout.numel)
+
+
+class Disk(Protocol):
+    """Takes what rests on disks."""
+
+    def keep(self, index: int, part: int, values: Tensor) -> None:
+        """Keep the values of a part of bucket `index`. Returns when that is done. Raises DiskError."""
 
 
 class StoredColumn:
@@ -53,6 +67,8 @@ class StoredColumn:
     whole     numbers of buckets that are stored whole although the column is sharded
     parts     for each bucket the parts in which it rests in several places (`zero.parts`); none: it is on the device.
               A part on a disk has no tensor here
+    disk      takes what such parts are to keep
+    flag      what needs host memory, for errors
     """
 
     def __init__(
@@ -64,9 +80,11 @@ class StoredColumn:
         allocate: Callable[..., Tensor] = torch.zeros,
         whole: Collection[int] = (),
         parts: Sequence[Sequence[Part]] = (),
+        disk: Disk | None = None,
+        flag: str = "--offload-optimizer",
     ) -> None:
         self.placement, self.dtype, self.device, self._whole = placement, dtype, device, frozenset(whole)
-        self._buckets = buckets
+        self._buckets, self._disk, self._flag = buckets, disk, flag
         self._parts = [
             tuple(parts[index]) if parts and parts[index] else (Part(*self.range_of(index), Tier.DEVICE),)
             for index in range(len(buckets))
@@ -85,6 +103,10 @@ class StoredColumn:
         """Whether all that this rank stores of bucket `index` is on the device."""
         return all(part.tier is Tier.DEVICE for part in self._parts[index])
 
+    def rests_on_disk(self, index: int) -> bool:
+        """Whether some of what this rank stores of bucket `index` is on a disk."""
+        return any(part.tier is Tier.DISK for part in self._parts[index])
+
     @property
     def nbytes(self) -> int:
         """Bytes of the column's storages, on the device and in host memory."""
@@ -97,10 +119,9 @@ class StoredColumn:
         )
         return sum(held.untyped_storage().nbytes() for part, held in places if held is not None and part.tier is tier)
 
-    def range_of(self, index: int) -> tuple[int, int]:
+    def range_of(self, index: int) -> Range:
         """The range (start, stop) of bucket `index` that this rank stores."""
-        bucket = self._buckets[index]
-        return bucket.shard if self.is_sharded_in(index) else (0, bucket.layout.numel)
+        return stored_range(self._buckets[index], self.placement, whole=index in self._whole)
 
     def held(self, index: int) -> Tensor:
         """All that this rank stores of bucket `index`, [stop - start]. It must rest in one place."""
@@ -108,12 +129,23 @@ class StoredColumn:
         assert held is not None, f"bucket {index} rests on a disk"
         return held
 
+    def keep(self, index: int, values: Tensor) -> None:
+        """Store all that this rank stores of bucket `index`, [stop - start], wherever it rests."""
+        first, _ = self.range_of(index)
+        for number, (part, held) in enumerate(zip(self._parts[index], self._held[index], strict=True)):
+            own = values[part.start - first : part.stop - first]
+            if held is not None:
+                held.copy_(own)
+            else:
+                assert self._disk is not None, f"bucket {index} rests on a disk"
+                self._disk.keep(index, number, own)
+
     def _allocated(self, part: Part, allocate: Callable[..., Tensor]) -> Tensor | None:
         if part.tier is Tier.DISK:
             return None
         numel = part.stop - part.start
         if part.tier is Tier.HOST:
-            return host_tensor(numel, self.dtype, self.device, "--offload-optimizer")
+            return host_tensor(numel, self.dtype, self.device, self._flag)
         made: Tensor = allocate(numel, dtype=self.dtype, device=self.device)
         return made
 
@@ -132,6 +164,27 @@ class StoredColumn:
     def owned(self, index: int) -> Tensor:
         """The elements of bucket `index` that this rank owns."""
         return self.view(index, *self._buckets[index].owned)
+
+
+def parameter_column(
+    placement: Placement,
+    dtype: torch.dtype,
+    buckets: Sequence[Bucket],
+    device: torch.device,
+    resting: Sequence[Resting],
+    disk: Disk,
+) -> StoredColumn:
+    """A column of parameters, zeros in memory, each bucket where it rests. disk: takes what rests on disks.
+
+    Buckets that are kept whole are so where the others are sharded.
+    """
+    whole = [number for number, bucket in enumerate(buckets) if bucket.layout.kept_whole]
+    parts: list[tuple[Part, ...]] = []
+    for number, (bucket, own) in enumerate(zip(buckets, resting, strict=True)):
+        stored = stored_range(bucket, placement, whole=number in whole)
+        ranges = [part[:2] for part in own.parts] if own.rests is Tier.DISK else [stored]
+        parts.append(tuple(Part(start, stop, own.rests) for start, stop in ranges))
+    return StoredColumn(placement, dtype, buckets, device, torch.zeros, whole, parts, disk, "--offload-params")
 
 
 class BufferPool:

@@ -89,6 +89,7 @@ def bits_on_rank(rank: int, size: int, flags: list[str], infinite: set[int], see
     job.fit()
     with job.state.model.reading():
         weights = digest(piece.values for piece in values_of(nn.ModuleList(job.stages)))
+    job.close()
     return Bits(told.told, weights, float(job.state.optimizer.step_count))
 
 
@@ -98,13 +99,13 @@ def delay(host: HostParts, chance: random.Random) -> None:
     def slow(lane: Any) -> None:
         submit = lane.submit
 
-        def after_a_while(work: Callable[..., Any], *rest: Any) -> Any:
+        def after_a_while(work: Callable[..., Any], *rest: Any, **more: Any) -> Any:
             sleep(chance.choice((0, 0, 0.004)))
-            return work(*rest)
+            return work(*rest, **more)
 
-        lane.submit = lambda work, *rest: submit(after_a_while, work, *rest)
+        lane.submit = lambda work, *rest, **more: submit(after_a_while, work, *rest, **more)
 
-    for lane in (host._to_host._thread, host._to_device._thread, host._host):
+    for lane in (host.lanes.to_host._thread, host.lanes.to_device._thread, host.lanes.updates):
         slow(lane)
 
 
@@ -157,6 +158,7 @@ def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], in
     host = job.state.model.host
     job.fit()
     assert host.swap is not None
+    job.close()
     return [len(parts) for parts in host.parts], host._turns, host.swap.bytes_written
 
 
@@ -184,6 +186,7 @@ def failing_on_rank(rank: int, size: int, flags: list[str], after: int) -> tuple
     with pytest.MonkeyPatch.context() as patched, pytest.raises(DiskError) as error:
         patched.setattr(swap, "run_moves", limited)
         job.fit()
+    job.close()
     return str(error.value), job.trainer.position.iteration
 
 

@@ -34,7 +34,7 @@ class Bits(NamedTuple):
 
 def bits_on_rank(rank: int, size: int, flags: list[str]) -> Bits:
     job, recorder = job_on_rank(rank, size, flags)
-    job.trainer.fit()  # the host buffers are looked at before the job closes
+    job.fit()
     with job.state.model.reading():
         weights = digest(piece.values for piece in values_of(nn.ModuleList(job.stages)))
     engine, schedule = job.trainer.engine, job.run.schedule

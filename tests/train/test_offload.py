@@ -16,7 +16,6 @@ from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.train import job as jobs
@@ -26,6 +25,7 @@ from megazero.train.banner_offload import written_sentence
 from megazero.train.banner_parts import stage_table
 from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
 from megazero.train.path_checks import check_paths
+from megazero.zero.offload import pieces_of
 from tests.disks import remount, small_disk
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -145,6 +145,7 @@ def test_the_report_counts_what_the_disk_has(corpus: Path, tmp_path: Path) -> No
     assert told == f"a step reads {size(state)} and writes as much; files are in {tmp_path}"
     assert 3 * state <= job.disks.written <= 1.05 * 3 * state, "in pages"
     assert job.disks.sentence(job.grid).startswith(f"{size(job.disks.written)} written to disks, which is ")
+    job.close()
     assert not list(tmp_path.glob("*swap*"))
 
 
@@ -186,7 +187,7 @@ def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
     (stage,) = stage_bytes(run, axes_of(run.parallel, 1))
-    pieces = swapped_pieces(StageLists(run, axes_of(run.parallel, 1), nccl=False).of(0).shape)
+    pieces = pieces_of(StageLists(run, axes_of(run.parallel, 1), nccl=False).of(0).shape)
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
     assert stage.elsewhere.disk == sum(pieces.values())

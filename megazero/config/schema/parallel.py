@@ -21,11 +21,11 @@ class ParallelConfig:
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
     other. Gradients are reduced within a set first and then across the sets."""
     zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
-    """With --zero-stage 3 or --lora-base-bits: most bytes (or KB, MB, GB) of gathered parameters on a rank at any time.
-    A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no other rank has a
-    share of, the default is one unit."""
+    """With --zero-stage 3, --offload-params or --lora-base-bits: most bytes (or KB, MB, GB) of gathered parameters on a
+    rank at any time. A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no
+    other rank has a share of, the default is one unit."""
     zero3_regather: str = option("micro-batch", choices=("micro-batch", "step"))
-    """With --zero-stage 3 or --lora-base-bits: when parameters are gathered again. micro-batch: for each forward and
+    """With --zero-stage 3, --offload-params or --lora-base-bits: when parameters are gathered again. micro-batch: for each forward and
     backward. step: only where the budget does not hold them from use to use; which stay is chosen so that the fewest
     bytes are gathered."""
     zero3_persist_below: int = option(0, metavar="N")
@@ -72,6 +72,10 @@ class ParallelConfig:
     activation_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
     """Bytes that the activations of a rank may take. Which blocks are computed again, and whether as a whole or their
     attention core only, is chosen on every stage to fit at the least extra work."""
+    offload_params: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
+    """Where parameters rest between their uses: on the device (none), in host memory (cpu), or in files on disks (nvme,
+    with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. They are brought for each use, as those of
+    other ranks are with --zero-stage 3; where optimizer state is sharded, they are too. The results are the same."""
     offload_activations: str = option("none", metavar="none|cpu[:SHARE]")
     """Where activations wait for their backward: none leaves them on the device, cpu copies them to host memory and
     back, beside the computations. SHARE: of the bytes that have time to leave, 1 without it; those whose backward is

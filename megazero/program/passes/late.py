@@ -1,7 +1,7 @@
 """Place the updates that the step before has left, each before the list reads what it writes: late updates.
 
 A bucket is updated just before its first use. Sharded parameters (ZeRO-3) are gathered for it: the update comes before
-the first GATHER, which is a computation ahead already. Those that each rank keeps whole are read by the first forward.
+the first GATHER or LOAD, which is a computation ahead already. Those that each rank keeps whole are read by the first forward.
 Where ranks update different shards of them (ZeRO-1, 2), update and gather stand one computation ahead, so that the
 message travels beside that.
 
@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from megazero.program.effects import ParametersRead
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import Pass
+from megazero.program.passes.loads import BRINGS
 from megazero.program.passes.updates import device_updates, host_updates
 from megazero.program.shape import RankShape
 
@@ -77,7 +78,7 @@ def _first_uses(instructions: Sequence[Instruction], shape: RankShape) -> tuple[
         read = reads(i) if i.is_compute else ()
         for bucket in read:
             uses.setdefault(bucket, number)
-        for bucket in i.buckets if i.op is Op.GATHER else read:
+        for bucket in i.buckets if i.op in BRINGS else read:
             touched.setdefault(bucket, number)
     return uses, touched
 

@@ -13,12 +13,30 @@ from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction, Op
 from megazero.program.shape import RankShape
 
-HOST_UPDATE = {
-    Tier.DEVICE: (),
-    Tier.HOST: (Op.COPY_GRADIENT, Op.UPDATE_HOST, Op.COPY_PARAMETERS),
-    Tier.DISK: (Op.READ_STATE, Op.COPY_GRADIENT, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE),
+_HOST_UPDATE = Op.COPY_GRADIENT, Op.UPDATE_HOST
+_UPDATE = {
+    Tier.DEVICE: ((Op.UPDATE,), ()),
+    Tier.HOST: (_HOST_UPDATE, ()),
+    Tier.DISK: ((Op.READ_STATE, *_HOST_UPDATE), (Op.WRITE_STATE,)),
 }
-"""What updates a part in host memory, by where its optimizer state rests."""
+"""By where optimizer state rests: what updates a part, and what is left to do once its parameters are where they rest.
+"""
+_BRING = {
+    (False, Tier.DEVICE): (),
+    (False, Tier.HOST): (Op.STORE,),
+    (False, Tier.DISK): (Op.STORE, Op.WRITE_PARAMETERS),
+    (True, Tier.DEVICE): (Op.COPY_PARAMETERS,),
+    (True, Tier.HOST): (),
+    (True, Tier.DISK): (Op.WRITE_PARAMETERS,),
+}
+"""What brings updated parameters to where they rest, by whether they were updated in host memory, and where that is."""
+
+
+def way_of(tier: Tier, rests: Tier) -> tuple[Op, ...]:
+    """The instructions that update a part of a bucket. tier, rests: where its optimizer state and its parameters rest.
+    """
+    update, end = _UPDATE[tier]
+    return (*update, *_BRING[tier is not Tier.DEVICE, rests], *end)
 
 
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -64,18 +82,24 @@ def host_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction,
     back.
     """
     return tuple(
-        Instruction(op, buckets=(number,), part=part)
+        i
         for number in buckets
         for part, of_part in enumerate(shape.buckets[number].parts)
-        for op in HOST_UPDATE[of_part.tier]
+        if of_part.tier is not Tier.DEVICE
+        for i in _way(shape, number, part, of_part.tier)
     )
+
+
+def _way(shape: RankShape, number: int, part: int, tier: Tier) -> list[Instruction]:
+    return [Instruction(op, buckets=(number,), part=part) for op in way_of(tier, shape.buckets[number].rests)]
 
 
 def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
     """The updates on the device, and the gathers that follow all updates of a bucket.
 
     A bucket that is gathered after its update is updated alone, so that its message travels while the next one is
-    updated. All others are updated by one instruction, but for parts. The gather of a bucket with parts waits for host
+    updated. All others are updated by one instruction, but for parts and for those whose parameters do not rest there:
+    each of these is stored afterwards. The gather of a bucket with parts waits for host
     memory, so it stands behind the other updates.
     """
     found: list[Instruction] = []
@@ -86,8 +110,10 @@ def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instructio
         gather = [Instruction(Op.GATHER, buckets=(number,))] if bucket.gathered_after_update else []
         if bucket.parts:
             parts = [part for part, of_part in enumerate(bucket.parts) if of_part.tier is Tier.DEVICE]
-            found += [Instruction(Op.UPDATE, buckets=(number,), part=part) for part in parts]
+            found += [i for part in parts for i in _way(shape, number, part, Tier.DEVICE)]
             late += gather
+        elif bucket.is_loaded:
+            found += _way(shape, number, -1, Tier.DEVICE)
         elif gather:
             found += [Instruction(Op.UPDATE, buckets=(number,)), *gather]
         else:

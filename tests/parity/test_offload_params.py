@@ -1,0 +1,122 @@
+"""Parameters in host memory and on disks: every number of a run is that of one with all parameters on the device.
+
+Buckets of parameters that are brought for each use hold one unit, as with ZeRO-3, and the norm is a sum over buckets. So
+runs of ZeRO-3 are the same to the bit, on one rank too. Those of other stages have other buckets without: they are the
+same up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parameters import values_of
+from tests.parity.test_late_update import FP16, UNTIED, saved
+from tests.parity.test_offload import LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
+from tests.parity.training import job_on_rank
+from tests.ranks import run_ranks
+
+
+class Case(NamedTuple):
+    """A layout and what leaves the device. infinite: steps in which a gradient is infinite."""
+
+    ranks: int
+    words: str
+    offload: str
+    infinite: tuple[int, ...] = ()
+
+
+CASES = {
+    "one rank, in host memory": Case(1, f"--zero-stage 3 {FP16}", "--offload-params cpu", (2, 5)),
+    "one rank, on disks, all of it": Case(
+        1, f"--zero-stage 3 --precision bf16 {LATE}", "--offload-params nvme --offload-optimizer nvme", ()
+    ),
+    "one rank, fp16, both on disks": Case(1, f"--zero-stage 3 {FP16}", "--offload-params nvme --offload-optimizer nvme:0.6", (2, 5)),
+    "one rank, a share, fp64": Case(1, "--zero-stage 3 --precision fp64", "--offload-params cpu:0.4 --offload-optimizer cpu"),
+    "ZeRO-3": Case(2, "--precision bf16 --zero-stage 3", "--offload-params cpu --offload-optimizer cpu"),
+    "ZeRO-3 in sets, tp, late": Case(
+        4, f"--tp 2 --sequence-parallel --zero-stage 3 --precision fp32 {LATE}", "--offload-params nvme:0.7"
+    ),
+    "ZeRO-3, zb-h1, untied": Case(
+        4,
+        f"--pp 2 --zero-stage 3 --pipeline-schedule zb-h1 {UNTIED} {FP16}",
+        "--offload-params nvme --offload-optimizer cpu:0.5",
+        (3,),
+    ),
+    "ZeRO-3, interleaved, dropout, vertical": Case(
+        4,
+        "--pp 2 --virtual-stages 2 --num-layers 4 --zero-stage 3 --precision bf16 --hidden-dropout 0.1 "
+        "--micro-batch-order vertical",
+        "--offload-params nvme --offload-optimizer nvme",
+    ),
+    "ZeRO-3, int8 weights": Case(
+        2, "--zero-stage 3 --zero-quantized-weights --precision fp32 --no-overlap", "--offload-params cpu"
+    ),
+}
+
+
+STAGES = {
+    "one rank": Case(1, "", "--offload-params cpu"),
+    "ZeRO-0, late, a share": Case(2, LATE, "--offload-params cpu:0.6 --offload-optimizer nvme:0.5"),
+    "ZeRO-0, tied over two stages": Case(4, "--pp 2", "--offload-params nvme"),
+    "ZeRO-1, tied over two stages": Case(4, f"--pp 2 --zero-stage 1 {LATE}", "--offload-params nvme"),
+    "ZeRO-1, tp": Case(4, "--tp 2 --sequence-parallel --zero-stage 1", "--offload-params cpu --offload-optimizer cpu"),
+    "ZeRO-1 in sets": Case(4, "--zero-stage 1 --zero-shard-size 2", "--offload-params nvme:0.5 --offload-optimizer cpu"),
+    "ZeRO-2": Case(2, "--zero-stage 2", "--offload-params nvme --offload-optimizer nvme"),
+    "ZeRO-2, vertical": Case(
+        2, "--zero-stage 2 --micro-batch-order vertical --vertical-group-size 2", "--offload-params cpu"
+    ),
+}
+"""In fp64."""
+
+
+def flags_for(what: str, disks: Path) -> list[str]:
+    return [*what.split(), *SMALL, *(["--nvme-path", str(disks)] if "nvme" in what else [])]
+
+
+def numbers_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[float], list[Tensor]]:
+    """Loss and norm of every step, and the final weights."""
+    job, recorder = job_on_rank(rank, size, flags)
+    job.fit()
+    with job.state.model.reading():
+        weights = [piece.values.clone() for piece in values_of(nn.ModuleList(job.stages))]
+    job.close()
+    return [number for record in recorder.records for number in (record.loss, record.grad_norm)], weights
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(cases=3)
+@pytest.mark.parametrize("name", STAGES)
+def test_other_stages_have_the_same_numbers(name: str, corpus: Path, tmp_path: Path) -> None:
+    ranks, words, what, _ = STAGES[name]
+    flags = flags_of(corpus, tmp_path, f"--precision fp64 {words}")
+    plain, other = (
+        run_ranks(ranks, numbers_on_rank, ranks, [*flags, *more]) for more in ([], flags_for(what, tmp_path))
+    )
+    for (own, weights), (theirs, other_weights) in zip(plain, other, strict=True):
+        assert theirs == pytest.approx(own, rel=1e-12) and len(own) == 2 * STEPS and own[0] != own[2]
+        for one, another in zip(weights, other_weights, strict=True):
+            torch.testing.assert_close(another, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: Path) -> None:
+    """Losses, norms, weights, moments, skipped steps, saved files; and the folder is empty at the end."""
+    ranks, words, what, infinite = CASES[name]
+    flags, disks = flags_of(corpus, tmp_path, words), tmp_path / "disks"
+    disks.mkdir()
+    there = flags_for(what, disks)
+    plain, other = (
+        run_ranks(ranks, bits_on_rank, ranks, [*flags, *more, *saving(tmp_path / folder)], {*infinite})
+        for folder, more in (("plain", []), ("other", there))
+    )
+    for own, theirs in zip(plain, other, strict=True):
+        assert own == theirs
+    assert sum(told.skipped for told in plain[0].told) >= len(infinite)
+    assert saved(tmp_path / "plain") == saved(tmp_path / "other") != {}
+    assert list(disks.iterdir()) == []
