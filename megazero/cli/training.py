@@ -28,10 +28,12 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
         return
     report = to_stderr if environment.local_rank == 0 else silent
     prepared = prepare(parsed.run, environment.world_size, report, here=environment.ranks_here)
-    with launch(prepared.run.parallel, environment) as grid:
-        with closing(build_job(prepared, grid, signals, parsed)) as job:
-            job.fit()
-            job.report()
+    with (
+        launch(prepared.run.parallel, environment) as grid,
+        closing(build_job(prepared, grid, signals, parsed)) as job,
+    ):
+        job.fit()
+        job.report()
 
 
 def run(arguments: Sequence[str], signals: StopSignals) -> NoReturn:

@@ -14,8 +14,8 @@ _BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
 
 
 def least_buffer(run: Run) -> int:
-    """The bytes of --nvme-buffer-bytes that hold the smallest parts: their gradients and parameters, the optimizer state
-    of those whose state rests on disks, and the parameters that are read from there.
+    """The bytes of --nvme-buffer-bytes that hold the smallest parts: their gradients and parameters, the optimizer
+    state of those whose state rests on disks, and the parameters that are read from there.
     """
     state, parameter = _BYTES[run.optimizer.precision]
     columns, found = 2 if run.optimizer.optimizer == "sgd" else 3, tiers(run)

@@ -93,7 +93,7 @@ def _slots(shape: RankShape) -> int:
 def moved_in_step(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
     """Bytes of model state that a step moves, by lane: to host memory and to the device, from disks and to them."""
     state = [i for i in instructions if i.buckets and i.lane in MOVES]
-    return {lane: 0 for lane in MOVES} | traffic(state, shape)
+    return dict.fromkeys(MOVES, 0) | traffic(state, shape)
 
 
 MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK)

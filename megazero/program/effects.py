@@ -19,15 +19,16 @@ backward can come before its RETURN, and nothing can be freed that is not on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.config.tiers import Tier
+from megazero.program import state_values as state
 from megazero.program.instruction import Instruction, Op, Units
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
-from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
+from megazero.program.state_values import Which
+from megazero.program.values import NORM, Thing, Value, of_bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,6 @@ class Effects:
     takes: list[Value]
     makes: list[Value]
     adds: list[Value]
-
-
-Which = Callable[[Instruction, Scope], Iterator[Value]]
 
 
 def _position(thing: Thing, i: Instruction, scope: Scope, unit: int) -> Value:
@@ -146,118 +144,6 @@ def _gradients_in_forward(i: Instruction, scope: Scope) -> Iterator[Value]:
             yield of_bucket(Thing.GRADIENT, bucket)
 
 
-def _buckets(thing: Thing) -> Which:
-    """One value for each bucket of an instruction."""
-    return lambda i, scope: (of_bucket(thing, bucket) for bucket in i.buckets)
-
-
-def _after_reduce(i: Instruction, scope: Scope, *, sharded: bool) -> Iterator[Value]:
-    for number in i.buckets:
-        bucket = scope.shape.buckets[number]
-        if bucket.sharded_gradient == sharded:
-            inside = bucket.across > 1
-            yield from (of_bucket(Thing.INSIDE, number),) if inside else scope.pieces(Thing.REDUCED, number)
-
-
-def _pieces(thing: Thing) -> Which:
-    """The values of all parts of the buckets of an instruction."""
-    return lambda i, scope: (value for bucket in i.buckets for value in scope.pieces(thing, bucket))
-
-
-def _piece(thing: Thing) -> Which:
-    """The value of the part of an instruction, in each of its buckets."""
-    return lambda i, scope: (of_bucket(thing, bucket, i.part) for bucket in i.buckets)
-
-
-def _of_trained(thing: Thing) -> Which:
-    """The values of all parts of all trained buckets."""
-    return lambda i, scope: (value for bucket in scope.shape.trained for value in scope.pieces(thing, bucket))
-
-
-def _norm_of_update(i: Instruction, scope: Scope) -> Iterator[Value]:
-    yield LAST_NORM if scope.border.is_late else NORM
-
-
-def _final(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """The gradient that an update uses up."""
-    yield from _piece(Thing.OWED if scope.border.is_late else scope.final)(i, scope)
-
-
-def _stale(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What an update in time makes stale before something else is there: what a copy will bring, and whole parameters
-    of which a rank writes a shard only. With late updates they are not there.
-    """
-    for number in () if scope.border.is_late else i.buckets:
-        if i.op is Op.UPDATE_HOST or scope.shape.buckets[number].is_loaded:
-            yield from _renewed(i, scope)
-        if scope.shape.buckets[number].gathered_after_update and i.part <= 0:
-            yield of_bucket(Thing.PARAMETERS, number)
-
-
-def _updated(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What an update on the device makes: weights from which the parameters are stored that do not rest there. A late
-    one makes all other parameters too, which something may read then.
-    """
-    if scope.shape.buckets[i.buckets[0]].is_loaded:
-        yield from _piece(Thing.NEW_WEIGHTS)(i, scope)
-    elif scope.border.is_late:
-        yield from _renewed(i, scope)
-
-
-def _updated_there(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What an update in host memory makes, and a copy of updated weights there: parameters on their way, or at rest if
-    they rest there.
-    """
-    rests = scope.shape.buckets[i.buckets[0]].rests
-    yield from _renewed(i, scope) if rests is Tier.HOST else _piece(Thing.NEW_PARAMETERS)(i, scope)
-
-
-def _in_memory(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a load reads of a bucket that rests in host memory."""
-    if scope.shape.buckets[i.buckets[0]].rests is Tier.HOST:
-        yield from _pieces(Thing.SHARD)(i, scope)
-
-
-def _was_read(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a load uses up of one that rests on disks."""
-    if scope.shape.buckets[i.buckets[0]].rests is Tier.DISK:
-        yield from _piece(Thing.HOST_PARAMETERS)(i, scope)
-
-
-def _on_device(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a gather reads that rests on the device."""
-    for number in i.buckets:
-        yield from () if scope.shape.buckets[number].is_loaded else scope.pieces(Thing.SHARD, number)
-
-
-def _loaded(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a gather uses up that has been loaded."""
-    for number in i.buckets:
-        bucket = scope.shape.buckets[number]
-        for part in bucket.loads if bucket.is_loaded else ():
-            yield of_bucket(Thing.LOADED, number, part)
-
-
-def _renewed(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """The parameters of a part that has been updated."""
-    for number in i.buckets:
-        yield of_bucket(Thing.SHARD, number, i.part)
-        bucket = scope.shape.buckets[number]
-        if not bucket.gathered and not bucket.gathered_after_update:
-            yield of_bucket(Thing.PARAMETERS, number, i.part)
-
-
-def _on_disk(thing: Thing) -> Which:
-    """The value of the part of an instruction, where its optimizer state rests on disks."""
-
-    def which(i: Instruction, scope: Scope) -> Iterator[Value]:
-        for number in i.buckets:
-            if scope.shape.buckets[number].parts[i.part].tier is Tier.DISK:
-                yield of_bucket(thing, number, i.part)
-
-    return which
-
-
 @dataclass(frozen=True)
 class EffectRow:
     """The effects of a kind of instruction (`Effects`), as functions of an instruction and the scope."""
@@ -306,32 +192,34 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
         ),
         Op.BACKWARD_WEIGHT: EffectRow(takes=(_deferred,), adds=(_gradients_added,)),
         Op.SEND_BACKWARD: EffectRow(takes=(_gradient_leaving,)),
-        Op.READ_PARAMETERS: EffectRow(needs=(_piece(Thing.SHARD),), makes=(_piece(Thing.HOST_PARAMETERS),)),
-        Op.LOAD: EffectRow(needs=(_in_memory,), takes=(_was_read,), makes=(_piece(Thing.LOADED),)),
-        Op.GATHER: EffectRow(needs=(_on_device,), takes=(_loaded,), makes=(_buckets(Thing.PARAMETERS),)),
-        Op.RELEASE: EffectRow(takes=(_buckets(Thing.PARAMETERS),)),
+        Op.READ_PARAMETERS: EffectRow(needs=(state.piece(Thing.SHARD),), makes=(state.piece(Thing.HOST_PARAMETERS),)),
+        Op.LOAD: EffectRow(needs=(state.in_memory,), takes=(state.was_read,), makes=(state.piece(Thing.LOADED),)),
+        Op.GATHER: EffectRow(
+            needs=(state.on_device,), takes=(state.loaded,), makes=(state.of_buckets(Thing.PARAMETERS),)
+        ),
+        Op.RELEASE: EffectRow(takes=(state.of_buckets(Thing.PARAMETERS),)),
         Op.REDUCE: EffectRow(
-            takes=(_buckets(Thing.GRADIENT),),
-            makes=(lambda i, scope: _after_reduce(i, scope, sharded=False),),
-            adds=(lambda i, scope: _after_reduce(i, scope, sharded=True),),
+            takes=(state.of_buckets(Thing.GRADIENT),),
+            makes=(lambda i, scope: state.after_reduce(i, scope, sharded=False),),
+            adds=(lambda i, scope: state.after_reduce(i, scope, sharded=True),),
         ),
-        Op.REDUCE_ACROSS: EffectRow(takes=(_buckets(Thing.INSIDE),), makes=(_pieces(Thing.REDUCED),)),
-        Op.REDUCE_PARTIAL: EffectRow(takes=(_of_trained(Thing.REDUCED),), makes=(_of_trained(Thing.SUMMED),)),
+        Op.REDUCE_ACROSS: EffectRow(takes=(state.of_buckets(Thing.INSIDE),), makes=(state.pieces(Thing.REDUCED),)),
+        Op.REDUCE_PARTIAL: EffectRow(takes=(state.of_trained(Thing.REDUCED),), makes=(state.of_trained(Thing.SUMMED),)),
         Op.NORM: EffectRow(
-            needs=(lambda i, scope: _of_trained(scope.final)(i, scope),), makes=(lambda i, scope: iter((NORM,)),)
+            needs=(lambda i, scope: state.of_trained(scope.final)(i, scope),), makes=(lambda i, scope: iter((NORM,)),)
         ),
-        Op.UPDATE: EffectRow(needs=(_norm_of_update,), takes=(_final, _stale), makes=(_updated,)),
-        Op.COPY_GRADIENT: EffectRow(takes=(_final,), makes=(_piece(Thing.HOST_GRADIENT),)),
-        Op.READ_STATE: EffectRow(makes=(_on_disk(Thing.STATE),)),
+        Op.UPDATE: EffectRow(needs=(state.norm_of_update,), takes=(state.final, state.stale), makes=(state.updated,)),
+        Op.COPY_GRADIENT: EffectRow(takes=(state.final,), makes=(state.piece(Thing.HOST_GRADIENT),)),
+        Op.READ_STATE: EffectRow(makes=(state.on_disk(Thing.STATE),)),
         Op.UPDATE_HOST: EffectRow(
-            needs=(_norm_of_update,),
-            takes=(_piece(Thing.HOST_GRADIENT), _on_disk(Thing.STATE), _stale),
-            makes=(_updated_there, _on_disk(Thing.NEW_STATE)),
+            needs=(state.norm_of_update,),
+            takes=(state.piece(Thing.HOST_GRADIENT), state.on_disk(Thing.STATE), state.stale),
+            makes=(state.updated_there, state.on_disk(Thing.NEW_STATE)),
         ),
-        Op.COPY_PARAMETERS: EffectRow(takes=(_piece(Thing.NEW_PARAMETERS),), makes=(_renewed,)),
-        Op.STORE: EffectRow(takes=(_piece(Thing.NEW_WEIGHTS),), makes=(_updated_there,)),
-        Op.WRITE_PARAMETERS: EffectRow(takes=(_piece(Thing.NEW_PARAMETERS),), makes=(_renewed,)),
-        Op.WRITE_STATE: EffectRow(takes=(_on_disk(Thing.NEW_STATE),)),
+        Op.COPY_PARAMETERS: EffectRow(takes=(state.piece(Thing.NEW_PARAMETERS),), makes=(state.renewed,)),
+        Op.STORE: EffectRow(takes=(state.piece(Thing.NEW_WEIGHTS),), makes=(state.updated_there,)),
+        Op.WRITE_PARAMETERS: EffectRow(takes=(state.piece(Thing.NEW_PARAMETERS),), makes=(state.renewed,)),
+        Op.WRITE_STATE: EffectRow(takes=(state.on_disk(Thing.NEW_STATE),)),
         Op.LEAVE: EffectRow(needs=(_graph,), makes=(_on_host,)),
         Op.FREE: EffectRow(needs=(_on_host,), takes=(_graph,)),
         Op.RETURN: EffectRow(takes=(_on_host,), makes=(_graph,)),

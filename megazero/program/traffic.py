@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
 from megazero.program.shape import RankShape
 
-
 PARAMETER_MOVES = frozenset({Op.COPY_PARAMETERS, Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS})
 """Those instructions on lanes of the rank's own that move parameters."""
 

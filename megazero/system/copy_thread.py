@@ -11,6 +11,18 @@ from torch import Tensor
 from megazero.system.streams import WaitedCopies
 
 
+class Copied:
+    """A copy on its way. Whoever waits for it lets go of the tensors: the thread has none of them by then."""
+
+    def __init__(self, future: Future[None], held: list[Tensor]) -> None:
+        self._future, self._held = future, held
+
+    def result(self) -> None:
+        """Return once the copy is made. Raises what has gone wrong."""
+        self._future.result()
+        self._held.clear()
+
+
 class CopyThread:
     """Copies of which other threads of the host have to know that they are made. name: of the thread."""
 
@@ -25,15 +37,16 @@ class CopyThread:
         after: Sequence[Callable[[], object]] = (),
         *,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> Future[None]:
+    ) -> Copied:
         """Start to copy, once the device has done what it was given before this call.
 
         after   called on the thread before: each returns when something is over
         wanted  asked on the thread; if it says no, nothing is copied
 
-        The future raises what one of these raises.
+        The result raises what one of these raises.
         """
-        return self._thread.submit(_copy, self._copies.behind_now(), target, source, tuple(after), wanted)
+        held = [target, source]
+        return Copied(self._thread.submit(_copy, self._copies.behind_now(), held, tuple(after), wanted), held)
 
     def close(self) -> None:
         """End the thread; what has not begun is cancelled."""
@@ -43,12 +56,11 @@ class CopyThread:
 @torch.no_grad()
 def _copy(
     copy: Callable[[Tensor, Tensor], None],
-    target: Tensor,
-    source: Tensor,
+    held: Sequence[Tensor],
     after: Sequence[Callable[[], object]],
     wanted: Callable[[], bool],
 ) -> None:
     for earlier in after:
         earlier()
     if wanted():
-        copy(target, source)
+        copy(*held)

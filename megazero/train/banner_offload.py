@@ -34,7 +34,10 @@ def offload_sentence(stages: Sequence[StageBytes], most: int, moved: Mapping[Lan
     """What leaves the device, and what a step moves. most: the stage of which it tells."""
     own, found = stages[most], stages[most].elsewhere
     whose = f"a rank of stage {most}" if len(stages) > 1 else "a rank"
-    columns = {"master weights and moments": (found.optimizer, own.optimizer), "weights": (found.parameters, own.weights)}
+    columns = {
+        "master weights and moments": (found.optimizer, own.optimizer),
+        "weights": (found.parameters, own.weights),
+    }
     parts = [
         f"of {size(sum(rest) + on_device)} of {name} {whose} has {_places(*rest)}"
         for name, (rest, on_device) in columns.items()
@@ -49,7 +52,9 @@ def offload_sentence(stages: Sequence[StageBytes], most: int, moved: Mapping[Lan
 
 
 def _places(host: int, disk: int) -> str:
-    return " and ".join(f"{size(held)} {where}" for held, where in ((host, "in host memory"), (disk, "on disks")) if held)
+    return " and ".join(
+        f"{size(held)} {where}" for held, where in ((host, "in host memory"), (disk, "on disks")) if held
+    )
 
 
 def disk_sentence(moved: Mapping[Lane, int], every: Mapping[Lane, int], ranks: int, folders: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.parse import ParsedArguments
 from megazero.config.derive import uses_disks
+from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid

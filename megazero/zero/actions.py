@@ -35,8 +35,7 @@ class BucketActions:
         self.gatherer.resting.read((bucket, part))
 
     def load(self, bucket: int, part: int) -> None:
-        """Start to copy a bucket's parameters, or a part of them, to the device, once they are those of the last step.
-        """
+        """Start to copy a bucket's parameters (-1), or a part of them, to the device, once they are updated."""
         self.gatherer.load(bucket, part, self.host.arriving(bucket))
 
     def gather(self, bucket: int) -> None:

@@ -30,8 +30,8 @@ from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, spe
 from megazero.zero.gatherer import WholeParameters, make_views
 from megazero.zero.layout import UNSHARED, BucketLayout, Packing, frozen_sizes
 from megazero.zero.layout import pack as pack_buckets
-from megazero.zero.placement import Placement
 from megazero.zero.parts import Resting
+from megazero.zero.placement import Placement
 from megazero.zero.storage import Bucket, Disk, StoredColumn, parameter_column
 
 ALIGNMENT = 16
@@ -186,9 +186,7 @@ def coded_column(
     resting: Sequence[Resting],
     disk: Disk,
 ) -> StoredColumn:
-    """The rows of bytes of these buckets on this rank, zeros. resting: where each of them rests. disk: takes what rests on
-    disks.
-    """
+    """The rows of bytes of these buckets on this rank, zeros. resting, disk: as in `storage.parameter_column`."""
     rows = [
         Bucket(replace(layout.numbers, entries=(), numel=layout.nbytes), (), bucket.groups)
         for layout, bucket in zip(layouts, buckets, strict=True)

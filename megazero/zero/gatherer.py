@@ -10,7 +10,6 @@ reads the right values in backward. Such are sharded buckets (ZeRO-3), and froze
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.mpu.quantized import all_gather_quantized
+from megazero.system.copy_thread import Copied
 from megazero.zero.resting import RestingParameters
 from megazero.zero.storage import Bucket, StoredColumn
 
@@ -140,12 +140,16 @@ class _Loading:
     """A bucket that is being brought to the device. own: what the rank stores of it. copies: on their way."""
 
     def __init__(self, own: Tensor) -> None:
-        self.own, self.copies = own, list[Future[None]]()
+        self.own, self.copies = own, list[Copied]()
 
     def wait(self) -> None:
         """Return once it is there. Raises what has gone wrong on the way."""
         for copied in self.copies:
             copied.result()
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        del self.own
 
 
 class ParameterGatherer:
@@ -202,7 +206,8 @@ class ParameterGatherer:
             self._gathers[index] = CommunicationHandle(after=loading.wait)
         else:
             loading.wait()
-            self._gathers[index] = at.gather(self.masters, loading.own)
+            # What is sent stays until the gather is over: whoever waits for it lets go of it.
+            self._gathers[index] = CommunicationHandle(at.gather(self.masters, loading.own), loading.clear)
         if not self.overlap:
             self.ready([index])
 

@@ -7,17 +7,15 @@ slots, which the parts take in turn. Both lanes work beside the computation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.lanes import Need
 from megazero.disk.swap import SwapSpace
 from megazero.program.shape import RankShape
-from megazero.system.copy_thread import CopyThread
+from megazero.system.copy_thread import Copied, CopyThread
 from megazero.zero.parts import Key, Resting, parameters_piece
 
 FLAG = "--offload-params"
@@ -65,7 +63,7 @@ class RestingParameters:
         slot.ends = [request.wait]
         self._read[key] = slot, request.wait
 
-    def load(self, key: Key, target: Tensor, held: Tensor | None, after: Sequence[Need]) -> Future[None]:
+    def load(self, key: Key, target: Tensor, held: Tensor | None, after: Sequence[Need]) -> Copied:
         """Start to copy to the device.
 
         key     a bucket and a part of it; -1: all of it

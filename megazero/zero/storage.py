@@ -48,7 +48,7 @@ def update_range(bucket: Bucket, row: Mapping[Column, Placement]) -> Range:
 
 
 def stored_range(bucket: Bucket, placement: Placement, *, whole: bool = False) -> Range:
-    """The range (start, stop) of a bucket that this rank stores. whole: whether all of it although others are sharded."""
+    """The range (start, stop) of a bucket that this rank stores. whole: all of it although others are sharded."""
     sharded = placement is Placement.SHARDED and not whole and bucket.groups.inner.size > 1
     return bucket.shard if sharded else (0, bucket.layout.numel)
 

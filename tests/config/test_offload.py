@@ -8,7 +8,9 @@ import pytest
 
 from megazero.config.checks_offload import least_buffer
 from megazero.config.parse import ConfigError, parse_run
-from megazero.config.tiers import ALIGNMENT, offload_of
+from megazero.config.tiers import ALIGNMENT
+from megazero.mpu.parameter import StateGroup
+from megazero.zero.layout import BucketLayout
 from megazero.zero.offload import run_parts
 from megazero.zero.shape import state_widths
 
@@ -19,6 +21,8 @@ ALLOWED = (
     "--offload-optimizer cpu:1 --nvme-buffer-bytes 40KB",
     "--offload-optimizer nvme:0.01 --nvme-path a b",
     "--offload-optimizer nvme --nvme-path a --late-update --zero-stage 3",
+    "--offload-params cpu",
+    "--offload-params nvme:0.3 --nvme-path a --offload-optimizer cpu --zero-stage 1",
 )
 REFUSED = {
     "--offload-optimizer gpu": "--offload-optimizer gpu: 'gpu' is not one of none, cpu, nvme",
@@ -29,12 +33,18 @@ REFUSED = {
     "--offload-optimizer cpu:60": "--offload-optimizer cpu:60: the share 60 is not above 0 and at most 1",
     "--offload-optimizer none:0.5": "--offload-optimizer none:0.5: none has no share",
     "--offload-optimizer nvme:0.5": "--offload-optimizer nvme:0.5 needs --nvme-path DIR, a folder for swap files",
-    "--nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme",
-    "--offload-optimizer cpu --nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme",
-    "--nvme-buffer-bytes 9MB": "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme",
+    "--nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme or --offl",
+    "--offload-optimizer cpu --nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme or --offl",
+    "--nvme-buffer-bytes 9MB": "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer or --",
     "--offload-optimizer nvme --nvme-path a b ./a": "--nvme-path a b ./a: ./a is there twice; name each folder once",
     "--offload-optimizer cpu --optimizer-impl apex": "apex has kernels for CUDA only, and --offload-optimizer cpu",
     "--offload-optimizer cpu --nvme-buffer-bytes 0": "--nvme-buffer-bytes 0: must be at least 1",
+    "--offload-params disk": "--offload-params disk: 'disk' is not one of none, cpu, nvme",
+    "--offload-params nvme": "--offload-params nvme needs --nvme-path DIR, a folder for swap files",
+    "--offload-params cpu --cuda-graphs": "fixed addresses, which --offload-params cpu does not have: drop one of them",
+    "--offload-params nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 32767": (
+        "with --offload-params nvme are on their way at a time; nearest: --nvme-buffer-bytes 32768"
+    ),
     "--offload-optimizer cpu --precision bf16 --nvme-buffer-bytes 24575": (
         "--nvme-buffer-bytes 24575 does not hold 4 parts of 1024 elements, which with --offload-optimizer cpu are on "
         "their way at a time; nearest: --nvme-buffer-bytes 24576"
@@ -62,15 +72,26 @@ def test_a_link_to_a_folder_is_that_folder(tmp_path: Path) -> None:
         parse_run(["--offload-optimizer", "nvme", "--nvme-path", f"{tmp_path}/a", f"{tmp_path}/b"], 1)
 
 
-@pytest.mark.parametrize("words", ["cpu", "nvme --nvme-path a", "cpu --optimizer sgd", "nvme:0.5 --nvme-path a"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cpu",
+        "nvme --nvme-path a",
+        "cpu --optimizer sgd",
+        "nvme:0.5 --nvme-path a",
+        "nvme --nvme-path a --offload-params cpu",
+        "nvme --nvme-path a --offload-params nvme",
+    ],
+)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_the_least_buffer_is_what_the_parts_take(words: str, precision: str) -> None:
     """With it parts have 1024 elements; one more byte for each of their elements would be too much."""
     line = f"--precision {precision} --offload-optimizer {words}".split()
     run = parse_run(line, 1)
-    least = least_buffer(run, offload_of(run.offload.offload_optimizer))
+    least = least_buffer(run)
     for factor in (1, 3):
         run = parse_run([*line, "--nvme-buffer-bytes", str(factor * least)], 1)
         widths = state_widths(run.optimizer, run.parallel, run.offload)
-        (parts,) = run_parts([(0, 6 * 5 * ALIGNMENT)], widths, run.offload)
+        layout = BucketLayout(0, (), 0, 0, 6 * 5 * ALIGNMENT, StateGroup.REPLICAS)
+        ((parts, _),) = run_parts([(0, layout.numel)], [layout], widths, run.parallel, run.offload)
         assert max(part.stop - part.start for part in parts if part.tier.value in words) == factor * ALIGNMENT

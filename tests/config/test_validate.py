@@ -448,7 +448,7 @@ POINTLESS = [
     (
         "--nvme-buffer-bytes 9MB",
         1,
-        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme",
+        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer or --offload-params",
         "--offload-optimizer cpu",
     ),
     ("--async-save", 1, "--async-save has no effect without --save DIR", "--save d"),

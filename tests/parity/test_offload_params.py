@@ -1,8 +1,8 @@
 """Parameters in host memory and on disks: every number of a run is that of one with all parameters on the device.
 
-Buckets of parameters that are brought for each use hold one unit, as with ZeRO-3, and the norm is a sum over buckets. So
-runs of ZeRO-3 are the same to the bit, on one rank too. Those of other stages have other buckets without: they are the
-same up to the rounding of sums.
+Buckets of parameters that are brought for each use hold one unit, as with ZeRO-3, and the norm is a sum over buckets.
+So runs of ZeRO-3 are the same to the bit, on one rank too. Those of other stages have other buckets without: they are
+the same up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -35,8 +35,12 @@ CASES = {
     "one rank, on disks, all of it": Case(
         1, f"--zero-stage 3 --precision bf16 {LATE}", "--offload-params nvme --offload-optimizer nvme", ()
     ),
-    "one rank, fp16, both on disks": Case(1, f"--zero-stage 3 {FP16}", "--offload-params nvme --offload-optimizer nvme:0.6", (2, 5)),
-    "one rank, a share, fp64": Case(1, "--zero-stage 3 --precision fp64", "--offload-params cpu:0.4 --offload-optimizer cpu"),
+    "one rank, fp16, both on disks": Case(
+        1, f"--zero-stage 3 {FP16}", "--offload-params nvme --offload-optimizer nvme:0.6", (2, 5)
+    ),
+    "one rank, a share, fp64": Case(
+        1, "--zero-stage 3 --precision fp64", "--offload-params cpu:0.4 --offload-optimizer cpu"
+    ),
     "ZeRO-3": Case(2, "--precision bf16 --zero-stage 3", "--offload-params cpu --offload-optimizer cpu"),
     "ZeRO-3 in sets, tp, late": Case(
         4, f"--tp 2 --sequence-parallel --zero-stage 3 --precision fp32 {LATE}", "--offload-params nvme:0.7"
@@ -65,7 +69,9 @@ STAGES = {
     "ZeRO-0, tied over two stages": Case(4, "--pp 2", "--offload-params nvme"),
     "ZeRO-1, tied over two stages": Case(4, f"--pp 2 --zero-stage 1 {LATE}", "--offload-params nvme"),
     "ZeRO-1, tp": Case(4, "--tp 2 --sequence-parallel --zero-stage 1", "--offload-params cpu --offload-optimizer cpu"),
-    "ZeRO-1 in sets": Case(4, "--zero-stage 1 --zero-shard-size 2", "--offload-params nvme:0.5 --offload-optimizer cpu"),
+    "ZeRO-1 in sets": Case(
+        4, "--zero-stage 1 --zero-shard-size 2", "--offload-params nvme:0.5 --offload-optimizer cpu"
+    ),
     "ZeRO-2": Case(2, "--zero-stage 2", "--offload-params nvme --offload-optimizer nvme"),
     "ZeRO-2, vertical": Case(
         2, "--zero-stage 2 --micro-batch-order vertical --vertical-group-size 2", "--offload-params cpu"

@@ -47,6 +47,10 @@ RUNS = (
     (2, "--offload-optimizer cpu:0.6 --zero-stage 2 --precision bf16 --global-batch-size 4"),
     (2, "--offload-optimizer cpu:0.3 --zero-stage 1 --precision fp32 --late-update --global-batch-size 4"),
     (2, "--offload-optimizer nvme --nvme-path {disk} --zero-stage 3 --nvme-buffer-bytes 300KB --global-batch-size 4"),
+    (1, "--offload-params cpu --offload-optimizer cpu --nvme-buffer-bytes 200KB --global-batch-size 2"),
+    (2, "--offload-params cpu:0.5 --zero-stage 3 --global-batch-size 4 --recompute-granularity full"),
+    (2, "--offload-params nvme --offload-optimizer nvme --nvme-path {disk} --zero-stage 2 --nvme-buffer-bytes 300KB"),
+    (4, "--offload-params nvme --nvme-path {disk} --zero-stage 3 --pp 2 --late-update --nvme-buffer-bytes 300KB"),
     (2, f"{VERTICAL} --zero-stage 3 --offload-activations cpu:0.5 --global-batch-size 8"),
     (2, "--offload-activations cpu --pp 2 --pipeline-schedule zb-h1 --hidden-dropout 0.1 --global-batch-size 4"),
     (2, "--offload-activations cpu:0.6 --zero-stage 3 --global-batch-size 8 --recompute-granularity selective"),
@@ -105,6 +109,7 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
     columns = {column.value: size for column, size in peak.columns.items()}
     spare, swap = job.state.model.reducer.pool.nbytes, job.state.model.host.swap
     unseen = 0 if swap is None else swap.memory_bytes + sum(slot.memory.nbytes for slot in job.state.model.host._slots)
+    unseen += job.state.model.resting.buffer_bytes
     buffers = getattr(job.trainer.engine.parts.host, "buffers", None)  # type: ignore[union-attr]
     host = (0 if buffers is None else buffers.nbytes), host_bytes(steps, at, "cpu")
     return Held(most, peak.total - unseen, spare, spare_bytes(steps, at), *host, columns)

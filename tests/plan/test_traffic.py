@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megazero.plan.traffic import Traffic, state_traffic
@@ -26,7 +28,7 @@ from megazero.plan.traffic import Traffic, state_traffic
 )
 def test_bytes_per_parameter(zero_stage: int, shard_size: int, sets: int, expected: Traffic) -> None:
     """Gradients of 4 bytes, parameters of 2, three micro-batches; and one reduction where chunks are reduced once."""
-    sizes = {"micro_batches": 3, "gradient_bytes": 4, "parameter_bytes": 2}
+    sizes: Any = {"micro_batches": 3, "gradient_bytes": 4, "parameter_bytes": 2}
     found = state_traffic(zero_stage, shard_size, sets, reductions=3, **sizes)
     assert found == expected and found.total == expected.inside + expected.across
     once = state_traffic(zero_stage, shard_size, sets, reductions=1, **sizes)

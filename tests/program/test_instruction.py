@@ -40,6 +40,10 @@ TEXTS = [
         "copy parameters to the device (bucket 3, part 1)",
     ),
     (Instruction(Op.WRITE_STATE, buckets=(3,), part=1), Lane.TO_DISK, "write optimizer state (bucket 3, part 1)"),
+    (Instruction(Op.READ_PARAMETERS, buckets=(3,), part=1), Lane.FROM_DISK, "read parameters (bucket 3, part 1)"),
+    (Instruction(Op.LOAD, buckets=(3,)), Lane.TO_DEVICE, "load parameters (bucket 3)"),
+    (Instruction(Op.STORE, buckets=(3,)), Lane.TO_HOST, "store parameters (bucket 3)"),
+    (Instruction(Op.WRITE_PARAMETERS, buckets=(3,), part=1), Lane.TO_DISK, "write parameters (bucket 3, part 1)"),
     (
         Instruction(Op.LEAVE, 1, 0, units=(2, 3)),
         Lane.TO_HOST,
@@ -57,6 +61,7 @@ def test_text_and_lane(instruction: Instruction, lane: Lane, text: str) -> None:
 
 def test_every_kind_is_a_computation_a_transfer_on_model_state_or_a_copy() -> None:
     on_state = {Op.GATHER, Op.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, Op.UPDATE}
+    on_state |= {Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS}
     on_state |= {Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE}
     copies = {Op.LEAVE, Op.FREE, Op.RETURN}
     for op in Op:

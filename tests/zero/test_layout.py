@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megazero.config.schema import ModelConfig
+from megazero.config.schema import ModelConfig, ParallelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.axes import Axes
@@ -260,4 +260,4 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
 
 def test_an_unknown_stage_is_named() -> None:
     with pytest.raises(ValueError, match="--zero-stage 7 is not one of 0, 1, 2"):
-        placements(7)
+        placements(ParallelConfig(zero_stage=7))

@@ -25,9 +25,9 @@ class ParallelConfig:
     rank at any time. A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no
     other rank has a share of, the default is one unit."""
     zero3_regather: str = option("micro-batch", choices=("micro-batch", "step"))
-    """With --zero-stage 3, --offload-params or --lora-base-bits: when parameters are gathered again. micro-batch: for each forward and
-    backward. step: only where the budget does not hold them from use to use; which stay is chosen so that the fewest
-    bytes are gathered."""
+    """With --zero-stage 3, --offload-params or --lora-base-bits: when parameters are gathered again. micro-batch: for
+    each forward and backward. step: only where the budget does not hold them from use to use; which stay is chosen so
+    that the fewest bytes are gathered."""
     zero3_persist_below: int = option(0, metavar="N")
     "With --zero-stage 3: parameters of fewer elements on a rank stay whole on every rank."
     zero_quantized_weights: bool = option(False)

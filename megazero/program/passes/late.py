@@ -1,9 +1,9 @@
 """Place the updates that the step before has left, each before the list reads what it writes: late updates.
 
-A bucket is updated just before its first use. Sharded parameters (ZeRO-3) are gathered for it: the update comes before
-the first GATHER or LOAD, which is a computation ahead already. Those that each rank keeps whole are read by the first forward.
-Where ranks update different shards of them (ZeRO-1, 2), update and gather stand one computation ahead, so that the
-message travels beside that.
+A bucket is updated just before its first use. Parameters that are brought for it (ZeRO-3, --offload-params) are
+updated before the first GATHER or LOAD, which is a computation ahead already. Those that each rank keeps whole are read
+by the first forward. Where ranks update different shards of them (ZeRO-1, 2), update and gather stand one computation
+ahead, so that the message travels beside that.
 
 Some updates stand earlier.
 

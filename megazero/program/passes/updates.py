@@ -33,8 +33,7 @@ _BRING = {
 
 
 def way_of(tier: Tier, rests: Tier) -> tuple[Op, ...]:
-    """The instructions that update a part of a bucket. tier, rests: where its optimizer state and its parameters rest.
-    """
+    """What updates a part of a bucket whose optimizer state rests in `tier`, and its parameters in `rests`."""
     update, end = _UPDATE[tier]
     return (*update, *_BRING[tier is not Tier.DEVICE, rests], *end)
 

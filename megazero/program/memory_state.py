@@ -1,0 +1,150 @@
+"""Gathers, loads and reductions of model state, in the account of a walk through a list (`memory_walk`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from megazero.program.instruction import Instruction, Op
+from megazero.program.memory import MemoryAccount, MemoryColumn, Place
+from megazero.program.step_bytes import StepBytes
+
+
+class Look(Protocol):
+    """Takes note of a moment. working: bytes that exist at this moment only."""
+
+    def __call__(self, working: int = 0) -> None: ...
+
+
+class StateMemory:
+    """What instructions on model state do to an account.
+
+    in_flight  reductions on their way, the oldest first: what each of them holds
+    across     what is on its way among the ranks that hold the same shard, until the end of the step's backwards
+    loading    where a bucket is being loaded to, until its gather
+    sent       from where it is gathered, until it is read
+    """
+
+    def __init__(self, account: MemoryAccount, sizes: StepBytes, look: Look) -> None:
+        self.account, self.shape, self.sizes, self._look = account, account.shape, sizes, look
+        self.in_flight: deque[list[Place]] = deque()
+        self.across: list[int] = []
+        self.launched = self.loads = 0
+        self.loading: dict[int, Place] = {}
+        self.sent: dict[int, Place] = {}
+
+    def arrived(self, number: int) -> None:
+        """A bucket's parameters are read: what was gathered in blocks, or loaded to be gathered, has served."""
+        self.account.drop(self._blocks(number))
+        if number in self.sent:
+            self.account.drop(self.sent.pop(number))
+
+    def _blocks(self, number: int) -> Place:
+        return self.account.of_bucket(MemoryColumn.TRAVELLING, number, "parameters in blocks")
+
+    def hold_blocks(self, number: int) -> None:
+        """What arrives of a gather in blocks, until it is read."""
+        messages = self.shape.buckets[number].messages
+        if messages.parameters_in_blocks and self.sizes.in_flight:
+            self.account.drop(self._blocks(number))
+            self.account.hold(self._blocks(number), messages.parameters)
+
+    def load(self, number: int) -> None:
+        """The first part of a bucket takes memory for all of it: where it is used, or for what is gathered from it."""
+        bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.GATHERED, number)
+        if number in self.loading:
+            return
+        if not bucket.is_loaded_in_place:  # the last one may still be on its way to the others
+            self.loads += 1
+            place = place._replace(part=f"load {self.loads}")
+        self.loading[number] = place
+        self.account.hold(place, bucket.parameter_bytes if bucket.is_loaded_in_place else bucket.stored_bytes)
+
+    def gather(self, i: Instruction) -> None:
+        for number in i.buckets:
+            bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.GATHERED, number)
+            if i.op is Op.RELEASE:
+                self._look()
+                self.account.drop(place)
+                continue
+            loaded = self.loading.pop(number, place)
+            if bucket.gathered and not bucket.is_loaded_in_place:
+                self.account.hold(place, bucket.parameter_bytes)
+                if bucket.is_loaded:
+                    self.sent[number] = loaded
+            self.hold_blocks(number)
+            if bucket.messages.parameters_in_blocks:
+                arriving = bucket.messages.parameters * (not self.sizes.in_flight)  # without overlap it is read at once
+                made = bucket.messages.parameters // bucket.shards  # codes rest as they are sent
+                self._look(made if bucket.code_bytes is None else arriving)
+
+    def borrow(self, number: int) -> None:
+        """A buffer for the whole gradient of a bucket, unless it is in its column, or has one."""
+        bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.BUFFERS, number)
+        if bucket.sharded_gradient and place not in self.account.alive:
+            self.account.hold(place, self.account.pool.take(bucket.gradient_bytes))
+
+    def reduce(self, i: Instruction) -> None:
+        """What travels is held until the second reduction after it is launched: the buffer, or a copy of it."""
+        account = self.account
+        for number in i.buckets:
+            self.borrow(number)
+            bucket, held = self.shape.buckets[number], account.of_bucket(MemoryColumn.BUFFERS, number)
+            self.launched += 1
+            travelling = held._replace(column=MemoryColumn.TRAVELLING, part=f"reduction {self.launched}")
+            received = travelling._replace(part=f"reduction {self.launched}, in blocks")
+            if self.sizes.cast:
+                account.hold(travelling, round(bucket.gradient_bytes * self.sizes.cast))
+                self._look()
+            borrowed = account.drop(held)
+            if borrowed and self.sizes.cast:
+                account.pool.spare.append(borrowed)
+            elif borrowed:
+                account.hold(travelling, borrowed)
+            if bucket.messages.gradients_in_blocks:
+                account.hold(received, bucket.messages.scatter)
+                self._look(bucket.messages.scatter)
+            places = [place for place in (travelling, received) if place in account.alive]
+            if places:
+                self.in_flight.append(places)
+            self._look()
+            while len(self.in_flight) > self.sizes.in_flight:
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        """The oldest reduction is over. Its buffer goes back to the pool, a copy is freed."""
+        travelling, *received = self.in_flight.popleft()
+        size = self.account.drop(travelling)
+        for place in received:
+            self.account.drop(place)
+        bucket = self.shape.buckets[travelling.bucket]
+        if bucket.sharded_gradient and not self.sizes.cast:
+            self.account.pool.spare.append(size)
+
+    def reduce_across(self, i: Instruction) -> None:
+        """The shard travels once its own reduction is over: a copy of it, or what arrives in blocks."""
+        while any(place.bucket in i.buckets for places in self.in_flight for place in places):
+            self._end_oldest()
+        for number in i.buckets:
+            bucket = self.shape.buckets[number]
+            size = round(bucket.gradient_bytes // bucket.shards * self.sizes.cast)
+            size += bucket.messages.across_scatter * bucket.messages.gradients_in_blocks
+            self.account.hold(self.account.of_bucket(MemoryColumn.TRAVELLING, number, "across"), size)
+            self._look(bucket.messages.across_scatter * bucket.messages.gradients_in_blocks)
+            self.across.append(number)
+
+    def complete(self) -> None:
+        """The end of all reductions. Under ZeRO-0 ranks that share the shards now gather the whole gradients."""
+        while self.in_flight:
+            self._end_oldest()
+        gathered = 0
+        for number in self.across:
+            bucket = self.shape.buckets[number]
+            blocks = bucket.messages.gradients_in_blocks
+            self._look(bucket.messages.across_gather * blocks)
+            if not bucket.sharded_state and bucket.shards > 1:
+                gathered += round(bucket.gradient_bytes * self.sizes.cast) + bucket.messages.gather * blocks
+        self._look(gathered)
+        for number in self.across:
+            self.account.drop(self.account.of_bucket(MemoryColumn.TRAVELLING, number, "across"))
+        self.across.clear()

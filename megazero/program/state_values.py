@@ -1,0 +1,125 @@
+"""Which values of the model state an instruction reads and writes: the functions of `program.effects`' table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megazero.config.tiers import Tier
+from megazero.program.instruction import Instruction, Op
+from megazero.program.scope import Scope
+from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
+
+Which = Callable[[Instruction, Scope], Iterator[Value]]
+"""From an instruction and its scope to values."""
+
+
+def of_buckets(thing: Thing) -> Which:
+    """One value for each bucket of an instruction."""
+    return lambda i, scope: (of_bucket(thing, bucket) for bucket in i.buckets)
+
+
+def after_reduce(i: Instruction, scope: Scope, *, sharded: bool) -> Iterator[Value]:
+    for number in i.buckets:
+        bucket = scope.shape.buckets[number]
+        if bucket.sharded_gradient == sharded:
+            inside = bucket.across > 1
+            yield from (of_bucket(Thing.INSIDE, number),) if inside else scope.pieces(Thing.REDUCED, number)
+
+
+def pieces(thing: Thing) -> Which:
+    """The values of all parts of the buckets of an instruction."""
+    return lambda i, scope: (value for bucket in i.buckets for value in scope.pieces(thing, bucket))
+
+
+def piece(thing: Thing) -> Which:
+    """The value of the part of an instruction, in each of its buckets."""
+    return lambda i, scope: (of_bucket(thing, bucket, i.part) for bucket in i.buckets)
+
+
+def of_trained(thing: Thing) -> Which:
+    """The values of all parts of all trained buckets."""
+    return lambda i, scope: (value for bucket in scope.shape.trained for value in scope.pieces(thing, bucket))
+
+
+def norm_of_update(i: Instruction, scope: Scope) -> Iterator[Value]:
+    yield LAST_NORM if scope.border.is_late else NORM
+
+
+def final(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradient that an update uses up."""
+    yield from piece(Thing.OWED if scope.border.is_late else scope.final)(i, scope)
+
+
+def stale(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What an update in time makes stale before something else is there: what a copy will bring, and whole parameters
+    of which a rank writes a shard only. With late updates they are not there.
+    """
+    for number in () if scope.border.is_late else i.buckets:
+        if i.op is Op.UPDATE_HOST or scope.shape.buckets[number].is_loaded:
+            yield from renewed(i, scope)
+        if scope.shape.buckets[number].gathered_after_update and i.part <= 0:
+            yield of_bucket(Thing.PARAMETERS, number)
+
+
+def updated(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What an update on the device makes: weights from which the parameters are stored that do not rest there. A late
+    one makes all other parameters too, which something may read then.
+    """
+    if scope.shape.buckets[i.buckets[0]].is_loaded:
+        yield from piece(Thing.NEW_WEIGHTS)(i, scope)
+    elif scope.border.is_late:
+        yield from renewed(i, scope)
+
+
+def updated_there(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What an update in host memory makes, and a copy of updated weights there: parameters on their way, or at rest if
+    they rest there.
+    """
+    rests = scope.shape.buckets[i.buckets[0]].rests
+    yield from renewed(i, scope) if rests is Tier.HOST else piece(Thing.NEW_PARAMETERS)(i, scope)
+
+
+def in_memory(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a load reads of a bucket that rests in host memory."""
+    if scope.shape.buckets[i.buckets[0]].rests is Tier.HOST:
+        yield from pieces(Thing.SHARD)(i, scope)
+
+
+def was_read(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a load uses up of one that rests on disks."""
+    if scope.shape.buckets[i.buckets[0]].rests is Tier.DISK:
+        yield from piece(Thing.HOST_PARAMETERS)(i, scope)
+
+
+def on_device(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a gather reads that rests on the device."""
+    for number in i.buckets:
+        yield from () if scope.shape.buckets[number].is_loaded else scope.pieces(Thing.SHARD, number)
+
+
+def loaded(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """What a gather uses up that has been loaded."""
+    for number in i.buckets:
+        bucket = scope.shape.buckets[number]
+        for part in bucket.loads if bucket.is_loaded else ():
+            yield of_bucket(Thing.LOADED, number, part)
+
+
+def renewed(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The parameters of a part that has been updated."""
+    for number in i.buckets:
+        yield of_bucket(Thing.SHARD, number, i.part)
+        bucket = scope.shape.buckets[number]
+        if not bucket.gathered and not bucket.gathered_after_update:
+            yield of_bucket(Thing.PARAMETERS, number, i.part)
+
+
+def on_disk(thing: Thing) -> Which:
+    """The value of the part of an instruction, where its optimizer state rests on disks."""
+
+    def which(i: Instruction, scope: Scope) -> Iterator[Value]:
+        for number in i.buckets:
+            if scope.shape.buckets[number].parts[i.part].tier is Tier.DISK:
+                yield of_bucket(thing, number, i.part)
+
+    return which
