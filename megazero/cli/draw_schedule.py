@@ -45,7 +45,7 @@ EXAMPLES = (
 LEAST_STAGE = {
     **dict.fromkeys(("dp", "zero_shard_size", "blocks", "gather_time", "update_time", "late_update"), 0),
     **dict.fromkeys(("micro_batch_order", "vertical_group_size"), 0),
-    **dict.fromkeys(("offload_optimizer", "host_update_time", "disk_time"), 0),
+    **dict.fromkeys(("offload_optimizer", "offload_params", "host_update_time", "disk_time"), 0),
     **dict.fromkeys(("offload_activations", "copy_time"), 0),
     "gathered_units": 3,
 }
@@ -123,6 +123,7 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
     add("--late-update", action="store_true", help="update a unit in the next step, before its forward")
     words = [tier.value for tier in Tier]
     add("--offload-optimizer", choices=words, default=words[0], help="where the optimizer state rests (default none)")
+    add("--offload-params", choices=words, default=words[0], help="where the parameters rest (default none)")
     add(
         "--host-update-time",
         type=float,
@@ -233,10 +234,10 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical")
     if args.vertical_group_size is not None and args.vertical_group_size < 1:
         parser.error(f"--vertical-group-size {args.vertical_group_size}: must be at least 1")
-    for field, tiers in (("host_update_time", (Tier.HOST, Tier.DISK)), ("disk_time", (Tier.DISK,))):
-        if getattr(args, field) != parser.get_default(field) and Tier(args.offload_optimizer) not in tiers:
-            needed = " or ".join(tier.value for tier in tiers)
-            parser.error(f"{_flag(field)} {getattr(args, field)} goes with --offload-optimizer {needed}")
+    if args.host_update_time != parser.get_default("host_update_time") and _tiers(args)[0] is Tier.DEVICE:
+        parser.error(f"--host-update-time {args.host_update_time} goes with --offload-optimizer cpu or nvme")
+    if args.disk_time != parser.get_default("disk_time") and Tier.DISK not in _tiers(args):
+        parser.error(f"--disk-time {args.disk_time} goes with --offload-optimizer nvme or --offload-params nvme")
     if not 0 <= args.offload_activations <= 1:
         parser.error(f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1")
     if args.offload_activations and args.forward_only:
@@ -256,9 +257,14 @@ def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape
     shards = _elements(args)
     chunks = chunk_map(name, args.pp, virtual)
     blocks, across = (args.blocks,) * chunks.count, args.dp // shards
-    model = ExampleModel(blocks, args.zero_stage, shards, across, _elements(args), Tier(args.offload_optimizer))
+    model = ExampleModel(blocks, args.zero_stage, shards, across, _elements(args), *_tiers(args))
     shapes = [model.shape(chunks.of(stage)) for stage in range(args.pp)]
     return [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
+
+
+def _tiers(args: argparse.Namespace) -> tuple[Tier, Tier]:
+    """Where optimizer state and parameters rest."""
+    return Tier(args.offload_optimizer), Tier(args.offload_params)
 
 
 def _elements(args: argparse.Namespace) -> int:

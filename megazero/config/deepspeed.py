@@ -21,7 +21,8 @@ from megazero.config.source import SIBLINGS, ConfigSource
 from megazero.config.tiers import Tier, offload_of
 from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
 
-_OFFLOAD = "device", "ratio", "nvme_path"
+_OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_params"}
+"""The groups of keys on what leaves the device, and the fields of the same meaning."""
 
 
 @dataclass
@@ -251,28 +252,38 @@ def _buckets(source: ConfigSource, keys: Mapping[str, Any]) -> None:
 
 
 def _offload(source: ConfigSource, keys: Mapping[str, Any]) -> None:
-    """device and ratio are one flag here. nvme_path counts with the device nvme only, as in DeepSpeed."""
-    device, ratio, path = (keys.get(f"zero_optimization.offload_optimizer.{key}") for key in _OFFLOAD)
-    key = "zero_optimization.offload_optimizer.device"
+    """What leaves the device. nvme_path counts with the device nvme only, as in DeepSpeed; here both groups share it."""
+    paths: dict[Any, str] = {}
+    for group, field in _OFFLOADED.items():
+        name = f"zero_optimization.{group}"
+        _offload_group(source, keys, name, field)
+        if keys.get(f"{name}.device") == Tier.DISK.value and keys.get(f"{name}.nvme_path") is not None:
+            paths.setdefault(keys[f"{name}.nvme_path"], f"{name}.nvme_path")
+    if paths:
+        _put(source, next(iter(paths.values())), "nvme_path", list(paths))
+
+
+def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, field: str) -> None:
+    """device and ratio are one flag here."""
+    device, ratio = (keys.get(f"{group}.{key}") for key in ("device", "ratio"))
+    key = f"{group}.device"
     if key not in keys:
         return
     if device not in (None, *(tier.value for tier in Tier)):
         source.problems.append(f"{source.name}: {key} {shown(device)} is not one of none, cpu, nvme")
-        source.bad.add("offload_optimizer")
+        source.bad.add(field)
         return
     if device in (None, Tier.DEVICE.value) or ratio == 0:
-        _put(source, key, "offload_optimizer", Tier.DEVICE.value)
+        _put(source, key, field, Tier.DEVICE.value)
         return
     share = "" if ratio is None or ratio == 1 else f":{ratio}"
     try:
         offload_of(f"{device}{share}")
     except ValueError as reason:
-        source.problems.append(f"{source.name}: zero_optimization.offload_optimizer.ratio: {reason}")
-        source.bad.add("offload_optimizer")
+        source.problems.append(f"{source.name}: {group}.ratio: {reason}")
+        source.bad.add(field)
         return
-    _put(source, key, "offload_optimizer", f"{device}{share}")
-    if device == Tier.DISK.value and path is not None:
-        _put(source, "zero_optimization.offload_optimizer.nvme_path", "nvme_path", [path])
+    _put(source, key, field, f"{device}{share}")
 
 
 def _tensorboard(source: ConfigSource, keys: Mapping[str, Any]) -> None:

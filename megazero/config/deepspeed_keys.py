@@ -39,7 +39,6 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "zero_optimization.contiguous_gradients": ((True,), "gradients always lie in one piece"),
         f"{_OPTIMIZER}super_offload": ((False,), "it is not built; nearest: --late-update"),
         f"{_OPTIMIZER}cpuadam_cores_perc": ((), "use OMP_NUM_THREADS, the number of a rank's threads"),
-        f"{_PARAM}device": (("none", None), "offload of parameters is not built yet"),
         f"{_AIO}use_gds": ((False,), "files are read and written through host memory"),
         "zero_optimization.sub_group_size": ((), "a rank updates its whole shard at once"),
         "zero_optimization.stage3_max_live_parameters": ((), "use --zero3-gathered-bytes, in bytes"),
@@ -78,12 +77,13 @@ TRANSLATED = (
     *("scheduler.params.warmup_min_ratio", "scheduler.params.cos_min_ratio", "fp16.enabled", "fp16.loss_scale"),
     *("fp16.initial_scale_power", "bf16.enabled", "zero_optimization.allgather_bucket_size"),
     *(f"{_OPTIMIZER}device", f"{_OPTIMIZER}ratio", f"{_OPTIMIZER}nvme_path"),
+    *(f"{_PARAM}device", f"{_PARAM}nvme_path"),
     *("tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name"),
 )
 """Keys that become a field together with others or by a formula. Functions of `config.deepspeed` read them."""
 _DETAILS = {
     _OPTIMIZER: ("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write"),
-    _PARAM: ("nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
+    _PARAM: ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
     _AIO: ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events"),
     "wandb.": ("team", "group", "project"),
     "csv_monitor.": ("output_path", "job_name"),

@@ -44,6 +44,10 @@ _LETTERS = {
     Op.NORM: "N",
     Op.RECV_FORWARD: "f",
     Op.RECV_BACKWARD: "b",
+    Op.READ_PARAMETERS: "p",
+    Op.LOAD: "L",
+    Op.STORE: "S",
+    Op.WRITE_PARAMETERS: "q",
     Op.READ_STATE: "r",
     Op.COPY_GRADIENT: "h",
     Op.UPDATE_HOST: "H",
@@ -132,6 +136,10 @@ _MESSAGES = {
     Op.RETURN: ("I", "and back"),
 }
 _ELSEWHERE = {
+    Op.READ_PARAMETERS: ("p", "parameters read"),
+    Op.LOAD: ("L", "loaded"),
+    Op.STORE: ("S", "stored"),
+    Op.WRITE_PARAMETERS: ("q", "written"),
     Op.READ_STATE: ("r", "state read"),
     Op.COPY_GRADIENT: ("h", "gradient to host"),
     Op.UPDATE_HOST: ("H", "update there"),

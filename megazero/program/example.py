@@ -19,6 +19,7 @@ class ExampleModel:
     blocks  number of blocks of each model chunk; the embedding and the head come on top
     numel   elements of a unit, the same for all; a multiple of the shards where the state is not on the device
     tier    where the optimizer state rests
+    rests   where the parameters rest
     """
 
     blocks: tuple[int, ...]
@@ -27,6 +28,7 @@ class ExampleModel:
     across: int = 1
     numel: int = 1
     tier: Tier = Tier.DEVICE
+    rests: Tier = Tier.DEVICE
 
     def shape(self, model_chunks: Sequence[int]) -> RankShape:
         """The shape of a rank that holds these chunks: one bucket for each unit."""
@@ -43,16 +45,23 @@ class ExampleModel:
             chunk,
             PARAMETER_BYTES * self.numel,
             GRADIENT_BYTES * self.numel,
-            gathered=self.zero_stage == 3 and self.shards > 1,
+            gathered=(self._shares_parameters and self.shards > 1) or self.rests is not Tier.DEVICE,
             sharded_gradient=self.zero_stage >= 2,
             sharded_state=self.zero_stage >= 1,
             shards=self.shards,
             across=self.across,
             parts=self._parts(),
+            rests=self.rests,
+            rests_whole=self.rests is not Tier.DEVICE and not self._shares_parameters,
         )
 
+    @property
+    def _shares_parameters(self) -> bool:
+        return self.zero_stage == 3 or (self.zero_stage > 0 and self.rests is not Tier.DEVICE)
+
     def _parts(self) -> tuple[PartShape, ...]:
-        """The one part of what a rank updates of a unit, where that is not on the device."""
+        """The one part of what a rank updates of a unit, where something of it needs one."""
         own = self.numel // (self.shards if self.zero_stage >= 1 else 1)
         sizes = (GRADIENT_BYTES * own, STATE_BYTES * own, PARAMETER_BYTES * own)
-        return () if self.tier is Tier.DEVICE else (PartShape(self.tier, *sizes),)
+        moves = self.tier is not Tier.DEVICE or self.rests is Tier.DISK
+        return (PartShape(self.tier, *sizes),) if moves else ()

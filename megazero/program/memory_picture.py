@@ -38,6 +38,7 @@ _KINDS = {
     "copies and updates elsewhere": (
         "#7a7f8c",
         (
+            *(Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS),
             *(Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE),
             *(Op.LEAVE, Op.FREE, Op.RETURN),
         ),

@@ -125,6 +125,19 @@ def test_offload(content: dict[str, Any], offload: str, folders: tuple[str, ...]
     assert (run.offload.offload_optimizer, run.offload.nvme_path) == (offload, folders)
 
 
+@pytest.mark.parametrize(("path", "folders"), [("a", ("a", "b")), ("b", ("b",))])
+def test_parameters_have_a_group_of_their_own(path: str, folders: tuple[str, ...], tmp_path: Path) -> None:
+    """And the two groups share their folders."""
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": path},
+        "offload_param": {"device": "nvme", "nvme_path": "b", "pin_memory": True},
+    }
+    run = parse(tmp_path, {"zero_optimization": zero}, "--zero-stage", "3")
+    assert (run.parallel.offload_params, run.offload.offload_optimizer) == ("nvme", "nvme")
+    assert run.offload.nvme_path == folders
+
+
 def test_a_flag_that_contradicts_its_offload(tmp_path: Path) -> None:
     content = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     with pytest.raises(ConfigError, match=r"--offload-optimizer none contradicts .*offload_optimizer.device cpu"):
@@ -170,7 +183,11 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
                 ({"device": "cpu", "pin_memry": True}, "did you mean zero_optimization.offload_optimizer.pin_memory?"),
             )
         ),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "--offload-params nvme needs --nvme-path DIR"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "disk"}}},
+            "offload_param.device 'disk' is not one of none",
+        ),
         ({"zero_optimization": {"stage": 4}}, "--zero-stage 4 does not exist; valid: 0, 1, 2, 3; nearest: 3"),
         ({"zero_optimization": {"stage3_max_live_parameters": 1}}, "use --zero3-gathered-bytes, in bytes"),
         ({"zero_optimization": {"sub_group_size": 1e9}}, "sub_group_size"),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tests.parameters import values_of
 from tests.parity.test_late_update import FP16, UNTIED, saved
-from tests.parity.test_offload import LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
-from tests.parity.training import job_on_rank
+from tests.parity.test_offload import BATCH, LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
+from tests.parity.training import data_flags, job_on_rank, train
 from tests.ranks import run_ranks
 
 
@@ -80,6 +80,16 @@ STAGES = {
 """In fp64."""
 
 
+ADAPTERS = {
+    "one rank": Case(1, "", "--offload-params cpu"),
+    "codes on disks": Case(1, "--lora-base-bits 4 --precision bf16", "--offload-params nvme"),
+    "ZeRO-0, codes, a share": Case(2, "--lora-base-bits 8 --precision bf16", "--offload-params cpu:0.5"),
+    "ZeRO-3, codes": Case(2, f"--zero-stage 3 --lora-base-bits 4 --precision bf16 {LATE}", "--offload-params nvme"),
+    "ZeRO-3, all on disks": Case(2, "--zero-stage 3", "--offload-params nvme --offload-optimizer nvme"),
+    "ZeRO-2": Case(2, "--zero-stage 2 --precision fp64", "--offload-params cpu --offload-optimizer cpu"),
+}
+
+
 def flags_for(what: str, disks: Path) -> list[str]:
     return [*what.split(), *SMALL, *(["--nvme-path", str(disks)] if "nvme" in what else [])]
 
@@ -126,3 +136,51 @@ def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: P
     assert sum(told.skipped for told in plain[0].told) >= len(infinite)
     assert saved(tmp_path / "plain") == saved(tmp_path / "other") != {}
     assert list(disks.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint to which adapters are added."""
+    folder = tmp_path_factory.mktemp("base")
+    train(1, [*flags_of(corpus, folder, "--train-iters 1"), "--save", str(folder / "base")])
+    return folder / "base"
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(cases=3)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_frozen_base_rests_there_too(name: str, base: Path, corpus: Path, tmp_path: Path) -> None:
+    """And what is generated from it at the end is the same."""
+    ranks, words, what, _ = ADAPTERS[name]
+    data = [*data_flags(corpus, tmp_path / "cache"), "--seq-length", "12", "--train-iters", str(STEPS), *BATCH]
+    flags = ["--init-from", str(base), "--lora-rank", "2", *data, *words.split()]
+    plain, other = (
+        run_ranks(ranks, numbers_on_rank, ranks, [*flags, *more]) for more in ([], flags_for(what, tmp_path))
+    )
+    for (own, weights), (theirs, other_weights) in zip(plain, other, strict=True):
+        assert theirs == pytest.approx(own, rel=1e-6) and len({*own}) == 2 * STEPS
+        for one, another in zip(weights, other_weights, strict=True):
+            torch.testing.assert_close(another, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one rank, on disks, all of it", "ZeRO-3, zb-h1, untied"])
+def test_nothing_depends_on_how_fast_a_lane_is(name: str, corpus: Path, tmp_path: Path, seed: int) -> None:
+    ranks, words, what, infinite = CASES[name]
+    flags = [*flags_of(corpus, tmp_path, words), *flags_for(what, tmp_path)]
+    plain, slowed = (run_ranks(ranks, bits_on_rank, ranks, flags, {*infinite}, each) for each in (None, seed))
+    assert plain == slowed
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_tiers(corpus: Path, tmp_path: Path) -> None:
+    """From parameters on disks to half of them in host memory, and to none."""
+    flags = flags_of(corpus, tmp_path, "--zero-stage 3 --precision bf16")
+    straight = run_ranks(1, bits_on_rank, 1, [*flags, *saving(tmp_path / "straight")], set())
+    first = [*flags_for("--offload-params nvme --offload-optimizer nvme:0.5", tmp_path), "--exit-interval", "3"]
+    run_ranks(1, bits_on_rank, 1, [*flags, *first, *saving(tmp_path / "first")], set())
+    for then in ("--offload-params cpu:0.5", ""):
+        more = [*flags_for(then, tmp_path)] if then else []
+        resumed = run_ranks(1, bits_on_rank, 1, [*flags, *more, "--load", str(tmp_path / "first")], set())
+        assert resumed[0].weights == straight[0].weights
+        assert resumed[0].told == [told for told in straight[0].told if told.iteration > 3]

@@ -25,6 +25,10 @@ COLOURS = {
     Op.GATHER: "#4d9a9a",
     Op.REDUCE: "#b85c66",
     Op.REDUCE_ACROSS: "#9a6fb0",
+    Op.READ_PARAMETERS: "#b9a58f",
+    Op.LOAD: "#8fae7a",
+    Op.STORE: "#b8925a",
+    Op.WRITE_PARAMETERS: "#a08a72",
     Op.READ_STATE: "#a58b6f",
     Op.COPY_GRADIENT: "#b8925a",
     Op.UPDATE_HOST: "#7a7f8c",
@@ -40,6 +44,10 @@ WORDS = {
     Op.GATHER: "gather",
     Op.REDUCE: "reduction",
     Op.REDUCE_ACROSS: "reduction across",
+    Op.READ_PARAMETERS: "read of parameters",
+    Op.LOAD: "load",
+    Op.STORE: "store",
+    Op.WRITE_PARAMETERS: "write of parameters",
     Op.READ_STATE: "read",
     Op.COPY_GRADIENT: "copy to the host",
     Op.UPDATE_HOST: "update there",
@@ -72,13 +80,15 @@ def simulated(
     vertical: int,
     leaving: int,
     offload: str,
+    params: str,
 ) -> SimulationReport:
     """The step of a model with this number of blocks on each stage, on 4 replicas, by 1F1B. late: with the updates of
     the step before, not with its own. vertical: all micro-batches pass a unit together. leaving: percent of the
-    activations that leave the device. offload: as --offload-optimizer.
+    activations that leave the device. offload, params: as
+    --offload-optimizer and --offload-params.
     """
     chunks = chunk_map("1f1b", pp, CHUNKS["1f1b"] or 1)
-    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size, shard_size, Tier(offload))
+    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size, shard_size, Tier(offload), Tier(params))
     shapes = [model.shape(chunks.of(stage)) for stage in range(pp)]
     shapes = [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
     order = VerticalOrder() if vertical else None
@@ -112,9 +122,10 @@ def step(
     vertical: int = 0,
     leaving: int = 0,
     offload: str = "none",
+    params: str = "none",
 ) -> str:
     """The lanes of one step."""
-    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, offload)
+    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, offload, params)
     rows = [row for stage in range(pp) for row in _rows(report, stage)]
     picture = Picture(_WIDTH, _TOP + len(rows) * (_ROW + _GAP) + 8 * pp + 24, f"The lanes of a step under ZeRO-{zero}")
     ends = (span.end for _, spans in rows for span in spans)
