@@ -252,7 +252,7 @@ def _buckets(source: ConfigSource, keys: Mapping[str, Any]) -> None:
 
 
 def _offload(source: ConfigSource, keys: Mapping[str, Any]) -> None:
-    """What leaves the device. nvme_path counts with the device nvme only, as in DeepSpeed; here both groups share it."""
+    """What leaves the device. nvme_path counts with the device nvme only, as in DeepSpeed. Both groups share them."""
     paths: dict[Any, str] = {}
     for group, field in _OFFLOADED.items():
         name = f"zero_optimization.{group}"

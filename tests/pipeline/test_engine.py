@@ -115,6 +115,7 @@ class Recorder:
         raise AssertionError("all state is on the device")
 
     copy_gradient = read_state = copy_parameters = write_state = update_host
+    read_parameters = load = store = write_parameters = update_host
 
 
 def shape_of(stages: Sequence[ToyStage], *, cut: bool, every: bool) -> RankShape:

@@ -97,8 +97,9 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
         job.trainer.engine = graphed
         log = replays.log
     job.fit()
-    assert not graphs or not graphed._graphs, "graphs outlive the job"
     job.state.model.wait_parameters()
+    job.close()
+    assert not graphs or not graphed._graphs, "graphs outlive the job"
     return recorder.records, values_of(nn.ModuleList(job.stages)), log
 
 
