@@ -1,10 +1,11 @@
 """Refuse lists that would give wrong gradients, too much memory, or no end at all.
 
 `check_list` walks through the list of one role and keeps account of what exists (`program.effects`): an instruction may
-only read what is there, make what is not there, and leave nothing behind. `check` does this for all roles, and checks
-what ranks have to agree on: who holds which model chunk, the orders of their messages, and that nobody waits for ever.
-All ranks of a role run the same list, and mostly all tp indexes of a stage, so the time that a check takes grows with
-the number of stages and not of ranks.
+only read what is there, make what is not there, and leave nothing behind. Beside it runs the machine of
+`program.moves`, which knows where the pieces are that leave a tier. `check` does this for all roles, and checks what
+ranks have to agree on: who holds which model chunk, the orders of their messages, and that nobody waits for ever. All
+ranks of a role run the same list, and mostly all tp indexes of a stage, so the time that a check takes grows with the
+number of stages and not of ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megazero.program.border import ON_TIME, Border
 from megazero.program.effects import effects
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
+from megazero.program.moves import IllegalMove, Moves
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
 from megazero.program.simulate import simulate
@@ -133,6 +135,7 @@ class _Walk:
                a backward downwards from the last unit
     missing    backwards that have not added to a bucket's gradient yet
     gathered   bytes of gathered parameters
+    moves      where the pieces are that leave a tier
     """
 
     instructions: Sequence[Instruction]
@@ -148,6 +151,7 @@ class _Walk:
     gathered: int = 0
 
     def __post_init__(self) -> None:
+        self.moves = Moves(self.scope)
         self.alive.update(dict.fromkeys(self.scope.at_start(), -1))
         for units in self.scope.shape.units:
             for unit in units:
@@ -180,6 +184,10 @@ class _Walk:
                 self.missing[value[1]] -= 1
         if i.buckets:
             self._check_buckets(i)
+        try:
+            self.moves.take(i, does)
+        except IllegalMove as error:
+            raise self._refuse(str(error)) from None
 
     def _refuse(self, what: str) -> ProgramError:
         return self._fault(self.at, what)
@@ -255,6 +263,10 @@ class _Walk:
                 for kind in kinds:
                     if self.computed.get((kind, micro_batch, chunk), 0) < len(units):
                         raise ProgramError(f"no {kind.value} of micro-batch {micro_batch}, chunk {chunk}", self.name)
+        try:
+            self.moves.finish()
+        except IllegalMove as error:
+            raise ProgramError(str(error), self.name) from None
 
     def _lost(self, value: Value) -> ProgramError:
         """What has to be there at the end is not."""

@@ -8,7 +8,11 @@ send is waited for by nobody. A collective over several stages is issued only wh
 over, as on a card that runs one at a time.
 
 Where all ranks of a group have the same list (the replicas of a role, the tp indexes of a stage), one of them stands
-for all, so its messages never wait for others. Nor do copies between the device and its host: each has its lane.
+for all, so its messages never wait for others. Nor do copies between the device and its host: each has its lane. A part
+that is updated in host memory waits there for a slot (`program.slots`).
+
+Several steps run one behind the other: the copies and updates at the end of one go on beside the begin of the next. So
+the time of a step in a run is that from the end of one to the end of the next.
 
 A channel has one sender and one receiver, and lists have no branches. So the result does not depend on the order in
 which ranks run. Tests check this with `pick`.
@@ -24,13 +28,15 @@ from megazero.program.border import ON_TIME, Border
 from megazero.program.effects import Effects, effects
 from megazero.program.error import ProgramError
 from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
+from megazero.program.live_passes import peak_activations
 from megazero.program.meetings import Meetings, Message
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape, without_state
+from megazero.program.slots import Slots
 from megazero.program.span import Span
 from megazero.program.times import ChunkTimes
 from megazero.program.traffic import message_bytes, moved_bytes
-from megazero.program.values import Value, describe
+from megazero.program.values import Thing, Value, describe
 
 IN_FLIGHT = 2
 """Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
@@ -49,6 +55,7 @@ class SimulationReport:
                       backward (with the weights' part) has not ended; 1 in a forward-only run
     spans             each rank's computations in order, updates that take time included
     messages          each rank's messages, in the order in which they were over
+    ends              when the last computation of each step ends
     """
 
     makespan: float
@@ -58,6 +65,12 @@ class SimulationReport:
     peak_activations: tuple[int, ...]
     spans: tuple[tuple[Span, ...], ...]
     messages: tuple[tuple[Span, ...], ...]
+    ends: tuple[float, ...] = ()
+
+    @property
+    def step(self) -> float:
+        """The time of a step that follows another: from the end of the last but one to the end of the last."""
+        return self.ends[-1] - (self.ends[-2] if len(self.ends) > 1 else 0.0)
 
     @property
     def own_bubble(self) -> float:
@@ -74,47 +87,25 @@ def simulate(
     shapes: Sequence[RankShape] | None = None,
     *,
     border: Border = ON_TIME,
+    steps: int = 1,
     pick: Callable[[list[int]], int] | None = None,
 ) -> SimulationReport:
     """Run the list of one rank of every stage to its end.
 
-    shapes: the ranks' model states; None: the lists have no instructions on it. border: of all lists. pick: chooses the
-    next stage among those that can run.
+    shapes: the ranks' model states; None: the lists have no instructions on it. border: of all lists. steps: how often
+    the lists run, one time behind the other. pick: chooses the next stage among those that can run.
 
     Raises ProgramError: a deadlock, with the blocked instruction of every stage; messages that do not fit together; an
     instruction that reads what none before it has made.
     """
     if shapes is None:
         shapes = [schedule_shape(instructions) for instructions in lists]
-    return _Simulation(lists, times, shapes, border).run(pick)
+    return _Simulation(lists, times, shapes, border, steps).run(pick)
 
 
 def schedule_shape(instructions: Sequence[Instruction]) -> RankShape:
     """The shape of a rank whose list has a schedule's instructions only: chunks of one unit, no model state."""
     return without_state([1] * (1 + max((i.chunk for i in instructions if i.is_compute), default=-1)))
-
-
-def peak_activations(
-    instructions: Sequence[Instruction], weights: Sequence[float] | None = None, kept: Sequence[float] | None = None
-) -> float:
-    """Largest sum of weights over the live (micro-batch, chunk) pairs of one rank, as `SimulationReport` counts them.
-
-    weights  for each of the rank's chunks, such as bytes (default: 1)
-    kept     for each chunk, the part of its weight that lives between the parts of a split backward (default: all)
-    """
-    trains = any(i.ends_backward for i in instructions)
-    live = peak = 0.0
-    for i in instructions:
-        if not i.is_compute or (i.units is not None and i.units[0] > 0):
-            continue
-        whole = 1.0 if weights is None else weights[i.chunk]
-        later = whole if kept is None else kept[i.chunk]
-        live += {Op.FORWARD: whole, Op.BACKWARD: -whole, Op.BACKWARD_INPUT: later - whole, Op.BACKWARD_WEIGHT: -later}[
-            i.op
-        ]
-        peak = max(peak, live)
-        live = live if trains else 0.0
-    return peak
 
 
 @dataclass
@@ -126,6 +117,8 @@ class _Rank:
     lanes      when the last message of a lane ends
     in_flight  reductions that have a buffer of their own
     last       its last collective over several stages
+    slots      those of the parts that are updated in host memory
+    ends       when its last computation of each step ended
     """
 
     number: int
@@ -137,6 +130,8 @@ class _Rank:
     lanes: dict[Lane, Message] = field(default_factory=dict)
     in_flight: deque[Message] = field(default_factory=deque)
     last: Message | None = None
+    slots: Slots = field(default_factory=Slots)
+    ends: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
 
@@ -148,6 +143,13 @@ class _Rank:
     def current(self) -> Instruction:
         return self.instructions[self.next]
 
+    def begin_again(self) -> None:
+        """Run the list once more, with what it has left."""
+        names = {self.scope.final: Thing.OWED, Thing.NORM: Thing.LAST_NORM} if self.scope.border.leaves else {}
+        left = {(names.get(value[0], value[0]), *value[1:]): made for value, made in self.values.items()}
+        self.values = {value: left[value] for value in self.scope.at_start()}
+        self.next = 0
+
 
 class _Simulation:
     def __init__(
@@ -156,8 +158,9 @@ class _Simulation:
         times: ChunkTimes,
         shapes: Sequence[RankShape],
         border: Border,
+        steps: int,
     ) -> None:
-        self.times = times
+        self.times, self.steps = times, steps
         trains = any(i.ends_backward for instructions in lists for i in instructions)
         self.ranks = [
             _Rank(number, instructions, Scope(shape, len(times.forward), trains, border))
@@ -216,6 +219,10 @@ class _Simulation:
             if message is not None:
                 return message
             rank.next += 1
+            if rank.is_done:
+                rank.ends.append(rank.clock)
+                if len(rank.ends) < self.steps:
+                    rank.begin_again()
             if one:
                 break
         return None
@@ -268,10 +275,11 @@ class _Simulation:
         return None
 
     def _move(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
-        """Work on a lane that the rank has for itself: it waits for what it reads and for the lane, nobody for it."""
+        """Work on a lane of the rank's own: it waits for what it reads, the lane and a slot, and nobody for it."""
         before = rank.lanes.get(i.lane)
-        start = max(start, 0.0 if before is None or before.end is None else before.end)
+        start = max(start, 0.0 if before is None or before.end is None else before.end, rank.slots.begins(i))
         end = start + self.times.per_byte.get(i.lane, 0.0) * moved_bytes(i, rank.scope.shape)
+        rank.slots.ran(i, end, rank.scope.shape)
         rank.lanes[i.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, does, message)
@@ -297,7 +305,8 @@ class _Simulation:
         bubble = 1.0 - sum(busy) / (makespan * len(spans)) if makespan else 0.0
         peaks = tuple(int(peak_activations(rank.instructions)) for rank in self.ranks)
         messages = tuple(tuple(sorted(rank.messages, key=_by_end)) for rank in self.ranks)
-        return SimulationReport(makespan, longest, bubble, busy, peaks, spans, messages)
+        ends = tuple(max(of_step) for of_step in zip(*(rank.ends for rank in self.ranks), strict=True))
+        return SimulationReport(makespan, longest, bubble, busy, peaks, spans, messages, ends)
 
 
 def _by_end(span: Span) -> tuple[float, float, str]:

@@ -13,7 +13,8 @@ import pytest
 from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
-from megazero.program.simulate import SimulationReport, peak_activations, simulate
+from megazero.program.live_passes import peak_activations
+from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.times import profiled_times, uniform_times
 from tests.program.steps import check_schedule
 from tests.reference import REFERENCE, needs_reference

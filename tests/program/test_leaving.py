@@ -167,8 +167,8 @@ FAULTS = {
         HOST,
         0,
         lambda own: drop(unit(FREE, 2, 0))(drop(unit(RETURN, 2, 0))(own)),
-        unit(LEAVE, 2, 0),
-        f"makes {ON_HOST} of units 0 to 0 of chunk 0 as one graph (micro-batch 2), which nothing after it reads",
+        unit(Op.BACKWARD.value, 2, 0),
+        "the activations of units 0 to 0 of chunk 0 as one graph (micro-batch 2) are on their way to host memory",
     ),
 }
 

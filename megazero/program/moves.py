@@ -1,0 +1,191 @@
+"""Where the pieces of a rank's memory are that leave a tier, and the moves that are legal: a state machine.
+
+A piece rests on a tier, is on its way to one, or is in use on one. `LEGAL` is the whole machine: from an instruction
+and where it finds a piece to where it leaves it. What is not in the table is illegal. The walk of `program.checker`
+runs it over every list beside the account of values. That account knows whether a value exists. The machine knows where
+the bytes are: so it refuses a computation on what is on its way out, a second move of what moves, and a slot of host
+memory that another part has not left.
+
+A lane waits for what is on its way to it. So an update may follow a read in the list that is not over: the update comes
+later. Nothing waits for what is on its way elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megazero.config.tiers import SLOTS, Tier
+from megazero.program.effects import Effects
+from megazero.program.instruction import Instruction, Op
+from megazero.program.scope import Scope
+from megazero.program.slots import ENDS, TAKES
+from megazero.program.values import Thing, Value, describe, of_bucket
+
+
+class Doing(Enum):
+    """What a piece does."""
+
+    RESTS = "rest"
+    MOVES = "are on their way to"
+    COMPUTES = "are in use"
+
+    __hash__ = object.__hash__
+
+
+class Standing(NamedTuple):
+    """What a piece does, and on which tier."""
+
+    doing: Doing
+    tier: Tier
+
+    def __str__(self) -> str:
+        if self.doing is Doing.MOVES:
+            return f"{self.doing.value} {_TIERS[self.tier].removeprefix('in ').removeprefix('on ')}"
+        return f"{self.doing.value} {_TIERS[self.tier]}"
+
+
+_TIERS = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.DISK: "on disks"}
+ON_DEVICE, ON_HOST, ON_DISK = (Standing(Doing.RESTS, tier) for tier in Tier)
+TO_DEVICE, TO_HOST, TO_DISK = (Standing(Doing.MOVES, tier) for tier in Tier)
+USED_ON_HOST = Standing(Doing.COMPUTES, Tier.HOST)
+
+
+class Piece(Enum):
+    """The kinds of piece: of a part of a bucket, or what a forward has kept."""
+
+    STATE = "master weights and moments"
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    ACTIVATIONS = "activations"
+
+    __hash__ = object.__hash__
+
+
+_ADDERS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_READERS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.GATHER)
+LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType(
+    {
+        (Op.READ_STATE, Piece.STATE): {ON_DISK: TO_HOST},
+        (Op.UPDATE_HOST, Piece.STATE): {TO_HOST: USED_ON_HOST, ON_HOST: ON_HOST},
+        (Op.WRITE_STATE, Piece.STATE): {USED_ON_HOST: TO_DISK},
+        (Op.UPDATE, Piece.STATE): {ON_DEVICE: ON_DEVICE},
+        (Op.COPY_GRADIENT, Piece.GRADIENTS): {ON_DEVICE: TO_HOST},
+        (Op.UPDATE_HOST, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},  # the copy is used up
+        (Op.UPDATE, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
+        **{
+            (op, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE} for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        },
+        (Op.UPDATE_HOST, Piece.PARAMETERS): {ON_DEVICE: USED_ON_HOST},
+        (Op.COPY_PARAMETERS, Piece.PARAMETERS): {USED_ON_HOST: TO_DEVICE},
+        (Op.UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE},
+        **{(op, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE} for op in _READERS},
+        (Op.LEAVE, Piece.ACTIVATIONS): {ON_DEVICE: TO_HOST},
+        (Op.FREE, Piece.ACTIVATIONS): {TO_HOST: ON_HOST},
+        (Op.RETURN, Piece.ACTIVATIONS): {ON_HOST: TO_DEVICE},
+        (Op.BACKWARD, Piece.ACTIVATIONS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE},
+        (Op.BACKWARD_INPUT, Piece.ACTIVATIONS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE},
+    }
+)
+"""The legal moves. What a backward has used is gone: its next forward finds the place as if nothing had left it."""
+AT_THE_END = {
+    Piece.STATE: {TO_DISK},
+    Piece.GRADIENTS: set[Standing](),
+    Piece.PARAMETERS: {TO_DEVICE},
+    Piece.ACTIVATIONS: set[Standing](),
+}
+"""Where a piece may be at the end of a list instead of at home: it arrives beside the next list."""
+_OF_A_PART = (Piece.STATE, Piece.GRADIENTS, Piece.PARAMETERS)
+_OF_A_VALUE = {
+    Thing.SHARD: Piece.PARAMETERS,
+    Thing.PARAMETERS: Piece.PARAMETERS,
+    Thing.GRADIENT: Piece.GRADIENTS,
+    Thing.ACTIVATIONS: Piece.ACTIVATIONS,
+}
+"""The pieces that an instruction on no part reads or adds to, by the values of its effects."""
+
+
+class IllegalMove(Exception):
+    """An instruction finds a piece where it may not move or use it. The message says what of it is wrong."""
+
+
+class Moves:
+    """The machine on its way through a rank's list.
+
+    away   the pieces that are not at home, and the instruction that moved them last. At home optimizer state rests on
+           its tier, and all else on the device
+    slots  the parts that have taken a slot of host memory, by its number, until they have left it
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.away: dict[tuple[Piece, Value], tuple[Standing, Instruction]] = {}
+        self.slots: dict[int, tuple[int, int]] = {}
+        self._turns = 0
+
+    def take(self, i: Instruction, does: Effects) -> None:
+        """The next instruction, and what it reads and writes. Raises IllegalMove."""
+        for piece, where in self._pieces(i, does) if i.part >= 0 or self.away or i.op is Op.LEAVE else ():
+            legal = LEGAL[i.op, piece]
+            home = self._home(piece, where)
+            stands, mover = self.away.get((piece, where), (home, None))
+            if stands not in legal:
+                before = "" if mover is None else f" since {mover}"
+                may = " or ".join(map(str, legal))
+                raise IllegalMove(f"finds that {_named(piece, where)} {stands}{before}: legal where they {may}")
+            if legal[stands] == home:
+                self.away.pop((piece, where), None)
+            else:
+                self.away[piece, where] = legal[stands], i
+        if i.part >= 0:
+            self._slot(i)
+
+    def finish(self) -> None:
+        """The end of the list. Raises IllegalMove where a piece has not come home, and is not on its last way there."""
+        for (piece, where), (stands, mover) in self.away.items():
+            if stands not in AT_THE_END[piece]:
+                raise IllegalMove(f"leaves {_named(piece, where)} where they {stands} ({mover})")
+
+    def _pieces(self, i: Instruction, does: Effects) -> Iterator[tuple[Piece, Value]]:
+        """The pieces that an instruction moves or uses."""
+        if i.part >= 0:
+            for kind in _OF_A_PART:
+                if (i.op, kind) in LEGAL:
+                    yield kind, of_bucket(Thing.SHARD, i.buckets[0], i.part)
+            return
+        for value in (*does.needs, *does.takes, *does.makes, *does.adds):
+            piece = _OF_A_VALUE.get(value[0])
+            if piece is None or (i.op, piece) not in LEGAL:
+                continue
+            if piece is Piece.ACTIVATIONS:
+                yield piece, value
+            elif value[2] >= 0:
+                yield piece, of_bucket(Thing.SHARD, value[1], value[2])
+            elif piece is Piece.GRADIENTS:
+                parts = range(len(self.scope.shape.buckets[value[1]].parts))
+                yield from ((piece, of_bucket(Thing.SHARD, value[1], part)) for part in parts)
+
+    def _home(self, piece: Piece, where: Value) -> Standing:
+        if piece is Piece.STATE:
+            return Standing(Doing.RESTS, self.scope.shape.buckets[where[1]].parts[where[2]].tier)
+        return ON_DEVICE
+
+    def _slot(self, i: Instruction) -> None:
+        """Slots are taken in turn. The next one has to be free: the part that had it has gone its whole way."""
+        key = i.buckets[0], i.part
+        if i.op in TAKES and key not in self.slots.values():
+            number = self._turns % SLOTS
+            if number in self.slots:
+                bucket, part = self.slots[number]
+                raise IllegalMove(f"takes slot {number} of {SLOTS}, which part {part} of bucket {bucket} has not left")
+            self.slots[number] = key
+            self._turns += 1
+        if i.op is ENDS.get(self.scope.shape.buckets[i.buckets[0]].parts[i.part].tier):
+            self.slots = {number: taken for number, taken in self.slots.items() if taken != key}
+
+
+def _named(piece: Piece, where: Value) -> str:
+    """A piece in words."""
+    return describe(where) if piece is Piece.ACTIVATIONS else f"{piece.value} of part {where[2]} of bucket {where[1]}"
