@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megazero.config.checks import CheckContext
 from megazero.config.derive import pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
+from megazero.config.placement import AUTO
 
 
 def fp16(f: CheckContext) -> bool:
@@ -55,6 +56,10 @@ def leaves_device(f: CheckContext) -> bool:
         return any(tiers(f.run).values())
     except ValueError:
         return True
+
+
+def searches(f: CheckContext) -> bool:
+    return f.run.offload.placement == AUTO
 
 
 def several(f: CheckContext) -> bool:

@@ -133,15 +133,19 @@ EFFECTS = (
     ),
     Effect(
         "nvme_path",
-        when.rests_on_disks,
+        lambda f: when.rests_on_disks(f) or when.searches(f),
         "--offload-optimizer nvme or --offload-params nvme: nothing rests on disks",
-        ("offload_optimizer", "offload_params"),
+        ("offload_optimizer", "offload_params", "placement"),
     ),
     Effect(
         "nvme_buffer_bytes",
-        when.leaves_device,
+        lambda f: when.leaves_device(f) or when.searches(f),
         "--offload-optimizer or --offload-params, cpu or nvme",
-        ("offload_optimizer", "offload_params"),
+        ("offload_optimizer", "offload_params", "placement"),
+    ),
+    *(
+        Effect(name, when.searches, "--placement auto", ("placement",))
+        for name in ("placement_rates", "device_memory_budget", "host_memory_budget")
     ),
     # From here on: lines in the banner, no errors.
     Effect(

@@ -20,6 +20,7 @@ from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
 from megazero.config.lengths import rarely_saved
 from megazero.config.options import run_options
+from megazero.config.placement import with_placement
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, resolve_disputes, without_overruled_tokenizer
@@ -119,10 +120,12 @@ def parse_arguments(
     problems += _wrong_ranks(line.command, world_size)
     if line.command.starts_nothing:
         world_size = line.command.ranks_to_check(world_size)
-    sources = [*_sources_by_name(line.command), *([program.settings] if program else []), line.source]
+    named = [*_sources_by_name(line.command), *([program.settings] if program else []), line.source]
+    sources, contradicted, placed = with_placement(named)
+    problems += contradicted
     own_data = program is not None and program.has_data
     said = frozenset(name for source in sources for name in source.settings)
-    notes = _deepspeed_defaults(sources)
+    notes = [*placed, *_deepspeed_defaults(sources)]
     for source in sources:
         problems += [*(source.problems if source is not line.source else ()), *source.sibling_problems()]
     model = _init_from_source(sources, model_of)

@@ -85,7 +85,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "save_interval",
                 "eval_interval",
             ),
-            *("zero3_gathered_bytes", "nvme_buffer_bytes"),
+            *("zero3_gathered_bytes", "nvme_buffer_bytes", "device_memory_budget", "host_memory_budget"),
             *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,

@@ -52,6 +52,7 @@ def banner(
     changes: list[tuple[str, object, object]],
     said: Mapping[str, Mapping[str, Any]] | None = None,
     notes: Sequence[str] = (),
+    placed: Sequence[str] = (),
 ) -> str:
     """The banner of a run on this grid.
 
@@ -61,13 +62,14 @@ def banner(
     changes  (field, old, new) of what differs from the checkpoint's run
     said     settings that the user changed from the defaults, by section; None: a program made the run
     notes    sentences that the user should read before the run
+    placed   sentences about a placement that was searched for
     """
     axes, zero = grid.axes, parts.zero(run.parallel.zero_stage, grid.axes)
     sections = [
         (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
         ("Model", blocks.pairs(_model(run))),
         (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
-        ("Schedule", blocks.pairs([*schedule_lines(steps), *_communication(run, grid)])),
+        ("Schedule", blocks.pairs([*placement_lines(placed), *schedule_lines(steps), *_communication(run, grid)])),
         ("Run", blocks.pairs([*_training(run, text), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
@@ -75,6 +77,11 @@ def banner(
         ("Worth knowing", blocks.bullets(notes)),
     ]
     return blocks.sections(sections)
+
+
+def placement_lines(placed: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, text) of the sentences about a placement that was searched for; empty where none was."""
+    return [("placement", "\n".join(placed))] * bool(placed)
 
 
 def _ops(run: Run, device: torch.device) -> str:

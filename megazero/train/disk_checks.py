@@ -43,7 +43,7 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     folders, on_disks = run.offload.nvme_path, {f: o for f, o in tiers(run).items() if o.tier is Tier.DISK}
     if not on_disks or run.model.vocab_size is None:
         return []
-    needed, free = swap_bytes(run, axes_of(run.parallel, world_size), here), _free(folders)
+    needed, free = swap_bytes(run, axes_of(run.parallel, world_size), here), free_in(folders)
     if needed <= free:
         return []
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
@@ -68,7 +68,7 @@ def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
     return total
 
 
-def _free(folders: Sequence[str]) -> int:
+def free_in(folders: Sequence[str]) -> int:
     """Free bytes of the file systems of these folders, each counted once, and of files that are left over there."""
     systems = {os.stat(folder).st_dev: folder for folder in folders}
     return sum(map(free_bytes, systems.values())) + sum(map(leftover_bytes, folders))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megazero.config.count import parameters
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
+from megazero.config.placement import AUTO
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
@@ -15,9 +16,10 @@ from megazero.system import device as devices
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train import text_blocks as blocks
-from megazero.train.banner import schedule_lines
+from megazero.train.banner import placement_lines, schedule_lines
 from megazero.train.memory_trace import trace_of_plan
 from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
+from megazero.train.placed import Placed, chosen, rates_problems, with_choice
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 
 
@@ -26,10 +28,23 @@ def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
 
     Raises ConfigError with everything that a start would report.
     """
-    told = [dump(parsed.run).rstrip()] if parsed.command.print_config else []
+    ranks = parsed.command.world_size or parsed.command.ranks or ranks_here
+    told = [dump(_placed(parsed.run, ranks).run).rstrip()] if parsed.command.print_config else []
     if parsed.command.validate_only:
-        told.append(_verdict(parsed, parsed.command.world_size or parsed.command.ranks or ranks_here))
+        told.append(_verdict(parsed, ranks))
     return "\n\n".join(told)
+
+
+def _placed(run: Run, ranks: int) -> Placed:
+    """The run with the placement that --placement auto would choose, where the rates are given and the vocabulary is
+    known; else as it is.
+    """
+    known = with_default_vocabulary(run)
+    if run.offload.placement != AUTO or run.offload.placement_rates is None or known.model.vocab_size is None:
+        return Placed(run)
+    axes, kind = axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
+    found = chosen(known, axes, kind, None, ranks, nccl=has_nccl(run.parallel, axes))
+    return Placed(with_choice(run, dict(found.settings)), found.told)
 
 
 def _verdict(parsed: ParsedArguments, ranks: int) -> str:
@@ -47,10 +62,13 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
         run, problems = present.run, [*problems, *present.problems]
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
-    problems += budget_problems(run, ranks)
+    problems += [*budget_problems(run, ranks), *rates_problems(run)]
     if problems:
         raise ConfigError(problems)
-    return _told(with_default_vocabulary(run), ranks, notes, left)
+    placed = _placed(with_default_vocabulary(run), ranks)
+    if placed.run.offload.placement == AUTO:
+        left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
+    return _told(placed, ranks, notes, left)
 
 
 def _unread(run: Run) -> str:
@@ -62,7 +80,8 @@ def _unread(run: Run) -> str:
     return "the default corpus: it is made at the start, where it is not there yet"
 
 
-def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
+def _told(placed: Placed, ranks: int, notes: list[str], left: list[str]) -> str:
+    run = placed.run
     axes = axes_of(run.parallel, ranks)
     zero = parts.zero(run.parallel.zero_stage, axes)
     head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, {zero}"
@@ -77,7 +96,7 @@ def _told(run: Run, ranks: int, notes: list[str], left: list[str]) -> str:
     if traced is not None and kind == "cuda" and not devices.cuda_available():
         left.append(f"--memory-trace: no card is here to try the bodies of attention; {ASSUMED} was assumed")
     sections = [
-        (head, blocks.pairs(schedule_lines(steps))),
+        (head, blocks.pairs([*placement_lines(placed.told), *schedule_lines(steps)])),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
         ("Memory of a step", traced or ""),
         ("Worth knowing", blocks.bullets(notes)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.checkpoint.fence import Fence
@@ -33,11 +34,13 @@ def introduce(
     start: StartPoint,
     fence: Fence | None,
     parsed: ParsedArguments | None,
+    placed: Sequence[str] = (),
 ) -> None:
     """Print the banner on rank 0, and write the resolved run into the save folder, as a file for `--config`.
 
     steps: the run's lists. fence: that of the save folder, if there is one. parsed: the user's settings; None if a
-    program made the run. Raises FenceLost if another run has claimed the folder.
+    program made the run. placed: sentences about a placement that was searched for. Raises FenceLost if another run has
+    claimed the folder.
     """
     others = note_of_other_bodies(bodies_of(run, grid.device), grid)
     if grid.rank != 0:
@@ -45,7 +48,8 @@ def introduce(
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
     said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
     notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration), *filter(None, [others]))
-    print(banner(run, grid, steps, prepared.text, start.text, changes, said, notes), end="\n\n", flush=True)
+    text = banner(run, grid, steps, prepared.text, start.text, changes, said, notes, placed)
+    print(text, end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()
         replace_file(Path(run.checkpoint.save) / RUN_FILE, dump(run).encode(), fence.token)

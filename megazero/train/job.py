@@ -32,6 +32,7 @@ from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.memory_trace import trace_of_run
 from megazero.train.offload import DiskUse, offloading
+from megazero.train.placed import Placed, placed_changes, placed_run
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
@@ -101,12 +102,15 @@ def build_job(
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
-    with offloading(run, grid) as offloaded:
-        return _build(run, prepared, grid, signals, parsed, program, offloaded)
+    placed = placed_run(run, grid, prepared.here)
+    changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
+    prepared = replace(prepared, run=placed.run, changes=changes)
+    with offloading(placed.run, grid) as offloaded:
+        return _build(placed, prepared, grid, signals, parsed, program, offloaded)
 
 
 def _build(
-    run: Run,
+    placed: Placed,
     prepared: Prepared,
     grid: ProcessGrid,
     signals: StopSignals,
@@ -114,9 +118,10 @@ def _build(
     program: Sequence[CallbackSink],
     offloaded: Offloading,
 ) -> Job:
-    """`build_job` of a run whose device is known. program: the sink of its functions. offloaded: what leaves the
-    device.
+    """`build_job` of a run whose device and placement are known. program: the sink of its functions. offloaded: what
+    leaves the device.
     """
+    run = placed.run
     stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
     model = ModelState(stages, grid, run.optimizer, run.parallel, coding_of(run.lora, run.model), offloaded)
     optimizer = ShardedOptimizer(model, run.optimizer, grid)
@@ -136,7 +141,7 @@ def _build(
     start = resume(run, state, checkpoints, probe_engine, grid)
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     traced = trace_of_run(steps, grid)
-    introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
+    introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed, placed.told)
     log = step_log(run, grid, [*sinks, *program])
     if model.host.swap is not None:
         log.note(f"--offload-optimizer {run.offload.offload_optimizer}: {model.host.swap.backend}")

@@ -29,6 +29,7 @@ from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples, with_samples
 from megazero.train.path_checks import check_paths, start_position
+from megazero.train.placed import rates_problems
 from megazero.train.requirements import budget_problems, machine_problems
 
 DEFAULT_TOKENIZER = "gpt2"
@@ -43,6 +44,7 @@ class Prepared:
     text     a few words about the data, for the banner
     found    the checkpoint that it resumes from, if there is one
     changes  the differences from the run that wrote the checkpoint
+    here     number of ranks of this host
     """
 
     run: Run
@@ -51,6 +53,7 @@ class Prepared:
     text: str
     found: FoundCheckpoint | None
     changes: tuple[Change, ...]
+    here: int = 1
 
 
 def prepare(
@@ -69,7 +72,7 @@ def prepare(
     present = check_paths(run, world_size, own.tokenizer, here)
     run, tokenizer, found = present.run, present.tokenizer, present.found
     unfit = budget_problems(run, world_size)
-    problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit]
+    problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit, *rates_problems(run)]
     if problems:
         raise ConfigError(problems)
     try:
@@ -86,7 +89,7 @@ def prepare(
     run = with_base(run, found)
     if devices.kind(run.parallel.device) == "cpu":  # on a GPU the bodies of attention are tried later
         recompute_table(run, axes_of(run.parallel, world_size), "cpu")
-    return Prepared(run, datasets, tokenizer, text, found, changes)
+    return Prepared(run, datasets, tokenizer, text, found, changes, world_size if here is None else len(here))
 
 
 def _named_data(

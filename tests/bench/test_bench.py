@@ -127,7 +127,18 @@ def generate(tmp_path: Path) -> None:
     assert all(row["same"] == row["batch"] for row in rows if row["dtype"] == "fp32"), "both sides generate the same"
 
 
-SCRIPTS = {check.__name__: check for check in (peers, train, memory, state_memory, ops, exchange, async_save, generate)}
+def placement(tmp_path: Path) -> None:
+    """Under 80 % some static shares fit and some do not, and auto says what it chose."""
+    found = run_quick("placement", tmp_path, "--device", "cpu")
+    (budget,) = found["budgets"].values()
+    assert 0 < budget["budget"] < found["need"] and "auto" in budget["seconds"]
+    assert len(budget["seconds"]) + len(budget["over_the_budget"]) == 11 and budget["over_the_budget"]
+    assert all(min(steps) > 0 for steps in budget["seconds"].values())
+    assert "--offload-" in budget["told"] and "The next best is" in budget["told"]
+
+
+CHECKS = (peers, train, memory, state_memory, ops, exchange, async_save, generate, placement)
+SCRIPTS = {check.__name__: check for check in CHECKS}
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ SHRUNK: Mapping[str, str] = {
     r"megazero pretrain --train-iters 20 --metrics-file": f"{TINY} {DATA} {STEPS}",
     r"torchrun .* --init-from models/gpt2 ": STEPS,
     r"torchrun .* --instruction-data ": f"{STEPS} --seq-length 64",
-    r"torchrun .* --offload-optimizer ": f"{TINY} {STEPS}",
+    r"torchrun .* --(offload-optimizer|placement) ": f"{TINY} {STEPS}",
     r"torchrun .* --lora-rank ": f"{STEPS} --seq-length 64",
     r"torchrun .* --save runs/a --save-interval 50": f"{TINY} {DATA} {STEPS} --train-iters 4 --exit-interval 2",
     r"torchrun .* --load runs/a": f"{TINY} {DATA} {STEPS} --train-iters 4",

@@ -49,6 +49,7 @@ SPEAKS = "--tokenizer byte --sample-prompt ab --sample-tokens 5"
 READS = "--tokenizer gpt2 --tokenizer-path {bpe} --sample-prompt ab"
 INT8 = "--zero-quantized-gradients int8"
 SAVES, LOADS = "--save {out}/saved --save-interval 1", "--load {kept}"
+SEARCHES = "--placement auto --placement-rates {rates} --precision bf16"
 ADAPTS = "--init-from {kept} --lora-rank 2"
 
 ROWS = (
@@ -141,6 +142,10 @@ ROWS = (
     Row("offload_optimizer", "--offload-optimizer cpu", "memory"),
     Row("offload_optimizer", "--offload-optimizer cpu:0.5", "memory", "--offload-optimizer cpu"),
     Row("offload_optimizer", "--offload-optimizer nvme --nvme-path {out}", "memory", "--precision bf16"),
+    Row("placement", "--placement {table}", "memory"),
+    Row("placement_rates", "--placement-rates {slow}", "memory", SEARCHES),
+    Row("device_memory_budget", "--device-memory-budget 1MB", "memory", SEARCHES),
+    Row("host_memory_budget", "--host-memory-budget 9KB", "refused", f"{SEARCHES} --device-memory-budget 1MB"),
     Row("nvme_path", "--nvme-path {out}/absent", "refused", "--offload-optimizer nvme --nvme-path {out}"),
     Row("nvme_buffer_bytes", "--nvme-buffer-bytes 200KB", "memory", "--offload-optimizer cpu"),
     Row("compile", "--compile", "compiled", "--precision fp64"),

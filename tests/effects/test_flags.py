@@ -35,6 +35,15 @@ def on_ranks(rank: int, lines: list[str], out: Path) -> list[Seen]:
     return [look(line.split(), out, rank, 2) for line in lines]
 
 
+COPIES = "flops: 1e11\nto_host: 10GB\nto_device: 10GB\n"
+TABLES = {
+    "table": "optimizer: cpu:0.5\n",
+    "rates": f"{COPIES}update: 40GB\nupdate_host: 2GB\n",
+    "slow": f"{COPIES}update: 1MB\nupdate_host: 2GB\n",
+}
+"""Files of --placement and --placement-rates. In the second of these the device updates slowly."""
+
+
 def together(*ranks: Seen) -> Seen:
     """What one command line does on all ranks."""
     return {facet: [seen.get(facet) for seen in ranks] for facet in FACETS} | {
@@ -57,6 +66,9 @@ def places(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "cache": folder / "cache",
         "kept": folder / "kept",
     }
+    made |= {name: folder / f"{name}.yaml" for name in TABLES}
+    for name, text in TABLES.items():
+        made[name].write_text(text)
     made |= {name: write_lines(folder / f"{name}.jsonl", records) for name, records in talks.items()}
     found = {name: str(path) for name, path in made.items()} | {name: str(folder / name) for name in texts}
     look(f"{BASES['text']} --save {{kept}} --exit-interval 2".format(**found).split(), folder)

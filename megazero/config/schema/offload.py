@@ -22,3 +22,14 @@ class OffloadConfig:
     """Host memory of a rank for what is on its way: gradients and parameters of what has left the device, and what is
     read from disks and written back. Buffers of the files come on top. Half as much means twice as many requests, half
     as large."""
+    placement: str = option("flags", metavar="flags|auto|FILE.yaml")
+    """What lies where, and when it moves: as the flags say (flags), as a table in a file says, or the choice that a
+    simulation finds fastest under --device-memory-budget and --host-memory-budget (auto). The banner says what was
+    chosen, and what the next best would take."""
+    placement_rates: str | None = option(None, metavar="FILE.yaml", derived="measured at the start")
+    """For --placement auto: how fast the ranks compute, copy, update, read and write, from a file instead of a
+    measurement. With it the choice is the same in every start."""
+    device_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
+    "Bytes of a rank on its device in a step, for --placement auto."
+    host_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
+    "Bytes of a rank in host memory for what has left the device, for --placement auto."

@@ -1,0 +1,176 @@
+"""--placement: a table of what lies where and when it moves, in a file, or one that is searched for (`plan.placement`).
+
+`ROWS` says which settings of a run a placement is. A file of --placement sets some of them. With `auto` none may be set
+beside it, and the search sets all. A setting that says otherwise at the same or a higher place than --placement itself
+(a flag beside a flag) is an error that names both. Lower ones give way, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.options import did_you_mean, run_options
+from megazero.config.schema import Run
+from megazero.config.source import ConfigSource
+from megazero.config.tiers import Tier, offload_of
+from megazero.config.yaml_file import load_yaml
+from megazero.system.reading import Unreadable, shown
+
+FLAGS, AUTO = "flags", "auto"
+"""The values of --placement that name no file."""
+PLACEMENT = "placement"
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    """A line of a placement.
+
+    field  the setting of a run
+    tiers  where the column can rest besides the device; none for what is no column
+    """
+
+    field: str
+    tiers: tuple[Tier, ...] = ()
+
+
+ROWS: Mapping[str, PlacementRow] = MappingProxyType(
+    {
+        "optimizer": PlacementRow("offload_optimizer", (Tier.HOST, Tier.DISK)),
+        "activations": PlacementRow("offload_activations", (Tier.HOST,)),
+        "late_update": PlacementRow("late_update"),
+        "micro_batch_order": PlacementRow("micro_batch_order"),
+        "vertical_group_size": PlacementRow("vertical_group_size"),
+    }
+)
+"""By key of a file: columns first."""
+_OF_A_COLUMN = ("tier", "share")
+
+
+def applied(run: Run, settings: Mapping[str, Any]) -> Run:
+    """The run with these settings: field -> value."""
+    parts: dict[str, dict[str, Any]] = {}
+    for field, value in settings.items():
+        parts.setdefault(run_options()[field].section, {})[field] = value
+    return replace(run, **{section: replace(getattr(run, section), **fields) for section, fields in parts.items()})
+
+
+def unplaced(run: Run) -> Run:
+    """The run without a placement: with the defaults of all its rows."""
+    return applied(run, {row.field: run_options()[row.field].default for row in ROWS.values()})
+
+
+def as_flags(settings: Mapping[str, Any]) -> str:
+    """The flags that give these settings, where they are not the defaults; empty where all are."""
+    words = []
+    for field, value in settings.items():
+        known = run_options()[field]
+        if value != known.default:
+            words.append(known.flag if value is True else f"{known.flag} {value}")
+    return " ".join(words)
+
+
+def with_placement(sources: Sequence[ConfigSource]) -> tuple[list[ConfigSource], list[str], list[str]]:
+    """The sources with the settings of a file of --placement, what is wrong, and notes. sources: the lowest first."""
+    number = next((n for n in reversed(range(len(sources))) if PLACEMENT in sources[n].settings), None)
+    word = FLAGS if number is None else sources[number].settings[PLACEMENT]
+    if number is None or word == FLAGS:
+        return list(sources), [], []
+    above = sources[number:]
+    if word == AUTO:
+        fields = [row.field for row in ROWS.values()]
+        below = [_without(source, fields) for source in sources[:number]]
+        return [*below, *above], list(_chosen_anyway(above, sources[number])), []
+    file = read_placement(word)
+    problems = [*_contradictions(file, above, sources[number])]
+    for source in above:
+        source.settings.pop(PLACEMENT, None)
+    told = ", ".join(f"{name} {value}" for name, value in file.settings.items()) or "says nothing"
+    return [*sources[:number], file, *above], problems, [f"--placement {word}: {told}"] * (not file.problems)
+
+
+def _without(source: ConfigSource, fields: Sequence[str]) -> ConfigSource:
+    for field in fields:
+        source.settings.pop(field, None)
+    return source
+
+
+def _chosen_anyway(above: Sequence[ConfigSource], by: ConfigSource) -> Iterator[str]:
+    """Settings beside `auto`. A whole run that a program gives has all of them: there only changed ones count."""
+    for source in above:
+        for row in ROWS.values():
+            value = source.settings.get(row.field)
+            if value is None or (source.resolved and value == run_options()[row.field].default):
+                continue
+            yield f"{_said(source, row.field)} and {_said(by, PLACEMENT)}, which chooses it: give one of them"
+
+
+def _contradictions(file: ConfigSource, above: Sequence[ConfigSource], by: ConfigSource) -> Iterator[str]:
+    for source in above:
+        for field, value in file.settings.items():
+            other = source.settings.get(field, value)
+            if other != value and not (source.resolved and other == run_options()[field].default):
+                yield (
+                    f"{_said(source, field)} and {_said(by, PLACEMENT)}, where {file.written[field]} is {value}, say "
+                    "different things: give one of them"
+                )
+
+
+def _said(source: ConfigSource, field: str) -> str:
+    """A setting as the user wrote it."""
+    value, written = source.settings[field], source.written.get(field, field)
+    return written if isinstance(value, bool) and written.startswith("--") else f"{written} {value}"
+
+
+def read_placement(path: str) -> ConfigSource:
+    """The settings of a file of --placement. Mistakes in it are collected in the source's `problems`."""
+    source = ConfigSource(path)
+    try:
+        content = load_yaml(Path(path))
+    except Unreadable as reason:
+        source.problems.append(f"--placement {reason}")
+        return source
+    if not isinstance(content, dict):
+        held = "nothing" if content is None else type(content).__name__
+        source.problems.append(f"--placement {path}: holds no table, but {held}")
+        return source
+    for key, value in content.items():
+        row = ROWS.get(str(key).replace("-", "_"))
+        if row is None:
+            hint = did_you_mean(str(key).replace("-", "_"), ROWS)
+            source.problems.append(f"--placement {path}: there is no {key}{hint or ': ' + ', '.join(ROWS)}")
+            continue
+        try:
+            source.put(row.field, _value(row, value), f"{path}: {key}")
+        except ValueError as reason:
+            source.problems.append(f"--placement {path}: {key}: {reason}")
+            source.bad.add(row.field)
+    return source
+
+
+def _value(row: PlacementRow, value: object) -> Any:
+    """The value of a setting. That of a column is a word as of its flag, or a tier and a share."""
+    known = run_options()[row.field]
+    if not row.tiers:
+        return known.from_value(value)
+    text = _column(value) if isinstance(value, dict) else known.from_value(value)
+    offload = offload_of(text)
+    if offload and offload.tier not in row.tiers:
+        places = " or ".join(tier.value for tier in (Tier.DEVICE, *row.tiers))
+        raise ValueError(f"{text}: this column rests on {places}")
+    return text
+
+
+def _column(table: Mapping[Any, Any]) -> str:
+    """`{tier: cpu, share: 0.5}` in the words of a flag."""
+    strange = [key for key in table if key not in _OF_A_COLUMN]
+    if strange or "tier" not in table:
+        wrong = f"there is no {strange[0]}" if strange else "the tier is missing"
+        raise ValueError(f"{shown(dict(table))}: {wrong}; the keys are tier and share")
+    share = table.get("share")
+    if isinstance(share, bool) or not isinstance(share, int | float | None):
+        raise ValueError(f"the share {shown(share)} is not a number")
+    return f"{table['tier']}" + ("" if share is None else f":{share}")

@@ -1,0 +1,155 @@
+"""Measure at the start how fast the ranks compute, copy, update, read and write (--placement auto)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fused_ops.adam import AdamRange, adam_steps, sgd_step
+from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.config.derive import ffn_width
+from megazero.config.dtypes import compute_dtype, state_dtype
+from megazero.config.schema import OptimizerConfig, Run
+from megazero.disk.backend import DiskOptions
+from megazero.disk.measure import DiskTrial
+from megazero.mpu.collectives import all_reduce, barrier
+from megazero.mpu.grid import ProcessGrid
+from megazero.plan.rates import NAMES, MachineRates, rates_of
+from megazero.system import device as devices
+from megazero.system.copy_thread import CopyThread
+from megazero.system.streams import host_tensor
+from megazero.train.logs import as_config_error
+
+SECONDS = 0.05
+"""For each of the `TRIALS` of a measurement, the fastest of which counts."""
+TRIALS = 3
+DISK_SECONDS = 0.3
+DISK_BYTES = 64 << 20
+ELEMENTS = 1 << 20
+"""Of a tensor that is copied, updated or sent."""
+MOST_ROWS = 4096
+"""Rows of the measured product at most."""
+
+
+def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
+    """The rates of the slowest rank, each while all ranks measure the same. A collective of the world: barriers and
+    all-reduces; between replicas all-reduces of 4 MiB. Takes about a second, and another for each folder of
+    --nvme-path. Raises ConfigError on all ranks where one of these folders fails.
+    """
+    found: dict[str, float] = {}
+    barrier(grid.world)
+    found["flops"] = _product(run, grid.device)
+    found |= _copies(grid.device)
+    barrier(grid.world)
+    found["update"] = found["update_host"] = _updates(run.optimizer, grid.device)
+    if grid.device.type != "cpu":
+        barrier(grid.world)
+        found["update_host"] = _updates(run.optimizer, torch.device("cpu"))
+    if run.offload.nvme_path:
+        found |= _disks(run, grid)
+    if grid.replicas.size > 1:
+        found["messages"] = _messages(grid)
+    names = [name for name in NAMES if name in found]
+    slowest = torch.tensor([found[name] for name in names], dtype=torch.float64, device=grid.device)
+    all_reduce(slowest, grid.world, "min").wait()
+    return rates_of(dict(zip(names, slowest.tolist(), strict=True)))
+
+
+def per_second(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """How much is done in a second by work that does `amount` in a call: the fastest of a few trials."""
+    work()
+    best = float("inf")
+    for _ in range(TRIALS):
+        devices.synchronize(device)
+        start, calls = time.perf_counter(), 0
+        while calls == 0 or time.perf_counter() - start < SECONDS:
+            work()
+            devices.synchronize(device)
+            calls += 1
+        best = min(best, (time.perf_counter() - start) / calls)
+    return amount / best
+
+
+def _product(run: Run, device: torch.device) -> float:
+    """Operations of the product of a micro-batch with an MLP's matrix."""
+    rows = min(run.schedule.micro_batch_size * run.model.seq_length, MOST_ROWS)
+    hidden, width = run.model.hidden_size, max(1, ffn_width(run.model) // run.parallel.tp)
+    dtype = compute_dtype(run.optimizer.precision)
+    left = torch.randn(rows, hidden, device=device).to(dtype)
+    right = torch.randn(hidden, width, device=device).to(dtype)
+    return per_second(lambda: left @ right, 2.0 * rows * hidden * width, device)
+
+
+def _copies(device: torch.device) -> dict[str, float]:
+    """Bytes to the host and back, by the threads that will copy."""
+    there = torch.randn(ELEMENTS, device=device)
+    here = host_tensor(ELEMENTS, there.dtype, device, "--placement auto")
+    thread = CopyThread(device, "rates")
+    try:
+        return {
+            "to_host": per_second(lambda: thread.copy(here, there).result(), here.nbytes, device),
+            "to_device": per_second(lambda: thread.copy(there, here).result(), here.nbytes, device),
+        }
+    finally:
+        thread.close()
+
+
+def _updates(cfg: OptimizerConfig, device: torch.device) -> float:
+    """Bytes of gradients that are used up by updates of master weights, moments and parameters."""
+    dtype = state_dtype(cfg.precision)
+    weights, gradient, first, second = (torch.rand(ELEMENTS, dtype=dtype, device=device) for _ in range(4))
+    parameters = torch.zeros(ELEMENTS, dtype=compute_dtype(cfg.precision), device=device)
+    one = torch.ones((), dtype=torch.float64, device=device)
+    skip = torch.zeros((), dtype=torch.bool, device=device)
+
+    def update() -> None:
+        if cfg.optimizer == "sgd":
+            rule = {"lr": 1e-9, "momentum": cfg.sgd_momentum, "weight_decay": 0.0}
+            sgd_step(parameters, weights, gradient, first, **rule, multiplier=one, skip=skip)
+            return
+        adam_steps(
+            [AdamRange(parameters, weights, gradient, first, second, 0.0)],
+            lr=1e-9,
+            beta1=cfg.adam_beta1,
+            beta2=cfg.adam_beta2,
+            eps=cfg.adam_eps,
+            decoupled=cfg.optimizer == "adamw",
+            step=one,
+            multiplier=one,
+            skip=skip,
+        )
+
+    with torch.no_grad():
+        return per_second(update, gradient.nbytes, device)
+
+
+def _disks(run: Run, grid: ProcessGrid) -> dict[str, float]:
+    """Bytes that this rank reads and writes in all folders together, which share a piece by their speed."""
+    found = {"read": 0.0, "write": 0.0}
+
+    def measure() -> None:
+        for folder in run.offload.nvme_path:
+            with DiskTrial(Path(folder), DiskOptions(), DISK_BYTES, piece_bytes=DISK_BYTES // 8) as trial:
+                trial.fill()
+                (writes,), (reads,) = trial.rates(True, seconds=DISK_SECONDS), trial.rates(False, seconds=DISK_SECONDS)
+            found["read"] += reads
+            found["write"] += writes
+
+    with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
+        attempt_on_all_ranks(grid.world, grid.device, measure)
+    return found
+
+
+def _messages(grid: ProcessGrid) -> float:
+    """Bytes of an all-reduce among the replicas, which counts twice as in `program.traffic`."""
+    tensor = torch.zeros(ELEMENTS, device=grid.device)
+    all_reduce(tensor, grid.replicas).wait()
+    devices.synchronize(grid.device)
+    start = time.perf_counter()
+    for _ in range(TRIALS):
+        all_reduce(tensor, grid.replicas).wait()
+    devices.synchronize(grid.device)
+    return 2.0 * tensor.nbytes * TRIALS / (time.perf_counter() - start)

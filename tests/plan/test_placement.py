@@ -1,0 +1,210 @@
+"""The search for a placement, without processes: never over a budget, and no slower in the simulation than others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.placement import ROWS, applied, as_flags
+from megazero.config.tiers import Tier
+from megazero.config.validate import problems_of
+from megazero.mpu.axes import axes_of
+from megazero.plan.placed_step import Cluster, Machine, PlacedStep
+from megazero.plan.placement import EQUAL, SWITCHES, Budgets, PlacementChoice, choose_placement
+from megazero.plan.rates import MachineRates
+from megazero.plan.step_memory import stage_trace
+from megazero.program.instruction import Lane
+
+CARD = MachineRates(1e12, to_host=10e9, to_device=12e9, update=40e9, update_host=2e9, read=2e9, write=1e9, messages=5e9)
+SLOW_COPIES = replace(CARD, to_host=1e8, to_device=1e8)
+SLOW_UPDATES = replace(CARD, update=1e8)
+MODEL = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --data-path x "
+    "--micro-batch-size 1 --precision bf16 --nvme-buffer-bytes 1MB --placement auto"
+)
+LAYOUTS = {
+    "one rank": ("--global-batch-size 4", 1),
+    "ZeRO-1 on two": ("--global-batch-size 8 --zero-stage 1", 2),
+    "ZeRO-3 on two": ("--global-batch-size 8 --zero-stage 3", 2),
+    "two stages": ("--global-batch-size 8 --pp 2 --pipeline-schedule zb-h1", 4),
+    "recompute": ("--global-batch-size 4 --recompute-granularity full", 1),
+}
+
+
+def machine(layout: str, rates: MachineRates = CARD, more: str = "") -> Machine:
+    words, ranks = LAYOUTS[layout]
+    run = parse_run(f"{MODEL} {words} {more}".split(), ranks)
+    return Machine(run, Cluster(axes_of(run.parallel, ranks), "cpu", nccl=False), rates)
+
+
+def static(share: str, activations: str = "none", **switches: object) -> dict[str, object]:
+    return {"offload_optimizer": share, "offload_activations": activations, **switches}
+
+
+def need(of: Machine) -> int:
+    """Bytes of the device with everything on it."""
+    return of.placed({"offload_optimizer": "none"}).device.nbytes
+
+
+def chosen(of: Machine, budgets: Budgets) -> PlacementChoice:
+    found = choose_placement(of, budgets)
+    for step in filter(None, (found.best, found.next_best)):
+        assert budgets.hold(step), (dict(step.settings), step.device, step.host, step.disk)
+        assert problems_of(step.run, of.cluster.axes.world_size) == []
+    return found
+
+
+TEN = tuple(f"cpu:{tenths / 10:g}" for tenths in range(1, 11))
+
+
+@pytest.mark.parametrize("rates", [CARD, SLOW_COPIES, SLOW_UPDATES], ids=["card", "slow copies", "slow updates"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sampled(cases=7)
+def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: MachineRates) -> None:
+    """Under 40, 60 and 80 % of what everything on the device takes, and of what can leave it: shares of the optimizer
+    state alone, and of both columns. Where none of them fits there may be no placement at all.
+    """
+    of = machine(layout, rates)
+    most, least = need(of), of.placed(static("cpu", "cpu")).device.nbytes
+    fitted = 0
+    for percent, floor in product((40, 60, 80), (0, least)):
+        budgets = Budgets(device=floor + (most - floor) * percent // 100)
+        statics = [of.placed(static(share, other)) for share in TEN for other in ("none", share)]
+        fits = [step.seconds for step in statics if budgets.hold(step)]
+        assert not budgets.hold(of.placed(static("none")))
+        if fits:
+            fitted += 1
+            assert chosen(of, budgets).best.seconds <= min(fits) * (1 + EQUAL), (percent, floor)
+    assert fitted >= 4
+
+
+def test_no_slower_than_anything_on_a_grid() -> None:
+    """All tiers, switches and shares in steps of 20 %, one by one."""
+    of = machine("one rank", more="--nvme-path d")
+    budgets = Budgets(device=need(of) * 60 // 100)
+    shares = ("none", *(f"{tier}:{share / 5:g}" for tier in ("cpu", "nvme") for share in range(1, 6)))
+    grid = product(shares, [share for share in shares if "nvme" not in share], *(values for _, values in SWITCHES))
+    fits = []
+    for optimizer, activations, late, order in grid:
+        step = of.placed(static(optimizer, activations, late_update=late, micro_batch_order=order))
+        if budgets.hold(step):
+            fits.append(step.seconds)
+    assert len(fits) > 20
+    assert chosen(of, budgets).best.seconds <= min(fits) * (1 + EQUAL)
+
+
+def test_without_budgets_everything_stays_on_a_device_that_updates_quickly() -> None:
+    found = chosen(machine("one rank"), Budgets()).best
+    assert as_flags(dict(found.settings)) == ""
+    found = chosen(machine("one rank", SLOW_UPDATES), Budgets()).best
+    assert found.run.offload.offload_optimizer.startswith("cpu")
+
+
+def test_the_first_column_gives_way_as_far_as_it_must_and_no_further() -> None:
+    """With copies that take long, every hundredth of the state costs time."""
+    of = machine("one rank", replace(CARD, update_host=1e7))
+    limit = need(of) * 70 // 100
+    budgets = Budgets(device=limit)
+    best = chosen(of, budgets).best
+    settings = dict(best.settings)
+    tier, _, share = str(settings["offload_optimizer"]).partition(":")
+    assert tier == "cpu" and 0 < float(share) < 1
+    less = of.placed({**settings, "offload_optimizer": f"cpu:{float(share) - 0.01:g}"})
+    assert not budgets.hold_device(less) and best.device.nbytes <= limit < less.device.nbytes
+
+
+def test_disks_where_host_memory_is_too_small() -> None:
+    """Its buffers alone take 32 MiB, so the model is large enough to have more state than that."""
+    of = machine("one rank", more="--nvme-path d --hidden-size 512")
+    device = of.placed(static("nvme")).device.nbytes
+    roomy = chosen(of, Budgets(device)).best
+    assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host > of.placed(static("nvme")).host
+    budgets = Budgets(device, of.placed(static("nvme")).host)
+    tight = chosen(of, budgets).best
+    assert as_flags(dict(tight.settings)) == "--offload-optimizer nvme" and tight.disk > 0
+    diskless = Machine(of.run, of.cluster, replace(CARD, read=None, write=None))
+    with pytest.raises(ConfigError, match=r"--host-memory-budget .* --nvme-path DIR"):
+        choose_placement(diskless, budgets)
+    with pytest.raises(ConfigError, match=rf"--nvme-path: .* have 99 bytes of room, .* they take {tight.disk:,};"):
+        choose_placement(of, replace(budgets, disk=99))
+
+
+def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
+    of = machine("two stages", more="--nvme-path d")
+    least = min(
+        of.placed(static("cpu", activations, late_update=late)).device.nbytes
+        for activations in ("none", "cpu")
+        for late in (False, True)
+    )
+    with pytest.raises(ConfigError) as refused:
+        choose_placement(of, Budgets(device=least // 2))
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"--device-memory-budget {least // 2:,}: no placement keeps to it; the least")
+    assert f" {least:,} bytes, with --offload-optimizer cpu" in problem
+    assert choose_placement(of, Budgets(device=least)).best.device.nbytes <= least
+    with pytest.raises(ConfigError, match=r"--host-memory-budget 9: of the placements .* takes [\d,]+ bytes there"):
+        choose_placement(of, Budgets(device=least, host=9))
+
+
+def test_the_same_numbers_give_the_same_choice_and_a_second_best_of_another_kind() -> None:
+    found = [chosen(machine("one rank"), Budgets(device=1_900_000)) for _ in range(2)]
+    assert found[0].best.settings == found[1].best.settings and found[0].looked_at == found[1].looked_at > 10
+    best, other = found[0].best, found[0].next_best
+    assert other is not None and other.seconds >= best.seconds / (1 + EQUAL)
+
+    def kind(step: PlacedStep) -> dict[str, object]:
+        return {name: str(value).partition(":")[0] for name, value in step.settings}
+
+    assert kind(best) != kind(other)
+
+
+def test_a_row_for_every_column_that_a_flag_moves() -> None:
+    """A new flag that places something needs a row here, or no placement moves it."""
+    run = parse_run(MODEL.split(), 1)
+    flags = {name for part in (run.offload, run.parallel) for name in vars(part) if name.startswith("offload_")}
+    assert {row.field for row in ROWS.values() if row.tiers} == flags
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
+    """Without what has left the device: on a CPU the trace counts that, and calls activations in host memory apart."""
+    of = machine(layout, more="--nvme-path d")
+    for settings in (static("none"), static("cpu:0.4"), static("nvme", "cpu:0.5"), static("cpu", late_update=True)):
+        run = applied(of.run, settings)
+        step = Machine(run, of.cluster, CARD).placed(settings)
+        found = []
+        for stage, state in enumerate(step.states):
+            total = stage_trace(step.lists, stage, state, "cpu").peak.total
+            found.append(total - state.elsewhere.memory)
+        assert step.device.nbytes == max(found)
+        assert step.device.stage == found.index(max(found))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bound_is_one(layout: str) -> None:
+    for rates in (CARD, SLOW_COPIES, SLOW_UPDATES, replace(CARD, write=1e7)):
+        of = machine(layout, rates, "--nvme-path d")
+        for settings in (static("none"), static("cpu:0.4"), static("nvme", "cpu:0.5"), static("cpu", late_update=True)):
+            step = of.placed(settings)
+            assert 0 < step.least_seconds <= step.seconds * (1 + 1e-12)
+
+
+def test_times_are_operations_and_bytes_over_rates() -> None:
+    """One block of 12 h^2 weights and its attention, a head of V h, three micro-batches of two samples."""
+    words = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --vocab-size 24 --data-path x "
+        "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --global-batch-size 6 --precision fp32 "
+        "--disable-bias-linear"
+    )
+    run = parse_run(words.split(), 1)
+    rates = replace(CARD, flops=1e3)
+    times = Machine(run, Cluster(axes_of(run.parallel, 1), "cpu", nccl=False), rates).placed({}).times
+    forward = 2 * (2 * 16 * 12 * 64 + 4 * 16 * 16 * 8 + 2 * 16 * 24 * 8 + 16 * 8) / 1e3
+    assert math.isclose(times.forward[0], forward) and math.isclose(times.backward[0], 2 * forward)
+    assert times.per_byte[Lane.HOST] == 1 / rates.update_host and times.update == 1 / rates.update
+    assert times.per_byte[Lane.FROM_DISK] == 1 / 2e9 and times.per_byte[Lane.TO_DISK] == 1 / 1e9
+    assert {tier.value for row in ROWS.values() for tier in row.tiers} == {Tier.HOST.value, Tier.DISK.value}

@@ -1,0 +1,146 @@
+"""--placement auto in real runs: one choice on all ranks, the results of the same flags given by hand, what is told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from torch import nn
+
+from megazero.config.dump import dump
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
+from megazero.config.placement import FLAGS, ROWS, as_flags
+from megazero.config.schema import Run
+from megazero.data.progress import silent
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
+from megazero.plan.rates import NAMES
+from megazero.train.dry_run import dry_run_text
+from megazero.train.job import build_job
+from megazero.train.placed import placed_run
+from megazero.train.prepare import prepare
+from megazero.train.rates import measured_rates
+from tests.parameters import values_of
+from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.ranks import run_ranks
+
+MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "3"]
+MODEL += ["--precision", "bf16", "--bucket-size", "6000"]
+NUMBERS = "flops: 1e11\nto_host: 10GB\nto_device: 10GB\nupdate: 40GB\nupdate_host: 2GB\nread: 2GB\nwrite: 1GB\n"
+
+
+def searched(folder: Path, *more: str) -> list[str]:
+    (folder / "rates.yaml").write_text(NUMBERS)
+    return ["--placement", "auto", "--placement-rates", str(folder / "rates.yaml"), *more]
+
+
+def trained(rank: int, size: int, flags: Sequence[str]) -> tuple[str, Run, list[float], list[list[float]]]:
+    """What was chosen, the run, the losses, and the final weights of this rank."""
+    job, recorder = job_on_rank(rank, size, list(flags))
+    job.fit()
+    with job.state.model.reading():
+        weights = [piece.values.flatten().tolist() for piece in values_of(nn.ModuleList(job.stages))]
+    settings = {**vars(job.run.parallel), **vars(job.run.offload)}
+    told = as_flags({row.field: settings[row.field] for row in ROWS.values()})
+    return told, job.run, [record.loss for record in recorder.records], weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "budget"), [("--zero-stage 0", "500KB"), ("--zero-stage 2", "400KB"), ("--pp 2", "330KB")]
+)
+def test_the_choice_is_made_once_and_trains_as_its_flags_do(
+    layout: str, budget: str, corpus: Path, tmp_path: Path
+) -> None:
+    """On two ranks, to the bit. It says no placement any more, but what it has chosen."""
+    flags = [*MODEL, *layout.split(), *data_flags(corpus, tmp_path / "cache")]
+    found = run_ranks(2, trained, 2, [*flags, *searched(tmp_path, "--device-memory-budget", budget)])
+    (told, run, _, _), _ = found
+    assert "--offload-" in told and run.offload.placement == FLAGS and run.offload.placement_rates is None
+    by_hand = run_ranks(2, trained, 2, [*flags, *told.split()])
+    for auto, hand in zip(found, by_hand, strict=True):
+        assert auto[0] == hand[0] == told
+        assert auto[2:] == hand[2:] and len(auto[2]) == 3
+    kept = tmp_path / "run.yaml"
+    kept.write_text(dump(run))
+    assert parse_run(["--config", str(kept)], 2) == run
+
+
+def refused(rank: int, size: int, flags: list[str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as raised:
+        job_on_rank(rank, size, flags)
+    return raised.value.problems
+
+
+def test_all_ranks_end_with_one_message_where_nothing_fits(corpus: Path, tmp_path: Path) -> None:
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *searched(tmp_path, "--device-memory-budget", "9KB")]
+    first, other = run_ranks(2, refused, 2, flags)
+    assert first == other and first[0].startswith("--device-memory-budget 9,000: no placement keeps to it; the least")
+
+
+def test_a_file_of_rates_is_read_before_anything_starts(corpus: Path, tmp_path: Path) -> None:
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *searched(tmp_path)]
+    (tmp_path / "rates.yaml").write_text("flops: 3\n")
+    (problem,) = refused(0, 1, flags)
+    assert "rates.yaml: to_host, to_device, update, update_host: missing" in problem
+
+
+def measured(rank: int, size: int, folder: str) -> dict[str, float]:
+    data = ["--vocab-size", "100", "--data-path", "x"]
+    run = parse_run([*MODEL, *data, "--placement", "auto", "--nvme-path", folder], size)
+    grid = build_grid(axes_of(run.parallel, size), "cpu")
+    rates = measured_rates(run, grid)
+    assert placed_run(run, grid, size).told[-1].startswith("rates measured now, in a second: flops ") or rank > 0
+    return rates.plain()
+
+
+def test_all_ranks_get_the_rates_of_the_slowest(tmp_path: Path) -> None:
+    first, other = run_ranks(2, measured, 2, str(tmp_path))
+    assert first == other and set(first) == set(NAMES) and min(first.values()) > 0
+    assert list(tmp_path.iterdir()) == [], "files of the measurement are removed"
+
+
+def banner_of(flags: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a run says before its first step, as one line."""
+    parsed = parse_arguments(list(flags), 1)
+    prepared = prepare(parsed.run, 1, silent)
+    build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), parsed=parsed).close()
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flags, the predicted step, the peak, and the next best."""
+    flags = [*MODEL, "--vocab-size", "1003", *data_flags(corpus, tmp_path / "cache")]
+    auto = searched(tmp_path, "--device-memory-budget", "500KB")
+    told = banner_of([*flags, *auto], capsys)
+    found = re.search(
+        r"placement (--offload-.*?): a predicted step of [0-9.e-]+ s; the device's memory is fullest", told
+    )
+    assert found is not None and "KiB of 488 KiB" in told and " steps were simulated. The next best is " in told
+    assert "update_host 2e+09" in told
+    verdict = dry_run_text(parse_arguments([*flags, *auto, "--validate-only"], 1), 1)
+    assert f"placement {found[1]}: a predicted step" in " ".join(verdict.split())
+    printed = dry_run_text(parse_arguments([*flags, *auto, "--print-config"], 1), 1)
+    chosen = parse_run([*flags, *found[1].split()], 1)
+    kept, by_hand = (yaml.safe_load(text)["offload"] for text in (printed, dump(chosen)))
+    assert kept == {**by_hand, "device_memory_budget": 500_000}
+    unknown = [*flags, "--placement", "auto", "--validate-only"]
+    assert "--placement auto: the start measures the machine" in " ".join(
+        dry_run_text(parse_arguments(unknown, 1), 1).split()
+    )
+
+
+def test_a_resumed_run_tells_how_its_choice_differs(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache")]
+    job, _ = job_on_rank(0, 1, [*flags, "--save", str(tmp_path / "saved"), "--exit-interval", "1"])
+    job.fit()
+    capsys.readouterr()
+    more = ["--device-memory-budget", "500KB"]
+    told = banner_of([*flags, "--load", str(tmp_path / "saved"), *searched(tmp_path, *more)], capsys)
+    assert re.search(r" offload-\S+ none cpu", told.split("Changed since the checkpoint")[1])
