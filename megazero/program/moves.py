@@ -21,7 +21,7 @@ from megazero.config.tiers import SLOTS, Tier
 from megazero.program.effects import Effects
 from megazero.program.instruction import Instruction, Op
 from megazero.program.scope import Scope
-from megazero.program.slots import ENDS, TAKES
+from megazero.program.slots import ENDS, TAKES, USES
 from megazero.program.values import Thing, Value, describe, of_bucket
 
 
@@ -182,7 +182,7 @@ class Moves:
                 raise IllegalMove(f"takes slot {number} of {SLOTS}, which part {part} of bucket {bucket} has not left")
             self.slots[number] = key
             self._turns += 1
-        if i.op is ENDS.get(self.scope.shape.buckets[i.buckets[0]].parts[i.part].tier):
+        if i.op in USES and i.op is ENDS[self.scope.shape.buckets[i.buckets[0]].parts[i.part].tier]:
             self.slots = {number: taken for number, taken in self.slots.items() if taken != key}
 
 
