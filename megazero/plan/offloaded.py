@@ -9,10 +9,14 @@ from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
 from megazero.program.instruction import Instruction, Lane, Op
-from megazero.program.passes.updates import way_of
+from megazero.program.passes.loads import loads_of
+from megazero.program.passes.updates import updates_of, way_of
 from megazero.program.shape import PartShape, RankShape
 from megazero.program.traffic import traffic
 from megazero.zero.offload import pieces_of
+
+MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK, Lane.HOST)
+"""The lanes on which state moves between the device, host memory and disks, and that of updates in host memory."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class OffloadedBytes:
     parameters  the same of parameters
     slots       bytes of host memory through which parts pass
     buffers     bytes of host memory through which files are read and written
+    moved       least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated
     files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
     """
 
@@ -32,6 +37,7 @@ class OffloadedBytes:
     parameters: tuple[int, int] = (0, 0)
     slots: int = 0
     buffers: int = 0
+    moved: tuple[int, ...] = (0, 0, 0, 0, 0)
     files: int = 0
 
     @property
@@ -68,6 +74,7 @@ def offloaded_bytes(shape: RankShape, folders: int) -> OffloadedBytes:
         parameters=(stored[Tier.HOST], stored[Tier.DISK]),
         slots=_slots(shape),
         buffers=DiskOptions().memory_bytes if pieces else 0,
+        moved=_least_moved(shape),
         files=sum(SwapLayout(pieces, (1.0,) * folders, slots=1).file_bytes) if pieces else 0,
     )
 
@@ -90,11 +97,13 @@ def _slots(shape: RankShape) -> int:
     return SLOTS * (way + max(on_disk, default=0))
 
 
+def _least_moved(shape: RankShape) -> tuple[int, ...]:
+    loaded = (number for number, bucket in enumerate(shape.buckets) if bucket.is_loaded)
+    loads = [i for number in loaded for i in loads_of(number, shape)]
+    return tuple(moved_in_step([*loads, *updates_of(shape.trained, shape)], shape).values())
+
+
 def moved_in_step(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
-    """Bytes of model state that a step moves, by lane: to host memory and to the device, from disks and to them."""
+    """Bytes of model state that a step moves, by lane; of updates in host memory those of gradients."""
     state = [i for i in instructions if i.buckets and i.lane in MOVES]
     return dict.fromkeys(MOVES, 0) | traffic(state, shape)
-
-
-MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK)
-"""The lanes on which state moves between the device, host memory and disks."""

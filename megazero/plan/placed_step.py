@@ -137,10 +137,10 @@ class PlacedStep:
         busy = [0.0]
         for stage, state in enumerate(self.states):
             of_chunks = (self.times.forward[n] + self.times.backward[n] for n in chunks.of(stage))
-            to_host, back = state.elsewhere.moved
-            busy += [sum(of_chunks) * self.lists.micro_batches, to_host / rates.to_host, back / rates.to_device]
-            busy += [to_host / rates.update_host]
-            busy += [state.elsewhere.disk / rate for rate in (rates.read, rates.write) if rate is not None]
+            to_host, to_device, read, written, updated = state.elsewhere.moved
+            busy += [sum(of_chunks) * self.lists.micro_batches, to_host / rates.to_host, to_device / rates.to_device]
+            busy += [updated / rates.update_host]
+            busy += [moved / rate for moved, rate in ((read, rates.read), (written, rates.write)) if rate is not None]
         return max(busy)
 
     @cached_property

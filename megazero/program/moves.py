@@ -21,7 +21,7 @@ from megazero.config.tiers import SLOTS, Tier
 from megazero.program.effects import Effects
 from megazero.program.instruction import Instruction, Op
 from megazero.program.scope import Scope
-from megazero.program.slots import ENDS, TAKES, USES
+from megazero.program.slots import Ring, ring_of, way_through
 from megazero.program.values import Thing, Value, describe, of_bucket
 
 
@@ -50,7 +50,7 @@ class Standing(NamedTuple):
 _TIERS = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.DISK: "on disks"}
 ON_DEVICE, ON_HOST, ON_DISK = (Standing(Doing.RESTS, tier) for tier in Tier)
 TO_DEVICE, TO_HOST, TO_DISK = (Standing(Doing.MOVES, tier) for tier in Tier)
-USED_ON_HOST = Standing(Doing.COMPUTES, Tier.HOST)
+USED_ON_DEVICE, USED_ON_HOST = Standing(Doing.COMPUTES, Tier.DEVICE), Standing(Doing.COMPUTES, Tier.HOST)
 
 
 class Piece(Enum):
@@ -78,9 +78,13 @@ LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType
         **{
             (op, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE} for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
         },
-        (Op.UPDATE_HOST, Piece.PARAMETERS): {ON_DEVICE: USED_ON_HOST},
+        (Op.UPDATE_HOST, Piece.PARAMETERS): {ON_DEVICE: USED_ON_HOST, ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
         (Op.COPY_PARAMETERS, Piece.PARAMETERS): {USED_ON_HOST: TO_DEVICE},
-        (Op.UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE},
+        (Op.UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, ON_HOST: USED_ON_DEVICE, ON_DISK: USED_ON_DEVICE},
+        (Op.STORE, Piece.PARAMETERS): {USED_ON_DEVICE: TO_HOST},
+        (Op.WRITE_PARAMETERS, Piece.PARAMETERS): {USED_ON_HOST: TO_DISK, TO_HOST: TO_DISK},
+        (Op.READ_PARAMETERS, Piece.PARAMETERS): {ON_DISK: ON_DISK, TO_DISK: ON_DISK},  # a copy of them moves
+        (Op.LOAD, Piece.PARAMETERS): {ON_HOST: ON_HOST, TO_HOST: ON_HOST, ON_DISK: ON_DISK},
         **{(op, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE} for op in _READERS},
         (Op.LEAVE, Piece.ACTIVATIONS): {ON_DEVICE: TO_HOST},
         (Op.FREE, Piece.ACTIVATIONS): {TO_HOST: ON_HOST},
@@ -93,7 +97,7 @@ LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType
 AT_THE_END = {
     Piece.STATE: {TO_DISK},
     Piece.GRADIENTS: set[Standing](),
-    Piece.PARAMETERS: {TO_DEVICE},
+    Piece.PARAMETERS: {TO_DEVICE, TO_HOST, TO_DISK},
     Piece.ACTIVATIONS: set[Standing](),
 }
 """Where a piece may be at the end of a list instead of at home: it arrives beside the next list."""
@@ -114,16 +118,16 @@ class IllegalMove(Exception):
 class Moves:
     """The machine on its way through a rank's list.
 
-    away   the pieces that are not at home, and the instruction that moved them last. At home optimizer state rests on
-           its tier, and all else on the device
-    slots  the parts that have taken a slot of host memory, by its number, until they have left it
+    away   the pieces that are not at home, and the instruction that moved them last. At home optimizer state and
+           parameters rest on their tiers, and all else on the device
+    slots  the parts that have taken a slot of host memory, by its ring and number, until they have left it
     """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.away: dict[tuple[Piece, Value], tuple[Standing, Instruction]] = {}
-        self.slots: dict[int, tuple[int, int]] = {}
-        self._turns = 0
+        self.slots: dict[tuple[Ring, int], tuple[int, int]] = {}
+        self._turns = {False: 0, True: 0}
 
     def take(self, i: Instruction, does: Effects) -> None:
         """The next instruction, and what it reads and writes. Raises IllegalMove."""
@@ -170,20 +174,25 @@ class Moves:
     def _home(self, piece: Piece, where: Value) -> Standing:
         if piece is Piece.STATE:
             return Standing(Doing.RESTS, self.scope.shape.buckets[where[1]].parts[where[2]].tier)
+        if piece is Piece.PARAMETERS:
+            return Standing(Doing.RESTS, self.scope.shape.buckets[where[1]].rests)
         return ON_DEVICE
 
     def _slot(self, i: Instruction) -> None:
         """Slots are taken in turn. The next one has to be free: the part that had it has gone its whole way."""
-        key = i.buckets[0], i.part
-        if i.op in TAKES and key not in self.slots.values():
-            number = self._turns % SLOTS
-            if number in self.slots:
-                bucket, part = self.slots[number]
-                raise IllegalMove(f"takes slot {number} of {SLOTS}, which part {part} of bucket {bucket} has not left")
-            self.slots[number] = key
-            self._turns += 1
-        if i.op in USES and i.op is ENDS[self.scope.shape.buckets[i.buckets[0]].parts[i.part].tier]:
-            self.slots = {number: taken for number, taken in self.slots.items() if taken != key}
+        way, ring, key = way_through(i, self.scope.shape), ring_of(i), (i.buckets[0], i.part)
+        if not way:
+            return
+        own = next((slot for slot, taken in self.slots.items() if slot[0] == ring and taken == key), None)
+        if own is None:
+            own = ring, self._turns[ring] % SLOTS
+            if own in self.slots:
+                bucket, part = self.slots[own]
+                raise IllegalMove(f"takes slot {own[1]} of {SLOTS}, which part {part} of bucket {bucket} has not left")
+            self.slots[own] = key
+            self._turns[ring] += 1
+        if i.op is way[-1]:
+            del self.slots[own]
 
 
 def _named(piece: Piece, where: Value) -> str:

@@ -117,7 +117,7 @@ class _Rank:
     lanes      when the last message of a lane ends
     in_flight  reductions that have a buffer of their own
     last       its last collective over several stages
-    slots      those of the parts that are updated in host memory
+    slots      those of the parts that are on their way
     ends       when its last computation of each step ended
     """
 
@@ -130,10 +130,13 @@ class _Rank:
     lanes: dict[Lane, Message] = field(default_factory=dict)
     in_flight: deque[Message] = field(default_factory=deque)
     last: Message | None = None
-    slots: Slots = field(default_factory=Slots)
+    slots: Slots = field(init=False)
     ends: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.scope.shape)
 
     @property
     def is_done(self) -> bool:
@@ -279,7 +282,7 @@ class _Simulation:
         before = rank.lanes.get(i.lane)
         start = max(start, 0.0 if before is None or before.end is None else before.end, rank.slots.begins(i))
         end = start + self.times.per_byte.get(i.lane, 0.0) * moved_bytes(i, rank.scope.shape)
-        rank.slots.ran(i, end, rank.scope.shape)
+        rank.slots.ran(i, end)
         rank.lanes[i.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, does, message)

@@ -1,46 +1,75 @@
-"""The slots of parts on their way (`zero.host_parts`), in a simulation: who has one, and when it is free."""
+"""The slots of parts on their way, in a simulation: who has one, and when it is free.
+
+There are two rings of them: of parts that are updated in host memory, or whose new parameters go to disks
+(`zero.host_parts`), and of parameters that are read (`zero.resting`).
+"""
 
 from __future__ import annotations
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.updates import way_of
 from megazero.program.shape import RankShape
 
-TAKES = (Op.READ_STATE, Op.COPY_GRADIENT)
-"""The first of these of a part takes a slot, the next one in turn."""
-ENDS = {Tier.HOST: Op.COPY_PARAMETERS, Tier.DISK: Op.WRITE_STATE}
-"""What a part does last with its slot, by where its optimizer state rests."""
-USES = (Op.COPY_PARAMETERS, Op.WRITE_STATE)
-"""What has to be over before another part takes the slot."""
+_LOAD = Op.READ_PARAMETERS, Op.LOAD
+Ring = bool
+"""Whether slots are those of parameters that are read."""
+
+
+def way_through(i: Instruction, shape: RankShape) -> tuple[Op, ...]:
+    """What a part does with the slot that this instruction uses, the last one included; none: it uses no slot."""
+    if i.part < 0:
+        return ()
+    bucket = shape.buckets[i.buckets[0]]
+    way: tuple[Op, ...] = _LOAD
+    if i.op not in _LOAD:
+        tier = bucket.parts[i.part].tier
+        moves = tier is not Tier.DEVICE or bucket.rests is Tier.DISK
+        way = tuple(op for op in way_of(tier, bucket.rests) if op is not Op.UPDATE) if moves else ()
+    return way if i.op in way else ()
+
+
+def ring_of(i: Instruction) -> Ring:
+    """The ring of the slot that an instruction uses."""
+    return i.op in _LOAD
+
+
+class _Turns:
+    """A ring of slots. They are taken in turn, so a part waits for the one that has had its slot before."""
+
+    def __init__(self) -> None:
+        self.over = [0.0] * SLOTS
+        self.begins = [0.0] * SLOTS
+        self.taken: dict[tuple[int, int], int] = {}
+        self.turns = 0
 
 
 class Slots:
-    """The slots of a rank. They are taken in turn, so a part waits for the one that has had its slot before."""
+    """The slots of a rank. shape: its model state."""
 
-    def __init__(self) -> None:
-        self._over = [0.0] * SLOTS
-        self._begins = [0.0] * SLOTS
-        self._taken: dict[tuple[int, int], int] = {}
-        self._turns = 0
+    def __init__(self, shape: RankShape) -> None:
+        self._shape = shape
+        self._rings = {ring: _Turns() for ring in (False, True)}
 
     def begins(self, i: Instruction) -> float:
         """The time before which an instruction cannot start, because its part has no slot yet."""
-        if i.op not in TAKES:
+        if not way_through(i, self._shape):
             return 0.0
-        key = i.buckets[0], i.part
-        if key not in self._taken:
-            slot = self._turns % SLOTS
-            self._begins[slot], self._over[slot] = self._over[slot], 0.0
-            self._taken[key] = slot
-            self._turns += 1
-        return self._begins[self._taken[key]]
+        ring, key = self._rings[ring_of(i)], (i.buckets[0], i.part)
+        if key not in ring.taken:
+            slot = ring.turns % SLOTS
+            ring.begins[slot], ring.over[slot] = ring.over[slot], 0.0
+            ring.taken[key] = slot
+            ring.turns += 1
+        return ring.begins[ring.taken[key]]
 
-    def ran(self, i: Instruction, end: float, shape: RankShape) -> None:
+    def ran(self, i: Instruction, end: float) -> None:
         """An instruction of a part ends at this time."""
-        if i.op not in USES:
+        way = way_through(i, self._shape)
+        if not way:
             return
-        key = i.buckets[0], i.part
-        slot = self._taken[key]
-        self._over[slot] = max(self._over[slot], end)
-        if i.op is ENDS[shape.buckets[i.buckets[0]].parts[i.part].tier]:
-            del self._taken[key]
+        ring, key = self._rings[ring_of(i)], (i.buckets[0], i.part)
+        slot = ring.taken[key]
+        ring.over[slot] = max(ring.over[slot], end)
+        if i.op is way[-1]:
+            del ring.taken[key]

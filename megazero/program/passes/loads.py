@@ -32,11 +32,12 @@ def place_loads(instructions: Sequence[Instruction], shape: RankShape) -> tuple[
     for earlier, at in zip([gathers[0], *gathers], gathers, strict=False):
         number = instructions[at].buckets[0]
         ahead = shape.buckets[number].is_sharded and instructions[earlier].buckets[0] != number
-        before[earlier if ahead else at] += _loads(number, shape)
+        before[earlier if ahead else at] += loads_of(number, shape)
     return tuple(placed for at, i in enumerate(instructions) for placed in (*before.get(at, ()), i))
 
 
-def _loads(number: int, shape: RankShape) -> list[Instruction]:
+def loads_of(number: int, shape: RankShape) -> list[Instruction]:
+    """What loads a bucket that does not rest on the device."""
     bucket = shape.buckets[number]
     ops = (Op.READ_PARAMETERS, Op.LOAD) if bucket.rests is Tier.DISK else (Op.LOAD,)
     return [Instruction(op, buckets=(number,), part=part) for part in bucket.loads for op in ops]
