@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.checkpoint.agreement import broadcast_text
+from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.config.placement import AUTO, FLAGS, ROWS, applied, as_flags
@@ -35,19 +35,23 @@ def placed_run(run: Run, grid: ProcessGrid, ranks_here: int) -> Placed:
     """The run with the placement that rank 0 has chosen, if --placement auto asks for one.
 
     ranks_here: the ranks of this host, which share the folders. Without --placement-rates all ranks measure
-    (`train.rates`). Then it is a collective of the world: two broadcasts. Raises ConfigError on all ranks if nothing
-    keeps to the budgets.
+    (`train.rates`). Then it is a collective of the world: an all-reduce and two broadcasts. Raises ConfigError on all
+    ranks if nothing keeps to the budgets.
     """
     if run.offload.placement != AUTO:
         return Placed(run)
     rates = measured_rates(run, grid) if run.offload.placement_rates is None else None
     said: dict[str, Any] = {}
+    failure: Exception | None = None
     if grid.world.index == 0:
         try:
             found = chosen(run, grid.axes, grid.device.type, rates, ranks_here, nccl=grid.world.is_on_device)
             said = {"settings": dict(found.settings), "told": found.told}
         except ConfigError as error:
             said = {"problems": error.problems}
+        except Exception as error:
+            failure = error
+    raise_on_all_ranks(grid.world, grid.device, failure)
     said = json.loads(broadcast_text(grid.world, grid.device, json.dumps(said)) or "{}")
     if "problems" in said:
         raise ConfigError(said["problems"])

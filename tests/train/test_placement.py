@@ -10,6 +10,7 @@ import pytest
 import yaml
 from torch import nn
 
+from megazero.checkpoint.format import CheckpointError
 from megazero.config.dump import dump
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.placement import FLAGS, ROWS, as_flags
@@ -18,6 +19,7 @@ from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
 from megazero.plan.rates import NAMES
+from megazero.train import placed
 from megazero.train.dry_run import dry_run_text
 from megazero.train.job import build_job
 from megazero.train.placed import placed_run
@@ -78,6 +80,20 @@ def test_all_ranks_end_with_one_message_where_nothing_fits(corpus: Path, tmp_pat
     flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *searched(tmp_path, "--device-memory-budget", "9KB")]
     first, other = run_ranks(2, refused, 2, flags)
     assert first == other and first[0].startswith("--device-memory-budget 9,000: no placement keeps to it; the least")
+
+
+def failed(rank: int, size: int, flags: list[str]) -> str:
+    """The error of a search that fails on rank 0, and on no other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed, "choose_placement", lambda *given: 1 // (size - 2))
+        with pytest.raises((ZeroDivisionError, CheckpointError)) as raised:
+            job_on_rank(rank, size, flags)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_search_that_fails_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
+    first, other = run_ranks(2, failed, 2, [*MODEL, *data_flags(corpus, tmp_path / "cache"), *searched(tmp_path)])
+    assert first.startswith("ZeroDivisionError") and "ZeroDivisionError" in other and first != other
 
 
 def test_a_file_of_rates_is_read_before_anything_starts(corpus: Path, tmp_path: Path) -> None:
