@@ -31,15 +31,18 @@ class PlacementRow:
 
     field  the setting of a run
     tiers  where the column can rest besides the device; none for what is no column
+    whole  whether a search moves all of it or nothing where another column leaves too
     """
 
     field: str
     tiers: tuple[Tier, ...] = ()
+    whole: bool = False
 
 
 ROWS: Mapping[str, PlacementRow] = MappingProxyType(
     {
         "optimizer": PlacementRow("offload_optimizer", (Tier.HOST, Tier.DISK)),
+        "params": PlacementRow("offload_params", (Tier.HOST, Tier.DISK), whole=True),
         "activations": PlacementRow("offload_activations", (Tier.HOST,)),
         "late_update": PlacementRow("late_update"),
         "micro_batch_order": PlacementRow("micro_batch_order"),

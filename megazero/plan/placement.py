@@ -191,7 +191,7 @@ class _Search:
         if not leaving:
             yield ()
             return
-        for others in product(GRID, repeat=len(leaving) - 1):
+        for others in product(*((WHOLE,) if row.whole else GRID for row, _ in leaving[1:])):
             least = self._least(leaving, others, fixed)
             if least is None:
                 continue
@@ -205,7 +205,7 @@ class _Search:
         if len(leaving) == 1:
             yield from ((at[0] + step,) for step in steps if 0 < at[0] + step <= WHOLE)
             return
-        for number, step in product(range(1, len(at)), steps):
+        for number, step in product((n for n in range(1, len(at)) if not leaving[n][0].whole), steps):
             others = [*at[1:]]
             others[number - 1] += step
             if 0 < others[number - 1] <= WHOLE and (least := self._least(leaving, others, fixed)) is not None:
