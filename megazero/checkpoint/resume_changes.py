@@ -151,7 +151,7 @@ _SILENT = frozenset(
     {
         *("parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"),
         *("offload.nvme_path", "offload.nvme_buffer_bytes", "offload.placement", "offload.placement_rates"),
-        *("offload.device_memory_budget", "offload.host_memory_budget"),
+        *("offload.nvme_checkpoint", "offload.device_memory_budget", "offload.host_memory_budget"),
     }
 )
 """Fields that affect time and places only, so a change of them is not reported. (The sections `checkpoint` and

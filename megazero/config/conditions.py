@@ -8,6 +8,7 @@ from megazero.config.checks import CheckContext
 from megazero.config.derive import pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
+from megazero.config.tiers import Tier
 
 
 def fp16(f: CheckContext) -> bool:
@@ -46,6 +47,14 @@ def rests_on_disks(f: CheckContext) -> bool:
     """Whether some of the model state does; True for words that are reported elsewhere."""
     try:
         return uses_disks(f.run)
+    except ValueError:
+        return True
+
+
+def state_on_disks(f: CheckContext) -> bool:
+    """The same of optimizer state alone."""
+    try:
+        return tiers(f.run)["offload_optimizer"].tier is Tier.DISK
     except ValueError:
         return True
 

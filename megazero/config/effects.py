@@ -138,6 +138,12 @@ EFFECTS = (
         ("offload_optimizer", "offload_params", "placement"),
     ),
     Effect(
+        "nvme_checkpoint",
+        when.state_on_disks,
+        "--offload-optimizer nvme: no optimizer state rests on disks",
+        ("offload_optimizer",),
+    ),
+    Effect(
         "nvme_buffer_bytes",
         lambda f: when.leaves_device(f) or when.searches(f),
         "--offload-optimizer or --offload-params, cpu or nvme",

@@ -11,7 +11,7 @@ from megazero.disk.layout import SwapLayout
 from megazero.disk.measure import weights_of
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap import SwapSpace
-from megazero.disk.swap_file import SwapFile, remove_leftovers, stem_of
+from megazero.disk.swap_file import CHECKPOINT, PREFIX, SwapFile, remove_leftovers, stem_of
 
 
 def open_swap(
@@ -34,14 +34,16 @@ def open_swap(
     resume   go on from the last whole step of an earlier process, if it has left one: `record` says which
     step     go on from this one of the two that the record has
 
-    Leftover files of ended processes are removed, those of this job only without `resume`. Raises DiskError, and
-    SwapDamaged for a step to resume from that is not whole.
+    Leftover files of ended processes are removed, those of this job only without `resume`, and those of the job
+    CHECKPOINT only by itself. Raises DiskError, and SwapDamaged for a step to resume from that is not whole.
     """
     options, folders = options or DiskOptions(), [Path(folder) for folder in folders]
     if not folders or len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"swap files need folders, each named once: {', '.join(map(str, folders)) or 'there is none'}")
     for folder in folders:
         remove_leftovers(folder, keep=job if resume else None)
+        if job == CHECKPOINT and not resume:
+            remove_leftovers(folder, jobs=job)
     stem = stem_of(job, rank)
     record_path = folders[0] / f"{stem}.json"
     found = record_of(folders, job, rank) if resume else None
@@ -56,6 +58,8 @@ def open_swap(
             files.append(SwapFile(folder / f"{stem}.bin", size, adopt=record is not None, stale=[record_path]))
         if record is not None and record.ids != tuple(file.id for file in files):
             raise SwapDamaged(f"{record_path}: is the record of other swap files than those beside it")
+        for half in folders[0].glob(f".{record_path.name}-*"):
+            half.unlink()  # of a process that was killed while it wrote a record
         if record is not None and record != found:
             record.write(record_path)  # before the slots of the later step are written
         return SwapSpace(files, record_path, layout, options, record)
@@ -71,12 +75,17 @@ def record_of(folders: Sequence[Path], job: str, rank: int) -> SwapRecord | None
     return SwapRecord.read(path) if path.exists() else None
 
 
+def record_of_others(folders: Sequence[Path], job: str) -> tuple[Path, SwapRecord] | None:
+    """The first record of a job in these folders, whatever rank's it is, and its path. Raises SwapDamaged."""
+    paths = [path for folder in folders for path in sorted(Path(folder).glob(f"{PREFIX}{job}-*.json"))]
+    return (paths[0], SwapRecord.read(paths[0])) if paths else None
+
+
 def _back_to(record: SwapRecord, step: int | None, path: Path) -> SwapRecord:
     try:
         return record.back_to(step)
     except KeyError:
-        there = [one.step for one in (record.last, record.earlier) if one is not None]
-        raise DiskError(f"{path}: has no step {step}, but {' and '.join(map(str, there))}") from None
+        raise DiskError(f"{path}: has no step {step}, but {' and '.join(map(str, record.steps))}") from None
 
 
 def _assert_fits(record: SwapRecord, pieces: Mapping[str, int], folders: int, path: Path) -> None:

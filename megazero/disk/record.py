@@ -61,6 +61,11 @@ class SwapRecord:
     last: WholeStep
     earlier: WholeStep | None = None
 
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the whole steps, the last one first."""
+        return [one.step for one in (self.last, self.earlier) if one is not None]
+
     def back_to(self, step: int | None) -> SwapRecord:
         """The record whose last step is this one; None: itself. Raises KeyError if there is no such step."""
         if step is None or step == self.last.step:

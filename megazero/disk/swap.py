@@ -88,6 +88,10 @@ class SwapSpace:
         """
         return self._direct.allocate(count)
 
+    def has(self, name: str) -> bool:
+        """Whether a piece has content, or will have once a write is over."""
+        return name in self._newest
+
     def read(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
         """Begin to read pieces into tensors: contiguous, on the CPU, of the pieces' bytes. They are in use until
         `wait` of the request returns. needs: waited for before.
@@ -153,7 +157,7 @@ class SwapSpace:
         def work(transport: Transport) -> list[int]:
             for file in self._files:
                 if not file.path.exists():
-                    raise SwapDamaged(f"{file.path}: has been removed while process and step {step} were using it")
+                    raise SwapDamaged(f"{file.path}: has been removed while step {step} was written")
                 file.sync()
             flipped = {name: Version(version.slot, version.sum) for name, version in versions.items()}
             layout, ids = self._layout, tuple(file.id for file in self._files)

@@ -24,6 +24,8 @@ PREFIX = "megazero-swap-"
 NAME = re.compile(rf"\.?({PREFIX}(.+)-\d{{5,}})\.(bin|json)(-\w+)?")
 """What a folder may hold of ours. Groups: the stem, the job."""
 MAGIC = "megazero swap 1"
+CHECKPOINT = "checkpoint"
+"""The job whose files outlive its processes, because a run may go on from them. Other jobs have names of their own."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system without file locks says."""
 NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -147,7 +149,7 @@ def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> l
     """Remove the files of processes that have ended without doing so, and return the names of what was removed.
 
     keep  a job whose files stay
-    jobs  what the names of the others begin with
+    jobs  what the names of the others begin with. Files of CHECKPOINT stay unless this is its name
 
     A living process holds the lock of its file, whatever host or container it runs in. Where the file system has no
     locks nothing is removed.
@@ -158,7 +160,8 @@ def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> l
     except OSError:
         return removed
     found = [(read[1], read[2], name) for name in names if (read := NAME.fullmatch(name))]
-    for stem in sorted({stem for stem, job, _ in found if job != keep and job.startswith(jobs)}):
+    kept = {keep} if jobs == CHECKPOINT else {keep, CHECKPOINT}
+    for stem in sorted({stem for stem, job, _ in found if job not in kept and job.startswith(jobs)}):
         with suppress(OSError):  # in use, another user's, or gone by now
             handle = _locked(folder / f"{stem}.bin", create=True, must_lock=True)
             try:
@@ -171,13 +174,16 @@ def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> l
     return removed
 
 
-def leftover_bytes(folder: Path | str) -> int:
-    """Bytes of the swap files in a folder that `remove_leftovers` would remove. Several processes may ask at once."""
+def leftover_bytes(folder: Path | str, *, checkpoints: bool = False) -> int:
+    """Bytes of the swap files in a folder that `remove_leftovers` would remove. Several processes may ask at once.
+
+    checkpoints: count those of CHECKPOINT too, of a run that takes them over or replaces them.
+    """
     total = 0
     with suppress(OSError):
         for entry in os.scandir(folder):
             read = NAME.fullmatch(entry.name)
-            if read is None or read[3] != "bin":
+            if read is None or read[3] != "bin" or (read[2] == CHECKPOINT and not checkpoints):
                 continue
             with suppress(OSError):  # in use, another user's, or gone by now
                 handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megazero.config.schema import Run
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
+from megazero.mpu.axes import Axes, Coordinates
+from megazero.plan.shapes import shape_of, updated_layouts
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.passes.loads import loads_of
 from megazero.program.passes.updates import updates_of, way_of
 from megazero.program.shape import PartShape, RankShape
 from megazero.program.traffic import traffic
-from megazero.zero.offload import pieces_of
+from megazero.zero.offload import pieces_of, run_parts, run_residents
+from megazero.zero.parts import Resident
+from megazero.zero.shape import state_widths
 
 MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK, Lane.HOST)
 """The lanes on which state moves between the device, host memory and disks, and that of updates in host memory."""
@@ -28,6 +33,7 @@ class OffloadedBytes:
     parameters  the same of parameters
     slots       bytes of host memory through which parts pass
     buffers     bytes of host memory through which files are read and written
+    copied      bytes of optimizer state on the device that is written to disks too (--nvme-checkpoint)
     moved       least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated
     files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
     """
@@ -37,6 +43,7 @@ class OffloadedBytes:
     parameters: tuple[int, int] = (0, 0)
     slots: int = 0
     buffers: int = 0
+    copied: int = 0
     moved: tuple[int, ...] = (0, 0, 0, 0, 0)
     files: int = 0
 
@@ -62,26 +69,48 @@ class OffloadedBytes:
 NOTHING = OffloadedBytes()
 
 
-def offloaded_bytes(shape: RankShape, folders: int) -> OffloadedBytes:
-    """What of a rank with this shape is not on the device. folders: number of those of its swap files."""
+def offloaded_bytes(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> OffloadedBytes:
+    """What of the rank at `at` is not on the device. nccl: as in `plan.shapes.shape_of`."""
+    shape, residents = shape_of(run, axes, at, nccl=nccl), _residents(run, axes, at, nccl=nccl)
+    widths = state_widths(run.optimizer, run.parallel, run.offload)
     parts = [part for bucket in shape.buckets for part in bucket.parts]
     stored = {tier: sum(b.stored_bytes for b in shape.buckets if b.rests is tier) for tier in (Tier.HOST, Tier.DISK)}
     state = {tier: sum(part.state_bytes for part in parts if part.tier is tier) for tier in (Tier.HOST, Tier.DISK)}
-    pieces = pieces_of(shape)
+    rests, pieces = pieces_of(shape), pieces_of(shape, residents, widths.state)
     return OffloadedBytes(
         parts=sum(part.tier is not Tier.DEVICE for part in parts),
         optimizer=(state[Tier.HOST], state[Tier.DISK]),
         parameters=(stored[Tier.HOST], stored[Tier.DISK]),
-        slots=_slots(shape),
+        slots=_slots(shape, max((one.stop - one.start for one in residents), default=0) * widths.state),
         buffers=DiskOptions().memory_bytes if pieces else 0,
+        copied=sum(pieces.values()) - sum(rests.values()),
         moved=_least_moved(shape),
-        files=sum(SwapLayout(pieces, (1.0,) * folders, slots=1).file_bytes) if pieces else 0,
+        files=swap_file_bytes(run, pieces),
     )
 
 
-def _slots(shape: RankShape) -> int:
+def swap_file_bytes(run: Run, pieces: Mapping[str, int]) -> int:
+    """The bytes of a rank's swap files with these pieces, each of them twice with --nvme-checkpoint."""
+    weights, slots = (1.0,) * len(run.offload.nvme_path), 2 if run.offload.nvme_checkpoint else 1
+    return sum(SwapLayout(pieces, weights, slots).file_bytes) if pieces else 0
+
+
+def swapped_pieces(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> dict[str, int]:
+    """The bytes of each piece in the swap files of the rank at `at`, by name. nccl: as in `plan.shapes.shape_of`."""
+    widths = state_widths(run.optimizer, run.parallel, run.offload)
+    return pieces_of(shape_of(run, axes, at, nccl=nccl), _residents(run, axes, at, nccl=nccl), widths.state)
+
+
+def _residents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> list[Resident]:
+    layouts, ranges = updated_layouts(run, axes, at, nccl=nccl)
+    widths = state_widths(run.optimizer, run.parallel, run.offload)
+    resting = run_parts(ranges, layouts, widths, run.parallel, run.offload)
+    return run_residents(ranges, resting, widths, run.parallel, run.offload)
+
+
+def _slots(shape: RankShape, resident: int) -> int:
     """Bytes of all slots, each as large as the largest part that needs it: those of `zero.host_parts`, and those for
-    parameters that are read (`zero.resting`).
+    parameters that are read (`zero.resting`). resident: most bytes of a piece that stays on the device.
     """
     ways = [
         (part, way_of(part.tier, bucket.rests)) for bucket in shape.buckets if bucket.trained for part in bucket.parts
@@ -91,7 +120,7 @@ def _slots(shape: RankShape) -> int:
         needing = (part for part, way in ways if not {*ops}.isdisjoint(way))
         return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
 
-    way = most(Op.UPDATE_HOST).gradient_bytes + most(Op.READ_STATE).state_bytes
+    way = most(Op.UPDATE_HOST).gradient_bytes + max(most(Op.READ_STATE).state_bytes, resident)
     way += most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS).parameter_bytes
     on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
     return SLOTS * (way + max(on_disk, default=0))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.parameter_specs import specs_of
 from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
-from megazero.zero.layout import group_sizes, pack, packing_of, state_groups
+from megazero.zero.layout import BucketLayout, group_sizes, pack, packing_of, state_groups
 from megazero.zero.offload import frozen_parts, frozen_ranges, run_parts
 from megazero.zero.placement import Column, placements
 from megazero.zero.shape import rank_shape, state_widths, update_ranges
@@ -16,6 +18,15 @@ from megazero.zero.shape import rank_shape, state_widths, update_ranges
 def micro_batches_of(run: Run, axes: Axes) -> int:
     """Number of micro-batches of a step with the run's whole global batch."""
     return run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
+
+
+def updated_layouts(
+    run: Run, axes: Axes, at: Coordinates, *, nccl: bool
+) -> tuple[Sequence[BucketLayout], list[tuple[int, int]]]:
+    """The trained buckets of the rank at `at`, and what it updates of each (`zero.shape.update_ranges`)."""
+    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=nccl)
+    layouts = pack(specs_of(run, at.pp, at.tp), group_sizes(axes, at), packing)
+    return layouts, update_ranges(layouts, placements(run.parallel), state_groups(axes, at))
 
 
 def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
@@ -29,12 +40,12 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     specs = [
         [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)
     ]
-    layouts, groups = pack(trained, sizes, packing), state_groups(axes, at)
+    groups, (layouts, ranges) = state_groups(axes, at), updated_layouts(run, axes, at, nccl=nccl)
     frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, coding_of(run.lora, run.model))
     widths = state_widths(run.optimizer, run.parallel, run.offload)
     stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
     resting = [
-        *run_parts(update_ranges(layouts, row, groups), layouts, widths, run.parallel, run.offload),
+        *run_parts(ranges, layouts, widths, run.parallel, run.offload),
         *frozen_parts(frozen, stored, widths, run.parallel, run.offload),
     ]
     return rank_shape(specs, layouts, frozen, row, widths, groups, resting)

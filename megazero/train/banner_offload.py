@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megazero.config.derive import tiers, uses_disks
+from megazero.config.schema import OffloadConfig
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.offloaded import moved_in_step
 from megazero.plan.step_lists import StageLists
@@ -21,12 +22,12 @@ def offload_lines(steps: StageLists) -> list[tuple[str, str]]:
         return []
     found = stage_bytes(run, axes)
     most = max(range(axes.pp), key=lambda stage: found[stage].elsewhere.host + found[stage].elsewhere.disk)
-    moved = [moved_in_step(steps.of(stage).instructions, steps.of(stage).shape) for stage in range(axes.pp)]
+    moved = [_moved(steps, stage, found[stage]) for stage in range(axes.pp)]
     lines = [("offload", offload_sentence(found, most, moved[most]))]
     if uses_disks(run):
         each = axes.world_size // axes.pp
         every = {lane: each * sum(of_stage[lane] for of_stage in moved) for lane in (Lane.FROM_DISK, Lane.TO_DISK)}
-        lines.append(("disks", disk_sentence(moved[most], every, axes.world_size, run.offload.nvme_path)))
+        lines.append(("disks", disk_sentence(moved[most], every, axes.world_size, run.offload)))
     return lines
 
 
@@ -57,11 +58,19 @@ def _places(host: int, disk: int) -> str:
     )
 
 
-def disk_sentence(moved: Mapping[Lane, int], every: Mapping[Lane, int], ranks: int, folders: Sequence[str]) -> str:
+def _moved(steps: StageLists, stage: int, state: StageBytes) -> dict[Lane, int]:
+    """Bytes that a step moves. With --nvme-checkpoint what stays on the device is written too."""
+    moved = moved_in_step(steps.of(stage).instructions, steps.of(stage).shape)
+    return moved | {Lane.TO_DISK: moved[Lane.TO_DISK] + state.elsewhere.copied}
+
+
+def disk_sentence(moved: Mapping[Lane, int], every: Mapping[Lane, int], ranks: int, cfg: OffloadConfig) -> str:
     """What a step reads and writes. every: bytes of all ranks together."""
     read, written = (size(moved[lane]) for lane in (Lane.FROM_DISK, Lane.TO_DISK))
     whose = f"; all {ranks} ranks read {size(every[Lane.FROM_DISK])} and write {size(every[Lane.TO_DISK])}"
-    return f"a step reads {read} and writes {written}{whose * (ranks > 1)}; files are in {' '.join(folders)}"
+    whole = "; each step is whole on disks, which takes twice the space" if cfg.nvme_checkpoint else ""
+    files = f"files are in {' '.join(cfg.nvme_path)}"
+    return f"a step reads {read} and writes {written}{whose * (ranks > 1)}; {files}{whole}"
 
 
 def written_sentence(written: int, seconds: float) -> str:

@@ -8,12 +8,10 @@ from collections.abc import Iterable, Sequence
 from megazero.config.derive import tiers
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier
-from megazero.disk.layout import SwapLayout
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
-from megazero.plan.shapes import shape_of
-from megazero.zero.offload import pieces_of
+from megazero.plan.offloaded import swap_file_bytes, swapped_pieces
 
 
 def folder_problems(folders: Sequence[str]) -> list[str]:
@@ -43,7 +41,8 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     folders, on_disks = run.offload.nvme_path, {f: o for f, o in tiers(run).items() if o.tier is Tier.DISK}
     if not on_disks or run.model.vocab_size is None:
         return []
-    needed, free = swap_bytes(run, axes_of(run.parallel, world_size), here), free_in(folders)
+    needed = swap_bytes(run, axes_of(run.parallel, world_size), here)
+    free = free_in(folders, checkpoints=run.offload.nvme_checkpoint)
     if needed <= free:
         return []
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
@@ -58,17 +57,21 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
 
 def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
     """The bytes of the swap files of these ranks."""
-    weights, of_stage, total = (1.0,) * len(run.offload.nvme_path), dict[int, int](), 0
+    of_stage, total = dict[int, int](), 0
     for rank in ranks:
         at = axes.coordinates(rank)
         if at.pp not in of_stage:  # the ranks of a stage have as much
-            pieces = pieces_of(shape_of(run, axes, at, nccl=has_nccl(run.parallel, axes)))
-            of_stage[at.pp] = sum(SwapLayout(pieces, weights, slots=1).file_bytes) if pieces else 0
+            pieces = swapped_pieces(run, axes, at, nccl=has_nccl(run.parallel, axes))
+            of_stage[at.pp] = swap_file_bytes(run, pieces)
         total += of_stage[at.pp]
     return total
 
 
-def free_in(folders: Sequence[str]) -> int:
-    """Free bytes of the file systems of these folders, each counted once, and of files that are left over there."""
+def free_in(folders: Sequence[str], *, checkpoints: bool = False) -> int:
+    """Free bytes of the file systems of these folders, each counted once, and of files that are left over there.
+
+    checkpoints: of those that a run with --nvme-checkpoint takes over or replaces, too.
+    """
     systems = {os.stat(folder).st_dev: folder for folder in folders}
-    return sum(map(free_bytes, systems.values())) + sum(map(leftover_bytes, folders))
+    left = sum(leftover_bytes(folder, checkpoints=checkpoints) for folder in folders)
+    return sum(map(free_bytes, systems.values())) + left

@@ -39,7 +39,9 @@ from megazero.train.report import report, sample_text
 from megazero.train.resume import resume
 from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
+from megazero.train.swap_start import SwapStart
 from megazero.train.trainer import Trainer
+from megazero.train.whole_steps import WholeSteps
 from megazero.zero.coded import coding_of
 from megazero.zero.offload import Offloading
 from megazero.zero.optimizer import ShardedOptimizer
@@ -67,12 +69,12 @@ class Job:
             self.trainer.fit()
 
     def close(self) -> None:
-        """Release captured graphs, end the lanes of what has left the device, and remove swap files. Then nothing that
-        rests off the device can be read any more.
+        """Release captured graphs, end the lanes of what has left the device, and remove swap files unless a run may go
+        on from them. Then nothing that rests off the device can be read any more.
         """
         if isinstance(self.trainer.engine, GraphedEngine):
             self.trainer.engine.release()
-        self.state.model.host.close()
+        self.state.model.host.close(remove=not self.trainer.whole_steps.kept)
         if self.activations is not None:
             self.activations.close()
 
@@ -105,8 +107,8 @@ def build_job(
     placed = placed_run(run, grid, prepared.here)
     changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
     prepared = replace(prepared, run=placed.run, changes=changes)
-    with offloading(placed.run, grid) as offloaded:
-        return _build(placed, prepared, grid, signals, parsed, program, offloaded)
+    with offloading(placed.run, grid, prepared) as (offloaded, swapped):
+        return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped)
 
 
 def _build(
@@ -117,9 +119,10 @@ def _build(
     parsed: ParsedArguments | None,
     program: Sequence[CallbackSink],
     offloaded: Offloading,
+    swapped: SwapStart | None,
 ) -> Job:
     """`build_job` of a run whose device and placement are known. program: the sink of its functions. offloaded: what
-    leaves the device.
+    leaves the device. swapped: where its swap files lead.
     """
     run = placed.run
     stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
@@ -138,7 +141,7 @@ def _build(
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
     minutes = run.trainer.exit_duration_in_mins  # counted from here, when the kernels are compiled
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    start = resume(run, state, checkpoints, probe_engine, grid)
+    start = resume(run, state, checkpoints, probe_engine, grid, swapped)
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     traced = trace_of_run(steps, grid)
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed, placed.told)
@@ -164,6 +167,7 @@ def _build(
         start.position,
         deadline,
         signals,
+        WholeSteps(model.host, swapped, late=run.parallel.late_update),
     )
     disks = DiskUse(model.host.swap)
     return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer, disks, activations)

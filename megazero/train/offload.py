@@ -18,29 +18,29 @@ from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.shapes import shape_of
+from megazero.plan.offloaded import swapped_pieces
 from megazero.train.banner_offload import written_sentence
 from megazero.train.logs import as_config_error
-from megazero.zero.offload import Offloading, pieces_of
+from megazero.train.prepare import Prepared
+from megazero.train.swap_start import SwapStart, swap_start
+from megazero.zero.offload import Offloading
 
 
 @contextmanager
-def offloading(run: Run, grid: ProcessGrid) -> Iterator[Offloading]:
-    """A context with how a run's model state is offloaded. If its block fails, the swap files are removed.
+def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tuple[Offloading, SwapStart | None]]:
+    """A context with how a run's model state is offloaded, and with --nvme-checkpoint where its swap files lead. If its
+    block fails, swap files without a whole step are removed.
 
     Where some of the state goes to disks, entering is a collective of the world: a broadcast of the name of the job's
-    files, and an agreement on whether all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
+    files, what `swap_start` communicates, and an agreement on whether all ranks have opened theirs. Raises ConfigError
+    on all ranks if one has not.
     """
     if not uses_disks(run):
-        yield Offloading(run.offload)
+        yield Offloading(run.offload), None
         return
-    pieces = pieces_of(shape_of(run, grid.axes, grid.at, nccl=grid.world.is_on_device))
+    pieces = swapped_pieces(run, grid.axes, grid.at, nccl=grid.world.is_on_device)
     token, spaces = new_token(grid.world, grid.device)[:12], list[SwapSpace]()
     folders = [Path(folder) for folder in run.offload.nvme_path]
-
-    def act() -> None:
-        if pieces:
-            spaces.append(open_swap(folders, pieces, job=token, rank=grid.rank, slots=1))
 
     def opened(wanted: Mapping[str, int]) -> SwapSpace:
         assert dict(wanted) == pieces, "the files are opened for other pieces than the model state has"
@@ -48,11 +48,21 @@ def offloading(run: Run, grid: ProcessGrid) -> Iterator[Offloading]:
 
     try:
         with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
+            start = None
+            if run.offload.nvme_checkpoint:
+                start = swap_start(run, grid, pieces, token, prepared.found, prepared.datasets.train.plans)
+
+            def act() -> None:
+                if pieces and start is not None:
+                    spaces.append(start.opened(folders, pieces, grid.rank))
+                elif pieces:
+                    spaces.append(open_swap(folders, pieces, job=token, rank=grid.rank, slots=1))
+
             attempt_on_all_ranks(grid.world, grid.device, act)
-        yield Offloading(run.offload, opened)
+        yield Offloading(run.offload, opened), start
     except BaseException:
         for space in spaces:
-            space.close(remove=True)
+            space.close(remove=space.record is None)
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.manager import Checkpoints
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
@@ -13,6 +14,8 @@ from megazero.train.adapters import load_base
 from megazero.train.init_from import load_weights
 from megazero.train.probe import check_probe
 from megazero.train.state import TrainingPosition, TrainState
+from megazero.train.swap_start import SwapStart, saying_way_out
+from megazero.zero.portions import gather_parameters, round_weights
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,27 @@ class StartPoint:
 
 
 def resume(
-    run: Run, state: TrainState, checkpoints: Checkpoints, probe_engine: PipelineEngine, grid: ProcessGrid
+    run: Run,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    probe_engine: PipelineEngine,
+    grid: ProcessGrid,
+    swapped: SwapStart | None = None,
 ) -> StartPoint:
-    """Fill the state from the checkpoint of `--load`; without one, from `--init-from` or the seed.
+    """Fill the state from the checkpoint of `--load`, or from swap files that lead to a later step (`swapped`); without
+    both, from `--init-from` or the seed.
 
-    A collective of all ranks. Raises Damaged or ValueError for a checkpoint that cannot be loaded, ConversionError for
-    weights of `--init-from`, RuntimeError if the probe's loss has changed.
+    A collective of all ranks. Raises Damaged or ValueError for a checkpoint that cannot be loaded, DiskError or
+    CheckpointError for damaged swap files, ConversionError for weights of `--init-from`, RuntimeError if the
+    probe's loss has changed.
     """
     load, init_from = run.checkpoint.load, run.checkpoint.init_from
     found = checkpoints.find()
     beneath = _load_base(run, state, grid)
+    if swapped is not None and swapped.step is not None:
+        _fill_from_swap(run, state, swapped, grid)
+        words = [swapped.words(run.offload.nvme_path, found), *beneath]
+        return StartPoint(swapped.position, "; ".join(words))
     if found is None:
         text = _begin(run, state, grid)
         return StartPoint(TrainingPosition(), text + (f" (no complete checkpoint in {load})" if load else ""))
@@ -53,6 +67,19 @@ def resume(
     unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
     words = [f"{found.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
     return StartPoint(position, "; ".join(words))
+
+
+def _fill_from_swap(run: Run, state: TrainState, swapped: SwapStart, grid: ProcessGrid) -> None:
+    """Fill the parameters from the master weights in swap files, and restore what was kept with their step."""
+
+    def fill() -> None:
+        with saying_way_out(run.offload.nvme_path):
+            state.model.host.read_residents()
+            round_weights(state.model)
+
+    attempt_on_all_ranks(grid.world, grid.device, fill)
+    gather_parameters(state.model)
+    state.restore(swapped.progress)
 
 
 def _load_base(run: Run, state: TrainState, grid: ProcessGrid) -> list[str]:

@@ -26,6 +26,7 @@ from megazero.train.host_memory import HostMemory
 from megazero.train.save_policy import SavePolicy
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
+from megazero.train.whole_steps import WholeSteps
 from megazero.zero.owed import UpdateValues
 
 
@@ -37,6 +38,7 @@ class Trainer:
     position     the present position; replaced after each step
     deadline     `time.monotonic()` at which the run saves and stops; None: no limit
     signals      requests to stop; the entry point installs the handlers
+    whole_steps  has each step become whole on disks, or none
     """
 
     run: Run
@@ -49,6 +51,7 @@ class Trainer:
     position: TrainingPosition
     deadline: float | None
     signals: StopSignals
+    whole_steps: WholeSteps
     plan: StepPlan = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     losses: dict[str, float] = field(default_factory=dict)
@@ -152,6 +155,7 @@ class Trainer:
         )
         self.log.step(values)
         self.log_compilation_time(seconds)
+        self.whole_steps.leave(self.state, self.position, self.log)
         return values
 
     def settle(self, values: UpdateValues) -> None:
@@ -182,7 +186,8 @@ class Trainer:
         return time.perf_counter() - began
 
     def reduce_once(self, *values: Tensor | float) -> list[Tensor]:
-        """`reduce` of a training step."""
+        """`reduce` of a training step, once the step before is whole on this rank's disks."""
+        self.whole_steps.wait()
         sums = self.reduce(*values)
         self.signals.begin()  # not before the first reduction: until then a signal may end a rank and nothing is lost
         return sums
@@ -266,17 +271,19 @@ class Trainer:
     def at_the_end(self) -> None:
         """Evaluate a finished run, with --test-iters on the test part too; save if the position is not saved yet.
 
-        Does nothing if this process has trained no step. A collective of all ranks.
+        If this process has trained no step, neither. A collective of all ranks.
         """
-        if self.steps_here == 0:
-            return
-        self.state.model.wait_parameters()
-        if self.finished() and self.batches.valid:
-            self.evaluate()
-        if self.finished() and self.batches.test:
-            self._evaluate(self.batches.test, self.run.trainer.test_iters)
-        self.save(last=True)
-        self.log.flush()
+        if self.steps_here:
+            self.state.model.wait_parameters()
+            self.whole_steps.wait()
+            if self.finished() and self.batches.valid:
+                self.evaluate()
+            if self.finished() and self.batches.test:
+                self._evaluate(self.batches.test, self.run.trainer.test_iters)
+            self.save(last=True)
+            self.log.flush()
+        saved = self.save_policy is not None and self.save_policy.saved_at == self.position.iteration
+        self.whole_steps.end(self.position, self.log, needed=not (saved or self.finished()))
 
     def save(self, *, last: bool) -> None:
         """Save, unless this position is saved already. last: return only when it is on disk. A collective of all

@@ -11,49 +11,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.disk.lanes import Need
+from megazero.disk.lanes import DiskRequest, Need
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Op
 from megazero.program.passes.updates import way_of
-from megazero.system.streams import host_tensor
 from megazero.zero.host_lanes import HostLanes
-from megazero.zero.parts import Key, Part, Resting, parameters_piece, state_piece
+from megazero.zero.part_slots import PartSlot, PartTensors, part_slots
+from megazero.zero.parts import Key, Part, Resident, Resting, parameters_piece, resident_piece, state_piece
 from megazero.zero.placement import OPTIMIZER, Column
 from megazero.zero.storage import StoredColumn
-
-FLAG = "--offload-optimizer"
-"""What needs host memory, for errors."""
-
-PartTensors = Mapping[Column, Tensor]
-"""The columns of a part in host memory, [stop - start] each."""
-
-
-@dataclass
-class _Slot:
-    """The memory of a part on its way, and what there is to wait for. A kind of memory that no part needs is empty.
-
-    gradient    of a part that is updated in host memory
-    parameters  its new ones, unless they rest in host memory
-    memory      bytes for optimizer state that rests on disks
-    free        before the part may use it
-    arrived     for its state and its gradient
-    made        for its new parameters; the result says whether anything has changed
-    ends        before another part takes the slot
-    """
-
-    gradient: Tensor
-    parameters: Tensor
-    memory: Tensor
-    free: list[Need] = field(default_factory=list)
-    arrived: list[Need] = field(default_factory=list)
-    made: Callable[[], bool] | None = None
-    ends: list[Need] = field(default_factory=list)
 
 
 class HostParts:
@@ -63,6 +35,7 @@ class HostParts:
     columns  the model state
     resting  where each trained bucket rests (`zero.parts`)
     swap     where state rests on disks, a piece for each part; None where none does
+    residents  what rests on the device, and is written to disks with each whole step; nobody reads it in training
     """
 
     def __init__(
@@ -72,35 +45,15 @@ class HostParts:
         swap: SwapSpace | None,
         lanes: HostLanes,
         device: torch.device,
+        residents: Sequence[Resident] = (),
     ) -> None:
-        self.columns, self.swap, self.lanes = columns, swap, lanes
+        self.columns, self.swap, self.lanes, self.residents = columns, swap, lanes, residents
         self.parts, self.rests = [own.parts for own in resting], [own.rests for own in resting]
         self.state = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
-        self._slots = self._made_slots(device)
+        self._slots = part_slots(columns, resting, residents, self.state_bytes, swap, device)
         self._turns = 0
-        self._written = set[Key]()
-        self._under_way: dict[Key, _Slot] = {}
+        self._under_way: dict[Key, PartSlot] = {}
         self._arriving: dict[int, list[Need]] = defaultdict(list)
-
-    def _made_slots(self, device: torch.device) -> list[_Slot]:
-        """As large as the largest part that needs them."""
-        every = [(part, rests) for rests, parts in zip(self.rests, self.parts, strict=True) for part in parts]
-        ways = [(part.stop - part.start, way_of(part.tier, rests)) for part, rests in every]
-
-        def most(*ops: Op) -> int:
-            return max((numel for numel, way in ways if not {*ops}.isdisjoint(way)), default=0)
-
-        updated, state = most(Op.UPDATE_HOST), most(Op.READ_STATE) * self.state_bytes
-        moved = most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS)
-        dtypes = {column: self.columns[column].dtype for column in (Column.GRADIENT, Column.PARAMETER)}
-        return [
-            _Slot(
-                host_tensor(updated, dtypes[Column.GRADIENT], device, FLAG),
-                host_tensor(moved, dtypes[Column.PARAMETER], device, FLAG),
-                torch.empty(0, dtype=torch.uint8) if self.swap is None else self.swap.allocate(state),
-            )
-            for _ in range(SLOTS)
-        ]
 
     @property
     def state_bytes(self) -> int:
@@ -226,13 +179,12 @@ class HostParts:
         end. Raises DiskError.
         """
         slot, on_disk = self._slots[0], self._part(key).tier is Tier.DISK
-        if on_disk and reads and key in self._written:
+        if on_disk and reads and self._swap.has(state_piece(key)):
             self._swap.read({state_piece(key): self._memory(key, slot)}).wait()
         elif on_disk and reads:
             slot.memory.zero_()
         yield self._state(key, slot)
         if on_disk and writes:
-            self._written.add(key)
             self._swap.write({state_piece(key): self._memory(key, slot)}).wait()
 
     @contextmanager
@@ -253,11 +205,32 @@ class HostParts:
                     moments.zero_()
                 state[Column.MASTER].copy_(whole[part.start - first : part.stop - first])
 
-    def close(self) -> None:
-        """End the lanes, and remove the swap files."""
+    def flip(self, step: int, about: Mapping[str, Any]) -> DiskRequest:
+        """Start to make what all parts have become a whole step on disks (`disk.swap`), with what is kept about it."""
+        assert not self._under_way, f"{', '.join(map(state_piece, self._under_way))} is under way"
+        for one in self.residents:
+            slot = self._next_slot()
+            for end in slot.free:
+                end()
+            for held, there in self._copies(one, slot):
+                there.copy_(held)
+            request = self._swap.write({resident_piece(one): self._state_memory(slot, one.stop - one.start)})
+            slot.ends = [request.wait]
+        return self._swap.flip(step, about)
+
+    def read_residents(self) -> None:
+        """Set what rests on the device from the swap files. Nothing may be under way. Raises DiskError."""
+        slot = self._slots[0]
+        for one in self.residents:
+            self._swap.read({resident_piece(one): self._state_memory(slot, one.stop - one.start)}).wait()
+            for held, there in self._copies(one, slot):
+                held.copy_(there)
+
+    def close(self, *, remove: bool = True) -> None:
+        """End the lanes. remove: delete the swap files too."""
         self.lanes.close()
         if self.swap is not None:
-            self.swap.close(remove=True)
+            self.swap.close(remove=remove)
 
     # --- one part --------------------------------------------------------------------------------------------------
 
@@ -269,13 +242,18 @@ class HostParts:
     def _part(self, key: Key) -> Part:
         return self.parts[key[0]][key[1]]
 
-    def _taken(self, key: Key) -> _Slot:
+    def _taken(self, key: Key) -> PartSlot:
         """The slot of a part under way, or else the next one."""
         if key not in self._under_way:
-            self._under_way[key] = slot = self._slots[self._turns % SLOTS]
-            self._turns += 1
-            slot.free, slot.arrived, slot.ends = slot.ends, [], []
+            self._under_way[key] = self._next_slot()
         return self._under_way[key]
+
+    def _next_slot(self) -> PartSlot:
+        """The slot whose turn it is, for another part: what is to wait for before is in `free`."""
+        slot = self._slots[self._turns % SLOTS]
+        self._turns += 1
+        slot.free, slot.arrived, slot.ends = slot.ends, [], []
+        return slot
 
     def _passed(self, key: Key, op: Op, over: Need) -> None:
         """A step of a part's way has begun. over: waits for its end. The last one gives the slot to the next part."""
@@ -284,26 +262,37 @@ class HostParts:
             if op is way_of(self._part(key).tier, self.rests[key[0]])[-1]:
                 del self._under_way[key]
 
-    def _new_parameters(self, key: Key, slot: _Slot) -> Tensor:
+    def _new_parameters(self, key: Key, slot: PartSlot) -> Tensor:
         part = self._part(key)
         if self.rests[key[0]] is Tier.HOST:
             return self.columns[Column.PARAMETER].view(key[0], part.start, part.stop)
         return slot.parameters[: part.stop - part.start]
 
-    def _memory(self, key: Key, slot: _Slot) -> Tensor:
+    def _memory(self, key: Key, slot: PartSlot) -> Tensor:
         part = self._part(key)
-        return slot.memory[: (part.stop - part.start) * self.state_bytes]
+        return self._state_memory(slot, part.stop - part.start)
 
-    def _state(self, key: Key, slot: _Slot) -> dict[Column, Tensor]:
+    def _state_memory(self, slot: PartSlot, numel: int) -> Tensor:
+        return slot.memory[: numel * self.state_bytes]
+
+    def _state(self, key: Key, slot: PartSlot) -> dict[Column, Tensor]:
         """The optimizer state of a part: where it rests, or in its slot."""
-        part, found, at = self._part(key), dict[Column, Tensor](), 0
+        part = self._part(key)
+        if part.tier is Tier.DISK:
+            return self._in_slot(slot, part.stop - part.start)
+        return {column: self.columns[column].view(key[0], part.start, part.stop) for column in self.state}
+
+    def _in_slot(self, slot: PartSlot, numel: int) -> dict[Column, Tensor]:
+        """The optimizer state of so many elements in a slot, one column behind the other."""
+        found, at = dict[Column, Tensor](), 0
         for column, dtype in self.state.items():
-            if part.tier is Tier.DISK:
-                stop = at + (part.stop - part.start) * dtype.itemsize
-                found[column], at = slot.memory[at:stop].view(dtype), stop
-            else:
-                found[column] = self.columns[column].view(key[0], part.start, part.stop)
+            found[column], at = slot.memory[at : at + numel * dtype.itemsize].view(dtype), at + numel * dtype.itemsize
         return found
+
+    def _copies(self, one: Resident, slot: PartSlot) -> list[tuple[Tensor, Tensor]]:
+        """For each column what rests on the device, and its place in a slot."""
+        there = self._in_slot(slot, one.stop - one.start)
+        return [(self.columns[c].view(one.bucket, one.start, one.stop), there[c]) for c in self.state]
 
 
 def _updated(

@@ -12,7 +12,17 @@ from megazero.mpu.parameter import StateGroup
 from megazero.program.shape import RankShape
 from megazero.zero.coded import FrozenLayouts
 from megazero.zero.layout import BucketLayout
-from megazero.zero.parts import Range, Resting, parameters_piece, parts_of, state_piece, tiers_of
+from megazero.zero.parts import (
+    Range,
+    Resident,
+    Resting,
+    parameters_piece,
+    parts_of,
+    resident_piece,
+    residents_of,
+    state_piece,
+    tiers_of,
+)
 from megazero.zero.placement import Placement
 from megazero.zero.shape import StateWidths
 
@@ -27,9 +37,8 @@ class Offloading:
     cfg: OffloadConfig
     open_swap: OpenSwap | None = None
 
-    def opened(self, shape: RankShape) -> SwapSpace | None:
-        """The swap files of a rank with this shape; None if nothing of it rests on disks."""
-        pieces = pieces_of(shape)
+    def opened(self, pieces: Mapping[str, int]) -> SwapSpace | None:
+        """The swap files of a rank with these pieces (`pieces_of`); None if there are none."""
         if not pieces:
             return None
         assert self.open_swap is not None, "validated: state on disks has --nvme-path"
@@ -100,8 +109,23 @@ def frozen_ranges(
     return found
 
 
-def pieces_of(shape: RankShape) -> dict[str, int]:
-    """The bytes of what rests on disks, by the name of its piece: parameters and optimizer state of each part."""
+def run_residents(
+    ranges: Sequence[Range],
+    resting: Sequence[Resting],
+    widths: StateWidths,
+    parallel: ParallelConfig,
+    cfg: OffloadConfig,
+) -> list[Resident]:
+    """What stays on the device and is written to disks too; nothing without --nvme-checkpoint. Arguments as in
+    `run_parts`, which gives `resting`.
+    """
+    return residents_of(ranges, resting, most_elements(widths, parallel, cfg)) if cfg.nvme_checkpoint else []
+
+
+def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[str, int]:
+    """The bytes of what rests on disks, by the name of its piece: parameters and optimizer state of each part; and of
+    what is written there too. state: bytes of the optimizer state of an element.
+    """
     found: dict[str, int] = {}
     for number, bucket in enumerate(shape.buckets):
         for index, part in enumerate(bucket.parts):
@@ -109,4 +133,4 @@ def pieces_of(shape: RankShape) -> dict[str, int]:
                 found[parameters_piece((number, index))] = part.parameter_bytes
             if part.tier is Tier.DISK:
                 found[state_piece((number, index))] = part.state_bytes
-    return found
+    return found | {resident_piece(one): (one.stop - one.start) * state for one in residents}

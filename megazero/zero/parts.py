@@ -42,6 +42,32 @@ class Resting(NamedTuple):
     rests: Tier = Tier.DEVICE
 
 
+class Resident(NamedTuple):
+    """Elements [start, stop) of a bucket whose optimizer state rests on the device, and is written to disks too so that
+    a step is whole there (--nvme-checkpoint). number: among those of its bucket.
+    """
+
+    bucket: int
+    number: int
+    start: int
+    stop: int
+
+
+def resident_piece(one: Resident) -> str:
+    """The name in swap files of optimizer state that rests on the device."""
+    return f"bucket {one.bucket}, on the device {one.number}"
+
+
+def residents_of(ranges: Sequence[Range], resting: Sequence[Resting], most: int) -> list[Resident]:
+    """All that stays on the device, in pieces of at most `most` elements. ranges, resting: of each bucket."""
+    found = []
+    for bucket, ((start, stop), own) in enumerate(zip(ranges, resting, strict=True)):
+        stays = [part[:2] for part in own.parts if part.tier is Tier.DEVICE] if own.parts else [(start, stop)]
+        cut = (piece for first, last in stays for piece in _pieces(first, last, most))
+        found += [Resident(bucket, number, *piece) for number, piece in enumerate(cut)]
+    return found
+
+
 def tiers_of(sizes: Sequence[int], offload: Offload) -> list[Tier]:
     """Where the parameters of buckets rest. sizes: bytes of each in forward order; 0 of one that cannot leave.
 

@@ -92,20 +92,54 @@ def spread(state: ModelState) -> None:
     over the neighbours of that of every column that is whole (ZeRO-0), or of the parameters (the other stages). One
     bucket is under way at a time.
     """
-    table, weights = state.columns, state.weights
+    table = state.columns
     for index, bucket in enumerate(state.buckets):
         state.gatherer.wait()
         if state.host.parts[index]:
-            with _updated_parameters(state, index) as target:
-                _spread_parts(state, index, target)
+            _spread_parts(state, index)
         else:
             for column in _saved(state).values():
                 _spread(bucket, table[column].held(index), sharded=table[column].is_sharded_in(index))
-            if state.has_master:
-                table[Column.PARAMETER].view(index, *weights.range_of(index)).copy_(weights.held(index))
-        if state.has_master and weights.is_sharded and not state.parameters[index].gathered:
-            state.gatherer.gather(index)
+            _round_weights(state, index)
+        _gather(state, index)
     state.wait_parameters()
+
+
+@torch.no_grad()
+def round_weights(state: ModelState) -> None:
+    """Set the parameters that this rank updates from its master weights, wherever they rest. Communicates nothing.
+
+    `gather_parameters` has to follow on all ranks. Raises DiskError.
+    """
+    for index in range(len(state.buckets)):
+        _round_weights(state, index)
+
+
+def gather_parameters(state: ModelState) -> None:
+    """Bring the parameters that other ranks have set to this rank. Communicates what `spread` does of parameters."""
+    for index in range(len(state.buckets)):
+        state.gatherer.wait()
+        _gather(state, index)
+    state.wait_parameters()
+
+
+def _gather(state: ModelState, index: int) -> None:
+    """Start to gather the parameters of a bucket that are whole while only shards of them are updated."""
+    if state.has_master and state.weights.is_sharded and not state.parameters[index].gathered:
+        state.gatherer.gather(index)
+
+
+def _round_weights(state: ModelState, index: int) -> None:
+    """Set the parameters of a bucket that this rank updates from its master weights."""
+    if not state.has_master:
+        return
+    first, _ = state.weights.range_of(index)
+    with _updated_parameters(state, index) as parameters:
+        if not state.host.parts[index]:
+            parameters.copy_(state.weights.held(index))
+        for number, part in enumerate(state.host.parts[index]):
+            with state.host.looking((index, number)) as held:
+                parameters[part.start - first : part.stop - first].copy_(held[Column.MASTER])
 
 
 @contextmanager
@@ -129,20 +163,18 @@ def _spread(bucket: Bucket, held: Tensor, *, sharded: bool) -> None:
         collectives.all_gather(held, shard, bucket.groups.inner).wait()
 
 
-def _spread_parts(state: ModelState, index: int, parameters: Tensor) -> None:
-    """The same for a bucket in parts, of which this rank has all in memory meanwhile if others own something of it.
-
-    parameters: those that this rank updates, which are set.
+def _spread_parts(state: ModelState, index: int) -> None:
+    """The same for a bucket in parts, of which this rank has all in memory meanwhile if others own something of it. Its
+    parameters are set too.
     """
     bucket, host = state.buckets[index], state.host
     first, last = state.weights.range_of(index)
     ranges = [slice(part.start - first, part.stop - first) for part in host.parts[index]]
     if bucket.owned == (first, last):
-        for number, own in enumerate(ranges):
-            with host.looking((index, number)) as held:
-                parameters[own].copy_(held[Column.MASTER])
+        _round_weights(state, index)
         return
-    whole = {c: torch.empty(last - first, dtype=dtype, device=parameters.device) for c, dtype in host.state.items()}
+    device = state.weights.device
+    whole = {c: torch.empty(last - first, dtype=dtype, device=device) for c, dtype in host.state.items()}
     for number, own in enumerate(ranges):
         with host.looking((index, number)) as held:
             for column, values in whole.items():
@@ -153,4 +185,5 @@ def _spread_parts(state: ModelState, index: int, parameters: Tensor) -> None:
         with host.looking((index, number), reads=False, writes=True) as held:
             for column, values in whole.items():
                 held[column].copy_(values[own])
-    parameters.copy_(whole[Column.MASTER])
+    with _updated_parameters(state, index) as parameters:
+        parameters.copy_(whole[Column.MASTER])

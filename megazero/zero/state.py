@@ -23,7 +23,15 @@ from megazero.zero.host_lanes import HostLanes
 from megazero.zero.host_parts import HostParts
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.messages import BITS, KEPT, GradientMessages
-from megazero.zero.offload import NO_OFFLOADING, Offloading, frozen_parts, frozen_ranges, run_parts
+from megazero.zero.offload import (
+    NO_OFFLOADING,
+    Offloading,
+    frozen_parts,
+    frozen_ranges,
+    pieces_of,
+    run_parts,
+    run_residents,
+)
 from megazero.zero.owed import OwedUpdates
 from megazero.zero.parts import Resting
 from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
@@ -77,12 +85,14 @@ class ModelState:
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
         widths = state_widths(optimizer, parallel, offloading.cfg)
-        trained = run_parts([update_range(own, row) for own in self.buckets], layouts, widths, parallel, offloading.cfg)
+        ranges = [update_range(own, row) for own in self.buckets]
+        trained = run_parts(ranges, layouts, widths, parallel, offloading.cfg)
+        residents = run_residents(ranges, trained, widths, parallel, offloading.cfg)
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: _place(grid, group))
         every = [*trained, *frozen_parts(frozen, stored, widths, parallel, offloading.cfg)]
         at = state_groups(grid.axes, grid.at)
         self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, every)
-        swap, lanes = offloading.opened(self.shape), HostLanes.of(grid.device)
+        swap, lanes = offloading.opened(pieces_of(self.shape, residents, widths.state)), HostLanes.of(grid.device)
         self.rests_on_disks = swap is not None
         self.resting = RestingParameters(self.shape, every, swap, lanes.to_device)
         self.columns = self._made_columns(row, dtypes, trained)
@@ -109,7 +119,7 @@ class ModelState:
             masters=self.weights if parallel.zero_quantized_weights else None,
             overlap=parallel.overlap,
         )
-        self.host = HostParts(self.columns, trained, swap, lanes, grid.device)
+        self.host = HostParts(self.columns, trained, swap, lanes, grid.device, residents)
         """The parts that are updated in host memory."""
         self.owed = OwedUpdates()
         """What a step leaves to the next one; nothing without --late-update."""

@@ -35,6 +35,8 @@ REFUSED = {
     "--offload-optimizer nvme:0.5": "--offload-optimizer nvme:0.5 needs --nvme-path DIR, a folder for swap files",
     "--nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme or --offl",
     "--offload-optimizer cpu --nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme or --offl",
+    "--nvme-checkpoint": "--nvme-checkpoint has no effect without --offload-optimizer nvme",
+    "--offload-optimizer cpu --nvme-checkpoint": "--nvme-checkpoint has no effect without --offload-optimizer nvme",
     "--nvme-buffer-bytes 9MB": "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer or --",
     "--offload-optimizer nvme --nvme-path a b ./a": "--nvme-path a b ./a: ./a is there twice; name each folder once",
     "--offload-optimizer cpu --optimizer-impl apex": "apex has kernels for CUDA only, and --offload-optimizer cpu",

@@ -446,6 +446,12 @@ POINTLESS = [
         "--offload-optimizer nvme:0.5",
     ),
     (
+        "--nvme-checkpoint",
+        1,
+        "--nvme-checkpoint has no effect without --offload-optimizer nvme",
+        "--offload-optimizer nvme --nvme-path a",
+    ),
+    (
         "--nvme-buffer-bytes 9MB",
         1,
         "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer or --offload-params",

@@ -12,7 +12,7 @@ import pytest
 from megazero.disk.backend import DiskOptions
 from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
-from megazero.disk.swap_file import remove_leftovers
+from megazero.disk.swap_file import CHECKPOINT, leftover_bytes, remove_leftovers
 from tests.disk.contents import contents
 from tests.forks import fork
 
@@ -70,6 +70,25 @@ def test_the_next_run_removes_what_dead_processes_have_left_and_nothing_else(tmp
         kill(alive)
     assert remove_leftovers(tmp_path) == ["megazero-swap-alive-00000.bin"]
     assert names(tmp_path) == sorted(others)
+
+
+def test_a_process_that_goes_on_removes_the_record_that_was_not_finished(tmp_path: Path) -> None:
+    kill(in_a_child(tmp_path, "dead", 3))
+    assert len(names(tmp_path)) == 3
+    space = open_swap([tmp_path], PIECES, OPTIONS, job="dead", rank=3, resume=True)
+    assert names(tmp_path) == ["megazero-swap-dead-00003.bin", "megazero-swap-dead-00003.json"]
+    space.close(remove=True)
+
+
+def test_files_of_a_checkpoint_stay_until_their_own_job_begins_anew(tmp_path: Path) -> None:
+    kill(in_a_child(tmp_path, CHECKPOINT, 1))
+    there = names(tmp_path)
+    held = leftover_bytes(tmp_path, checkpoints=True)
+    assert remove_leftovers(tmp_path) == [] and leftover_bytes(tmp_path) == 0 < held
+    open_swap([tmp_path], PIECES, OPTIONS, job="other").close(remove=True)
+    assert names(tmp_path) == there
+    open_swap([tmp_path], PIECES, OPTIONS, job=CHECKPOINT).close(remove=True)
+    assert names(tmp_path) == []
 
 
 def test_a_record_without_its_file_is_left_over_too(tmp_path: Path) -> None:

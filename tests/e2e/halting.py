@@ -29,6 +29,9 @@ import torch.distributed as dist
 from megazero.checkpoint import folder, save_phases
 from megazero.checkpoint.blocks import BlockWriter
 from megazero.cli.training import train
+from megazero.disk import pool, record, swap
+from megazero.disk.record import SwapRecord
+from megazero.disk.swap_file import SwapFile
 from megazero.launch import Environment, exit_now, exit_status
 from megazero.mpu import collectives
 from megazero.telemetry import watchdog
@@ -36,6 +39,8 @@ from megazero.telemetry.console import survive_lost_console
 from megazero.train.save_policy import SavePolicy
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
+from tests.disk.test_backend import forbid_io_uring
+from tests.disk.test_faults import interrupted
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,10 @@ class Jump(Halt):
 
 @dataclass(frozen=True)
 class Launch(Halt):
-    """The point before a collective of a step: the one with this number, from 1, of the ones that the rank launches.
+    """The point before a collective of a step: the one with this number, from 1, of the ones that the rank launches. Or
+    before a change on disks.
 
-    With number 0 the rank does not stop: the file `pipe` gets the number of collectives of the iteration.
+    With number 0 the rank does not stop: the file `pipe` gets how many there are in the iteration.
     """
 
     number: int = 0
@@ -148,6 +154,48 @@ def in_launch(halt: Halt) -> None:
         before(collectives, name, is_here, halt)
 
 
+def without_io_uring(halt: Halt) -> None:
+    """No point: from the start on the kernel forbids the rank io_uring, as it does in a container."""
+    forbid_io_uring()
+
+
+def short_reads(halt: Halt) -> None:
+    """No point: the rank's disks are read and written a page or two at a time, by threads."""
+    counts: list[int] = []
+    forbid_io_uring()
+    pool._read = interrupted(pool._read, counts)
+    os.pwrite = interrupted(os.pwrite, counts)
+
+
+def on_disk(halt: Halt) -> None:
+    """Before a change on disks: pieces of the model state that are written, what is made durable, a record that is
+    replaced. The numbers count from the begin of the iteration, whose first changes belong to the step before.
+    """
+    assert isinstance(halt, Launch)
+    train_step, seen, lock = Trainer.train_step, [-1], threading.Lock()
+
+    def counted(trainer: Trainer, **options: Any) -> None:
+        here = trainer.position.iteration + 1 == halt.iteration
+        if here:
+            seen[0] = 0
+        train_step(trainer, **options)
+        if here and not halt.number:
+            Path(halt.pipe).write_text(f"{seen[0]}\n")
+        if not halt.number:
+            seen[0] = -1  # else what the lanes still do for this step counts on
+
+    def is_here(*_: Any) -> bool:
+        with lock:
+            seen[0] += seen[0] >= 0
+            return seen[0] == halt.number > 0
+
+    Trainer.train_step = counted  # type: ignore[assignment, method-assign]
+    before(swap, "run_moves", lambda transport, write, *_: write and is_here(), halt)
+    before(SwapFile, "sync", is_here, halt)
+    before(SwapRecord, "write", is_here, halt)
+    before(record, "replace_file", is_here, halt)
+
+
 def in_write(halt: Halt) -> None:
     """The rank's file is on disk in part: the header and two tensors."""
     write, begins, calls = BlockWriter.write, f".tmp-{folder.folder_name(halt.iteration)}-", [0]
@@ -177,6 +225,9 @@ def is_saved(halt: Halt) -> None:
 POINTS: dict[str, Callable[[Halt], None]] = {
     "step": in_step,
     "launch": in_launch,
+    "disk": on_disk,
+    "no io_uring": without_io_uring,
+    "short reads": short_reads,
     "write": in_write,
     # every file is whole, and there is no manifest yet
     "manifest": lambda halt: before(

@@ -11,7 +11,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Kill:
 
     begins   iteration of the checkpoint that it must have started from; 0: from scratch
     point    where a rank is killed (`halting.POINTS`), in which iteration
-    number   at "launch": of the collective before which the rank stands
+    number   at "launch": of the collective before which the rank stands. At "disk": of the change
     saved    iteration of the newest checkpoint that is complete afterwards, as `latest` says
     whom     "rank": the one that stands there. "launcher": the launcher, and its ranks must go with it
     started  "forked", or "torchrun" as users start it
@@ -56,7 +56,7 @@ class Kill:
 
     def halt(self, pipe: Path) -> Halt:
         where = self.point, self.iteration, self.rank, str(pipe)
-        return Launch(*where, self.number) if self.point == "launch" else Halt(*where)
+        return Launch(*where, self.number) if self.point in ("launch", "disk") else Halt(*where)
 
 
 def flags_of(folder: Path, corpus: Path, precision: str, steps: int) -> list[object]:
@@ -115,8 +115,34 @@ def ended(process: int, seconds: float = SECONDS) -> bool:
     return bool(select.select([process], [], [], seconds)[0])
 
 
-def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
-    """Have it run to the point and killed there; what it printed."""
+def check_place(kill: Kill, folder: Path) -> None:
+    """That the run is where it should be, by what it has left on disk so far."""
+    found = by_iteration(folder / "m")
+    if kill.point == "step":
+        assert max(found, default=0) == kill.iteration - 1, "the step before is the last"
+    elif kill.point == "launch":  # a run before may have come further
+        first = kill.iteration == kill.begins + 1
+        assert first or metrics(folder / "m")[-1]["iteration"] == kill.iteration - 1, "the step before is the last"
+    else:
+        assert kill.iteration in found
+    building = list((folder / "saved").glob(f".tmp-iter_{kill.iteration:07d}-*"))
+    assert len(building) == (kill.point in ("write", "manifest", "rename"))
+    assert (folder / "saved" / f"iter_{kill.iteration:07d}").exists() == (kill.point in ("latest", "prune", "saved"))
+    if kill.point == "write":
+        (part,) = building[0].glob(f"fragments-{kill.rank + 1:05d}-of-*.safetensors")
+        assert b"0" * 64 in part.read_bytes()[:4096], "the hashes come last"
+    if building:
+        assert (building[0] / "manifest.json").exists() == (kill.point == "rename")
+
+
+def kill(
+    kill: Kill,
+    ranks: int,
+    flags: Sequence[object],
+    folder: Path,
+    check: Callable[[Kill, Path], None] = check_place,
+) -> str:
+    """Have it run to the point and killed there; what it printed. check: that it is where it should be."""
     pipe, output = folder / "pipe", folder / f"{kill.point}{kill.iteration}"
     output.unlink(missing_ok=True)
     os.mkfifo(pipe)
@@ -152,7 +178,7 @@ def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
     assert victim in members and len(members) == ranks
     living = [os.pidfd_open(member) for member in members]
     assert not any(ended(member, 0) for member in living), "all ranks run"
-    check_place(kill, folder)
+    check(kill, folder)
     os.kill(victim if kill.whom == "rank" else pid, signal.SIGKILL)
     for file in (*living, launcher):
         assert ended(file), f"after the {kill.whom} was killed, others go on for ever:\n{output.read_text()[-4000:]}"
@@ -162,26 +188,6 @@ def kill(kill: Kill, ranks: int, flags: Sequence[object], folder: Path) -> str:
     status = torchrun.wait() if kill.started == "torchrun" else _status(process)
     assert status == (1 if kill.whom == "rank" else -signal.SIGKILL)
     return output.read_text()
-
-
-def check_place(kill: Kill, folder: Path) -> None:
-    """That the run is where it should be, by what it has left on disk so far."""
-    found = by_iteration(folder / "m")
-    if kill.point == "step":
-        assert max(found, default=0) == kill.iteration - 1, "the step before is the last"
-    elif kill.point == "launch":  # a run before may have come further
-        first = kill.iteration == kill.begins + 1
-        assert first or metrics(folder / "m")[-1]["iteration"] == kill.iteration - 1, "the step before is the last"
-    else:
-        assert kill.iteration in found
-    building = list((folder / "saved").glob(f".tmp-iter_{kill.iteration:07d}-*"))
-    assert len(building) == (kill.point in ("write", "manifest", "rename"))
-    assert (folder / "saved" / f"iter_{kill.iteration:07d}").exists() == (kill.point in ("latest", "prune", "saved"))
-    if kill.point == "write":
-        (part,) = building[0].glob(f"fragments-{kill.rank + 1:05d}-of-*.safetensors")
-        assert b"0" * 64 in part.read_bytes()[:4096], "the hashes come last"
-    if building:
-        assert (building[0] / "manifest.json").exists() == (kill.point == "rename")
 
 
 def _status(process: object) -> int | None:

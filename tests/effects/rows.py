@@ -147,6 +147,12 @@ ROWS = (
     Row("device_memory_budget", "--device-memory-budget 1MB", "memory", SEARCHES),
     Row("host_memory_budget", "--host-memory-budget 9KB", "refused", f"{SEARCHES} --device-memory-budget 1MB"),
     Row("nvme_path", "--nvme-path {out}/absent", "refused", "--offload-optimizer nvme --nvme-path {out}"),
+    Row(
+        "nvme_checkpoint",
+        "--nvme-checkpoint",
+        "files",
+        "--offload-optimizer nvme --nvme-path {out} --exit-interval 2",
+    ),
     Row("nvme_buffer_bytes", "--nvme-buffer-bytes 200KB", "memory", "--offload-optimizer cpu"),
     Row("compile", "--compile", "compiled", "--precision fp64"),
     Row("attention", "--attention softmax", "attention", "--attention flash --position-embedding rotary"),

@@ -14,8 +14,9 @@ from torch import nn
 from megazero.config.parse import ConfigError, parse_run
 from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
-from megazero.mpu.axes import axes_of
+from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.bytes import stage_bytes
+from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.train import job as jobs
@@ -25,7 +26,6 @@ from megazero.train.banner_offload import written_sentence
 from megazero.train.banner_parts import stage_table
 from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
 from megazero.train.path_checks import check_paths
-from megazero.zero.offload import pieces_of
 from tests.disks import remount, small_disk
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -189,7 +189,7 @@ def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
     (stage,) = stage_bytes(run, axes_of(run.parallel, 1))
-    pieces = pieces_of(StageLists(run, axes_of(run.parallel, 1), nccl=False).of(0).shape)
+    pieces = swapped_pieces(run, axes_of(run.parallel, 1), Coordinates(0, 0, 0, 0), nccl=False)
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
     assert stage.elsewhere.disk == sum(pieces.values())

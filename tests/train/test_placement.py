@@ -45,6 +45,7 @@ def trained(rank: int, size: int, flags: Sequence[str]) -> tuple[str, Run, list[
     job.fit()
     with job.state.model.reading():
         weights = [piece.values.flatten().tolist() for piece in values_of(nn.ModuleList(job.stages))]
+    job.close()
     settings = {**vars(job.run.parallel), **vars(job.run.offload)}
     told = as_flags({row.field: settings[row.field] for row in ROWS.values()})
     return told, job.run, [record.loss for record in recorder.records], weights

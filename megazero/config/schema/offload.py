@@ -18,6 +18,10 @@ class OffloadConfig:
     nvme_path: tuple[str, ...] = option((), many=True, metavar="DIR", derived="no folder")
     """Folders for the files of --offload-optimizer nvme, which are removed at the end. Each rank has one file in each
     folder, and they share its bytes in proportion to their speed, which is measured at the start."""
+    nvme_checkpoint: bool = option(False)
+    """Make each optimizer step durable in the files of --nvme-path, which take twice the space: a kill at any instant
+    leaves a whole step, and the same command goes on from it. The files then stay until the run is finished or its last
+    step is saved."""
     nvme_buffer_bytes: int = option(256 * 2**20, size=True, metavar="BYTES")
     """Host memory of a rank for what is on its way: gradients and parameters of what has left the device, and what is
     read from disks and written back. Buffers of the files come on top. Half as much means twice as many requests, half

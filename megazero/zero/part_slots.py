@@ -1,0 +1,77 @@
+"""The slots through which parts of buckets pass (`zero.host_parts`): host memory for one part each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megazero.config.tiers import SLOTS
+from megazero.disk.lanes import Need
+from megazero.disk.swap import SwapSpace
+from megazero.program.instruction import Op
+from megazero.program.passes.updates import way_of
+from megazero.system.streams import host_tensor
+from megazero.zero.parts import Resident, Resting
+from megazero.zero.placement import Column
+from megazero.zero.storage import StoredColumn
+
+FLAG = "--offload-optimizer"
+"""What needs host memory, for errors."""
+
+PartTensors = Mapping[Column, Tensor]
+"""The columns of a part in host memory, [stop - start] each."""
+
+
+@dataclass
+class PartSlot:
+    """The memory of a part on its way, and what there is to wait for. A kind of memory that no part needs is empty.
+
+    gradient    of a part that is updated in host memory
+    parameters  its new ones, unless they rest in host memory
+    memory      bytes for optimizer state that rests on disks
+    free        before the part may use it
+    arrived     for its state and its gradient
+    made        for its new parameters; the result says whether anything has changed
+    ends        before another part takes the slot
+    """
+
+    gradient: Tensor
+    parameters: Tensor
+    memory: Tensor
+    free: list[Need] = field(default_factory=list)
+    arrived: list[Need] = field(default_factory=list)
+    made: Callable[[], bool] | None = None
+    ends: list[Need] = field(default_factory=list)
+
+
+def part_slots(
+    columns: Mapping[Column, StoredColumn],
+    resting: Sequence[Resting],
+    residents: Sequence[Resident],
+    state_bytes: int,
+    swap: SwapSpace | None,
+    device: torch.device,
+) -> list[PartSlot]:
+    """The slots of a rank, each as large as the largest part that needs it. Arguments as of `host_parts.HostParts`;
+    state_bytes: of the optimizer state of an element.
+    """
+    ways = [(part.stop - part.start, way_of(part.tier, own.rests)) for own in resting for part in own.parts]
+
+    def most(*ops: Op) -> int:
+        return max((numel for numel, way in ways if not {*ops}.isdisjoint(way)), default=0)
+
+    stays = max((one.stop - one.start for one in residents), default=0)
+    updated, state = most(Op.UPDATE_HOST), max(most(Op.READ_STATE), stays) * state_bytes
+    moved = most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS)
+    dtypes = {column: columns[column].dtype for column in (Column.GRADIENT, Column.PARAMETER)}
+    return [
+        PartSlot(
+            host_tensor(updated, dtypes[Column.GRADIENT], device, FLAG),
+            host_tensor(moved, dtypes[Column.PARAMETER], device, FLAG),
+            torch.empty(0, dtype=torch.uint8) if swap is None else swap.allocate(state),
+        )
+        for _ in range(SLOTS)
+    ]
