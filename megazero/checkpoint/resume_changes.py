@@ -126,7 +126,7 @@ _FREE = {
     ),
     **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention", "late_update"),
     **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget", "shard_recompute_inputs"),
-    **_plain("parallel", "offload_activations"),
+    **_plain("parallel", "offload_activations", "offload_params"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain(
         "optimizer",
@@ -151,7 +151,8 @@ _SILENT = frozenset(
     {
         *("parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"),
         *("offload.nvme_path", "offload.nvme_buffer_bytes", "offload.placement", "offload.placement_rates"),
-        *("offload.nvme_checkpoint", "offload.device_memory_budget", "offload.host_memory_budget"),
+        "offload.nvme_checkpoint",
+        *("parallel.device_memory_budget", "parallel.host_memory_budget"),
     }
 )
 """Fields that affect time and places only, so a change of them is not reported. (The sections `checkpoint` and

@@ -37,6 +37,16 @@ def _activation_budget(f: CheckContext) -> Found:
         )
 
 
+def _device_budget(f: CheckContext) -> Found:
+    p = f.run.parallel
+    whole, part = p.device_memory_budget, p.activation_memory_budget
+    if whole is not None and part is not None and part > whole:
+        yield (
+            f"--activation-memory-budget {part} is a part of --device-memory-budget {whole}: nearest: "
+            f"--activation-memory-budget {whole}"
+        )
+
+
 def _shard_recompute_inputs(f: CheckContext) -> Found:
     p = f.run.parallel
     if p.shard_recompute_inputs and p.sequence_parallel and p.tp > 1:
@@ -53,8 +63,11 @@ def _offload_activations(f: CheckContext) -> Found:
     except ValueError as wrong:
         yield f"--offload-activations {p.offload_activations}: {wrong}"
         return
-    if leaves.tier is Tier.DISK:
-        yield f"--offload-activations {p.offload_activations}: activations go to host memory only; nearest: cpu"
+    if leaves.tier is Tier.DISK and not f.run.offload.nvme_path:
+        yield (
+            f"--offload-activations {p.offload_activations} needs --nvme-path DIR, a folder for swap files on each "
+            "disk that it may use"
+        )
     if leaves and p.cuda_graphs:
         yield (
             f"--offload-activations {p.offload_activations} copies between the units of a micro-batch, which "
@@ -65,6 +78,7 @@ def _offload_activations(f: CheckContext) -> Found:
 RECOMPUTE_CHECKS = (
     check(_recompute, "recompute_num_layers", "recompute_granularity", "num_layers"),
     check(_activation_budget, "activation_memory_budget", "recompute_granularity", "recompute_num_layers"),
+    check(_device_budget, "activation_memory_budget", "device_memory_budget"),
     check(_shard_recompute_inputs, "shard_recompute_inputs", "sequence_parallel", "tp"),
-    check(_offload_activations, "offload_activations", "cuda_graphs"),
+    check(_offload_activations, "offload_activations", "cuda_graphs", "nvme_path"),
 )

@@ -8,7 +8,7 @@ from megazero.config.checks import CheckContext
 from megazero.config.derive import pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
-from megazero.config.tiers import Tier
+from megazero.config.tiers import Tier, offload_of
 
 
 def fp16(f: CheckContext) -> bool:
@@ -69,6 +69,14 @@ def leaves_device(f: CheckContext) -> bool:
 
 def searches(f: CheckContext) -> bool:
     return f.run.offload.placement == AUTO
+
+
+def activations_tier(f: CheckContext) -> Tier | None:
+    """Where activations wait; None for words that are reported elsewhere."""
+    try:
+        return offload_of(f.run.parallel.offload_activations).tier
+    except ValueError:
+        return None
 
 
 def several(f: CheckContext) -> bool:

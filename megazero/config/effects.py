@@ -15,6 +15,7 @@ from megazero.config import conditions as when
 from megazero.config.checks import Check, CheckContext, Found
 from megazero.config.derive import gathers_parameters, offloads_parameters, recomputes_blocks, shards_parameters
 from megazero.config.options import run_options
+from megazero.config.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,9 @@ EFFECTS = (
     ),
     Effect(
         "nvme_path",
-        lambda f: when.rests_on_disks(f) or when.searches(f),
-        "--offload-optimizer nvme or --offload-params nvme: nothing rests on disks",
-        ("offload_optimizer", "offload_params", "placement"),
+        lambda f: when.rests_on_disks(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
+        "--offload-optimizer nvme, --offload-params nvme or --offload-activations nvme: nothing rests on disks",
+        ("offload_optimizer", "offload_params", "offload_activations", "placement"),
     ),
     Effect(
         "nvme_checkpoint",
@@ -143,17 +144,21 @@ EFFECTS = (
         "--offload-optimizer nvme: no optimizer state rests on disks",
         ("offload_optimizer",),
     ),
+    Effect("placement_rates", when.searches, "--placement auto", ("placement",)),
     Effect(
         "nvme_buffer_bytes",
-        lambda f: when.leaves_device(f) or when.searches(f),
-        "--offload-optimizer or --offload-params, cpu or nvme",
-        ("offload_optimizer", "offload_params", "placement"),
-    ),
-    *(
-        Effect(name, when.searches, "--placement auto", ("placement",))
-        for name in ("placement_rates", "device_memory_budget", "host_memory_budget")
+        lambda f: when.leaves_device(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
+        "--offload-optimizer or --offload-params, cpu or nvme, or --offload-activations nvme",
+        ("offload_optimizer", "offload_params", "offload_activations", "placement"),
     ),
     # From here on: lines in the banner, no errors.
+    Effect(
+        "host_memory_budget",
+        lambda f: when.leaves_device(f) or when.searches(f) or when.activations_tier(f) is not Tier.DEVICE,
+        "--offload-optimizer, --offload-params or --offload-activations: nothing rests in host memory",
+        ("offload_optimizer", "offload_params", "offload_activations", "placement"),
+        refused=False,
+    ),
     Effect(
         "sample_tokens",
         lambda f: not when.reads_text(f) or f.run.trainer.sample_prompt is not None or f.run.data.tokenizer is None,

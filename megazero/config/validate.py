@@ -85,7 +85,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "save_interval",
                 "eval_interval",
             ),
-            *("zero3_gathered_bytes", "nvme_buffer_bytes", "device_memory_budget", "host_memory_budget"),
+            *("zero3_gathered_bytes", "nvme_buffer_bytes"),
             *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
         ),
         _COUNT,
@@ -118,7 +118,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     )
     | dict.fromkeys(
         (
-            "activation_memory_budget",
+            *("activation_memory_budget", "device_memory_budget", "host_memory_budget"),
             *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
             "exit_duration_in_mins",
         ),

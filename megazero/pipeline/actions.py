@@ -106,6 +106,15 @@ class KeptGraph(Protocol):
     def come_back(self) -> None:
         """Start to copy it back."""
 
+    def write(self) -> None:
+        """Start to write the host's copy to disks; it is made."""
+
+    def free_host(self) -> None:
+        """Free the host's copy, once it is written."""
+
+    def read(self) -> None:
+        """Start to read it from disks."""
+
     def ready(self) -> None:
         """Called before its backward, which finds it on the device."""
 

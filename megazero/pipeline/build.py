@@ -16,7 +16,7 @@ from megazero.config.fp8 import fp8_layers
 from megazero.config.recompute import RecomputeTable, recompute_by_flags
 from megazero.config.schema import ParallelConfig, Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import offload_of
+from megazero.config.tiers import Tier, offload_of
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage
 from megazero.mpu.fp8 import Fp8
@@ -27,6 +27,7 @@ from megazero.pipeline.actions import ActivationActions, StateActions
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine, ReplayedState
 from megazero.pipeline.kept import HostActivations
+from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.program.instruction import Instruction
@@ -190,6 +191,7 @@ def step_options(run: Run) -> StepOptions:
         late=run.parallel.late_update,
         vertical=vertical_order(run.parallel),
         leaving=leaves.share if leaves else 0.0,
+        disk_buffers=run.offload.nvme_buffer_bytes if leaves.tier is Tier.DISK else None,
     )
 
 
@@ -215,9 +217,11 @@ def build_engine(
     return PipelineEngine(list(stages), grid, lists, shape, dtype, channels, state, host)
 
 
-def host_activations(run: Run, device: torch.device) -> HostActivations | None:
-    """Where the activations of a run wait for their backward (--offload-activations); None: on the device."""
-    return HostActivations(device) if offload_of(run.parallel.offload_activations) else None
+def host_activations(run: Run, device: torch.device, disks: ActivationDisks | None = None) -> HostActivations | None:
+    """Where the activations of a run wait for their backward (--offload-activations); None: on the device. disks: where
+    they go on from host memory.
+    """
+    return HostActivations(device, disks=disks) if offload_of(run.parallel.offload_activations) else None
 
 
 def with_graphs(

@@ -31,31 +31,33 @@ _GATHER: tuple[Shades, ...] = ((66, 73),)
 _REDUCE: tuple[Shades, ...] = ((95, 138),)
 _HOST: tuple[Shades, ...] = ((103, 146),)
 _OTHER: tuple[Shades, ...] = ((240, 244),)
-_LETTERS = {
-    Op.FORWARD: "F",
-    Op.BACKWARD: "B",
-    Op.BACKWARD_INPUT: "B",
-    Op.BACKWARD_WEIGHT: "W",
-    Op.UPDATE: "U",
-    Op.GATHER: "G",
-    Op.REDUCE: "R",
-    Op.REDUCE_ACROSS: "A",
-    Op.REDUCE_PARTIAL: "T",
-    Op.NORM: "N",
-    Op.RECV_FORWARD: "f",
-    Op.RECV_BACKWARD: "b",
-    Op.READ_PARAMETERS: "p",
-    Op.LOAD: "L",
-    Op.STORE: "S",
-    Op.WRITE_PARAMETERS: "q",
-    Op.READ_STATE: "r",
-    Op.COPY_GRADIENT: "h",
-    Op.UPDATE_HOST: "H",
-    Op.COPY_PARAMETERS: "d",
-    Op.WRITE_STATE: "w",
-    Op.LEAVE: "O",
-    Op.RETURN: "I",
+_MESSAGES = {
+    Op.RECV_FORWARD: ("f", "hidden states arrive"),
+    Op.RECV_BACKWARD: ("b", "gradients arrive"),
+    Op.GATHER: ("G", "gather of a bucket's parameters"),
+    Op.REDUCE: ("R", "reduction of its gradients"),
+    Op.REDUCE_ACROSS: ("A", "the same across"),
+    Op.REDUCE_PARTIAL: ("T", "sum over tp"),
+    Op.NORM: ("N", "norm"),
+    Op.UPDATE: ("U", "update"),
+    Op.LEAVE: ("O", "activations to the host"),
+    Op.RETURN: ("I", "and back"),
+    Op.WRITE_ACTIVATIONS: ("x", "activations written"),
+    Op.READ_ACTIVATIONS: ("y", "and read"),
 }
+_ELSEWHERE = {
+    Op.READ_PARAMETERS: ("p", "parameters read"),
+    Op.LOAD: ("L", "loaded"),
+    Op.STORE: ("S", "stored"),
+    Op.WRITE_PARAMETERS: ("q", "written"),
+    Op.READ_STATE: ("r", "state read"),
+    Op.COPY_GRADIENT: ("h", "gradient to host"),
+    Op.UPDATE_HOST: ("H", "update there"),
+    Op.COPY_PARAMETERS: ("d", "parameters back"),
+    Op.WRITE_STATE: ("w", "state written"),
+}
+_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
+_LETTERS |= {op: letter for op, (letter, _) in (_MESSAGES | _ELSEWHERE).items()}
 _FILLING = {"F": " ", "W": "=", "U": "+", "H": "+"}
 """Of the blocks in plain text; of others a dash."""
 _TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT, "G": _GATHER, "R": _REDUCE, "A": _REDUCE} | dict.fromkeys(
@@ -121,31 +123,6 @@ def draw(report: SimulationReport, look: DrawOptions) -> str:
         lines.append("")
     ops = {span.instruction.op for _, spans in drawn for span in spans}
     return "\n".join([*lines, *painter.legend(margin, ops), "", *_summary(report, painter, margin)])
-
-
-_MESSAGES = {
-    Op.RECV_FORWARD: ("f", "hidden states arrive"),
-    Op.RECV_BACKWARD: ("b", "gradients arrive"),
-    Op.GATHER: ("G", "gather of a bucket's parameters"),
-    Op.REDUCE: ("R", "reduction of its gradients"),
-    Op.REDUCE_ACROSS: ("A", "the same across"),
-    Op.REDUCE_PARTIAL: ("T", "sum over tp"),
-    Op.NORM: ("N", "norm"),
-    Op.UPDATE: ("U", "update"),
-    Op.LEAVE: ("O", "activations to the host"),
-    Op.RETURN: ("I", "and back"),
-}
-_ELSEWHERE = {
-    Op.READ_PARAMETERS: ("p", "parameters read"),
-    Op.LOAD: ("L", "loaded"),
-    Op.STORE: ("S", "stored"),
-    Op.WRITE_PARAMETERS: ("q", "written"),
-    Op.READ_STATE: ("r", "state read"),
-    Op.COPY_GRADIENT: ("h", "gradient to host"),
-    Op.UPDATE_HOST: ("H", "update there"),
-    Op.COPY_PARAMETERS: ("d", "parameters back"),
-    Op.WRITE_STATE: ("w", "state written"),
-}
 
 
 def _rows(report: SimulationReport, lanes: bool) -> Iterator[tuple[str, list[Span]]]:

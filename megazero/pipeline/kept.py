@@ -10,6 +10,9 @@ owns what it alone keeps.
 
 On a CUDA device nothing here waits on the host. A copy out begins behind the forward on the stream, memory is freed on
 the stream that has waited for the copy, and memory for a copy back is taken from the same stream.
+
+From host memory it may go on to disks (`pipeline.kept_disks`). Then host memory is a few buffers of one size. What does
+not fit into one of them stays on the device.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megazero.pipeline.kept_disks import ActivationDisks, WrittenGraph
 from megazero.system.host_copies import CopyError, CopyLane, HostBuffers
 
 ALIGNMENT = 64
@@ -55,21 +59,28 @@ def _unpack(saved: _Saved) -> Tensor:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Memory that leaves. views: the saved tensors in it, as far as autograd still has them. host: its copy, uint8."""
+    """Memory that leaves. views: the saved tensors in it, as far as autograd still has them. at: where its copy begins
+    in the host buffer.
+    """
 
     views: tuple[weakref.ref[_Saved], ...]
-    host: Tensor
+    at: int
+    nbytes: int
 
     def alive(self) -> list[_Saved]:
         return [saved for view in self.views if (saved := view()) is not None]
 
 
 class HostActivations:
-    """Host memory for the activations of a rank, and the two lanes of copies. flag: what asks for it, for errors."""
+    """Host memory for the activations of a rank, and the two lanes of copies. flag: what asks for it, for errors.
+    disks: where they go on from there; None: nowhere.
+    """
 
-    def __init__(self, device: torch.device, flag: str = "--offload-activations") -> None:
-        self.device = device
-        self.buffers = HostBuffers(device, flag)
+    def __init__(
+        self, device: torch.device, flag: str = "--offload-activations", disks: ActivationDisks | None = None
+    ) -> None:
+        self.device, self.disks = device, disks
+        self.buffers = HostBuffers(device, flag) if disks is None else HostBuffers(device, flag, disks.swap.allocate)
         self.to_host, self.to_device = CopyLane(device, "to host memory"), CopyLane(device, "to the device")
 
     def graph(self, name: str) -> KeptTensors:
@@ -80,6 +91,8 @@ class HostActivations:
         """End the lanes, and free the host memory once no copy uses it."""
         self.to_host.close()
         self.to_device.close()
+        if self.disks is not None:
+            self.disks.swap.close(remove=True)
         self.buffers.clear()
 
 
@@ -92,6 +105,7 @@ class KeptTensors:
         """By the address of their memory. It cannot be used again while one of them is alive."""
         self._pieces: list[_Piece] = []
         self._buffer: Tensor | None = None
+        self._on_disk = None if host.disks is None else WrittenGraph(host.disks, host.device, name)
         self._copies: Callable[[], None] | None = None
 
     @contextmanager
@@ -116,15 +130,27 @@ class KeptTensors:
                 leaving.append((tuple(views), _flat(tensors[0])))
             del tensors
         self._saved.clear()
-        if not leaving:
-            return
-        self._buffer = self._host.buffers.take(sum(_aligned(memory.nbytes) for _, memory in leaving))
+        room = sum(_aligned(memory.nbytes) for _, memory in leaving)
+        if self._on_disk is not None:
+            room = self._on_disk.disks.buffer_bytes
+            leaving = [pair for pair in leaving if pair[1].nbytes <= room]
+            if not leaving or not self._on_disk.reserve():
+                return
+        pairs: list[tuple[Tensor, Tensor]] = []
         at = 0
         for views_of, memory in leaving:
-            self._pieces.append(_Piece(views_of, self._buffer[at : at + memory.nbytes]))
+            if at + memory.nbytes > room:
+                continue
+            self._buffer = self._host.buffers.take(room) if self._buffer is None else self._buffer
+            self._pieces.append(_Piece(views_of, at, memory.nbytes))
+            pairs.append((self._copy_of(self._pieces[-1]), memory))
             at += _aligned(memory.nbytes)
-        pairs = [(piece.host, memory) for piece, (_, memory) in zip(self._pieces, leaving, strict=True)]
-        self._copies = self._host.to_host.start(pairs)
+        self._copies = self._host.to_host.start(pairs) if pairs else None
+
+    def _copy_of(self, piece: _Piece) -> Tensor:
+        """The host's copy of a piece, uint8."""
+        assert self._buffer is not None, "activations are read that are not in host memory"
+        return self._buffer[piece.at : piece.at + piece.nbytes]
 
     def free(self) -> None:
         """Free the memory on the device, once it is copied. Raises CopyError if it could not be."""
@@ -135,14 +161,39 @@ class KeptTensors:
 
     def come_back(self) -> None:
         """Take memory on the device, and start to copy into it."""
+        if self._on_disk is not None:
+            self._on_disk.wait()
         pairs: list[tuple[Tensor, Tensor]] = []
         for piece in self._pieces:
             if views := piece.alive():
-                memory = torch.empty(piece.host.nbytes, dtype=torch.uint8, device=self._host.device)
+                memory = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._host.device)
                 for saved in views:
                     saved.place(memory)
-                pairs.append((memory, piece.host))
+                pairs.append((memory, self._copy_of(piece)))
         self._copies = self._host.to_device.start(pairs) if pairs else None
+
+    def write(self) -> None:
+        """Start to write the buffer to disks. The current stream has waited for the copy into it."""
+        if self._buffer is not None:
+            self._disk.write(self._buffer)
+
+    def free_host(self) -> None:
+        """Give the buffer back once it is written. Raises DiskError."""
+        if self._buffer is not None:
+            self._disk.wait()
+            self._host.buffers.give(self._buffer)
+            self._buffer = None
+
+    def read(self) -> None:
+        """Take a buffer, and start to read into it."""
+        if self._pieces:
+            self._buffer = self._host.buffers.take(self._disk.disks.buffer_bytes)
+            self._disk.read(self._buffer)
+
+    @property
+    def _disk(self) -> WrittenGraph:
+        assert self._on_disk is not None, "a list writes activations, and there are no disks"
+        return self._on_disk
 
     def ready(self) -> None:
         """What the current stream does from now on finds everything on the device. Raises CopyError."""

@@ -115,6 +115,9 @@ class ScheduleRun:
             Op.LEAVE: lambda i: self.kept[self._key(i)].leave(),
             Op.FREE: lambda i: self.kept[self._key(i)].free(),
             Op.RETURN: lambda i: self.kept[self._key(i)].come_back(),
+            Op.WRITE_ACTIVATIONS: lambda i: self.kept[self._key(i)].write(),
+            Op.FREE_HOST: lambda i: self.kept[self._key(i)].free_host(),
+            Op.READ_ACTIVATIONS: lambda i: self.kept[self._key(i)].read(),
         }
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megazero.config.dtypes import grad_reduce_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.kept import unit_bytes
+from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import StageLists
-from megazero.program.memory_walk import host_buffers, spare_buffers
+from megazero.program.instruction import Instruction
+from megazero.program.memory import Sample
+from megazero.program.memory_walk import host_buffers, peak, spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.simulate import IN_FLIGHT
 from megazero.program.step_bytes import StepBytes, UnitSizes
@@ -29,16 +34,39 @@ def memory_traces(steps: StageLists, kind: str) -> list[MemoryTrace]:
 
 def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
     """The memory of a rank of this stage, whose model state takes `state`. kind: as in `memory_traces`."""
-    run, axes, step = steps.run, steps.axes, steps.of(stage)
-    name = f"a rank of stage {stage} of {axes.pp}" if axes.pp > 1 else "a rank"
-    specs = stage_specs(run)
+    run, specs = steps.run, stage_specs(steps.run)
     units = {
         (chunk, unit): words
         for chunk, number in enumerate(chunks_of(run).of(stage))
         for unit, words in enumerate(unit_names(specs[number]))
     }
-    scope = Scope(step.shape, chunks_of(run).count, border=step.border)
-    return trace(name, step.instructions, scope, step_bytes(run, axes, stage, state, kind), units)
+    return trace(rank_words(stage, steps.axes), *_walked(steps, stage, state, kind), units)
+
+
+def step_peak(steps: StageLists, stage: int, state: StageBytes, kind: str) -> Sample:
+    """The peak of `stage_trace` alone."""
+    instructions, scope, sizes = _walked(steps, stage, state, kind)
+    return peak(instructions, scope, sizes, spare_buffers(instructions, scope, sizes))
+
+
+def rank_words(stage: int, axes: Axes) -> str:
+    """Whose memory it is."""
+    return f"a rank of stage {stage} of {axes.pp}" if axes.pp > 1 else "a rank"
+
+
+def _walked(
+    steps: StageLists, stage: int, state: StageBytes, kind: str
+) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
+    """What a walk through the list of a stage's rank needs."""
+    step = steps.of(stage)
+    scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
+    return (
+        step.instructions,
+        scope,
+        replace(
+            step_bytes(steps.run, steps.axes, stage, state, kind), host_buffer=activation_pieces(step).buffer_bytes
+        ),
+    )
 
 
 def spare_bytes(steps: StageLists, stage: int) -> int:
@@ -58,7 +86,7 @@ def host_bytes(steps: StageLists, stage: int, kind: str) -> int:
     """
     step, axes = steps.of(stage), steps.axes
     scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
-    sizes = StepBytes(0, unit_bytes(steps.run, axes, stage, kind))
+    sizes = StepBytes(0, unit_bytes(steps.run, axes, stage, kind), host_buffer=activation_pieces(step).buffer_bytes)
     return sum(host_buffers(step.instructions, scope, sizes))
 
 

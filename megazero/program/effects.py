@@ -84,6 +84,10 @@ def _on_host(i: Instruction, scope: Scope) -> Iterator[Value]:
     yield (Thing.HOST_ACTIVATIONS, i.micro_batch, i.chunk, *scope.units_of(i))
 
 
+def _written(i: Instruction, scope: Scope) -> Iterator[Value]:
+    yield (Thing.DISK_ACTIVATIONS, i.micro_batch, i.chunk, *scope.units_of(i))
+
+
 def _deferred(i: Instruction, scope: Scope) -> Iterator[Value]:
     """What the weights' part of a split backward works with. Parameters are not among it: it runs the closures that
     `mpu.linear`, `mpu.fp8_linear` and autograd (for norms) handed to the gradient targets, and these hold the inputs of
@@ -223,6 +227,9 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
         Op.LEAVE: EffectRow(needs=(_graph,), makes=(_on_host,)),
         Op.FREE: EffectRow(needs=(_on_host,), takes=(_graph,)),
         Op.RETURN: EffectRow(takes=(_on_host,), makes=(_graph,)),
+        Op.WRITE_ACTIVATIONS: EffectRow(needs=(_on_host,), makes=(_written,)),
+        Op.FREE_HOST: EffectRow(needs=(_written,), takes=(_on_host,)),
+        Op.READ_ACTIVATIONS: EffectRow(takes=(_written,), makes=(_on_host,)),
     }
 )
 """By kind of instruction."""

@@ -6,7 +6,8 @@ runs on a lane: computations one after the other, the messages of a group one af
 once what it reads is there, and `program.effects` says what it reads and writes.
 
 What a computation keeps for its backward may leave the device meanwhile: LEAVE copies it, FREE frees it on the device
-once it is copied, RETURN copies it back.
+once it is copied, RETURN copies it back. From host memory it may go on to disks: WRITE_ACTIVATIONS, FREE_HOST once it
+is written, READ_ACTIVATIONS.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Op(Enum):
     LEAVE = "copy activations to host memory"
     FREE = "free activations"
     RETURN = "copy activations to the device"
+    WRITE_ACTIVATIONS = "write activations"
+    FREE_HOST = "free activations in host memory"
+    READ_ACTIVATIONS = "read activations"
 
 
 _BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_BACKWARD)
@@ -90,6 +94,8 @@ _LANES = {
     Op.WRITE_STATE: Lane.TO_DISK,
     Op.LEAVE: Lane.TO_HOST,
     Op.RETURN: Lane.TO_DEVICE,
+    Op.WRITE_ACTIVATIONS: Lane.TO_DISK,
+    Op.READ_ACTIVATIONS: Lane.FROM_DISK,
 }
 LOCAL_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST, Lane.FROM_DISK, Lane.TO_DISK})
 """Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""

@@ -7,23 +7,32 @@ from megazero.program.instruction import Instruction, Op
 from megazero.program.memory import MemoryAccount, MemoryColumn, Place, kept_place
 from megazero.program.step_bytes import StepBytes
 
+COPIES = frozenset({Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS})
+"""The instructions that move activations."""
+
 
 class ActivationCopies:
-    """What LEAVE, FREE and RETURN do to an account.
+    """What `COPIES` do to an account.
 
     Activations are on the device up to FREE and from RETURN on. Their host buffer is taken at LEAVE and given back at
-    their backward, which waits for the copy.
+    their backward, which waits for the copy. Of those that go on to disks it is given back at FREE_HOST, and another
+    one is taken at READ_ACTIVATIONS.
     """
 
     def __init__(self, account: MemoryAccount, scope: Scope, sizes: StepBytes) -> None:
         self.account, self.scope, self.sizes = account, scope, sizes
 
     def run(self, i: Instruction) -> None:
-        """A LEAVE, FREE or RETURN."""
+        """One of `COPIES`."""
         first, stop = self.scope.units_of(i)
         sizes = self.sizes.units[i.chunk]
-        if i.op is Op.LEAVE:
-            kept = sum(sizes[unit].kept + sizes[unit].input for unit in range(first, stop))
+        if i.op is Op.WRITE_ACTIVATIONS:
+            return
+        if i.op is Op.FREE_HOST:
+            self.give_back(i)
+            return
+        if i.op in (Op.LEAVE, Op.READ_ACTIVATIONS):
+            kept = self.sizes.host_buffer or sum(sizes[unit].kept + sizes[unit].input for unit in range(first, stop))
             self.account.hold(self._host(i), self.account.host.take(kept))
             return
         for unit in range(first, stop):

@@ -40,7 +40,7 @@ _KINDS = {
         (
             *(Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS),
             *(Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE),
-            *(Op.LEAVE, Op.FREE, Op.RETURN),
+            *(Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS),
         ),
     ),
     "between stages": ("#b85c66", (Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)),

@@ -4,7 +4,7 @@ What a list allocates follows from its instructions: a gather allocates a bucket
 a backward frees what its forward has kept; under ZeRO-2 and 3 the first gradient of a bucket borrows a buffer for the
 whole of it from a pool, and its reduction gives it back when it is over. How much that is follows from the buckets'
 shapes and from `StepBytes`. Activations that leave the device are in a buffer of host memory from their LEAVE to their
-backward, and on the device until FREE and from RETURN on.
+backward, or to FREE_HOST and from READ_ACTIVATIONS on, and on the device until FREE and from RETURN on.
 
 Within an instruction memory comes and goes: a chunk's backward frees one unit after the other. The walk looks at every
 such moment, and an instruction's sample is the moment with most bytes.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megazero.program.effects import Effects, effects
 from megazero.program.instruction import Instruction, Op
 from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, kept_place
-from megazero.program.memory_copies import ActivationCopies
+from megazero.program.memory_copies import COPIES, ActivationCopies
 from megazero.program.memory_state import StateMemory
 from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes
@@ -125,7 +125,7 @@ class _Walk:
             self.state.reduce_across(i)
         elif i.op in (Op.REDUCE_PARTIAL, Op.NORM):
             self.state.complete()
-        elif i.op in (Op.LEAVE, Op.FREE, Op.RETURN):
+        elif i.op in COPIES:
             self.copies.run(i)
         self._look()
         assert self._sample is not None

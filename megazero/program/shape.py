@@ -188,6 +188,11 @@ class RankShape:
         """Bytes that the units [first, stop) of a chunk (None: all) keep of a micro-batch until backward."""
         return sum(unit.kept for unit in self.units[chunk][slice(*(units or (None, None)))])
 
+    @property
+    def kept(self) -> tuple[tuple[int, ...], ...]:
+        """The bytes that each unit keeps of a micro-batch, by chunk and unit."""
+        return tuple(tuple(unit.kept for unit in units) for units in self.units)
+
     def keeping(self, kept: Sequence[Sequence[int]]) -> RankShape:
         """The same with the bytes that each unit keeps of a micro-batch, by chunk and unit."""
         pairs = [zip(*of_chunk, strict=True) for of_chunk in zip(self.units, kept, strict=True)]

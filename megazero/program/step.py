@@ -31,6 +31,7 @@ class StepOptions:
     late            make the updates of a step in the next one
     vertical        take groups of micro-batches through each unit together; None: horizontal order
     leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
+    disk_buffers    bytes of host memory through which they go on to disks; None: they stay in host memory
     """
 
     reduce_every: bool = False
@@ -40,6 +41,7 @@ class StepOptions:
     late: bool = False
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
+    disk_buffers: int | None = None
 
     def groups(self, micro_batches: int) -> Groups | None:
         """The groups of a step's micro-batches; None in horizontal order."""
@@ -79,7 +81,7 @@ def training_step(
     else:
         listed = _with_gathers(place_norm(listed, shape), shape, options)
         listed = listed if owed is False else place_late_updates(listed, shape)
-    return place_leaving(listed, shape, options.leaving) if options.leaving else listed
+    return place_leaving(listed, shape, options.leaving, options.disk_buffers) if options.leaving else listed
 
 
 def settling_list(shape: RankShape) -> tuple[Instruction, ...]:

@@ -52,6 +52,8 @@ class StepBytes:
     host       of what is not there, in host memory, where that is the device's own: on a CPU
     feedback   of what error feedback keeps of gradients
     logits     of a block of logits that is kept from step to step, as on a CPU
+    host_buffer
+               of each host buffer through which activations go on to disks; 0: each is as large as what it holds
     in_flight  number of reductions with a buffer of their own that are on their way at a time; 0 without overlap
     cast       of the copy that is reduced, for each byte of a gradient, where gradients travel in another dtype
     """
@@ -62,5 +64,6 @@ class StepBytes:
     host: int = 0
     feedback: int = 0
     logits: int = 0
+    host_buffer: int = 0
     in_flight: int = IN_FLIGHT
     cast: float = 0.0

@@ -31,7 +31,7 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
 
 def moved_bytes(i: Instruction, shape: RankShape) -> int:
     """Bytes that an instruction on a lane of the rank's own moves; of an update in host memory its gradient's."""
-    if i.op in (Op.LEAVE, Op.RETURN):
+    if i.op in (Op.LEAVE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.READ_ACTIVATIONS):
         return shape.kept_by(i.chunk, i.units)
     bucket = shape.buckets[i.buckets[0]]
     if i.part < 0:

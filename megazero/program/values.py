@@ -12,6 +12,7 @@ class Thing(Enum):
     HIDDEN_GRADIENT = "the gradients of the hidden states"
     ACTIVATIONS = "the activations"
     HOST_ACTIVATIONS = "the host's copy of the activations"
+    DISK_ACTIVATIONS = "the disk's copy of the activations"
     DEFERRED = "what the weights' backward needs"
     SHARD = "the stored parameters"
     HOST_PARAMETERS = "the parameters that were read"
@@ -37,7 +38,7 @@ Value = tuple[Thing, int, int, int, int]
 """A kind and where it is, -1 where a number does not apply.
 
 HIDDEN, HIDDEN_GRADIENT    micro-batch, model chunk, unit: those that enter this unit
-ACTIVATIONS, HOST_ACTIVATIONS
+ACTIVATIONS, HOST_ACTIVATIONS, DISK_ACTIVATIONS
                            micro-batch, own chunk, first unit, stop: one autograd graph
 DEFERRED                   micro-batch, own chunk, unit
 SHARD to OWED, but NORM     bucket, and the part of it where it is updated in parts
@@ -60,7 +61,7 @@ def describe(value: Value) -> str:
     if thing in (Thing.HIDDEN, Thing.HIDDEN_GRADIENT):
         place = f"before unit {unit} of model chunk {second}" if unit else f"before model chunk {second}"
         return f"{thing.value} {place} (micro-batch {first})"
-    if thing in (Thing.ACTIVATIONS, Thing.HOST_ACTIVATIONS):
+    if thing in (Thing.ACTIVATIONS, Thing.HOST_ACTIVATIONS, Thing.DISK_ACTIVATIONS):
         return f"{thing.value} of units {unit} to {stop - 1} of chunk {second} as one graph (micro-batch {first})"
     if thing is Thing.DEFERRED:
         return f"{thing.value} of unit {unit} of chunk {second} (micro-batch {first})"

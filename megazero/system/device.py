@@ -161,6 +161,16 @@ def total_memory_bytes(device: torch.device) -> int | None:
     )
 
 
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """Let torch's allocator take no more than this of a CUDA device in this process: it raises torch.OutOfMemoryError.
+
+    The limit is of whole segments, spare ones and cuBLAS's workspaces included. Nothing on a CPU.
+    """
+    total = total_memory_bytes(device)
+    if device.type == "cuda" and total:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+
+
 def host_memory_is_short() -> bool:
     """Whether less than a quarter of the machine's memory is available. False if it is not known."""
     total, available = _machine_bytes("MemTotal"), _machine_bytes("MemAvailable")

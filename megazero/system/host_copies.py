@@ -23,14 +23,19 @@ class CopyError(RuntimeError):
     """A copy has failed."""
 
 
+def _plain(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class HostBuffers:
     """Host memory for copies, in buffers that are taken and given back; they are kept for the next ones.
 
-    For a CUDA device it is pinned. flag: what needs it, for the error where it cannot be.
+    For a CUDA device it is pinned. flag: what needs it, for the error where it cannot be. allocate: from bytes to
+    memory, uint8
     """
 
-    def __init__(self, device: torch.device, flag: str) -> None:
-        self._device, self._flag = device, flag
+    def __init__(self, device: torch.device, flag: str, allocate: Callable[[int], Tensor] = _plain) -> None:
+        self._device, self._flag, self._allocate = device, flag, allocate
         self.free: list[Tensor] = []
         self._every: list[Tensor] = []
         """Those that are taken too: a step that fails may drop them while they are copied."""
@@ -48,7 +53,7 @@ class HostBuffers:
         fitting = [i for i, buffer in enumerate(self.free) if buffer.nbytes >= nbytes]
         if fitting:
             return self.free.pop(min(fitting, key=lambda i: self.free[i].nbytes))
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = self._allocate(nbytes)
         if self._device.type == "cuda":
             pin(buffer.zero_(), self._flag)  # pages first
         self._every.append(buffer)

@@ -104,6 +104,15 @@ class WaitedCopies:
         return copy
 
 
+def reached(device: torch.device) -> Callable[[], None]:
+    """A function for any thread: it returns once the device has done what the current stream was given before now. On a
+    CPU that is done already.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    return torch.cuda.current_stream(device).record_event().synchronize
+
+
 class SideStream:
     """A stream of a CUDA device for copies in one direction, beside the stream that computes."""
 

@@ -41,6 +41,7 @@ from megazero.train import text_blocks as blocks
 from megazero.train.banner_leaving import leaving_sentences
 from megazero.train.banner_zero import zero_lines
 from megazero.train.bodies import bodies_of
+from megazero.train.memory_budgets import budget_sentences
 
 
 def banner(
@@ -142,8 +143,8 @@ def _fp8(run: Run) -> list[tuple[str, str]]:
 
 
 def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
-    """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute, CUDA graphs, and
-    activations that leave.
+    """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute, CUDA graphs,
+    activations that leave, and budgets of memory.
     """
     run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
     name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
@@ -159,7 +160,8 @@ def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
     )
     lines += [("cuda graphs", graphs)] * bool(graphs)
     lines += zero_lines(steps) + [("recompute", words) for words in _recompute(run, axes)]
-    return lines + [("activations", words) for words in leaving_sentences(steps)]
+    lines += [("activations", words) for words in leaving_sentences(steps)]
+    return lines + [("budgets", words) for words in budget_sentences(run, axes, devices.kind(run.parallel.device))]
 
 
 def _recompute(run: Run, axes: Axes) -> list[str]:

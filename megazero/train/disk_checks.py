@@ -11,7 +11,10 @@ from megazero.config.tiers import Tier
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
+from megazero.plan.leaving_disks import activation_pieces, buffer_problems, writes_activations
 from megazero.plan.offloaded import swap_file_bytes, swapped_pieces
+from megazero.plan.step_lists import StageLists
+from megazero.system import device as devices
 
 
 def folder_problems(folders: Sequence[str]) -> list[str]:
@@ -39,7 +42,7 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     enough does not say that each has enough for its share, which their speed decides; opening its files says so.
     """
     folders, on_disks = run.offload.nvme_path, {f: o for f, o in tiers(run).items() if o.tier is Tier.DISK}
-    if not on_disks or run.model.vocab_size is None:
+    if not (on_disks or writes_activations(run)) or run.model.vocab_size is None:
         return []
     needed = swap_bytes(run, axes_of(run.parallel, world_size), here)
     free = free_in(folders, checkpoints=run.offload.nvme_checkpoint)
@@ -48,7 +51,7 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
     fits = {flag: int(100 * offload.share * free / needed) / 100 for flag, offload in on_disks.items()}
     flags = " ".join(f"--{flag.replace('_', '-')} nvme:{share:g}" for flag, share in fits.items())
-    nearest = f"; nearest: {flags}, or" if all(fits.values()) else ":"
+    nearest = f"; nearest: {flags}, or" if all(fits.values()) and not writes_activations(run) else ":"
     return [
         f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
         f"free{nearest} a folder more, on another disk"
@@ -62,9 +65,18 @@ def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
         at = axes.coordinates(rank)
         if at.pp not in of_stage:  # the ranks of a stage have as much
             pieces = swapped_pieces(run, axes, at, nccl=has_nccl(run.parallel, axes))
-            of_stage[at.pp] = swap_file_bytes(run, pieces)
+            of_stage[at.pp] = swap_file_bytes(run, pieces) + _activation_bytes(run, axes, at.pp)
         total += of_stage[at.pp]
     return total
+
+
+def _activation_bytes(run: Run, axes: Axes, stage: int) -> int:
+    """Those of activations. On a card they are not known before its bodies of attention are tried: opening says so."""
+    kind = devices.kind(run.parallel.device)
+    if not writes_activations(run) or kind != "cpu" or buffer_problems(run, axes, kind):
+        return 0
+    step = StageLists(run, axes, nccl=has_nccl(run.parallel, axes)).of(stage)
+    return activation_pieces(step).file_bytes(len(run.offload.nvme_path))
 
 
 def free_in(folders: Sequence[str], *, checkpoints: bool = False) -> int:

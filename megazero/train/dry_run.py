@@ -9,6 +9,8 @@ from megazero.config.placement import AUTO
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
+from megazero.plan.budget_changes import Budgets
+from megazero.plan.budgets import budgets_of
 from megazero.plan.bytes import has_nccl, stage_bytes
 from megazero.plan.recompute import ASSUMED
 from megazero.plan.step_lists import StageLists
@@ -17,6 +19,7 @@ from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train import text_blocks as blocks
 from megazero.train.banner import placement_lines, schedule_lines
+from megazero.train.memory_budgets import peaks_table
 from megazero.train.memory_trace import trace_of_plan
 from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
 from megazero.train.placed import Placed, chosen, rates_problems, with_choice
@@ -62,7 +65,7 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
         run, problems = present.run, [*problems, *present.problems]
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
-    problems += [*budget_problems(run, ranks), *rates_problems(run)]
+    problems += [*budget_problems(run, ranks, tries_cards=True), *rates_problems(run)]
     if problems:
         raise ConfigError(problems)
     placed = _placed(with_default_vocabulary(run), ranks)
@@ -93,12 +96,14 @@ def _told(placed: Placed, ranks: int, notes: list[str], left: list[str]) -> str:
         table = parts.stage_table(stage_bytes(run, axes))
     kind, steps = devices.kind(run.parallel.device), StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
     traced = trace_of_plan(steps, kind)
-    if traced is not None and kind == "cuda" and not devices.cuda_available():
-        left.append(f"--memory-trace: no card is here to try the bodies of attention; {ASSUMED} was assumed")
+    asked = {"--memory-trace": traced is not None, "memory budgets": budgets_of(run) != Budgets()}
+    for what in (what for what, told in asked.items() if told and kind == "cuda" and not devices.cuda_available()):
+        left.append(f"{what}: no card is here to try the bodies of attention; {ASSUMED} was assumed")
     sections = [
         (head, blocks.pairs([*placement_lines(placed.told), *schedule_lines(steps)])),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
         ("Memory of a step", traced or ""),
+        ("Peaks of a step on a rank of each stage", peaks_table(run, ranks, kind)),
         ("Worth knowing", blocks.bullets(notes)),
         ("Not checked", blocks.bullets(left)),
     ]

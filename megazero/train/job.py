@@ -19,8 +19,10 @@ from megazero.pipeline.build import build_engine, build_stages, host_activations
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.kept import HostActivations
+from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.kept import with_kept
+from megazero.plan.leaving_disks import writes_activations
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
@@ -30,8 +32,10 @@ from megazero.train.callbacks import Callbacks, CallbackSink
 from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
+from megazero.train.memory_budgets import keep_budgets
 from megazero.train.memory_trace import trace_of_run
 from megazero.train.offload import DiskUse, offloading
+from megazero.train.offload_activations import activation_disks
 from megazero.train.placed import Placed, placed_changes, placed_run
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
@@ -82,7 +86,7 @@ class Job:
         """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
         self.trainer.log.close()
         text = sample_text(self.run, self.stages, self.state.model, self.grid, self.prepared.tokenizer)
-        disks = self.disks.sentence(self.grid) if uses_disks(self.run) else None
+        disks = self.disks.sentence(self.grid) if uses_disks(self.run) or writes_activations(self.run) else None
         if self.grid.rank == 0:
             report(self.run, text, disks)
 
@@ -107,8 +111,12 @@ def build_job(
     placed = placed_run(run, grid, prepared.here)
     changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
     prepared = replace(prepared, run=placed.run, changes=changes)
-    with offloading(placed.run, grid, prepared) as (offloaded, swapped):
-        return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped)
+    keep_budgets(placed.run, grid)
+    with (
+        offloading(placed.run, grid, prepared) as (offloaded, swapped),
+        activation_disks(placed.run, grid) as activations,
+    ):
+        return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped, activations)
 
 
 def _build(
@@ -120,9 +128,10 @@ def _build(
     program: Sequence[CallbackSink],
     offloaded: Offloading,
     swapped: SwapStart | None,
+    disks: ActivationDisks | None,
 ) -> Job:
     """`build_job` of a run whose device and placement are known. program: the sink of its functions. offloaded: what
-    leaves the device. swapped: where its swap files lead.
+    leaves the device. swapped: where its swap files lead. disks: where activations go from host memory.
     """
     run = placed.run
     stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
@@ -134,7 +143,7 @@ def _build(
     steps = StageLists(run, grid.axes, nccl=grid.world.is_on_device)
     if grid.rank == 0:
         steps.check()
-    activations = host_activations(run, grid.device)
+    activations = host_activations(run, grid.device, disks)
     engine = build_engine(run, grid, stages, channels, lists, model.actions, activations)
     probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
@@ -148,6 +157,8 @@ def _build(
     log = step_log(run, grid, [*sinks, *program])
     if model.host.swap is not None:
         log.note(f"--offload-optimizer {run.offload.offload_optimizer}: {model.host.swap.backend}")
+    if disks is not None:
+        log.note(f"--offload-activations {run.parallel.offload_activations}: {disks.swap.backend}")
     if traced is not None:
         log.note(traced)
     in_background = run.checkpoint.async_save and optimizer.resident
@@ -169,8 +180,8 @@ def _build(
         signals,
         WholeSteps(model.host, swapped, late=run.parallel.late_update),
     )
-    disks = DiskUse(model.host.swap)
-    return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer, disks, activations)
+    use = DiskUse([model.host.swap, None if disks is None else disks.swap])
+    return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer, use, activations)
 
 
 def _about_copies(held: str | None) -> str:

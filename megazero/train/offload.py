@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +68,9 @@ def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tupl
 
 @dataclass
 class DiskUse:
-    """What a rank writes to disks while it trains. swap: its files; None: it has none."""
+    """What a rank writes to disks while it trains. swaps: its files; None: it has none of a kind."""
 
-    swap: SwapSpace | None
+    swaps: Sequence[SwapSpace | None]
     seconds: float = 0.0
     written: int = 0
 
@@ -85,7 +85,7 @@ class DiskUse:
             self.written += self._written() - before
 
     def _written(self) -> int:
-        return 0 if self.swap is None else self.swap.bytes_written
+        return sum(swap.bytes_written for swap in self.swaps if swap is not None)
 
     def sentence(self, grid: ProcessGrid) -> str:
         """What all ranks have written, also per day at this rate. A collective of the world: an all-reduce."""

@@ -99,7 +99,7 @@ def chosen(
     used = read_rates(file) if file is not None else rates
     assert used is not None, "without a file the rates are measured"
     room = free_in(run.offload.nvme_path) // ranks_here if run.offload.nvme_path else None
-    budgets = Budgets(run.offload.device_memory_budget, run.offload.host_memory_budget, room)
+    budgets = Budgets(run.parallel.device_memory_budget, run.parallel.host_memory_budget, room)
     choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), used), budgets)
     return ChosenPlacement(choice.best.settings, (_sentence(choice, budgets), _rates_sentence(used, file)))
 

@@ -71,7 +71,7 @@ def prepare(
     own = own or OwnData()
     present = check_paths(run, world_size, own.tokenizer, here)
     run, tokenizer, found = present.run, present.tokenizer, present.found
-    unfit = budget_problems(run, world_size)
+    unfit = budget_problems(run, world_size, tries_cards=False)
     problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit, *rates_problems(run)]
     if problems:
         raise ConfigError(problems)

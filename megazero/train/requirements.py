@@ -14,11 +14,13 @@ from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
 from megazero.config.derive import with_vocabulary
+from megazero.config.placement import AUTO
 from megazero.config.schema import Run
 from megazero.data.corpus import VOCAB_SIZE
 from megazero.mpu.axes import axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
+from megazero.plan.budgets import memory_problems
 from megazero.plan.gathered import unit_problems
 from megazero.system import device as devices
 from megazero.telemetry.sinks import sink_factory
@@ -137,12 +139,20 @@ def _unknown_kernels() -> list[str]:
     return []
 
 
-def budget_problems(run: Run, world_size: int) -> list[str]:
-    """A sentence if a budget of the run does not hold the least that a rank needs at a time. Nothing if the vocabulary
-    is not known.
+def budget_problems(run: Run, world_size: int, *, tries_cards: bool) -> list[str]:
+    """A sentence for each budget of the run that does not hold what a rank needs. Nothing if the vocabulary is not
+    known.
+
+    tries_cards: whether this process may try bodies of attention on a card. A rank may not before it has a card of its
+    own; there `train.memory_budgets.keep_budgets` looks at the budgets of memory.
     """
-    run = with_default_vocabulary(run)
-    return [] if run.model.vocab_size is None else unit_problems(run, axes_of(run.parallel, world_size))
+    run, kind = with_default_vocabulary(run), devices.kind(run.parallel.device)
+    if run.model.vocab_size is None:
+        return []
+    found = unit_problems(run, axes_of(run.parallel, world_size))
+    if run.offload.placement == AUTO:  # the search keeps to them
+        return found
+    return found or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])
 
 
 def with_default_vocabulary(run: Run) -> Run:

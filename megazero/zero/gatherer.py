@@ -25,6 +25,9 @@ from megazero.system.copy_thread import Copied
 from megazero.zero.resting import RestingParameters
 from megazero.zero.storage import Bucket, StoredColumn
 
+GATHERED = "gathered parameters"
+"""The name of what is whole for a use only, in the device's account."""
+
 
 @dataclass(frozen=True)
 class WholeParameters:
@@ -45,6 +48,8 @@ class WholeParameters:
     def adopt(cls, column: StoredColumn, index: int, bucket: Bucket) -> WholeParameters:
         """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
         gathered, numel = column.is_sharded_in(index) or not column.is_on_device(index), bucket.layout.numel
+        if gathered:
+            column.tier.take(GATHERED, numel * column.dtype.itemsize, f"the parameters of bucket {index}")
         whole = torch.empty(numel, dtype=column.dtype, device=column.device) if gathered else column.held(index)
         make_views(bucket, whole)
         found = cls(bucket, column, index, whole, gathered)
@@ -60,6 +65,7 @@ class WholeParameters:
         """Give a gathered bucket's tensor memory. Its content is undefined."""
         storage = self.whole.untyped_storage()
         assert storage.nbytes() == 0, f"parameters of bucket {self.index} are gathered already"
+        self.column.tier.take(GATHERED, self.nbytes, f"the whole parameters of bucket {self.index}, gathered,")
         storage.resize_(self.nbytes)
 
     def free(self) -> None:
@@ -73,6 +79,7 @@ class WholeParameters:
                 "such as an array of .numpy(), was made from it while it was whole (ZeRO-3); make it from a copy: "
                 "parameter.detach().clone().numpy()"
             )
+        self.column.tier.give(GATHERED, storage.nbytes())
         storage.resize_(0)
 
     @property

@@ -99,7 +99,7 @@ class GradientReducer:
     ) -> None:
         self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
         self.messages, self.overlap, self.tp = messages, overlap, tp
-        self.pool = BufferPool(column.dtype, column.device)
+        self.pool = BufferPool(column.dtype, column.device, column.tier)
         self.across = AcrossSum(buckets, column, state, dtype, messages)
         self._borrowed: dict[int, Tensor] = {}
         self._arrived: list[set[int]] = [set() for _ in buckets]

@@ -17,6 +17,7 @@ from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
 from megazero.mpu.random import initialise
 from megazero.zero.actions import BucketActions
 from megazero.zero.coded import Coding, frozen_layouts
+from megazero.zero.device_tier import DeviceTier
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
 from megazero.zero.host_lanes import HostLanes
@@ -84,6 +85,7 @@ class ModelState:
         still = specs_by_unit(chunks, trained=False)
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
+        self.tier = DeviceTier(parallel.device_memory_budget)
         widths = state_widths(optimizer, parallel, offloading.cfg)
         ranges = [update_range(own, row) for own in self.buckets]
         trained = run_parts(ranges, layouts, widths, parallel, offloading.cfg)
@@ -99,7 +101,7 @@ class ModelState:
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
         self.frozen = FrozenParameters(
-            chunks, frozen, grid.state_groups, row[Column.PARAMETER], held.dtype, grid.device, self.resting
+            chunks, frozen, grid.state_groups, row[Column.PARAMETER], held.dtype, grid.device, self.resting, self.tier
         )
         bits, gradient = BITS[parallel.zero_quantized_gradients], self.columns[Column.GRADIENT]
         self.messages = GradientMessages(self.buckets, bits, grid.device, keep=parallel.zero_gradient_error_feedback)
@@ -134,11 +136,13 @@ class ModelState:
         for column, dtype in dtypes.items():
             if column is Column.PARAMETER:
                 disk = DiskColumn(self.resting, 0)
-                found[column] = parameter_column(row[column], dtype, self.buckets, device, resting, disk)
+                where = row[column], dtype, self.buckets, device, resting, disk
+                found[column] = parameter_column(*where, self.tier, column.value)
                 continue
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
             rests = parts if column in OPTIMIZER else ()
-            found[column] = StoredColumn(row[column], dtype, self.buckets, device, allocate, parts=rests)
+            of = row[column], dtype, self.buckets, device, allocate
+            found[column] = StoredColumn(*of, parts=rests, tier=self.tier, name=column.value)
         return found
 
     @property

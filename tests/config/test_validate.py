@@ -205,13 +205,18 @@ REFUSED = [
             f"--offload-activations {nearest}",
         )
         for words, (said, nearest) in {
-            "nvme": ("activations go to host memory only", "cpu"),
             "cpu:0": ("the share 0 is not above 0", "cpu:0.01"),
             "cpu:1.01": ("the share 1.01 is not above 0 and at most 1", "cpu:1"),
             "cpu:nan": ("the share nan is not above 0", "cpu:1e-3"),
             "cpu:": ("the share '' is not a number", "cpu"),
             "none:0.5": ("none has no share", "none"),
         }.items()
+    ),
+    (
+        "--offload-activations nvme:0.5",
+        1,
+        "--offload-activations nvme:0.5 needs --nvme-path DIR",
+        "--offload-activations nvme:0.5 --nvme-path a",
     ),
     ("--activation-memory-budget 0", 1, "must be more than 0", "--activation-memory-budget 1"),
     ("--recompute-granularity full --recompute-num-layers 13", 1, "--num-layers is 12", "--recompute-num-layers 12"),
@@ -505,6 +510,12 @@ IDLE = [
     *(
         (f"{flag} 9", 2, f"{flag} 9 has no effect without --zero-stage 3", "--zero-stage 3")
         for flag in ("--zero3-gathered-bytes", "--zero3-persist-below")
+    ),
+    (
+        "--host-memory-budget 9",
+        1,
+        "--host-memory-budget 9 has no effect without --offload-optimizer, --offload-params or",
+        "--offload-activations cpu",
     ),
     (
         "--zero-stage 1 --pp 2 --untie-embeddings-and-output-weights",

@@ -115,7 +115,10 @@ ROWS = (
     Row("offload_activations", "--offload-activations cpu", "schedule"),
     Row("offload_activations", "--offload-activations cpu:0.5", "schedule", "--offload-activations cpu"),
     Row("offload_activations", "--offload-activations cpu", "schedule", "--pp 2", base="ranks"),
+    Row("offload_activations", "--offload-activations nvme --nvme-path {out}", "schedule"),
     Row("activation_memory_budget", "--activation-memory-budget 50KB", "attention"),
+    Row("device_memory_budget", "--device-memory-budget 50KB", "refused"),
+    Row("host_memory_budget", "--host-memory-budget 50KB", "refused", "--offload-optimizer cpu"),
     Row(
         "shard_recompute_inputs",
         "--shard-recompute-inputs",

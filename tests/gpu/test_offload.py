@@ -26,6 +26,25 @@ def test_no_bit_changes(words: str, corpus: Path, tmp_path: Path) -> None:
         assert_equal(train(flags), train([*flags, *LEAVES]))
 
 
+def test_no_bit_changes_by_way_of_disks(corpus: Path, tmp_path: Path) -> None:
+    flags = flags_of([*NUMBERS, "--deterministic", "--train-iters", "10"], corpus, tmp_path / "cache")
+    with deterministic_again():
+        assert_equal(train(flags), train([*flags, "--offload-activations", "nvme", "--nvme-path", str(tmp_path)]))
+
+
+def test_the_device_budget_is_the_limit_of_the_allocator() -> None:
+    device, free = torch.device("cuda", torch.cuda.current_device()), 256 << 20
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    try:
+        devices.limit_memory(device, torch.cuda.memory_reserved(device) + free)
+        torch.empty(free // 2, dtype=torch.uint8, device=device)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * free, dtype=torch.uint8, device=device)
+    finally:
+        devices.limit_memory(device, total)
+
+
 def test_memory_falls_and_the_host_waits_for_nothing(corpus: Path, tmp_path: Path) -> None:
     flags = flags_of([*NUMBERS, "--train-iters", "50"], corpus, tmp_path / "cache")
     most: list[int] = []

@@ -11,6 +11,8 @@ from torch import nn
 
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.kept import HostActivations
+from megazero.plan.leaving_disks import activation_pieces
+from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Lane
 from megazero.program.traffic import traffic
 from tests.parameters import values_of
@@ -25,11 +27,14 @@ NUMBERS = [
 
 
 class Bits(NamedTuple):
-    """numbers: loss and norm of every step. weights: digests. moved: bytes that leave in a step, by the list."""
+    """numbers: loss and norm of every step. weights: digests. moved: bytes that leave in a step, by the list. disk:
+    bytes that were written.
+    """
 
     numbers: list[tuple[float, float]]
     weights: list[str]
     moved: int
+    disk: int
 
 
 def bits_on_rank(rank: int, size: int, flags: list[str]) -> Bits:
@@ -42,21 +47,28 @@ def bits_on_rank(rank: int, size: int, flags: list[str]) -> Bits:
     micro_batches = schedule.global_batch_size // (schedule.micro_batch_size * job.grid.axes.dp)
     moved = traffic(engine.lists.training(micro_batches), engine.lists.shape).get(Lane.TO_HOST, 0)
     host = engine.parts.host
+    disk = 0
     if isinstance(host, HostActivations):
+        if host.disks is not None:
+            disk = host.disks.swap.bytes_written
+            planned = activation_pieces(StageLists(job.run, job.grid.axes, nccl=False).of(job.grid.at.pp))
+            assert disk == 3 * planned.step_bytes == host.disks.swap.bytes_read
+            assert host.buffers.nbytes <= job.run.offload.nvme_buffer_bytes
         assert sum(buffer.nbytes for buffer in host.buffers.free) == host.buffers.nbytes, "all have been given back"
         assert (host.buffers.nbytes > 0) == (moved > 0), "what leaves by the list has left"
     else:
         assert host is None and not moved
     job.close()
-    return Bits([(record.loss, record.grad_norm) for record in recorder.records], weights, moved)
+    return Bits([(record.loss, record.grad_norm) for record in recorder.records], weights, moved, disk)
 
 
 class Case(NamedTuple):
-    """A layout. lora: whether adapters are trained."""
+    """A layout. lora: whether adapters are trained. buffers: of what goes to disks."""
 
     ranks: int
     words: str
     lora: bool = False
+    buffers: str = "300KB"
 
 
 LLAMA = "--norm rmsnorm --activation swiglu --position-embedding rotary --num-query-groups 2 --disable-bias-linear"
@@ -123,15 +135,19 @@ def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.mark.slow
 @pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_no_bit_changes(case: Case, flags_of: Callable[[bool], list[str]]) -> None:
-    """With all that can leave, and with a third of it."""
+def test_no_bit_changes(case: Case, flags_of: Callable[[bool], list[str]], tmp_path: Path) -> None:
+    """With all that can leave, with a third of it, and with what can go to disks."""
     flags = [*flags_of(case.lora), *case.words.split()]
-    stays, third, all_of_it = (
-        run_ranks(case.ranks, bits_on_rank, case.ranks, [*flags, "--offload-activations", words])
-        for words in ("none", "cpu:0.3", "cpu")
+    disk = ["--nvme-path", str(tmp_path), "--nvme-buffer-bytes", case.buffers]
+    stays, third, all_of_it, on_disk = (
+        run_ranks(case.ranks, bits_on_rank, case.ranks, [*flags, "--offload-activations", *words])
+        for words in (["none"], ["cpu:0.3"], ["cpu"], ["nvme", *disk])
     )
-    for own, some, every in zip(stays, third, all_of_it, strict=True):
-        assert own[:2] == some[:2] == every[:2]
+    for own, some, every, written in zip(stays, third, all_of_it, on_disk, strict=True):
+        assert own[:2] == some[:2] == every[:2] == written[:2]
         assert own.moved == 0 and some.moved <= 0.3 * every.moved
+        assert (written.disk > 0) == (written.moved > 0) and written.moved <= every.moved
+    assert any(written.disk for written in on_disk)
+    assert not list(tmp_path.glob("*swap*")), "files are removed"
     assert len({loss for loss, _ in stays[0].numbers}) == 3
     assert any(every.moved for every in all_of_it) and (case.ranks > 1 or any(some.moved for some in third))

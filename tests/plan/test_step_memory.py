@@ -14,6 +14,7 @@ from megazero.mpu import p2p
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import host_bytes, spare_bytes, stage_trace
+from megazero.train.job import Job
 from tests.parity.training import job_on_rank
 from tests.plan.meter import allocations
 from tests.ranks import run_ranks
@@ -84,10 +85,11 @@ class _KeptSends(p2p._ThreadedSends):
         self.__dict__.pop("kept", None)
 
 
-def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
-    """The most that tensors take in the third step, metered from before the model is built.
+def metered_job(rank: int, size: int, flags: list[str]) -> tuple[Job, int, int]:
+    """A job after three steps, the most that tensors take in the third, metered from before the model is built, and the
+    bytes of its swap files, which are gone by now.
 
-    By then the pool has all its buffers.
+    By the third step pools have all their buffers.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(p2p, "_ThreadedSends", _KeptSends)
@@ -97,12 +99,21 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
                 with record_function("step"):
                     job.trainer.train_step(stop=False)
             job.state.model.wait_parameters()
+            swaps = [job.state.model.host.swap]
+            if job.activations is not None and job.activations.disks is not None:
+                swaps.append(job.activations.disks.swap)
+            files = sum(path.stat().st_size for swap in swaps if swap is not None for path in swap.paths)
             job.state.model.host.close()
     assert recorded.kineto_results is not None
     begin = max(e.start_ns() for e in recorded.kineto_results.events() if e.name() == "step")
     changes = allocations(recorded)
     alive = accumulate(change.size for change in changes)
-    most = max(total for total, change in zip(alive, changes, strict=True) if change.at >= begin)
+    return job, max(total for total, change in zip(alive, changes, strict=True) if change.at >= begin), files
+
+
+def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
+    """The most that tensors take in the third step (`metered_job`)."""
+    job, most, _ = metered_job(rank, size, flags)
     steps, at = StageLists(job.run, job.grid.axes, nccl=False), job.grid.at.pp
     state = stage_bytes(job.run, job.grid.axes)[at]
     peak = stage_trace(steps, at, state, "cpu").peak

@@ -28,7 +28,7 @@ class Model:
     bucket as well; the embedding nothing else. parts: where the optimizer state of the parts of each trained bucket
     rests; none: no bucket has parts. border: of the lists, where they are no evaluation's. vertical: the order of
     micro-batches, horizontal where it is None. leaving: share of the activations that leaves; then the units of a chunk
-    keep 10, 20, 30 bytes and so on.
+    keep 10, 20, 30 bytes and so on. disk_buffers: bytes of host memory through which these go to disks; None: none do.
     """
 
     schedule: str = "1f1b"
@@ -50,6 +50,7 @@ class Model:
     border: Border = ON_TIME
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
+    disk_buffers: int | None = None
 
     @property
     def groups(self) -> Groups | None:
@@ -155,6 +156,7 @@ def step_of(model: Model) -> Step:
             late=model.border.is_late,
             vertical=model.vertical,
             leaving=model.leaving,
+            disk_buffers=model.disk_buffers,
         )
 
         def listed(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> Instructions:
@@ -198,6 +200,7 @@ def drawn(source: random.Random) -> Model:
         border=source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING)),
         vertical=source.choice((None, None, VerticalOrder(), VerticalOrder(2), VerticalOrder(3))),
         leaving=source.choice((0.0, 0.0, 0.3, 1.0)),
+        disk_buffers=source.choice((None, 50_000, 90_000)),
     )
 
 

@@ -51,6 +51,9 @@ TEXTS = [
     ),
     (Instruction(Op.FREE, 1, 0, units=(2, 3)), Lane.COMPUTE, "free activations (micro-batch 1, chunk 0, unit 2)"),
     (Instruction(Op.RETURN, 1, 0), Lane.TO_DEVICE, "copy activations to the device (micro-batch 1, chunk 0)"),
+    (Instruction(Op.WRITE_ACTIVATIONS, 1, 0), Lane.TO_DISK, "write activations (micro-batch 1, chunk 0)"),
+    (Instruction(Op.FREE_HOST, 1, 0), Lane.COMPUTE, "free activations in host memory (micro-batch 1, chunk 0)"),
+    (Instruction(Op.READ_ACTIVATIONS, 1, 0), Lane.FROM_DISK, "read activations (micro-batch 1, chunk 0)"),
 ]
 
 
@@ -63,7 +66,7 @@ def test_every_kind_is_a_computation_a_transfer_on_model_state_or_a_copy() -> No
     on_state = {Op.GATHER, Op.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, Op.UPDATE}
     on_state |= {Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS}
     on_state |= {Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE}
-    copies = {Op.LEAVE, Op.FREE, Op.RETURN}
+    copies = {Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS}
     for op in Op:
         i = Instruction(op, 0, 0)
         assert [i.is_compute, i.is_transfer, op in on_state, op in copies].count(True) == 1

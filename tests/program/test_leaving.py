@@ -16,7 +16,8 @@ from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.memory import MemoryColumn
 from megazero.program.memory_walk import host_buffers, samples
-from megazero.program.passes.leaving import LEAST_DISTANCE, kept_graphs, leaving_graphs, place_leaving
+from megazero.program.passes.kept_graphs import kept_graphs
+from megazero.program.passes.leaving import LEAST_DISTANCE, leaving_graphs, place_leaving
 from megazero.program.simulate import simulate
 from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
@@ -101,7 +102,9 @@ def test_drawn_steps_are_legal_and_keep_to_their_share(seed: int) -> None:
     source = random.Random(seed)
     left = 0
     for _ in range(60):
-        model = replace(drawn(source), leaving=source.choice((0.2, 0.7, 1.0)), evaluation=False, parts=())
+        model = replace(
+            drawn(source), leaving=source.choice((0.2, 0.7, 1.0)), evaluation=False, parts=(), disk_buffers=None
+        )
         model = replace(model, border=source.choice((ON_TIME, FIRST, LATE)))
         step = step_of(model)
         checked(step)

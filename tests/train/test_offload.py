@@ -16,6 +16,7 @@ from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.bytes import stage_bytes
+from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
@@ -26,6 +27,7 @@ from megazero.train.banner_offload import written_sentence
 from megazero.train.banner_parts import stage_table
 from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
 from megazero.train.path_checks import check_paths
+from megazero.train.requirements import budget_problems
 from tests.disks import remount, small_disk
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -81,6 +83,31 @@ def test_files_of_ended_processes_count_as_free(tmp_path: Path) -> None:
         with left.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             assert "and 204,800 are free" in room_problems(run, 1, range(1))[0]
+
+
+ACTIVATIONS = ["--num-layers", "8", "--offload-activations", "nvme"]
+
+
+def test_activations_need_room_too(tmp_path: Path) -> None:
+    """In buffers, four of which hold what the largest unit keeps, and in files, beside those of the optimizer."""
+    for words, most in (("--seq-length 512", 100), ("--seq-length 512 --offload-optimizer nvme", 100)):
+        flags = [*MODEL, *ACTIVATIONS, "--nvme-path", str(tmp_path), *words.split()]
+        run = parse_run([*flags, "--nvme-buffer-bytes", "1MB"], 1)
+        axes = axes_of(run.parallel, 1)
+        (problem,) = budget_problems(run, 1, tries_cards=True)
+        assert "--nvme-buffer-bytes 1000000 does not hold 4 times what a unit of the model keeps" in problem
+        nearest = problem.split("nearest: --nvme-buffer-bytes ")[1]
+        fits = parse_run([*flags, "--nvme-buffer-bytes", nearest], 1)
+        assert budget_problems(fits, 1, tries_cards=True) == []
+        found = activation_pieces(StageLists(fits, axes, nccl=False).of(0))
+        assert found.count and found.buffer_bytes <= int(nearest) // 4
+        with small_disk(tmp_path / f"disk{len(words)}", most * 4096) as disk:
+            there = parse_run([*flags, "--nvme-buffer-bytes", nearest, "--nvme-path", str(disk)], 1)
+            (problem,) = room_problems(there, 1, range(1))
+            needed = swap_bytes(there, axes, range(1))
+            rest = needed - found.file_bytes(1)
+            assert f"need {needed:,} bytes" in problem and problem.endswith("a folder more, on another disk")
+            assert (rest > 0) == ("--offload-optimizer" in words)
 
 
 # --- a failure on one rank -----------------------------------------------------------------------------------------
@@ -144,6 +171,23 @@ def test_the_report_counts_what_the_disk_has(corpus: Path, tmp_path: Path) -> No
     state = sum(part.state_bytes for bucket in steps.of(0).shape.buckets for part in bucket.parts)
     assert told == f"a step reads {size(state)} and writes {size(state)}; files are in {tmp_path}"
     assert 3 * state <= job.disks.written <= 1.05 * 3 * state, "in pages"
+    assert job.disks.sentence(job.grid).startswith(f"{size(job.disks.written)} written to disks, which is ")
+    job.close()
+    assert not list(tmp_path.glob("*swap*"))
+
+
+def test_activations_on_disks_are_counted_and_told(corpus: Path, tmp_path: Path) -> None:
+    """What a step writes, by the banner, is what the run has written; the files are gone at the end."""
+    flags = [*MODEL, *ACTIVATIONS, "--nvme-path", str(tmp_path), *data_flags(corpus, tmp_path / "cache")]
+    job, _ = job_on_rank(0, 1, flags)
+    steps = StageLists(job.run, job.grid.axes, nccl=False)
+    told, found = dict(schedule_lines(steps))["activations"], activation_pieces(steps.of(0))
+    job.fit()
+    assert told.endswith(
+        f"of host memory to {size(found.file_bytes(1))} of files on a rank; a step writes {size(found.step_bytes)} "
+        "there and reads as much"
+    )
+    assert job.disks.written == 3 * found.step_bytes > 0
     assert job.disks.sentence(job.grid).startswith(f"{size(job.disks.written)} written to disks, which is ")
     job.close()
     assert not list(tmp_path.glob("*swap*"))

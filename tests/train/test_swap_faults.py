@@ -256,7 +256,7 @@ def test_files_are_twice_as_large(flags: list[str], tmp_path: Path) -> None:
     assert 1.98 < sizes[1] / sizes[0] <= 2 and 0.98 < sizes[2] / sizes[1] < 1.02
     steps = StageLists(parse_run([*flags, *SHARE], 1), axes_of(parsed.parallel, 1), nccl=False)
     told = dict(schedule_lines(steps))["disks"]
-    assert re.search(r"writes as much and [\d.]+ KiB of what stays on the device; files are in .*; each step is", told)
+    assert re.search(r"a step reads [\d.]+ KiB and writes [\d.]+ KiB; files are in .*; each step is", told)
 
 
 def file_bytes_on_rank(rank: int, size: int, flags: list[str]) -> int:

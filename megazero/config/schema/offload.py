@@ -16,16 +16,17 @@ class OffloadConfig:
     with --nvme-path). cpu:0.6 moves that share of them. What has left the device is updated by the host's processor.
     The results are the same either way, but with --zero-quantized-weights and ZeRO stage 1 or 2."""
     nvme_path: tuple[str, ...] = option((), many=True, metavar="DIR", derived="no folder")
-    """Folders for the files of --offload-optimizer nvme, which are removed at the end. Each rank has one file in each
-    folder, and they share its bytes in proportion to their speed, which is measured at the start."""
+    """Folders for the files of --offload-optimizer, --offload-params and --offload-activations nvme, which are removed
+    at the end. Each rank has one file in each folder, and they share its bytes in proportion to their speed, which is
+    measured at the start."""
     nvme_checkpoint: bool = option(False)
     """Make each optimizer step durable in the files of --nvme-path, which take twice the space: a kill at any instant
     leaves a whole step, and the same command goes on from it. The files then stay until the run is finished or its last
     step is saved."""
     nvme_buffer_bytes: int = option(256 * 2**20, size=True, metavar="BYTES")
     """Host memory of a rank for what is on its way: gradients and parameters of what has left the device, and what is
-    read from disks and written back. Buffers of the files come on top. Half as much means twice as many requests, half
-    as large."""
+    read from disks and written back; and as much again, at most, for --offload-activations nvme. Buffers of the files
+    come on top. Half as much means twice as many requests, half as large."""
     placement: str = option("flags", metavar="flags|auto|FILE.yaml")
     """What lies where, and when it moves: as the flags say (flags), as a table in a file says, or the choice that a
     simulation finds fastest under --device-memory-budget and --host-memory-budget (auto). The banner says what was
@@ -33,7 +34,3 @@ class OffloadConfig:
     placement_rates: str | None = option(None, metavar="FILE.yaml", derived="measured at the start")
     """For --placement auto: how fast the ranks compute, copy, update, read and write, from a file instead of a
     measurement. With it the choice is the same in every start."""
-    device_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
-    "Bytes of a rank on its device in a step, for --placement auto."
-    host_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
-    "Bytes of a rank in host memory for what has left the device, for --placement auto."

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from megazero.program.instruction import Instruction, Op, Units
+from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.kept_graphs import GraphUse, kept_graphs
+from megazero.program.passes.leaving_disks import able_to_write, disk_moves, largest_unit, read_buffers
 from megazero.program.shape import RankShape
 
 LEAST_DISTANCE = 4
@@ -24,47 +26,15 @@ LEAST_DISTANCE = 4
 """
 
 
-@dataclass(frozen=True)
-class GraphUse:
-    """What one forward keeps for its backward.
-
-    forward   its instruction
-    first     the number of the forward among the list's computations
-    backward  the number of the backward, which needs it whole: of a split one, that of the input
-    nbytes    its bytes
-    """
-
-    forward: Instruction
-    first: int
-    backward: int
-    nbytes: int
-
-    @property
-    def distance(self) -> int:
-        """Computations until its next use, that one counted."""
-        return self.backward - self.first
-
-
-def kept_graphs(instructions: Sequence[Instruction], shape: RankShape) -> list[GraphUse]:
-    """What the forwards of a list keep, in order."""
-    begun: dict[tuple[int, int, Units | None], tuple[int, Instruction]] = {}
-    found: list[GraphUse] = []
-    for number, i in enumerate(i for i in instructions if i.is_compute):
-        key = i.micro_batch, i.chunk, i.units
-        if i.op is Op.FORWARD:
-            begun[key] = number, i
-        elif i.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            first, forward = begun.pop(key)
-            found.append(GraphUse(forward, first, number, shape.kept_by(i.chunk, i.units)))
-    return sorted(found, key=lambda graph: graph.first)
-
-
-def leaving_graphs(graphs: Sequence[GraphUse], share: float) -> list[GraphUse]:
+def leaving_graphs(graphs: Sequence[GraphUse], share: float, largest: int | None = None) -> list[GraphUse]:
     """Those that leave: the furthest next use first, and of equal ones the first, as far as the share has room.
 
-    share: of the bytes that have time to leave, above 0 and at most 1.
+    share: of the bytes that have time to leave, above 0 and at most 1. largest: where they go on to disks, of
+    `passes.leaving_disks.largest_unit`
     """
     able = [graph for graph in graphs if graph.distance >= LEAST_DISTANCE and graph.nbytes]
+    if largest is not None:
+        able = able_to_write(graphs, largest)
     room = share * sum(graph.nbytes for graph in able)
     chosen: list[GraphUse] = []
     for graph in sorted(able, key=lambda graph: (-graph.distance, graph.first)):
@@ -74,19 +44,29 @@ def leaving_graphs(graphs: Sequence[GraphUse], share: float) -> list[GraphUse]:
     return chosen
 
 
-def place_leaving(instructions: Sequence[Instruction], shape: RankShape, share: float) -> tuple[Instruction, ...]:
+def place_leaving(
+    instructions: Sequence[Instruction], shape: RankShape, share: float, disk_buffers: int | None = None
+) -> tuple[Instruction, ...]:
     """The list with LEAVE, FREE and RETURN for the activations that leave. share: as in `leaving_graphs`.
+
+    disk_buffers: bytes of host memory through which they go on to disks (`passes.leaving_disks`); None: they stay there
 
     The result depends on the arguments only, so it is the same on all ranks of a role. It stands last among the passes:
     the other ones know nothing of copies.
     """
+    largest = None if disk_buffers is None else largest_unit(shape.kept)
+    chosen = leaving_graphs(kept_graphs(instructions, shape), share, largest)
+    leaving = sorted(chosen, key=lambda graph: graph.first)
     before: dict[int, list[Instruction]] = defaultdict(list)
     behind: dict[int, list[Instruction]] = defaultdict(list)
-    for graph in sorted(leaving_graphs(kept_graphs(instructions, shape), share), key=lambda graph: graph.first):
-        leave, free, comes_back = (replace(graph.forward, op=op) for op in (Op.LEAVE, Op.FREE, Op.RETURN))
-        behind[graph.first].append(leave)
-        behind[graph.first + 1].insert(0, free)
-        before[graph.backward - 1].append(comes_back)
+    for graph in leaving:
+        behind[graph.first + 1].append(replace(graph.forward, op=Op.FREE))
+        before[graph.backward - 1].append(replace(graph.forward, op=Op.RETURN))
+    if disk_buffers is not None and largest is not None:
+        for number, i in disk_moves(leaving, read_buffers(largest, disk_buffers)):
+            behind[number].append(i)
+    for graph in leaving:
+        behind[graph.first].append(replace(graph.forward, op=Op.LEAVE))
     placed: list[Instruction] = []
     computations = 0
     for i in instructions:

@@ -1,0 +1,217 @@
+"""Changes of a run that take less memory, the cheapest first, and the search for one with which it keeps its budgets.
+
+Nothing is estimated: every change is made to the run, and the run that comes out is validated and walked through like
+any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from megazero.config.checks_offload import least_buffer
+from megazero.config.options import run_options
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.config.tiers import Offload, Tier, offload_of
+from megazero.config.validate import problems_of
+from megazero.mpu.axes import axes_of
+from megazero.plan.gathered import unit_problems
+from megazero.plan.leaving_disks import buffer_problems, writes_activations
+from megazero.plan.tier_peaks import TierPeaks, run_peaks
+
+NEW_FOLDER = "DIR"
+"""Stands for a folder that the user has to name."""
+MOST_TOGETHER = 6
+"""Changes that are tried together."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that a rank may take in a tier; None: any number."""
+
+    device: int | None = None
+    host: int | None = None
+
+    def excess(self, peaks: TierPeaks) -> int:
+        """Bytes above the budgets."""
+        pairs = ((peaks.device_bytes, self.device), (peaks.host_bytes, self.host))
+        return sum(max(0, found - budget) for found, budget in pairs if budget is not None)
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """New values of some fields of a run, by name."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        """The flags of the command line."""
+        words = ((run_options()[name].flag, value) for name, value in self.values)
+        return " ".join(f"{flag} {' '.join(value) if isinstance(value, tuple) else value}" for flag, value in words)
+
+    def __add__(self, other: MemoryChange) -> MemoryChange:
+        """Both; where they say different things of a field, the other one has the word."""
+        return MemoryChange(tuple((dict(self.values) | dict(other.values)).items()))
+
+    def of(self, run: Run) -> Run:
+        """The changed run."""
+        for name, value in self.values:
+            section = run_options()[name].section
+            run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+        return run
+
+
+NO_CHANGE = MemoryChange(())
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A change that was tried. peaks: of every stage where it `fits`, else of the one that was looked at first."""
+
+    change: MemoryChange
+    fits: bool
+    peaks: tuple[TierPeaks, ...]
+    excess: int
+
+
+class BudgetSearch:
+    """Looks for changes with which a run keeps its budgets.
+
+    first: the stage that is looked at first, since it has least room. kind: of device, cpu or cuda.
+    """
+
+    def __init__(self, run: Run, world_size: int, kind: str, budgets: Budgets, first: int) -> None:
+        self._run, self._world, self._kind, self._budgets, self._first = run, world_size, kind, budgets, first
+        self._known = frozenset(problems_of(run, world_size, own_data=True))
+        self.attempt = cache(self._attempt)
+        """Try a change; None if the run would not be valid with it."""
+
+    def single(self) -> Iterator[Tried]:
+        """The changes with which the run fits, the cheapest first."""
+        return (tried for tried in self._every(NO_CHANGE) if tried.fits)
+
+    def together(self) -> Tried | None:
+        """Several changes with which the run fits, as few as were found; else those with which least is missing.
+
+        None if no change makes anything better.
+        """
+        found: Tried | None = None
+        for _ in range(MOST_TOGETHER):
+            begun = NO_CHANGE if found is None else found.change
+            better = min(self._every(begun), key=lambda tried: tried.excess, default=None)
+            if better is None or (found is not None and better.excess >= found.excess):
+                break
+            found = better
+            if found.fits:
+                return self._without_the_needless(found)
+        return found
+
+    def _every(self, begun: MemoryChange) -> Iterator[Tried]:
+        """Each change on top of `begun` that can be made."""
+        changed = begun.of(self._run)
+        for change in changes(changed, self._world):
+            if (tried := self.attempt(begun + change)) is not None:
+                yield tried
+        tiers = (Tier.HOST, Tier.DISK)[offload_of(changed.offload.offload_optimizer).tier is Tier.DISK :]
+        for tier in tiers:
+            if (tried := self._share(begun, changed, tier)) is not None:
+                yield tried
+                if tried.fits:  # disks are slower
+                    return
+
+    def _attempt(self, change: MemoryChange) -> Tried | None:
+        run = change.of(self._run)
+        axes = axes_of(run.parallel, self._world)
+        if not self._known.issuperset(problems_of(run, self._world, own_data=True)) or unit_problems(run, axes):
+            return None
+        of_run = run_peaks(run, axes, self._kind)
+        try:
+            if buffer_problems(run, axes, self._kind):
+                return None
+            peaks = of_run.of(self._first)
+            if excess := self._budgets.excess(peaks):
+                return Tried(change, fits=False, peaks=(peaks,), excess=excess)
+            every = tuple(of_run.every())
+        except ConfigError:  # another budget cannot be kept
+            return None
+        excess = max(self._budgets.excess(peaks) for peaks in every)
+        return Tried(change, fits=not excess, peaks=every, excess=excess)
+
+    def _share(self, begun: MemoryChange, changed: Run, tier: Tier) -> Tried | None:
+        """The share of the optimizer state in a tier with which the device has room, and no more: a larger one takes
+        time and host memory. In hundredths, found by halving, since a larger share never leaves more on the device.
+        """
+        folders = (("nvme_path", changed.offload.nvme_path or (NEW_FOLDER,)),) * (tier is Tier.DISK)
+
+        def moved(hundredths: int) -> Tried | None:
+            return self.attempt(
+                begun + MemoryChange((("offload_optimizer", str(Offload(tier, hundredths / 100))), *folders))
+            )
+
+        def has_room(tried: Tried | None) -> bool:
+            on_device = Budgets(self._budgets.device)
+            return tried is not None and not any(on_device.excess(peaks) for peaks in tried.peaks)
+
+        low, high, whole = 0, 100, moved(100)
+        if not has_room(whole):
+            return whole
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_room(moved(middle)) else (middle, high)
+        return moved(high)
+
+    def _without_the_needless(self, found: Tried) -> Tried:
+        """The same without what is not needed for it."""
+        for one in found.change.values:
+            fewer = self.attempt(MemoryChange(tuple(value for value in found.change.values if value != one)))
+            if fewer is not None and fewer.fits:
+                return self._without_the_needless(fewer)
+        return found
+
+
+def changes(run: Run, world_size: int) -> Iterator[MemoryChange]:
+    """What may take less memory, the cheapest in time first. Shares of the optimizer state are not among them.
+
+    ZeRO-1 costs nothing, ZeRO-2 a reduction for each micro-batch, and so on. What takes nothing away or is refused is
+    tried too, and found to be so.
+    """
+    p, rows = run.parallel, run.schedule.micro_batch_size
+    leaves = p.offload_activations != "none"
+    sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4) if axes_of(p, world_size).dp > 1]
+    ordered: Sequence[tuple[bool, list[MemoryChange]]] = (
+        (True, sharded[:-1]),
+        (
+            bool(offload_of(run.offload.offload_optimizer)) or writes_activations(run),
+            _smaller_buffers(run),
+        ),
+        (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
+        (not leaves, [_set("offload_activations", "cpu")]),
+        (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
+        (not writes_activations(run), _activations_to_disks(run)),
+        (rows > 1, [_set("micro_batch_size", 1)]),
+        (True, sharded[-1:]),
+        (leaves, [_set("offload_activations", "none")]),
+        (bool(offload_of(run.offload.offload_optimizer)), [_set("offload_optimizer", "none")]),
+    )
+    return (change for possible, of_kind in ordered if possible for change in of_kind)
+
+
+def _set(name: str, value: Any) -> MemoryChange:
+    return MemoryChange(((name, value),))
+
+
+def _activations_to_disks(run: Run) -> list[MemoryChange]:
+    """Through as much host memory as there may be now, and through less."""
+    moved = _set("offload_activations", "nvme") + _set("nvme_path", run.offload.nvme_path or (NEW_FOLDER,))
+    now = run.offload.nvme_buffer_bytes
+    return [moved, *(moved + _set("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
+
+
+def _smaller_buffers(run: Run) -> list[MemoryChange]:
+    """A quarter of the memory for what is on its way, a sixteenth, and the least."""
+    least, now = least_buffer(run), run.offload.nvme_buffer_bytes
+    sizes = sorted({max(least, now // 4), max(least, now // 16), least}, reverse=True)
+    return [_set("nvme_buffer_bytes", size) for size in sizes if size < now]

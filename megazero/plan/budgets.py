@@ -1,0 +1,97 @@
+"""Whether a run keeps --device-memory-budget and --host-memory-budget on every stage, by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.mpu.axes import axes_of
+from megazero.plan.budget_changes import Budgets, BudgetSearch, Tried
+from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.step_memory import rank_words
+from megazero.plan.tier_peaks import TierPeaks, run_peaks
+
+SHOWN = 3
+"""Columns of a peak that are named, and changes that are offered."""
+
+
+def budgets_of(run: Run) -> Budgets:
+    """The budgets of a run."""
+    return Budgets(run.parallel.device_memory_budget, run.parallel.host_memory_budget)
+
+
+def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
+    """A sentence if a step of the run is above its budgets: where, how much, of what, and what makes it fit. Or one if
+    buffers of activations do not hold what they should.
+
+    kind: of device, cpu or cuda; it decides the body of attention, and so what attention keeps. The run must know its
+    vocabulary. A search for what makes it fit walks through the steps of some other runs: it can take minutes where a
+    list is long.
+    """
+    budgets, axes = budgets_of(run), axes_of(run.parallel, world_size)
+    try:
+        if (small := buffer_problems(run, axes, kind)) or budgets == Budgets():
+            return small
+        found = run_peaks(run, axes, kind).every()
+    except ConfigError as error:  # the budget of activations cannot be kept
+        return list(error.problems)
+    worst = max(found, key=budgets.excess)
+    if not budgets.excess(worst):
+        return []
+    whose = rank_words(worst.stage, axes)
+    return [f"{_excess(worst, budgets, whose)}; {_what_fits(run, world_size, kind, budgets, worst)}"]
+
+
+def _excess(peaks: TierPeaks, budgets: Budgets, whose: str) -> str:
+    """Which budgets are exceeded, and by what."""
+    told = []
+    if budgets.device is not None and peaks.device_bytes > budgets.device:
+        told.append(
+            f"--device-memory-budget {budgets.device:,}: {whose} takes {peaks.device_bytes:,} bytes on the device at "
+            f"{peaks.moment}: {_largest(peaks.device)}"
+        )
+    if budgets.host is not None and peaks.host_bytes > budgets.host:
+        told.append(
+            f"--host-memory-budget {budgets.host:,}: {whose} takes {peaks.host_bytes:,} bytes of host memory: "
+            f"{_largest(peaks.host)}"
+        )
+    return "; ".join(told)
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    """The largest parts of a peak in words, and the sum of the others."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    words = [f"{size:,} of {what}" for what, size in ordered[:SHOWN]]
+    rest = sum(size for _, size in ordered[SHOWN:])
+    return ", ".join([*words, f"{rest:,} of all else"] if rest else words)
+
+
+def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, worst: TierPeaks) -> str:
+    search = BudgetSearch(run, world_size, kind, budgets, worst.stage)
+    fitting = list(islice(search.single(), SHOWN))
+    if fitting:
+        return f"nearest: {', or '.join(_offered(tried, budgets) for tried in fitting)}"
+    tried = search.together()
+    if tried is None:
+        return "no single flag makes it fit, and none takes less memory"
+    if tried.fits:
+        return f"no single flag makes it fit; nearest: {_offered(tried, budgets)}"
+    return f"no single flag makes it fit; nearest, and still too much: {_offered(tried, budgets)}"
+
+
+def _offered(tried: Tried, budgets: Budgets) -> str:
+    """A change, and the bytes of the tiers that have a budget with it."""
+    device, host = (max(of_tier(peaks) for peaks in tried.peaks) for of_tier in (_device, _host))
+    tiers = [(device, budgets.device, "on the device"), (host, budgets.host, "of host memory")]
+    found = " and ".join(f"{size:,} bytes {where}" for size, budget, where in tiers if budget is not None)
+    return f"{tried.change} ({found})"
+
+
+def _device(peaks: TierPeaks) -> int:
+    return peaks.device_bytes
+
+
+def _host(peaks: TierPeaks) -> int:
+    return peaks.host_bytes

@@ -1,0 +1,91 @@
+"""Where activations that leave go on from host memory to disks (--offload-activations nvme).
+
+Host memory is a few buffers of one size. Two of them are for what leaves: while one is filled, the other is written.
+All others are for what comes back. So a list says at every instruction which buffers are taken, and the program never
+has more of them:
+
+- WRITE_ACTIVATIONS stands behind FREE: by then the copy in host memory is made, and no other one is;
+- FREE_HOST waits for the write. It stands before the LEAVE after the next one, which takes the buffer;
+- READ_ACTIVATIONS stands as early as there is a buffer: behind the backward that gives one back.
+
+A read comes back in the order of the backwards, which is known, so none is made in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.kept_graphs import GraphUse
+
+WRITING = 2
+"""Buffers of what leaves."""
+LEAST_BUFFERS = WRITING + 2
+"""With two for what comes back, one is read while a backward works with the other one."""
+LEAST_DISTANCE = 6
+"""Computations from a forward to its backward: beside the copies there and back one for the write and one for the read.
+"""
+PAGE = 4096
+SPARE = 8192
+"""Bytes of a buffer for the alignment of the pieces in it."""
+
+
+def largest_unit(kept: Iterable[Sequence[int]]) -> int:
+    """The most bytes that a unit keeps which goes to disks. kept: by each unit of each chunk.
+
+    A chunk's last unit does not count, since its backward comes soon: a head may keep more than all others. So the
+    buffers of a rank are those of every list that it executes, whatever the number of micro-batches.
+    """
+    return max((size for chunk in kept for size in (chunk[:-1] or chunk)), default=0)
+
+
+def buffer_bytes(largest: int) -> int:
+    """The bytes of a buffer. largest: of `largest_unit`."""
+    return -(-(largest + SPARE) // PAGE) * PAGE
+
+
+def able_to_write(graphs: Sequence[GraphUse], largest: int) -> list[GraphUse]:
+    """Those that go to disks, if they leave: they have time, and at least half of the largest one's bytes. Smaller ones
+    stay on the device, since each would take a whole buffer.
+    """
+    return [
+        graph
+        for graph in graphs
+        if graph.distance >= LEAST_DISTANCE and largest <= 2 * graph.nbytes and 0 < graph.nbytes <= largest
+    ]
+
+
+def read_buffers(largest: int, room: int) -> int:
+    """The buffers for what comes back, of so many bytes of all buffers."""
+    return room // buffer_bytes(largest) - WRITING
+
+
+def disk_moves(graphs: Sequence[GraphUse], reads: int) -> Iterator[tuple[int, Instruction]]:
+    """(number of the computation behind which it stands, instruction), in order at each of them.
+
+    graphs: those that leave, in order of their forwards. reads: buffers for what comes back, at least 2.
+    """
+    assert reads >= LEAST_BUFFERS - WRITING or not graphs, "validated: the buffers hold four times what a unit keeps"
+    back = sorted(graphs, key=lambda graph: graph.backward)
+    read_behind: dict[GraphUse, int] = {}
+    latest = 0
+    for number, graph in enumerate(back):
+        given_back = back[number - reads].backward if number >= reads else 0
+        read_behind[graph] = latest = max(graph.first + 2, given_back, latest)
+    for graph in graphs:
+        yield graph.first + 1, replace(graph.forward, op=Op.WRITE_ACTIVATIONS)
+    for number, graph in enumerate(graphs):
+        taken = [graphs[number + WRITING].first] if number + WRITING < len(graphs) else []
+        yield min([read_behind[graph], *taken]), replace(graph.forward, op=Op.FREE_HOST)
+    for graph in back:
+        yield read_behind[graph], replace(graph.forward, op=Op.READ_ACTIVATIONS)
+
+
+def most_pieces(instructions: Iterable[Instruction]) -> int:
+    """The most graphs that have a piece of the swap files at a time: from their LEAVE to their READ_ACTIVATIONS."""
+    now = most = 0
+    for i in instructions:
+        now += (i.op is Op.LEAVE) - (i.op is Op.READ_ACTIVATIONS)
+        most = max(most, now)
+    return most

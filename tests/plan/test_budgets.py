@@ -1,0 +1,214 @@
+"""Budgets of memory before a run starts: what is refused, in which words, and whether what is offered really fits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megazero.config.parse import ConfigError, parse_run
+from megazero.config.schema import Run
+from megazero.mpu.axes import axes_of
+from megazero.plan.budget_changes import Budgets, BudgetSearch, MemoryChange
+from megazero.plan.budgets import memory_problems
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import memory_traces
+from megazero.plan.tier_peaks import run_peaks
+from megazero.train.memory_budgets import budget_sentences, peaks_table
+from megazero.train.requirements import budget_problems
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1003 --device cpu "
+    "--data-path x --micro-batch-size 4 --global-batch-size 16 --train-iters 3 --precision bf16"
+)
+ACTIVATIONS = "--micro-batch-size 1 --seq-length 512 --global-batch-size 4"
+"""With these the activations are most of a step."""
+
+
+def asked(words: str, ranks: int = 1) -> Run:
+    return parse_run(f"{MODEL} {words}".split(), ranks)
+
+
+def peaks(words: str, ranks: int = 1) -> tuple[int, int]:
+    """The most on the device and in host memory, by arithmetic."""
+    run = asked(words, ranks)
+    every = run_peaks(run, axes_of(run.parallel, ranks), "cpu").every()
+    return max(found.device_bytes for found in every), max(found.host_bytes for found in every)
+
+
+def refusal(words: str, ranks: int = 1) -> str:
+    """The one sentence with which a run is refused."""
+    (told,) = memory_problems(asked(words, ranks), ranks, "cpu")
+    return told
+
+
+def offered(told: str) -> list[str]:
+    """The flags that a sentence offers as fitting."""
+    assert "still too much" not in told
+    return [flags for flags, _ in re.findall(r"(?:nearest: |, or )(--.+?) \(([\d,]+ bytes[^)]*)\)", told)]
+
+
+def test_the_peak_on_the_device_is_that_of_the_memory_trace() -> None:
+    """But for what has left it: on a CPU the trace has a column for that."""
+    for words in ("", "--zero-stage 3", "--offload-optimizer cpu:0.5 --nvme-buffer-bytes 200KB"):
+        run = asked(words, 2)
+        (trace,) = memory_traces(StageLists(run, axes_of(run.parallel, 2), nccl=False), "cpu")
+        off = {column.value: size for column, size in trace.peak.columns.items()}
+        assert peaks(words, 2)[0] == trace.peak.total - off.get("offloaded state in host memory", 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("flag", ["device", "host"])
+def test_a_budget_holds_to_the_byte(flag: str, ranks: int) -> None:
+    words = f"--offload-optimizer cpu:0.5 --offload-activations cpu --pp {min(2, ranks)}"
+    most = peaks(words, ranks)[flag == "host"]
+    fits, does_not = (f"{words} --{flag}-memory-budget {most - less}" for less in (0, 1))
+    assert memory_problems(asked(fits, ranks), ranks, "cpu") == []
+    told = refusal(does_not, ranks)
+    assert f"--{flag}-memory-budget {most - 1:,}: a rank" in told and f"takes {most:,} bytes" in told
+    assert (" of stage " in told) == (ranks > 1)
+
+
+def test_a_refusal_says_where_and_of_what() -> None:
+    """The three largest columns, and the rest, are the peak."""
+    told = refusal("--pp 2 --device-memory-budget 4MB", 2)
+    found = re.search(r"takes ([\d,]+) bytes on the device at number \d+ of its list, (.+?): (.+?); ", told)
+    assert found is not None and "stage 0 of 2" in told and found[2].startswith("backward")
+    amounts = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) of ", found[3])]
+    assert len(amounts) == 4 and sum(amounts) == int(found[1].replace(",", ""))
+    assert amounts[:3] == sorted(amounts[:3], reverse=True) and "of optimizer" in found[3]
+
+
+CASES = {
+    "a smaller micro-batch": ("--device-memory-budget 6MB", 1, "--micro-batch-size 1"),
+    "ZeRO first, which costs nothing": ("--device-memory-budget 7MB", 2, "--zero-stage 1"),
+    "ZeRO-2": (
+        "--device-memory-budget 12MB --zero-stage 1 --micro-batch-size 1 --num-layers 24 --vocab-size 250 "
+        "--bucket-size 60000",
+        4,
+        "--zero-stage 2",
+    ),
+    "selective recompute": (f"{ACTIVATIONS} --attention softmax --device-memory-budget 14MB", 1, "selective"),
+    "activations leave": (f"{ACTIVATIONS} --num-layers 8 --device-memory-budget 12MB", 1, "--offload-activations cpu"),
+    "full recompute": (
+        f"{ACTIVATIONS} --num-layers 8 --device-memory-budget 12MB --host-memory-budget 1MB",
+        1,
+        "--recompute-granularity full",
+    ),
+    "a share of the optimizer": (
+        "--device-memory-budget 5.2MB --micro-batch-size 1 --seq-length 128",
+        1,
+        "--offload-optimizer cpu:0.",
+    ),
+    "buffers": ("--offload-optimizer cpu --host-memory-budget 4MB", 1, "--nvme-buffer-bytes"),
+    "less in host memory": (
+        "--offload-optimizer cpu --nvme-buffer-bytes 100KB --device-memory-budget 6MB --host-memory-budget 3MB",
+        1,
+        "--offload-optimizer cpu:0.",
+    ),
+    "nothing in host memory": ("--offload-activations cpu --host-memory-budget 1KB", 1, "--offload-activations none"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_offered_fits(case: tuple[str, int, str]) -> None:
+    """Given on the command line; and the bytes are those of the run that comes out."""
+    words, ranks, expected = case
+    told = refusal(words, ranks)
+    found = offered(told)
+    assert found and expected in found[0], told
+    for flags in found:
+        assert memory_problems(asked(f"{words} {flags}", ranks), ranks, "cpu") == [], flags
+        assert f"{flags} ({peaks(f'{words} {flags}', ranks)[0]:,} bytes on" in told or "--host" in words
+
+
+def test_the_smallest_share_is_offered() -> None:
+    """A hundredth less does not fit."""
+    words = "--device-memory-budget 5MB --micro-batch-size 1"
+    (share,) = [float(flags.split(":")[1]) for flags in offered(refusal(words)) if "cpu:" in flags]
+    assert 0.1 < share < 0.9
+    assert memory_problems(asked(f"{words} --offload-optimizer cpu:{share - 0.01:.2f}"), 1, "cpu")
+
+
+def test_disks_are_offered_where_host_memory_is_short() -> None:
+    """Four slots and the buffers of the files are in host memory, the state is not."""
+    words = (
+        "--num-layers 8 --hidden-size 512 --micro-batch-size 1 --nvme-buffer-bytes 20MB --global-batch-size 1 "
+        "--offload-optimizer cpu --host-memory-budget 100MB --device-memory-budget 250MB"
+    )
+    (flags,) = offered(refusal(words))
+    assert re.fullmatch(r"--offload-optimizer nvme:0\.\d+ --nvme-path DIR", flags)
+    assert memory_problems(asked(f"{words} {flags}"), 1, "cpu") == []
+
+
+def test_disks_are_offered_for_activations() -> None:
+    """A budget of activations chooses what is computed again, so that no flag may; host memory does not hold them."""
+    words = (
+        f"{ACTIVATIONS} --num-layers 64 --activation-memory-budget 70MB --device-memory-budget 75MB "
+        "--host-memory-budget 52MB"
+    )
+    (flags,) = offered(refusal(words))
+    assert "--offload-activations nvme --nvme-path DIR" in flags and "--nvme-buffer-bytes" in flags
+    assert memory_problems(asked(f"{words} {flags}"), 1, "cpu") == []
+
+
+def test_several_changes_where_one_is_not_enough() -> None:
+    """None of them is needless."""
+    words = "--device-memory-budget 2.2MB"
+    told = refusal(words, 2)
+    assert "no single flag makes it fit; nearest: " in told
+    (flags,) = offered(told)
+    assert memory_problems(asked(f"{words} {flags}", 2), 2, "cpu") == []
+    changes = re.findall(r"--[a-z-]+ \S+", flags)
+    assert len(changes) > 1
+    for change in changes:
+        less = flags.replace(change, "")
+        assert memory_problems(asked(f"{words} {less}", 2), 2, "cpu"), change
+
+
+def test_nothing_fits() -> None:
+    told = refusal("--device-memory-budget 100KB")
+    assert "no single flag makes it fit; nearest, and still too much: --" in told
+    flags = told.split("too much: ")[1].split(" (")[0]
+    assert f"({peaks(flags)[0]:,} bytes on the device)" in told
+
+
+def test_a_change_that_the_run_may_not_have_is_not_tried() -> None:
+    """A budget of activations chooses what is computed again: then no flag may."""
+    run = asked("--activation-memory-budget 3MB --device-memory-budget 5MB")
+    search = BudgetSearch(run, 1, "cpu", Budgets(5_000_000), 0)
+    assert search.attempt(MemoryChange((("recompute_granularity", "full"),))) is None
+    assert search.attempt(MemoryChange((("micro_batch_size", 1),))) is not None
+    assert search.attempt(MemoryChange((("micro_batch_size", 3),))) is None, "3 does not divide 16"
+    told = memory_problems(asked("--activation-memory-budget 1KB --device-memory-budget 5MB"), 1, "cpu")
+    assert len(told) == 1 and told[0].startswith("--activation-memory-budget 1,000: stage 0 needs ")
+
+
+def test_words_of_the_command_line() -> None:
+    assert str(MemoryChange((("zero_stage", 2), ("nvme_path", ("a", "b"))))) == "--zero-stage 2 --nvme-path a b"
+    with pytest.raises(ConfigError, match="--activation-memory-budget 9 is a part of --device-memory-budget 8"):
+        asked("--activation-memory-budget 9 --device-memory-budget 8")
+    with pytest.raises(ConfigError, match="--host-memory-budget 0: must be more than 0"):
+        asked("--host-memory-budget 0")
+
+
+def test_a_vocabulary_is_needed() -> None:
+    """The tokenizer has it, and a dry run may not read that."""
+    flags = f"{MODEL} --device-memory-budget 1KB --tokenizer hf --tokenizer-path x".replace("--vocab-size 1003 ", "")
+    run = parse_run(flags.split(), 1)
+    assert budget_problems(run, 1, tries_cards=True) == [] == budget_sentences(run, axes_of(run.parallel, 1), "cpu")
+    assert peaks_table(run, 1, "cpu") == ""
+
+
+def test_what_is_told_of_a_run_that_fits() -> None:
+    words = "--pp 2 --offload-optimizer cpu:0.5 --device-memory-budget 20MB --host-memory-budget 30MB"
+    run = asked(words, 2)
+    (told,) = budget_sentences(run, axes_of(run.parallel, 2), "cpu")
+    assert told.startswith("a rank of stage 0 of 2 takes ") and "of --device-memory-budget 19.1 MiB; a rank " in told
+    lines = [line.split() for line in peaks_table(run, 2, "cpu").splitlines()]
+    every = run_peaks(run, axes_of(run.parallel, 2), "cpu").every()
+    assert lines[2:] == [
+        *([str(n), f"{found.device_bytes:,}", f"{found.host_bytes:,}", "0"] for n, found in enumerate(every)),
+        ["budget", "20,000,000", "30,000,000", "-"],
+    ]
+    assert budget_sentences(asked("--pp 2", 2), axes_of(run.parallel, 2), "cpu") == []
