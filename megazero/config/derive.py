@@ -89,6 +89,12 @@ def uses_disks(run: Run) -> bool:
     return any(offload.tier is Tier.DISK for offload in tiers(run).values())
 
 
+def flags_of_disks(run: Run) -> str:
+    """The flags that keep some of the model state on disks, as a command line has them."""
+    on_disks = {flag: offload for flag, offload in tiers(run).items() if offload.tier is Tier.DISK}
+    return " ".join(f"--{flag.replace('_', '-')} {offload}" for flag, offload in on_disks.items())
+
+
 def shards_parameters(parallel: ParallelConfig) -> bool:
     """Whether parameters are sharded: with ZeRO-3. Those that are brought for each use anyway, because they do not rest
     on the device, are sharded wherever the optimizer state is.

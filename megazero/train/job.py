@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import uses_disks
+from megazero.config.derive import flags_of_disks, uses_disks
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
@@ -156,7 +156,7 @@ def _build(
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed, placed.told)
     log = step_log(run, grid, [*sinks, *program])
     if model.host.swap is not None:
-        log.note(f"--offload-optimizer {run.offload.offload_optimizer}: {model.host.swap.backend}")
+        log.note(f"{flags_of_disks(run)}: {model.host.swap.backend}")
     if disks is not None:
         log.note(f"--offload-activations {run.parallel.offload_activations}: {disks.swap.backend}")
     if traced is not None:
