@@ -136,9 +136,10 @@ def test_disks_where_host_memory_is_too_small() -> None:
 def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
     of = machine("two stages", more="--nvme-path d")
     least = min(
-        of.placed(static("cpu", activations, late_update=late)).device.nbytes
+        of.placed({**static("cpu", activations, late_update=late), "offload_params": params}).device.nbytes
         for activations in ("none", "cpu")
         for late in (False, True)
+        for params in ("none", "cpu")
     )
     with pytest.raises(ConfigError) as refused:
         choose_placement(of, Budgets(device=least // 2))
