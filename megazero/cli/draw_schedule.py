@@ -136,7 +136,8 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.6,
         metavar="T",
-        help="time of reading a unit's optimizer state from disks, and of writing it (default 0.6)",
+        help="time of reading a unit's optimizer state from disks, and of writing it (default 0.6); its parameters are "
+        "a sixth of the bytes",
     )
     add(
         "--offload-activations",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megazero.config.checks import CheckContext, Found, check
-from megazero.config.derive import tiers
+from megazero.config.derive import moves_in_parts, tiers
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, offload_of
 
@@ -36,7 +36,7 @@ def _offload(f: CheckContext) -> Found:
             continue
         if offload.tier is Tier.DISK and not cfg.nvme_path:
             yield f"--{flag} {text} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
-    if wrong or not any(tiers(f.run).values()):
+    if wrong or not moves_in_parts(f.run):
         return
     least = least_buffer(f.run)
     if cfg.nvme_buffer_bytes < least:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.checks import CheckContext
-from megazero.config.derive import pipeline_schedule, tiers, uses_disks
+from megazero.config.derive import moves_in_parts, pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
 from megazero.config.tiers import Tier, offload_of
@@ -63,6 +63,14 @@ def leaves_device(f: CheckContext) -> bool:
     """The same of what does not rest on the device."""
     try:
         return any(tiers(f.run).values())
+    except ValueError:
+        return True
+
+
+def moves_parts(f: CheckContext) -> bool:
+    """The same of what moves in parts."""
+    try:
+        return moves_in_parts(f.run)
     except ValueError:
         return True
 

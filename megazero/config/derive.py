@@ -89,10 +89,12 @@ def uses_disks(run: Run) -> bool:
     return any(offload.tier is Tier.DISK for offload in tiers(run).values())
 
 
-def flags_of_disks(run: Run) -> str:
-    """The flags that keep some of the model state on disks, as a command line has them."""
-    on_disks = {flag: offload for flag, offload in tiers(run).items() if offload.tier is Tier.DISK}
-    return " ".join(f"--{flag.replace('_', '-')} {offload}" for flag, offload in on_disks.items())
+def moves_in_parts(run: Run) -> bool:
+    """Whether some of the model state moves in parts, which pass through slots in host memory. Parameters that rest
+    there are copied as they are.
+    """
+    optimizer, parameters = (tiers(run)[flag] for flag in ("offload_optimizer", "offload_params"))
+    return bool(optimizer) or parameters.tier is Tier.DISK
 
 
 def shards_parameters(parallel: ParallelConfig) -> bool:

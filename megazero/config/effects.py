@@ -147,8 +147,8 @@ EFFECTS = (
     Effect("placement_rates", when.searches, "--placement auto", ("placement",)),
     Effect(
         "nvme_buffer_bytes",
-        lambda f: when.leaves_device(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
-        "--offload-optimizer or --offload-params, cpu or nvme, or --offload-activations nvme",
+        lambda f: when.moves_parts(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
+        "--offload-optimizer cpu or nvme, --offload-params nvme or --offload-activations nvme",
         ("offload_optimizer", "offload_params", "offload_activations", "placement"),
     ),
     # From here on: lines in the banner, no errors.

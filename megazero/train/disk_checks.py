@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from megazero.config.derive import tiers
+from megazero.config.derive import tiers, uses_disks
 from megazero.config.schema import Run
-from megazero.config.tiers import Tier
+from megazero.config.tiers import Offload, Tier
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
@@ -41,21 +43,45 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     Files that ended processes have left there count as free: opening removes them. That the folders together have
     enough does not say that each has enough for its share, which their speed decides; opening its files says so.
     """
-    folders, on_disks = run.offload.nvme_path, {f: o for f, o in tiers(run).items() if o.tier is Tier.DISK}
-    if not (on_disks or writes_activations(run)) or run.model.vocab_size is None:
+    folders, axes = run.offload.nvme_path, axes_of(run.parallel, world_size)
+    if not (uses_disks(run) or writes_activations(run)) or run.model.vocab_size is None:
         return []
-    needed = swap_bytes(run, axes_of(run.parallel, world_size), here)
-    free = free_in(folders, checkpoints=run.offload.nvme_checkpoint)
+    needed, free = swap_bytes(run, axes, here), free_in(folders, checkpoints=run.offload.nvme_checkpoint)
     if needed <= free:
         return []
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
-    fits = {flag: int(100 * offload.share * free / needed) / 100 for flag, offload in on_disks.items()}
-    flags = " ".join(f"--{flag.replace('_', '-')} nvme:{share:g}" for flag, share in fits.items())
-    nearest = f"; nearest: {flags}, or" if all(fits.values()) and not writes_activations(run) else ":"
+    fits = _largest_that_fits(run, axes, here, free)
+    flags = " ".join(f"--{flag.replace('_', '-')} {offload}" for flag, offload in fits.items())
+    nearest = f"; nearest: {flags}, or" if fits else ":"
     return [
         f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
         f"free{nearest} a folder more, on another disk"
     ]
+
+
+def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, Offload]:
+    """By flag the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
+    smallest do not. A share of parameters is of whole buckets, so the bytes do not grow evenly with it.
+    """
+    on_disks = {flag: offload for flag, offload in tiers(run).items() if offload.tier is Tier.DISK}
+
+    def reduced(percent: int) -> dict[str, Offload]:
+        return {flag: Offload(Tier.DISK, int(percent * offload.share) / 100) for flag, offload in on_disks.items()}
+
+    def needed(percent: int) -> int:
+        words = {flag: str(offload) for flag, offload in reduced(percent).items()}
+        optimizer = words.get("offload_optimizer", run.offload.offload_optimizer)
+        parameters = words.get("offload_params", run.parallel.offload_params)
+        smaller = replace(
+            run,
+            offload=replace(run.offload, offload_optimizer=optimizer),
+            parallel=replace(run.parallel, offload_params=parameters),
+        )
+        return swap_bytes(smaller, axes, ranks)
+
+    shares = [percent for percent in range(1, 100) if all(offload.share for offload in reduced(percent).values())]
+    fitting = bisect_right(shares, free, key=needed)
+    return reduced(shares[fitting - 1]) if fitting else {}
 
 
 def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:

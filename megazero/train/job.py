@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import flags_of_disks, uses_disks
+from megazero.config.derive import uses_disks
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.model.stage import Stage
@@ -34,7 +34,7 @@ from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.memory_budgets import keep_budgets
 from megazero.train.memory_trace import trace_of_run
-from megazero.train.offload import DiskUse, offloading
+from megazero.train.offload import DiskUse, backend_sentence, offloading
 from megazero.train.offload_activations import activation_disks
 from megazero.train.placed import Placed, placed_changes, placed_run
 from megazero.train.prepare import Prepared
@@ -156,7 +156,7 @@ def _build(
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed, placed.told)
     log = step_log(run, grid, [*sinks, *program])
     if model.host.swap is not None:
-        log.note(f"{flags_of_disks(run)}: {model.host.swap.backend}")
+        log.note(backend_sentence(run, model.host.swap))
     if disks is not None:
         log.note(f"--offload-activations {run.parallel.offload_activations}: {disks.swap.backend}")
     if traced is not None:

@@ -12,8 +12,9 @@ import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.config.derive import uses_disks
+from megazero.config.derive import tiers, uses_disks
 from megazero.config.schema import Run
+from megazero.config.tiers import Tier
 from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
 from megazero.mpu import collectives
@@ -64,6 +65,12 @@ def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tupl
         for space in spaces:
             space.close(remove=space.record is None)
         raise
+
+
+def backend_sentence(run: Run, swap: SwapSpace) -> str:
+    """By which way bytes move to disks, with the flags that ask for it."""
+    flags = (f"--{flag.replace('_', '-')} {word}" for flag, word in tiers(run).items() if word.tier is Tier.DISK)
+    return f"{' '.join(flags)}: {swap.backend}"
 
 
 @dataclass

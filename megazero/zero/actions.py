@@ -39,8 +39,9 @@ class BucketActions:
         self.gatherer.load(bucket, part, self.host.arriving(bucket))
 
     def gather(self, bucket: int) -> None:
-        """Start to gather a bucket's parameters, once this rank has its own."""
-        self.host.ready([bucket])
+        """Start to gather a bucket's parameters, once this rank has its own. Their load has waited, if there is one."""
+        if not self.gatherer.resting.shape.buckets[bucket].is_loaded:
+            self.host.ready([bucket])
         self.gatherer.gather(bucket)
 
     def release(self, bucket: int) -> None:

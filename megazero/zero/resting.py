@@ -58,6 +58,8 @@ class RestingParameters:
         """Start to read a part from disks."""
         assert self.swap is not None and key not in self._read, f"{parameters_piece(key)} is on its way"
         slot = self._slots[self._turns % SLOTS]
+        for earlier, (taken, _) in self._read.items():
+            assert taken is not slot, f"{parameters_piece(earlier)} has not been loaded, and {key} would overwrite it"
         self._turns += 1
         request = self.swap.read({parameters_piece(key): self._memory(key, slot)}, needs=slot.ends)
         slot.ends = [request.wait]

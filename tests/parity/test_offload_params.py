@@ -8,12 +8,14 @@ the same up to the rounding of sums.
 from __future__ import annotations
 
 from pathlib import Path
+from threading import current_thread
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megazero.config.tiers import SLOTS
 from tests.parameters import values_of
 from tests.parity.test_late_update import FP16, UNTIED, saved
 from tests.parity.test_offload import BATCH, LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
@@ -91,7 +93,8 @@ ADAPTERS = {
 
 
 def flags_for(what: str, disks: Path) -> list[str]:
-    return [*what.split(), *SMALL, *(["--nvme-path", str(disks)] if "nvme" in what else [])]
+    parts = SMALL if "nvme" in what or "--offload-optimizer" in what else []
+    return [*what.split(), *parts, *(["--nvme-path", str(disks)] if "nvme" in what else [])]
 
 
 def numbers_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[float], list[Tensor]]:
@@ -170,6 +173,33 @@ def test_nothing_depends_on_how_fast_a_lane_is(name: str, corpus: Path, tmp_path
     flags = [*flags_of(corpus, tmp_path, words), *flags_for(what, tmp_path)]
     plain, slowed = (run_ranks(ranks, bits_on_rank, ranks, flags, {*infinite}, each) for each in (None, seed))
     assert plain == slowed
+
+
+def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Path, tmp_path: Path) -> None:
+    """What a load waits for is waited for on its lane; the program waits where it reads them."""
+    job, _ = job_on_rank(0, 1, [*flags_of(corpus, tmp_path, "--precision bf16"), "--offload-params", "cpu"])
+    model, waiting = job.state.model, list[str]()
+    model.host._arriving[1].append(lambda: waiting.append(current_thread().name))
+    model.actions.load(1, -1)
+    model.actions.gather(1)
+    model.actions.ready([0])
+    assert current_thread().name not in waiting
+    model.actions.ready([1])
+    assert waiting[0].startswith("to-device") and model.host.arriving(1) == ()
+    model.actions.release(1)
+    job.close()
+
+
+def test_a_slot_is_not_taken_twice(corpus: Path, tmp_path: Path) -> None:
+    """Parts are read into a few slots. One more would overwrite the first, which nobody has loaded."""
+    words = f"--precision bf16 --offload-params nvme --nvme-path {tmp_path} --nvme-buffer-bytes 100KB"
+    job, _ = job_on_rank(0, 1, flags_of(corpus, tmp_path, words))
+    resting = job.state.model.resting
+    for part in range(SLOTS):
+        resting.read((0, part))
+    with pytest.raises(AssertionError, match="bucket 0, part 0: parameters has not been loaded"):
+        resting.read((0, SLOTS))
+    job.close()
 
 
 @pytest.mark.slow

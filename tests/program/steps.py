@@ -26,7 +26,8 @@ EMBEDDING, BLOCK, HEAD = 70, 90, 50
 class Model:
     """A model and its layout. units: blocks of every model chunk, in turn. frozen: embedding and blocks have a frozen
     bucket as well; the embedding nothing else. parts: where the optimizer state of the parts of each trained bucket
-    rests; none: no bucket has parts. border: of the lists, where they are no evaluation's. vertical: the order of
+    rests; none: no bucket has parts. rests: where the parameters of every bucket rest; those on disks have one part
+    where `parts` says nothing. border: of the lists, where they are no evaluation's. vertical: the order of
     micro-batches, horizontal where it is None. leaving: share of the activations that leaves; then the units of a chunk
     keep 10, 20, 30 bytes and so on. disk_buffers: bytes of host memory through which these go to disks; None: none do.
     """
@@ -47,10 +48,20 @@ class Model:
     budget: str = "two"
     evaluation: bool = False
     parts: tuple[Tier, ...] = ()
+    rests: Tier = Tier.DEVICE
     border: Border = ON_TIME
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
     disk_buffers: int | None = None
+
+    @property
+    def shares_parameters(self) -> bool:
+        return self.zero == 3 or (self.zero > 0 and self.rests is not Tier.DEVICE)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are there for each use only."""
+        return self.shares_parameters or self.rests is not Tier.DEVICE
 
     @property
     def groups(self) -> Groups | None:
@@ -69,7 +80,7 @@ class Step:
 
 
 def shape_of(model: Model, stage: int) -> RankShape:
-    """The units and buckets of a stage. merged: all blocks of a chunk are in one bucket (not under ZeRO-3)."""
+    """The units and buckets of a stage. merged: all blocks of a chunk are in one bucket, unless they are gathered."""
     chunks = chunk_map(model.schedule, model.pp, model.virtual)
     trained: list[BucketShape] = []
     frozen: list[BucketShape] = []
@@ -77,22 +88,25 @@ def shape_of(model: Model, stage: int) -> RankShape:
     ties = {0: -1}  # the bucket of a tied embedding, once it is there
 
     def bucket(chunk: int, numel: int, *, spans: bool = False, is_trained: bool = True) -> int:
-        together = spans and model.across == 1 and model.zero < 3
+        together = spans and model.across == 1 and not model.shares_parameters
         shards = model.dp // model.across * (2 if together else 1)
         across = model.across * (2 if spans and not together else 1)
+        tiers = model.parts * is_trained or (Tier.DEVICE,) * (model.rests is Tier.DISK)
         made = BucketShape(
             chunk,
             2 * numel,
             4 * numel * is_trained,
             trained=is_trained,
-            gathered=model.zero == 3,
+            gathered=model.gathers,
             sharded_gradient=is_trained and model.zero >= 2,
             sharded_state=is_trained and model.zero >= 1,
             shards=shards,
             across=across,
             spans_stages=spans,
             shards_span=together,
-            parts=tuple(PartShape(tier, numel, 3 * numel, numel // 2) for tier in model.parts) if is_trained else (),
+            parts=tuple(PartShape(tier, numel, 3 * numel, numel // 2) for tier in tiers),
+            rests=model.rests,
+            rests_whole=model.rests is not Tier.DEVICE and not (model.shares_parameters and shards > 1),
         )
         (trained if is_trained else frozen).append(made)
         return len(trained if is_trained else frozen) - 1
@@ -105,7 +119,7 @@ def shape_of(model: Model, stage: int) -> RankShape:
             own = [] if model.frozen else [bucket(chunk, EMBEDDING, spans=model.tied and not together)]
             ties[0] = own[0] if own else -1
             units.append(("embedding", own, adapted))
-        shared = bucket(chunk, BLOCK) if model.merged and model.zero < 3 else None
+        shared = bucket(chunk, BLOCK) if model.merged and not model.gathers else None
         for _ in range(model.units[number % len(model.units)]):
             adapted = [bucket(chunk, BLOCK, is_trained=False)] if model.frozen else []
             units.append(("block", [bucket(chunk, BLOCK) if shared is None else shared], adapted))
@@ -165,7 +179,7 @@ def step_of(model: Model) -> Step:
             return training_step(instructions, shape, options, groups=groups, owed=model.border.owed)
 
         lists[role] = listed(instructions, shape, options)
-        if model.zero == 3:
+        if model.gathers:
             cut = [i for i in lists[role] if not i.buckets]
             budgets[role] = {"one": one_unit(cut, shape), "two": two_units(cut, shape), "all": 10**9}[model.budget]
             lists[role] = listed(instructions, shape, replace(options, gathered_bytes=budgets[role]))
@@ -197,6 +211,7 @@ def drawn(source: random.Random) -> Model:
         budget=source.choice(("one", "two", "all")),
         evaluation=source.random() < 0.2,
         parts=tuple(source.choices(tuple(Tier), k=source.choice((0, 0, 1, 2, 3)))),
+        rests=source.choice((Tier.DEVICE, *Tier)),
         border=source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING)),
         vertical=source.choice((None, None, VerticalOrder(), VerticalOrder(2), VerticalOrder(3))),
         leaving=source.choice((0.0, 0.0, 0.3, 1.0)),

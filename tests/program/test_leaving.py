@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.config.tiers import Tier
 from megazero.program.border import FIRST, LATE, ON_TIME
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction, Lane, Op
@@ -105,7 +106,7 @@ def test_drawn_steps_are_legal_and_keep_to_their_share(seed: int) -> None:
         model = replace(
             drawn(source), leaving=source.choice((0.2, 0.7, 1.0)), evaluation=False, parts=(), disk_buffers=None
         )
-        model = replace(model, border=source.choice((ON_TIME, FIRST, LATE)))
+        model = replace(model, rests=Tier.DEVICE, border=source.choice((ON_TIME, FIRST, LATE)))
         step = step_of(model)
         checked(step)
         for role, instructions in step.lists.items():

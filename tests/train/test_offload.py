@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ from megazero.disk.opening import open_swap
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.leaving_disks import activation_pieces
-from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.offloaded import moved_in_step, swapped_pieces
 from megazero.plan.step_lists import StageLists
+from megazero.program.instruction import Lane
 from megazero.telemetry.units import size
+from megazero.train import disk_checks, offload
 from megazero.train import job as jobs
-from megazero.train import offload
 from megazero.train.banner import schedule_lines
 from megazero.train.banner_offload import written_sentence
 from megazero.train.banner_parts import stage_table
@@ -73,6 +76,30 @@ def test_the_ranks_of_a_host_need_room_for_all_of_them(tmp_path: Path) -> None:
             assert f"the 2 ranks here need {needed:,} bytes, and {free:,} are free" in problem
             nearest = re.findall(r"nvme:[0-9.]+", problem)
             assert room_problems(parse_run([*MODEL, *on_disk(*folders, share=nearest[0])], 2), 2, range(2)) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--offload-params nvme",
+        "--offload-params nvme --offload-optimizer nvme:0.4",
+        "--offload-params nvme:0.8 --offload-optimizer nvme --zero-stage 3",
+        "--offload-optimizer nvme:0.9 --offload-params cpu",
+    ],
+)
+def test_the_shares_that_are_offered_fit(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters leave by whole buckets: so bytes do not grow evenly with their share."""
+    model, offered = [*MODEL, "--nvme-path", str(tmp_path)], 0
+    run = parse_run([*model, *words.split()], 2)
+    needed = swap_bytes(run, axes_of(run.parallel, 2), range(2))
+    for part in (0.03, 0.2, 0.4, 0.6, 0.8, 0.97):
+        monkeypatch.setattr(disk_checks, "_free", lambda folders, free=int(part * needed): free)
+        (problem,) = room_problems(run, 2, range(2))
+        nearest = " ".join(re.findall(r"--offload-[a-z]+ nvme:[0-9.]+", problem)).split()
+        if nearest:
+            offered += 1
+            assert room_problems(parse_run([*model, *words.split(), *nearest], 2), 2, range(2)) == []
+    assert offered > 0
 
 
 def test_files_of_ended_processes_count_as_free(tmp_path: Path) -> None:
@@ -191,6 +218,56 @@ def test_activations_on_disks_are_counted_and_told(corpus: Path, tmp_path: Path)
     assert job.disks.sentence(job.grid).startswith(f"{size(job.disks.written)} written to disks, which is ")
     job.close()
     assert not list(tmp_path.glob("*swap*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--offload-params cpu",
+        "--offload-params cpu:0.5 --offload-optimizer nvme:0.5 --late-update",
+        "--offload-params nvme",
+        "--offload-params nvme --offload-optimizer cpu:0.5 --global-batch-size 3",
+        "--offload-params nvme --offload-optimizer nvme --zero3-regather step --zero3-gathered-bytes 1MB",
+    ],
+)
+def test_a_step_moves_what_the_banner_says(words: str, corpus: Path, tmp_path: Path) -> None:
+    disk = ["--nvme-path", str(tmp_path), *PARTS] if "nvme" in words else []
+    flags = [*MODEL, *words.split(), *disk, "--precision", "bf16", *data_flags(corpus, tmp_path / "cache")]
+    job, _ = job_on_rank(0, 1, flags)
+    own = StageLists(job.run, job.grid.axes, nccl=False).of(0)
+    model, counted, taken = job.state.model, Counter[Lane](), job.trainer.steps()
+    next(taken)  # a late update belongs to the step behind its own
+
+    def count(where: object, name: str, lane: Lane, bytes_of: Callable[..., int]) -> None:
+        plain = getattr(where, name)
+
+        def counting(*rest: Any, **more: Any) -> object:
+            counted[lane] += bytes_of(*rest)
+            return plain(*rest, **more)
+
+        setattr(where, name, counting)
+
+    count(model.host.lanes.to_host, "copy", Lane.TO_HOST, lambda target, source, *_: target.nbytes)
+    count(model.host.lanes.to_device, "copy", Lane.TO_DEVICE, lambda target, source, *_: target.nbytes)
+    for name, lane in {"read": Lane.FROM_DISK, "write": Lane.TO_DISK}.items() if disk else ():
+        count(model.host.swap, name, lane, lambda tensors: sum(tensor.nbytes for tensor in tensors.values()))
+    next(taken)
+    assert counted == Counter(moved_in_step(own.instructions, own.shape))
+    assert min(counted[Lane.TO_DEVICE], counted[Lane.TO_HOST]) > 0
+    job.close()
+
+
+def test_the_log_names_what_moves_to_disks(tmp_path: Path) -> None:
+    model = [*MODEL, "--nvme-path", str(tmp_path)]
+    for words, flags in {
+        "--offload-params nvme:0.5 --offload-optimizer cpu": "--offload-params nvme:0.5",
+        "--offload-optimizer nvme": "--offload-optimizer nvme",
+        "--offload-params nvme --offload-optimizer nvme": "--offload-optimizer nvme --offload-params nvme",
+    }.items():
+        space = open_swap([tmp_path], {"a": 4096}, job="told", slots=1)
+        told = offload.backend_sentence(parse_run([*model, *words.split()], 1), space)
+        assert told == f"{flags}: {space.backend}"
+        space.close(remove=True)
 
 
 def test_what_is_told() -> None:

@@ -29,7 +29,8 @@ class ParallelConfig:
     each forward and backward. step: only where the budget does not hold them from use to use; which stay is chosen so
     that the fewest bytes are gathered."""
     zero3_persist_below: int = option(0, metavar="N")
-    "With --zero-stage 3: parameters of fewer elements on a rank stay whole on every rank."
+    """With --zero-stage 3 or --offload-params: parameters of fewer elements on a rank stay whole on every rank, and on
+    the device."""
     zero_quantized_weights: bool = option(False)
     """Gather parameters in blocks of int8 (ZeRO++), half of the bytes of 16 bits. Weights that the optimizer updates
     and checkpoints have stay exact."""
