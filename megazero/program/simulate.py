@@ -171,6 +171,7 @@ class _Simulation:
         ]
         for rank in self.ranks:
             rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
+            rank.ends += [0.0] * (steps * rank.is_done)  # a list without instructions
         self.meetings = Meetings(shapes, times.message)
         self.actions = {Lane.COMPUTE: self._compute, Lane.STAGES: self._transfer}
         self.actions |= dict.fromkeys(LOCAL_LANES, self._move)

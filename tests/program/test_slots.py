@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.border import LATE, ON_TIME
+from megazero.program.border import LATE, ON_TIME, SETTLING
 from megazero.program.instruction import Lane, Op
+from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
+from megazero.program.step import settling_list
 from megazero.program.times import ChunkTimes
 from tests.program.steps import Model, Step, step_of
 
@@ -94,3 +96,11 @@ def test_several_stages_in_several_steps() -> None:
     assert once.step == once.makespan == 12.0
     assert thrice.ends[0] == once.makespan and thrice.step == thrice.ends[2] - thrice.ends[1]
     assert 9.0 <= thrice.step <= 12.0
+
+
+def test_a_stage_may_have_nothing_to_do() -> None:
+    """As where late updates are made alone, and nothing on a stage is trained."""
+    step = step_of(SIX)
+    shapes, times = [step.shapes[0, 0], without_state([1])], ChunkTimes((1.0, 1.0), (2.0, 2.0), update=1.0)
+    report = simulate([settling_list(shapes[0]), ()], times, shapes, border=SETTLING)
+    assert report.spans[1] == () and len(report.ends) == 1
