@@ -23,6 +23,18 @@ class _Loader(yaml.SafeLoader):
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    depth = 0
+    """Of the node that is being composed."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """A node. Raises RecursionError for one that is nested too deeply: PyYAML takes time in its depth squared."""
+        if self.depth > BOUNDS.depth:
+            raise RecursionError
+        self.depth += 1
+        found = super().compose_node(parent, index)
+        self.depth -= 1
+        return found
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:

@@ -49,7 +49,7 @@ Leaving = Sequence[tuple[PlacementRow, Tier]]
 
 
 @dataclass(frozen=True)
-class Budgets:
+class SearchLimits:
     """Most bytes of a rank; None: no limit.
 
     device  on its device, in a step
@@ -87,7 +87,7 @@ class PlacementChoice:
     looked_at: int
 
 
-def choose_placement(machine: Machine, budgets: Budgets) -> PlacementChoice:
+def choose_placement(machine: Machine, budgets: SearchLimits) -> PlacementChoice:
     """The placement with the shortest simulated step that keeps to the budgets. Communicates nothing; the result
     depends on the arguments alone. Raises ConfigError with the numbers if none keeps to them.
     """
@@ -119,7 +119,7 @@ class _Search:
     """
 
     machine: Machine
-    budgets: Budgets
+    budgets: SearchLimits
     found: list[PlacedStep] = field(default_factory=list)
     over: list[PlacedStep] = field(default_factory=list)
     simulated: int = 0

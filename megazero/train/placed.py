@@ -16,7 +16,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
-from megazero.plan.placement import Budgets, PlacementChoice, choose_placement
+from megazero.plan.placement import PlacementChoice, SearchLimits, choose_placement
 from megazero.plan.rates import MachineRates, read_rates
 from megazero.telemetry.units import size
 from megazero.train.disk_checks import free_in
@@ -99,7 +99,7 @@ def chosen(
     used = read_rates(file) if file is not None else rates
     assert used is not None, "without a file the rates are measured"
     room = free_in(run.offload.nvme_path) // ranks_here if run.offload.nvme_path else None
-    budgets = Budgets(run.parallel.device_memory_budget, run.parallel.host_memory_budget, room)
+    budgets = SearchLimits(run.parallel.device_memory_budget, run.parallel.host_memory_budget, room)
     choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), used), budgets)
     return ChosenPlacement(choice.best.settings, (_sentence(choice, budgets), _rates_sentence(used, file)))
 
@@ -109,7 +109,7 @@ def with_choice(run: Run, settings: dict[str, Any]) -> Run:
     return applied(run, {**settings, "placement": FLAGS, "placement_rates": None})
 
 
-def _sentence(choice: PlacementChoice, budgets: Budgets) -> str:
+def _sentence(choice: PlacementChoice, budgets: SearchLimits) -> str:
     best, other = choice.best, choice.next_best
     peak = best.device
     limit = "" if budgets.device is None else f" of {size(budgets.device)}"

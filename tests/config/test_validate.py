@@ -459,7 +459,7 @@ POINTLESS = [
     (
         "--nvme-buffer-bytes 9MB",
         1,
-        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme, or --offload",
+        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme, --offload-params",
         "--offload-optimizer cpu",
     ),
     (

@@ -14,7 +14,7 @@ from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
-from megazero.plan.placement import EQUAL, SWITCHES, Budgets, PlacementChoice, choose_placement
+from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, SearchLimits, choose_placement
 from megazero.plan.rates import MachineRates
 from megazero.plan.step_memory import stage_trace
 from megazero.program.instruction import Lane
@@ -50,7 +50,7 @@ def need(of: Machine) -> int:
     return of.placed({"offload_optimizer": "none"}).device.nbytes
 
 
-def chosen(of: Machine, budgets: Budgets) -> PlacementChoice:
+def chosen(of: Machine, budgets: SearchLimits) -> PlacementChoice:
     found = choose_placement(of, budgets)
     for step in filter(None, (found.best, found.next_best)):
         assert budgets.hold(step), (dict(step.settings), step.device, step.host, step.disk)
@@ -72,7 +72,7 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
     most, least = need(of), of.placed(static("cpu", "cpu")).device.nbytes
     fitted = 0
     for percent, floor in product((40, 60, 80), (0, least)):
-        budgets = Budgets(device=floor + (most - floor) * percent // 100)
+        budgets = SearchLimits(device=floor + (most - floor) * percent // 100)
         statics = [of.placed(static(share, other)) for share in TEN for other in ("none", share)]
         fits = [step.seconds for step in statics if budgets.hold(step)]
         assert not budgets.hold(of.placed(static("none")))
@@ -85,7 +85,7 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
 def test_no_slower_than_anything_on_a_grid() -> None:
     """All tiers, switches and shares in steps of 20 %, one by one."""
     of = machine("one rank", more="--nvme-path d")
-    budgets = Budgets(device=need(of) * 60 // 100)
+    budgets = SearchLimits(device=need(of) * 60 // 100)
     shares = ("none", *(f"{tier}:{share / 5:g}" for tier in ("cpu", "nvme") for share in range(1, 6)))
     grid = product(shares, [share for share in shares if "nvme" not in share], *(values for _, values in SWITCHES))
     fits = []
@@ -98,9 +98,9 @@ def test_no_slower_than_anything_on_a_grid() -> None:
 
 
 def test_without_budgets_everything_stays_on_a_device_that_updates_quickly() -> None:
-    found = chosen(machine("one rank"), Budgets()).best
+    found = chosen(machine("one rank"), SearchLimits()).best
     assert as_flags(dict(found.settings)) == ""
-    found = chosen(machine("one rank", SLOW_UPDATES), Budgets()).best
+    found = chosen(machine("one rank", SLOW_UPDATES), SearchLimits()).best
     assert found.run.offload.offload_optimizer.startswith("cpu")
 
 
@@ -108,7 +108,7 @@ def test_the_first_column_gives_way_as_far_as_it_must_and_no_further() -> None:
     """With copies that take long, every hundredth of the state costs time."""
     of = machine("one rank", replace(CARD, update_host=1e7))
     limit = need(of) * 70 // 100
-    budgets = Budgets(device=limit)
+    budgets = SearchLimits(device=limit)
     best = chosen(of, budgets).best
     settings = dict(best.settings)
     tier, _, share = str(settings["offload_optimizer"]).partition(":")
@@ -121,9 +121,9 @@ def test_disks_where_host_memory_is_too_small() -> None:
     """Its buffers alone take 32 MiB, so the model is large enough to have more state than that."""
     of = machine("one rank", more="--nvme-path d --hidden-size 512")
     device = of.placed(static("nvme")).device.nbytes
-    roomy = chosen(of, Budgets(device)).best
+    roomy = chosen(of, SearchLimits(device)).best
     assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host > of.placed(static("nvme")).host
-    budgets = Budgets(device, of.placed(static("nvme")).host)
+    budgets = SearchLimits(device, of.placed(static("nvme")).host)
     tight = chosen(of, budgets).best
     assert as_flags(dict(tight.settings)) == "--offload-optimizer nvme" and tight.disk > 0
     diskless = Machine(of.run, of.cluster, replace(CARD, read=None, write=None))
@@ -142,17 +142,17 @@ def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
         for params in ("none", "cpu")
     )
     with pytest.raises(ConfigError) as refused:
-        choose_placement(of, Budgets(device=least // 2))
+        choose_placement(of, SearchLimits(device=least // 2))
     (problem,) = refused.value.problems
     assert problem.startswith(f"--device-memory-budget {least // 2:,}: no placement keeps to it; the least")
     assert f" {least:,} bytes, with --offload-optimizer cpu" in problem
-    assert choose_placement(of, Budgets(device=least)).best.device.nbytes <= least
+    assert choose_placement(of, SearchLimits(device=least)).best.device.nbytes <= least
     with pytest.raises(ConfigError, match=r"--host-memory-budget 9: of the placements .* takes [\d,]+ bytes there"):
-        choose_placement(of, Budgets(device=least, host=9))
+        choose_placement(of, SearchLimits(device=least, host=9))
 
 
 def test_the_same_numbers_give_the_same_choice_and_a_second_best_of_another_kind() -> None:
-    found = [chosen(machine("one rank"), Budgets(device=1_900_000)) for _ in range(2)]
+    found = [chosen(machine("one rank"), SearchLimits(device=1_900_000)) for _ in range(2)]
     assert found[0].best.settings == found[1].best.settings and found[0].looked_at == found[1].looked_at > 10
     best, other = found[0].best, found[0].next_best
     assert other is not None and other.seconds >= best.seconds / (1 + EQUAL)
