@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.config.tiers import Tier
 from megazero.program.border import FIRST, LATE, ON_TIME
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.memory import MemoryColumn
@@ -100,6 +101,7 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
     written = 0
     for _ in range(60):
         model = replace(drawn(source), leaving=source.choice((0.4, 1.0)), evaluation=False, parts=())
+        model = replace(model, rests=Tier.DEVICE)
         buffers = source.choice((4, 4, 5, 9))
         model = replace(model, border=source.choice((ON_TIME, FIRST, LATE)), disk_buffers=buffers * BUFFER)
         step = step_of(model)
