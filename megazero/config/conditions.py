@@ -8,6 +8,7 @@ from megazero.config.checks import CheckContext
 from megazero.config.derive import moves_in_parts, pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
+from megazero.config.schema import Run
 from megazero.config.tiers import Tier, offload_of
 
 
@@ -45,32 +46,27 @@ def adapts(f: CheckContext) -> bool:
 
 def rests_on_disks(f: CheckContext) -> bool:
     """Whether some of the model state does; True for words that are reported elsewhere."""
-    try:
-        return uses_disks(f.run)
-    except ValueError:
-        return True
+    return _of_words(f, uses_disks)
 
 
 def state_on_disks(f: CheckContext) -> bool:
     """The same of optimizer state alone."""
-    try:
-        return tiers(f.run)["offload_optimizer"].tier is Tier.DISK
-    except ValueError:
-        return True
+    return _of_words(f, lambda run: tiers(run)["offload_optimizer"].tier is Tier.DISK)
 
 
 def leaves_device(f: CheckContext) -> bool:
     """The same of what does not rest on the device."""
-    try:
-        return any(tiers(f.run).values())
-    except ValueError:
-        return True
+    return _of_words(f, lambda run: any(tiers(run).values()))
 
 
 def moves_parts(f: CheckContext) -> bool:
     """The same of what moves in parts."""
+    return _of_words(f, moves_in_parts)
+
+
+def _of_words(f: CheckContext, holds: Callable[[Run], bool]) -> bool:
     try:
-        return moves_in_parts(f.run)
+        return holds(f.run)
     except ValueError:
         return True
 

@@ -7,12 +7,13 @@ any other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from megazero.config.checks_offload import least_buffer
 from megazero.config.options import run_options
+from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Offload, Tier, offload_of
@@ -58,10 +59,7 @@ class MemoryChange:
 
     def of(self, run: Run) -> Run:
         """The changed run."""
-        for name, value in self.values:
-            section = run_options()[name].section
-            run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
-        return run
+        return applied(run, dict(self.values))
 
 
 NO_CHANGE = MemoryChange(())

@@ -12,14 +12,13 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.bytes import StageBytes, stage_bytes
+from megazero.plan.offloaded import NOTHING
 from megazero.plan.rates import MachineRates
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import step_bytes
+from megazero.plan.step_memory import host_bytes, step_peak
 from megazero.plan.step_times import step_times
 from megazero.program.instruction import Instruction
-from megazero.program.memory_walk import host_buffers, peak, spare_buffers
-from megazero.program.scope import Scope
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
 
@@ -73,13 +72,9 @@ class Machine:
         return self._walks[key]
 
     def _walk(self, step: PlacedStep, stage: int) -> tuple[Peak, int]:
-        run, axes, kind = step.run, self.cluster.axes, self.cluster.kind
-        own = step.lists.of(stage)
-        scope = Scope(own.shape, chunks_of(run).count, border=own.border)
-        sizes = step_bytes(run, axes, stage, replace(step.states[stage], optimizer=0), kind)
-        of = own.instructions, scope, replace(sizes, host=0)
-        found = peak(*of, spare_buffers(*of))
-        return Peak(found.total, stage, found.instruction), sum(host_buffers(*of))
+        state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
+        found = step_peak(step.lists, stage, state, kind)
+        return Peak(found.total, stage, found.instruction), host_bytes(step.lists, stage, kind)
 
 
 @dataclass(frozen=True, eq=False)

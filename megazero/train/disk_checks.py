@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from megazero.config.derive import tiers, uses_disks
+from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload, Tier
 from megazero.disk.swap_file import free_bytes, leftover_bytes
@@ -51,35 +51,26 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
         return []
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
     fits = _largest_that_fits(run, axes, here, free)
-    flags = " ".join(f"--{flag.replace('_', '-')} {offload}" for flag, offload in fits.items())
-    nearest = f"; nearest: {flags}, or" if fits else ":"
+    nearest = f"; nearest: {as_flags(fits)}, or" if fits else ":"
     return [
         f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
         f"free{nearest} a folder more, on another disk"
     ]
 
 
-def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, Offload]:
-    """By flag the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
+def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, str]:
+    """By field the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
     smallest do not. A share of parameters is of whole buckets, so the bytes do not grow evenly with it.
     """
-    on_disks = {flag: offload for flag, offload in tiers(run).items() if offload.tier is Tier.DISK}
+    on_disks = {flag: offload.share for flag, offload in tiers(run).items() if offload.tier is Tier.DISK}
 
-    def reduced(percent: int) -> dict[str, Offload]:
-        return {flag: Offload(Tier.DISK, int(percent * offload.share) / 100) for flag, offload in on_disks.items()}
+    def reduced(percent: int) -> dict[str, str]:
+        return {flag: str(Offload(Tier.DISK, int(percent * share) / 100)) for flag, share in on_disks.items()}
 
     def needed(percent: int) -> int:
-        words = {flag: str(offload) for flag, offload in reduced(percent).items()}
-        optimizer = words.get("offload_optimizer", run.offload.offload_optimizer)
-        parameters = words.get("offload_params", run.parallel.offload_params)
-        smaller = replace(
-            run,
-            offload=replace(run.offload, offload_optimizer=optimizer),
-            parallel=replace(run.parallel, offload_params=parameters),
-        )
-        return swap_bytes(smaller, axes, ranks)
+        return swap_bytes(applied(run, reduced(percent)), axes, ranks)
 
-    shares = [percent for percent in range(1, 100) if all(offload.share for offload in reduced(percent).values())]
+    shares = [percent for percent in range(1, 100) if all(int(percent * share) for share in on_disks.values())]
     fitting = bisect_right(shares, free, key=needed)
     return reduced(shares[fitting - 1]) if fitting else {}
 

@@ -13,6 +13,7 @@ import torch
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
 from megazero.config.derive import tiers, uses_disks
+from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier
 from megazero.disk.opening import open_swap
@@ -69,8 +70,8 @@ def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tupl
 
 def backend_sentence(run: Run, swap: SwapSpace) -> str:
     """By which way bytes move to disks, with the flags that ask for it."""
-    flags = (f"--{flag.replace('_', '-')} {word}" for flag, word in tiers(run).items() if word.tier is Tier.DISK)
-    return f"{' '.join(flags)}: {swap.backend}"
+    on_disks = {field: str(offload) for field, offload in tiers(run).items() if offload.tier is Tier.DISK}
+    return f"{as_flags(on_disks)}: {swap.backend}"
 
 
 @dataclass

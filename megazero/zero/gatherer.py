@@ -3,8 +3,8 @@
 There are two kinds of buckets. A kept bucket is whole on every rank; after a step in which the ranks have updated
 different shards it is gathered once (ZeRO-1, 2). The parameters of a gathered bucket are there for each use only, and
 freed afterwards: their tensors stay, and only the memory behind them comes and goes, so a view that autograd has saved
-reads the right values in backward. Such are sharded buckets (ZeRO-3), and frozen matrices that are stored as codes
-(`zero.coded`).
+reads the right values in backward. Such are sharded buckets (ZeRO-3), those that do not rest on the device, which are
+loaded first (`zero.resting`), and frozen matrices that are stored as codes (`zero.coded`).
 """
 
 from __future__ import annotations
