@@ -126,7 +126,7 @@ _FREE = {
     ),
     **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention", "late_update"),
     **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget", "shard_recompute_inputs"),
-    **_plain("parallel", "offload_activations", "offload_params"),
+    **_plain("parallel", "offload_activations", "offload_params", "offload_gradients"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain(
         "optimizer",

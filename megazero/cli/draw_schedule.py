@@ -45,7 +45,7 @@ EXAMPLES = (
 LEAST_STAGE = {
     **dict.fromkeys(("dp", "zero_shard_size", "blocks", "gather_time", "update_time", "late_update"), 0),
     **dict.fromkeys(("micro_batch_order", "vertical_group_size"), 0),
-    **dict.fromkeys(("offload_optimizer", "offload_params", "host_update_time", "disk_time"), 0),
+    **dict.fromkeys(("offload_optimizer", "offload_params", "offload_gradients", "host_update_time", "disk_time"), 0),
     **dict.fromkeys(("offload_activations", "copy_time"), 0),
     "gathered_units": 3,
 }
@@ -124,6 +124,7 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
     words = [tier.value for tier in Tier]
     add("--offload-optimizer", choices=words, default=words[0], help="where the optimizer state rests (default none)")
     add("--offload-params", choices=words, default=words[0], help="where the parameters rest (default none)")
+    add("--offload-gradients", choices=words, default=words[0], help="where gradients are summed (default none)")
     add(
         "--host-update-time",
         type=float,
@@ -183,6 +184,7 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         times = _with_state(times, args)
         shapes = _shapes(name, virtual, args)
         every = args.zero_stage >= 2 and not is_breadth_first(name, virtual)
+        every = every or args.offload_gradients != Tier.DEVICE.value
         options = StepOptions(
             reduce_every=every,
             gathered_bytes=PARAMETER_BYTES * _elements(args) * args.gathered_units,
@@ -235,10 +237,10 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical")
     if args.vertical_group_size is not None and args.vertical_group_size < 1:
         parser.error(f"--vertical-group-size {args.vertical_group_size}: must be at least 1")
-    if args.host_update_time != parser.get_default("host_update_time") and _tiers(args)[0] is Tier.DEVICE:
-        parser.error(f"--host-update-time {args.host_update_time} goes with --offload-optimizer cpu or nvme")
+    if args.host_update_time != parser.get_default("host_update_time") and _tiers(args)[::2] == (Tier.DEVICE,) * 2:
+        parser.error(f"--host-update-time {args.host_update_time} goes with --offload-optimizer or --offload-gradients")
     if args.disk_time != parser.get_default("disk_time") and Tier.DISK not in _tiers(args):
-        parser.error(f"--disk-time {args.disk_time} goes with --offload-optimizer nvme or --offload-params nvme")
+        parser.error(f"--disk-time {args.disk_time} goes with nvme for --offload-optimizer, -params or -gradients")
     if not 0 <= args.offload_activations <= 1:
         parser.error(f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1")
     if args.offload_activations and args.forward_only:
@@ -263,9 +265,9 @@ def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape
     return [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
 
 
-def _tiers(args: argparse.Namespace) -> tuple[Tier, Tier]:
-    """Where optimizer state and parameters rest."""
-    return Tier(args.offload_optimizer), Tier(args.offload_params)
+def _tiers(args: argparse.Namespace) -> tuple[Tier, Tier, Tier]:
+    """Where optimizer state and parameters rest, and gradients are summed."""
+    return Tier(args.offload_optimizer), Tier(args.offload_params), Tier(args.offload_gradients)
 
 
 def _elements(args: argparse.Namespace) -> int:

@@ -15,18 +15,24 @@ _BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
 
 def least_buffer(run: Run) -> int:
     """The bytes of --nvme-buffer-bytes that hold the smallest parts: their gradients and parameters, the optimizer
-    state of those whose state rests on disks, and the parameters that are read from there.
+    state and sums of gradients of those that rest on disks, and the parameters that are read from there.
     """
     state, parameter = _BYTES[run.optimizer.precision]
     columns, found = 2 if run.optimizer.optimizer == "sgd" else 3, tiers(run)
     on_disk = columns * state * (found["offload_optimizer"].tier is Tier.DISK)
     read = parameter * (found["offload_params"].tier is Tier.DISK)
-    return SLOTS * ALIGNMENT * (state + parameter + on_disk + read)
+    sums = state * (found["offload_gradients"].tier is Tier.DISK)
+    return SLOTS * ALIGNMENT * (state + parameter + on_disk + read + sums)
 
 
 def _offload(f: CheckContext) -> Found:
     cfg, wrong = f.run.offload, False
-    words = {"offload-optimizer": cfg.offload_optimizer, "offload-params": f.run.parallel.offload_params}
+    p = f.run.parallel
+    words = {
+        "offload-optimizer": cfg.offload_optimizer,
+        "offload-params": p.offload_params,
+        "offload-gradients": p.offload_gradients,
+    }
     for flag, text in words.items():
         try:
             offload = offload_of(text)
@@ -54,6 +60,11 @@ def _graphs(f: CheckContext) -> Found:
             f"--cuda-graphs needs parameters at fixed addresses, which --offload-params {p.offload_params} does not "
             "have: drop one of them"
         )
+    if p.cuda_graphs and p.offload_gradients != Tier.DEVICE.value:
+        yield (
+            f"--cuda-graphs needs gradients at fixed addresses, which --offload-gradients {p.offload_gradients} does "
+            "not have: drop one of them"
+        )
 
 
 def _folders(f: CheckContext) -> Found:
@@ -74,8 +85,12 @@ def _apex(f: CheckContext) -> Found:
 
 
 OFFLOAD_CHECKS = (
-    check(_offload, "offload_optimizer", "offload_params", "nvme_path", "nvme_buffer_bytes", "precision", "optimizer"),
-    check(_graphs, "offload_params", "cuda_graphs"),
+    check(
+        _offload,
+        *("offload_optimizer", "offload_params", "offload_gradients"),
+        *("nvme_path", "nvme_buffer_bytes", "precision", "optimizer"),
+    ),
+    check(_graphs, "offload_params", "offload_gradients", "cuda_graphs"),
     check(_folders, "nvme_path"),
     check(_apex, "optimizer_impl", "offload_optimizer"),
 )

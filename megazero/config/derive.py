@@ -78,9 +78,18 @@ def offloads_parameters(parallel: ParallelConfig) -> bool:
     return parallel.offload_params != Tier.DEVICE.value
 
 
+def offloads_gradients(parallel: ParallelConfig) -> bool:
+    """Whether gradients are summed in host memory or on disks."""
+    return parallel.offload_gradients != Tier.DEVICE.value
+
+
 def tiers(run: Run) -> dict[str, Offload]:
     """What of each column of the model state leaves the device, by flag. Raises ValueError for a word that is none."""
-    words = {"offload_optimizer": run.offload.offload_optimizer, "offload_params": run.parallel.offload_params}
+    words = {
+        "offload_optimizer": run.offload.offload_optimizer,
+        "offload_params": run.parallel.offload_params,
+        "offload_gradients": run.parallel.offload_gradients,
+    }
     return {flag: offload_of(word) for flag, word in words.items()}
 
 
@@ -93,8 +102,9 @@ def moves_in_parts(run: Run) -> bool:
     """Whether some of the model state moves in parts, which pass through slots in host memory. Parameters that rest
     there are copied as they are.
     """
-    optimizer, parameters = (tiers(run)[flag] for flag in ("offload_optimizer", "offload_params"))
-    return bool(optimizer) or parameters.tier is Tier.DISK
+    found = tiers(run)
+    parts = found["offload_optimizer"], found["offload_gradients"]
+    return any(parts) or found["offload_params"].tier is Tier.DISK
 
 
 def shards_parameters(parallel: ParallelConfig) -> bool:

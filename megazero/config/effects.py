@@ -52,6 +52,7 @@ _DYNAMIC = ("precision", "loss_scale")
 _TIED = ("tp", "pp", "pipeline_schedule", "virtual_stages", "untie_embeddings_and_output_weights")
 _GATHERS = "--zero-stage 3, --offload-params or --lora-base-bits"
 _BROUGHT = "zero_stage", "offload_params", "lora_base_bits"
+_OFFLOAD = "offload_optimizer", "offload_params", "offload_gradients", "offload_activations"
 _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 
 EFFECTS = (
@@ -135,8 +136,8 @@ EFFECTS = (
     Effect(
         "nvme_path",
         lambda f: when.rests_on_disks(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
-        "--offload-optimizer nvme, --offload-params nvme or --offload-activations nvme: nothing rests on disks",
-        ("offload_optimizer", "offload_params", "offload_activations", "placement"),
+        "--offload-optimizer nvme, or the same of params, gradients or activations: nothing rests on disks",
+        (*_OFFLOAD, "placement"),
     ),
     Effect(
         "nvme_checkpoint",
@@ -148,15 +149,15 @@ EFFECTS = (
     Effect(
         "nvme_buffer_bytes",
         lambda f: when.moves_parts(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
-        "--offload-optimizer cpu or nvme, --offload-params nvme or --offload-activations nvme",
-        ("offload_optimizer", "offload_params", "offload_activations", "placement"),
+        "--offload-optimizer or --offload-gradients, --offload-params nvme or --offload-activations nvme",
+        (*_OFFLOAD, "placement"),
     ),
     # From here on: lines in the banner, no errors.
     Effect(
         "host_memory_budget",
         lambda f: when.leaves_device(f) or when.searches(f) or when.activations_tier(f) is not Tier.DEVICE,
-        "--offload-optimizer, --offload-params or --offload-activations: nothing rests in host memory",
-        ("offload_optimizer", "offload_params", "offload_activations", "placement"),
+        "--offload-optimizer, or the same of params, gradients or activations: nothing rests in host memory",
+        (*_OFFLOAD, "placement"),
         refused=False,
     ),
     Effect(

@@ -32,17 +32,20 @@ class PlacementRow:
     field  the setting of a run
     tiers  where the column can rest besides the device; none for what is no column
     whole  whether a search moves all of it or nothing where another column leaves too
+    searched  whether a search chooses it. What it does not choose is as the flags say
     """
 
     field: str
     tiers: tuple[Tier, ...] = ()
     whole: bool = False
+    searched: bool = True
 
 
 ROWS: Mapping[str, PlacementRow] = MappingProxyType(
     {
         "optimizer": PlacementRow("offload_optimizer", (Tier.HOST, Tier.DISK)),
         "params": PlacementRow("offload_params", (Tier.HOST, Tier.DISK), whole=True),
+        "gradients": PlacementRow("offload_gradients", (Tier.HOST, Tier.DISK), searched=False),
         "activations": PlacementRow("offload_activations", (Tier.HOST,)),
         "late_update": PlacementRow("late_update"),
         "micro_batch_order": PlacementRow("micro_batch_order"),
@@ -50,6 +53,7 @@ ROWS: Mapping[str, PlacementRow] = MappingProxyType(
     }
 )
 """By key of a file: columns first."""
+SEARCHED = tuple(row for row in ROWS.values() if row.searched)
 _OF_A_COLUMN = ("tier", "share")
 
 
@@ -62,8 +66,8 @@ def applied(run: Run, settings: Mapping[str, Any]) -> Run:
 
 
 def unplaced(run: Run) -> Run:
-    """The run without a placement: with the defaults of all its rows."""
-    return applied(run, {row.field: run_options()[row.field].default for row in ROWS.values()})
+    """The run without a placement: with the defaults of all that a search chooses."""
+    return applied(run, {row.field: run_options()[row.field].default for row in SEARCHED})
 
 
 def as_flags(settings: Mapping[str, Any]) -> str:
@@ -84,7 +88,7 @@ def with_placement(sources: Sequence[ConfigSource]) -> tuple[list[ConfigSource],
         return list(sources), [], []
     above = sources[number:]
     if word == AUTO:
-        fields = [row.field for row in ROWS.values()]
+        fields = [row.field for row in SEARCHED]
         below = [_without(source, fields) for source in sources[:number]]
         return [*below, *above], list(_chosen_anyway(above, sources[number])), []
     file = read_placement(word)
@@ -104,7 +108,7 @@ def _without(source: ConfigSource, fields: Sequence[str]) -> ConfigSource:
 def _chosen_anyway(above: Sequence[ConfigSource], by: ConfigSource) -> Iterator[str]:
     """Settings beside `auto`. A whole run that a program gives has all of them: there only changed ones count."""
     for source in above:
-        for row in ROWS.values():
+        for row in SEARCHED:
             value = source.settings.get(row.field)
             if value is None or (source.resolved and value == run_options()[row.field].default):
                 continue

@@ -56,11 +56,34 @@ class StateActions(Protocol):
     def reduce_across(self, bucket: int) -> None:
         """Start to sum a bucket's reduced shard over the ranks that hold the same one."""
 
-    def reduce_partial(self) -> None:
-        """Sum partial gradients over tp, once all reductions are complete."""
+    def reduce_partial(self, buckets: Sequence[int]) -> None:
+        """Sum partial gradients over tp: of reduced buckets whose sums leave the device, or (none named) of all others,
+        once all reductions are complete.
+        """
 
     def copy_gradient(self, bucket: int, part: int) -> None:
         """Start to copy the reduced gradient of a part of a bucket to host memory."""
+
+    def store_gradient(self, bucket: int, part: int) -> None:
+        """Start to copy a step's first reduced gradient of a part to where its sum is, in host memory."""
+
+    def add_gradient(self, bucket: int, part: int) -> None:
+        """Start to add a gradient that was copied to the sum."""
+
+    def count_gradient(self, bucket: int, part: int) -> None:
+        """Start to count the squares of the sum of a bucket (-1), or of a part, for the norm."""
+
+    def read_sum(self, bucket: int, part: int) -> None:
+        """Start to read the sum of a part from disks, to add to it."""
+
+    def write_sum(self, bucket: int, part: int) -> None:
+        """Start to write the sum of a part to disks."""
+
+    def read_gradient(self, bucket: int, part: int) -> None:
+        """Start to read the gradient of a part from disks for its update."""
+
+    def fetch_gradient(self, bucket: int, part: int) -> None:
+        """Start to copy the gradient of a part to the device for its update."""
 
     def read_state(self, bucket: int, part: int) -> None:
         """Start to read the optimizer state of a part from disks."""
@@ -146,12 +169,15 @@ class NoState:
     def after_backward(self) -> None:
         raise AssertionError("there is no training without a model state")
 
-    reduce_partial = after_backward
+    def reduce_partial(self, buckets: Sequence[int]) -> None:
+        raise AssertionError("there is no training without a model state")
 
     def copy_gradient(self, bucket: int, part: int) -> None:
         raise AssertionError("parameters without a model state have no parts")
 
     read_state = copy_parameters = write_state = copy_gradient
+    store_gradient = add_gradient = count_gradient = copy_gradient
+    read_sum = write_sum = read_gradient = fetch_gradient = copy_gradient
     read_parameters = load = store = write_parameters = copy_gradient
 
     def run_deferred(self, key: ComputationKey) -> None:

@@ -10,7 +10,7 @@ from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.fp8 import refusal
 from fused_ops.registry import compiled
-from megazero.config.derive import gathers_parameters, head_dim, pipeline_schedule, query_groups
+from megazero.config.derive import gathers_parameters, head_dim, offloads_gradients, pipeline_schedule, query_groups
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
 from megazero.config.recompute import RecomputeTable, recompute_by_flags
@@ -154,10 +154,12 @@ def compiled_ops(run: Run, device: torch.device | str) -> tuple[str, ...]:
 
 
 def reduces_every_micro_batch(run: Run) -> bool:
-    """Whether gradients are reduced at every micro-batch: from ZeRO-2 on, unless the schedule is breadth-first."""
-    return run.parallel.zero_stage >= 2 and not is_breadth_first(
-        pipeline_schedule(run.parallel), run.parallel.virtual_stages
-    )
+    """Whether gradients are reduced at every micro-batch: from ZeRO-2 on, unless the schedule is breadth-first. Where
+    their sums leave the device, always: a chunk's whole gradients would stay for several micro-batches otherwise.
+    """
+    parallel = run.parallel
+    breadth_first = is_breadth_first(pipeline_schedule(parallel), parallel.virtual_stages)
+    return offloads_gradients(parallel) or (parallel.zero_stage >= 2 and not breadth_first)
 
 
 def schedules(run: Run, pp_index: int) -> Callable[[int], tuple[Instruction, ...]]:

@@ -55,6 +55,13 @@ _ELSEWHERE = {
     Op.UPDATE_HOST: ("H", "update there"),
     Op.COPY_PARAMETERS: ("d", "parameters back"),
     Op.WRITE_STATE: ("w", "state written"),
+    Op.STORE_GRADIENT: ("s", "gradient stored"),
+    Op.ADD_GRADIENT: ("a", "added"),
+    Op.COUNT_GRADIENT: ("c", "counted"),
+    Op.READ_SUM: ("i", "sum read"),
+    Op.WRITE_SUM: ("o", "sum written"),
+    Op.READ_GRADIENT: ("g", "gradient read"),
+    Op.FETCH_GRADIENT: ("k", "gradient back"),
 }
 _LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
 _LETTERS |= {op: letter for op, (letter, _) in (_MESSAGES | _ELSEWHERE).items()}

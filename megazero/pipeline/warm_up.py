@@ -27,8 +27,8 @@ class LonePass(ScheduleRun):
 
     def execute(self, instructions: Sequence[Instruction]) -> None:
         """See `ScheduleRun.execute`."""
-        ends = (Op.REDUCE_PARTIAL, Op.NORM)
-        super().execute(list(takewhile(lambda i: i.op not in ends, instructions)))
+        of_all = Instruction(Op.REDUCE_PARTIAL)
+        super().execute(list(takewhile(lambda i: i.op is not Op.NORM and i != of_all, instructions)))
 
     def _send(self, i: Instruction) -> None:
         del self.leaving[i.is_backward, (i.micro_batch, i.chunk)]

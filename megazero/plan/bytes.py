@@ -106,7 +106,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         head,
         parameters,
         weights=held[Column.PARAMETER] - sum(elsewhere.parameters),
-        gradients=held[Column.GRADIENT] + feedback,
+        gradients=held[Column.GRADIENT] - sum(elsewhere.gradients) + feedback,
         optimizer=sum(held[column] for column in OPTIMIZER) - sum(elsewhere.optimizer),
         feedback=feedback,
         elsewhere=elsewhere,

@@ -13,8 +13,9 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.shapes import shape_of, updated_layouts
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.passes.loads import loads_of
-from megazero.program.passes.updates import updates_of, way_of
+from megazero.program.passes.updates import updates_of
 from megazero.program.shape import PartShape, RankShape
+from megazero.program.slots import ops_of_part
 from megazero.program.traffic import traffic
 from megazero.zero.offload import pieces_of, run_parts, run_residents
 from megazero.zero.parts import Resident
@@ -31,16 +32,19 @@ class OffloadedBytes:
     parts       number of parts that are updated in host memory
     optimizer   bytes of optimizer state in host memory, and on disks
     parameters  the same of parameters
+    gradients   the same of summed gradients
     slots       bytes of host memory through which parts pass
     buffers     bytes of host memory through which files are read and written
     copied      bytes of optimizer state on the device that is written to disks too (--nvme-checkpoint)
-    moved       least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated
+    moved       least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated. Sums of
+                gradients do not count
     files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
     """
 
     parts: int = 0
     optimizer: tuple[int, int] = (0, 0)
     parameters: tuple[int, int] = (0, 0)
+    gradients: tuple[int, int] = (0, 0)
     slots: int = 0
     buffers: int = 0
     copied: int = 0
@@ -50,12 +54,12 @@ class OffloadedBytes:
     @property
     def host(self) -> int:
         """Bytes that rest in host memory."""
-        return self.optimizer[0] + self.parameters[0]
+        return self.optimizer[0] + self.parameters[0] + self.gradients[0]
 
     @property
     def disk(self) -> int:
         """Bytes that rest on disks."""
-        return self.optimizer[1] + self.parameters[1]
+        return self.optimizer[1] + self.parameters[1] + self.gradients[1]
 
     @property
     def memory(self) -> int:
@@ -76,11 +80,16 @@ def offloaded_bytes(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> Off
     parts = [part for bucket in shape.buckets for part in bucket.parts]
     stored = {tier: sum(b.stored_bytes for b in shape.buckets if b.rests is tier) for tier in (Tier.HOST, Tier.DISK)}
     state = {tier: sum(part.state_bytes for part in parts if part.tier is tier) for tier in (Tier.HOST, Tier.DISK)}
+    sums = {
+        tier: sum(part.gradient_bytes for bucket in shape.buckets if bucket.sums is tier for part in bucket.parts)
+        for tier in (Tier.HOST, Tier.DISK)
+    }
     rests, pieces = pieces_of(shape), pieces_of(shape, residents, widths.state)
     return OffloadedBytes(
         parts=sum(part.tier is not Tier.DEVICE for part in parts),
         optimizer=(state[Tier.HOST], state[Tier.DISK]),
         parameters=(stored[Tier.HOST], stored[Tier.DISK]),
+        gradients=(sums[Tier.HOST], sums[Tier.DISK]),
         slots=_slots(shape, max((one.stop - one.start for one in residents), default=0) * widths.state),
         buffers=DiskOptions().memory_bytes if pieces else 0,
         copied=sum(pieces.values()) - sum(rests.values()),
@@ -113,14 +122,18 @@ def _slots(shape: RankShape, resident: int) -> int:
     parameters that are read (`zero.resting`). resident: most bytes of a piece that stays on the device.
     """
     ways = [
-        (part, way_of(part.tier, bucket.rests)) for bucket in shape.buckets if bucket.trained for part in bucket.parts
+        (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
+        for bucket in shape.buckets
+        if bucket.trained
+        for part in bucket.parts
     ]
 
     def most(*ops: Op) -> PartShape:
         needing = (part for part, way in ways if not {*ops}.isdisjoint(way))
         return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
 
-    way = most(Op.UPDATE_HOST).gradient_bytes + max(most(Op.READ_STATE).state_bytes, resident)
+    way = most(Op.COPY_GRADIENT).gradient_bytes + most(Op.READ_SUM).gradient_bytes
+    way += max(most(Op.READ_STATE).state_bytes, resident)
     way += most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS).parameter_bytes
     on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
     return SLOTS * (way + max(on_disk, default=0))

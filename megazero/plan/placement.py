@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from megazero.config.placement import ROWS, PlacementRow, as_flags
+from megazero.config.placement import SEARCHED, PlacementRow, as_flags
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.program.error import ProgramError
 
-COLUMNS = tuple(row for row in ROWS.values() if row.tiers)
+COLUMNS = tuple(row for row in SEARCHED if row.tiers)
 SWITCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("late_update", (False, True)),
     ("micro_batch_order", ("horizontal", "vertical")),

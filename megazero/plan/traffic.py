@@ -33,6 +33,7 @@ def state_traffic(
     parameter_bytes: float,
     summed_bytes: float | None = None,
     shards_parameters: bool = False,
+    sums_leave: bool = False,
 ) -> Traffic:
     """The traffic of the gradients and parameters of a rank (ZeRO: arXiv:1910.02054, section 7).
 
@@ -47,12 +48,16 @@ def state_traffic(
     gradient_bytes   bytes per element of a gradient that travels
     parameter_bytes  bytes per element of a parameter
     summed_bytes     bytes per element of a sum of gradients that is gathered; None: `gradient_bytes`
+    sums_leave       whether gradients are summed off the device: then every stage reduces as often, and across too
     shards_parameters  whether parameters are sharded with ZeRO-1 or 2 too, because they do not rest on the device
     """
     summed = gradient_bytes if summed_bytes is None else summed_bytes
     gathered = summed if zero_stage == 0 else parameter_bytes
     if zero_stage == 3 or shards_parameters:
         gathered = 2 * micro_batches * parameter_bytes
-    times = reductions if zero_stage >= 2 else 1
+    times = reductions if zero_stage >= 2 or sums_leave else 1
+    gathered *= times if zero_stage == 0 else 1
     inside = 0.0 if shard_size == 1 else times * gradient_bytes + gathered
-    return Traffic(inside, 0.0 if sets == 1 else (gradient_bytes + summed) / shard_size)
+    return Traffic(
+        inside, 0.0 if sets == 1 else (reductions if sums_leave else 1) * (gradient_bytes + summed) / shard_size
+    )

@@ -238,7 +238,9 @@ class _Walk:
         shape = self.scope.shape
         for number in i.buckets:
             bucket = shape.buckets[number]
-            if i.op is Op.REDUCE and not bucket.sharded_gradient and self.missing[number] > 0:
+            if i.op is Op.COUNT_GRADIENT and (more := self._still_to_add(number, i.part)):
+                raise self._refuse(f"counts the gradient of bucket {number} before it is complete: {more}")
+            if i.op is Op.REDUCE and not bucket.lends_gradient and self.missing[number] > 0:
                 raise self._refuse(
                     f"reduces the gradient of bucket {number} before it is complete: {self.missing[number]} backwards "
                     "of units have still to add to it"
@@ -247,6 +249,15 @@ class _Walk:
                 self.gathered += bucket.parameter_bytes * ((i.op is Op.GATHER) - (i.op is Op.RELEASE))
         if i.op is Op.GATHER and self.budget is not None and self.gathered > self.budget:
             raise self._refuse(f"makes {self.gathered} bytes of gathered parameters, the budget is {self.budget}")
+
+    def _still_to_add(self, number: int, part: int) -> str:
+        """What has still to be added to a sum in words; empty if it is complete."""
+        if self.missing[number] > 0:
+            return f"{self.missing[number]} backwards of units have still to add to it"
+        things = Thing.GRADIENT, Thing.INSIDE, Thing.REDUCED, Thing.SUMMED, Thing.HOST_GRADIENT
+        parts = self.scope.shape.buckets[number].numbers_of_parts if part < 0 else (part,)
+        left = [of_bucket(thing, number, at) for thing in things for at in (-1, *parts)]
+        return next((f"{describe(value)} has still to be added" for value in left if value in self.alive), "")
 
     def finish(self) -> None:
         """The end of the list: every unit has been computed, and nothing is left."""

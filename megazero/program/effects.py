@@ -208,16 +208,27 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
             adds=(lambda i, scope: state.after_reduce(i, scope, sharded=True),),
         ),
         Op.REDUCE_ACROSS: EffectRow(takes=(state.of_buckets(Thing.INSIDE),), makes=(state.pieces(Thing.REDUCED),)),
-        Op.REDUCE_PARTIAL: EffectRow(takes=(state.of_trained(Thing.REDUCED),), makes=(state.of_trained(Thing.SUMMED),)),
-        Op.NORM: EffectRow(
-            needs=(lambda i, scope: state.of_trained(scope.final)(i, scope),), makes=(lambda i, scope: iter((NORM,)),)
+        Op.REDUCE_PARTIAL: EffectRow(
+            takes=(state.summed_over_tp(Thing.REDUCED),), makes=(state.summed_over_tp(Thing.SUMMED),)
         ),
-        Op.UPDATE: EffectRow(needs=(state.norm_of_update,), takes=(state.final, state.stale), makes=(state.updated,)),
-        Op.COPY_GRADIENT: EffectRow(takes=(state.final,), makes=(state.piece(Thing.HOST_GRADIENT),)),
+        Op.NORM: EffectRow(needs=(state.of_norm,), takes=(state.counted,), makes=(lambda i, scope: iter((NORM,)),)),
+        Op.UPDATE: EffectRow(
+            needs=(state.norm_of_update,), takes=(state.for_update, state.stale), makes=(state.updated,)
+        ),
+        Op.COPY_GRADIENT: EffectRow(takes=(state.leaving,), makes=(state.piece(Thing.HOST_GRADIENT),)),
+        Op.STORE_GRADIENT: EffectRow(takes=(state.leaving,), makes=(state.piece(Thing.SUM),)),
+        Op.ADD_GRADIENT: EffectRow(
+            needs=(state.piece(Thing.SUM),), takes=(state.piece(Thing.HOST_GRADIENT),), adds=(state.piece(Thing.SUM),)
+        ),
+        Op.COUNT_GRADIENT: EffectRow(needs=(state.summed,), makes=(state.piece(Thing.SQUARES),)),
+        Op.READ_SUM: EffectRow(takes=(state.piece(Thing.DISK_SUM),), makes=(state.piece(Thing.SUM),)),
+        Op.WRITE_SUM: EffectRow(takes=(state.piece(Thing.SUM),), makes=(state.piece(Thing.DISK_SUM),)),
+        Op.READ_GRADIENT: EffectRow(takes=(state.final,), makes=(state.piece(Thing.HOST_GRADIENT),)),
+        Op.FETCH_GRADIENT: EffectRow(takes=(state.for_update_there,), makes=(state.piece(Thing.FETCHED),)),
         Op.READ_STATE: EffectRow(makes=(state.on_disk(Thing.STATE),)),
         Op.UPDATE_HOST: EffectRow(
             needs=(state.norm_of_update,),
-            takes=(state.piece(Thing.HOST_GRADIENT), state.on_disk(Thing.STATE), state.stale),
+            takes=(state.for_update_there, state.on_disk(Thing.STATE), state.stale),
             makes=(state.updated_there, state.on_disk(Thing.NEW_STATE)),
         ),
         Op.COPY_PARAMETERS: EffectRow(takes=(state.piece(Thing.NEW_PARAMETERS),), makes=(state.renewed,)),

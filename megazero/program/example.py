@@ -20,6 +20,7 @@ class ExampleModel:
     numel   elements of a unit, the same for all; a multiple of the shards where the state is not on the device
     tier    where the optimizer state rests
     rests   where the parameters rest
+    sums    where the gradients are summed
     """
 
     blocks: tuple[int, ...]
@@ -29,6 +30,7 @@ class ExampleModel:
     numel: int = 1
     tier: Tier = Tier.DEVICE
     rests: Tier = Tier.DEVICE
+    sums: Tier = Tier.DEVICE
 
     def shape(self, model_chunks: Sequence[int]) -> RankShape:
         """The shape of a rank that holds these chunks: one bucket for each unit."""
@@ -46,13 +48,14 @@ class ExampleModel:
             PARAMETER_BYTES * self.numel,
             GRADIENT_BYTES * self.numel,
             gathered=(self._shares_parameters and self.shards > 1) or self.rests is not Tier.DEVICE,
-            sharded_gradient=self.zero_stage >= 2,
+            sharded_gradient=self.zero_stage >= (2 if self.sums is Tier.DEVICE else 1),
             sharded_state=self.zero_stage >= 1,
             shards=self.shards,
             across=self.across,
             parts=self._parts(),
             rests=self.rests,
             rests_whole=self.rests is not Tier.DEVICE and not self._shares_parameters,
+            sums=self.sums,
         )
 
     @property
@@ -63,5 +66,5 @@ class ExampleModel:
         """The one part of what a rank updates of a unit, where something of it needs one."""
         own = self.numel // (self.shards if self.zero_stage >= 1 else 1)
         sizes = (GRADIENT_BYTES * own, STATE_BYTES * own, PARAMETER_BYTES * own)
-        moves = self.tier is not Tier.DEVICE or self.rests is Tier.DISK
+        moves = self.tier is not Tier.DEVICE or self.rests is Tier.DISK or self.sums is not Tier.DEVICE
         return (PartShape(self.tier, *sizes),) if moves else ()

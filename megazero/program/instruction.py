@@ -5,6 +5,9 @@ instructions on model state (gather, release, reduce, norm, update) are placed b
 runs on a lane: computations one after the other, the messages of a group one after the other beside them. It starts
 once what it reads is there, and `program.effects` says what it reads and writes.
 
+Gradients may be summed in host memory or on disks. The first reduction of a step stores its sum there, the others are
+copied and added; COUNT_GRADIENT then squares the sum for the norm.
+
 What a computation keeps for its backward may leave the device meanwhile: LEAVE copies it, FREE frees it on the device
 once it is copied, RETURN copies it back. From host memory it may go on to disks: WRITE_ACTIVATIONS, FREE_HOST once it
 is written, READ_ACTIVATIONS.
@@ -58,6 +61,13 @@ class Op(Enum):
     NORM = "norm"
     UPDATE = "update"
     COPY_GRADIENT = "copy gradient to the host"
+    STORE_GRADIENT = "store gradient in host memory"
+    ADD_GRADIENT = "add gradient in host memory"
+    COUNT_GRADIENT = "count gradient in host memory"
+    READ_SUM = "read sum of gradients"
+    WRITE_SUM = "write sum of gradients"
+    READ_GRADIENT = "read gradient"
+    FETCH_GRADIENT = "copy gradient to the device"
     READ_STATE = "read optimizer state"
     UPDATE_HOST = "update in host memory"
     COPY_PARAMETERS = "copy parameters to the device"
@@ -86,6 +96,13 @@ _LANES = {
     Op.READ_PARAMETERS: Lane.FROM_DISK,
     Op.LOAD: Lane.TO_DEVICE,
     Op.COPY_GRADIENT: Lane.TO_HOST,
+    Op.STORE_GRADIENT: Lane.TO_HOST,
+    Op.ADD_GRADIENT: Lane.HOST,
+    Op.COUNT_GRADIENT: Lane.HOST,
+    Op.READ_SUM: Lane.FROM_DISK,
+    Op.WRITE_SUM: Lane.TO_DISK,
+    Op.READ_GRADIENT: Lane.FROM_DISK,
+    Op.FETCH_GRADIENT: Lane.TO_DEVICE,
     Op.READ_STATE: Lane.FROM_DISK,
     Op.UPDATE_HOST: Lane.HOST,
     Op.COPY_PARAMETERS: Lane.TO_DEVICE,

@@ -9,6 +9,9 @@ from megazero.program.instruction import Instruction, Op
 from megazero.program.memory import MemoryAccount, MemoryColumn, Place
 from megazero.program.step_bytes import StepBytes
 
+LEAVING = frozenset({Op.REDUCE_PARTIAL, Op.STORE_GRADIENT, Op.COPY_GRADIENT})
+"""What takes a reduced gradient that leaves the device, in the dtype of the sum."""
+
 
 class Look(Protocol):
     """Takes note of a moment. working: bytes that exist at this moment only."""
@@ -81,7 +84,7 @@ class StateMemory:
     def borrow(self, number: int) -> None:
         """A buffer for the whole gradient of a bucket, unless it is in its column, or has one."""
         bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.BUFFERS, number)
-        if bucket.sharded_gradient and place not in self.account.alive:
+        if bucket.lends_gradient and place not in self.account.alive:
             self.account.hold(place, self.account.pool.take(bucket.gradient_bytes))
 
     def reduce(self, i: Instruction) -> None:
@@ -108,7 +111,8 @@ class StateMemory:
             if places:
                 self.in_flight.append(places)
             self._look()
-            while len(self.in_flight) > self.sizes.in_flight:
+            least = 1 if bucket.sums_leave else 0  # it has still to leave
+            while len(self.in_flight) > max(least, self.sizes.in_flight):
                 self._end_oldest()
 
     def _end_oldest(self) -> None:
@@ -118,11 +122,44 @@ class StateMemory:
         for place in received:
             self.account.drop(place)
         bucket = self.shape.buckets[travelling.bucket]
-        if bucket.sharded_gradient and not self.sizes.cast:
+        if bucket.lends_gradient and not self.sizes.cast:
             self.account.pool.spare.append(size)
 
+    def leave(self, i: Instruction) -> None:
+        """A reduced gradient leaves the device. If it has travelled in another dtype, this rank's own is converted."""
+        bucket = self.shape.buckets[i.buckets[0]]
+        if not bucket.sums_leave or not self.sizes.cast:
+            return
+        places = next(places for places in reversed(self.in_flight) if places[0].bucket == i.buckets[0])
+        converted = places[0]._replace(part=places[0].part.split(",")[0] + ", converted")
+        if converted not in places:
+            own = bucket.gradient_bytes // (bucket.shards if bucket.sharded_state else 1)
+            self.account.hold(converted, own)
+            self._look()
+            self.account.drop(places[0])
+            places[:] = [converted]
+
+    def fetch(self, i: Instruction) -> None:
+        """A gradient that comes back for an update takes a spare buffer until that is made."""
+        for number in i.buckets:
+            bucket = self.shape.buckets[number]
+            if not bucket.sums_leave:
+                continue
+            place = self.account.of_bucket(MemoryColumn.BUFFERS, number, f"part {i.part}")
+            if i.op is Op.FETCH_GRADIENT:
+                self.account.hold(place, self.account.pool.take(bucket.parts[i.part].gradient_bytes))
+            else:
+                self._look()
+                self.account.pool.spare.append(self.account.drop(place))
+
     def reduce_across(self, i: Instruction) -> None:
-        """The shard travels once its own reduction is over: a copy of it, or what arrives in blocks."""
+        """The shard travels once its own reduction is over: a copy of it, or what arrives in blocks. One that leaves
+        the device travels where it has been reduced.
+        """
+        leaving = [bucket for bucket in map(self.shape.buckets.__getitem__, i.buckets) if bucket.sums_leave]
+        if leaving:
+            self._look(sum(2 * own.messages.across_scatter * own.messages.gradients_in_blocks for own in leaving))
+            return
         while any(place.bucket in i.buckets for places in self.in_flight for place in places):
             self._end_oldest()
         for number in i.buckets:

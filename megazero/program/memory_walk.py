@@ -1,10 +1,11 @@
 """Bytes alive on a rank at every instruction of its list.
 
 What a list allocates follows from its instructions: a gather allocates a bucket's parameters and a release frees them;
-a backward frees what its forward has kept; under ZeRO-2 and 3 the first gradient of a bucket borrows a buffer for the
-whole of it from a pool, and its reduction gives it back when it is over. How much that is follows from the buckets'
-shapes and from `StepBytes`. Activations that leave the device are in a buffer of host memory from their LEAVE to their
-backward, or to FREE_HOST and from READ_ACTIVATIONS on, and on the device until FREE and from RETURN on.
+a backward frees what its forward has kept; under ZeRO-2 and 3, and where sums of gradients leave the device, the first
+gradient of a bucket borrows a buffer for the whole of it from a pool, and its reduction gives it back when it is over.
+How much that is follows from the buckets' shapes and from `StepBytes`. Activations that leave the device are in a
+buffer of host memory from their LEAVE to their backward, or to FREE_HOST and from READ_ACTIVATIONS on, and on the
+device until FREE and from RETURN on.
 
 Within an instruction memory comes and goes: a chunk's backward frees one unit after the other. The walk looks at every
 such moment, and an instruction's sample is the moment with most bytes.
@@ -18,7 +19,7 @@ from megazero.program.effects import Effects, effects
 from megazero.program.instruction import Instruction, Op
 from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, kept_place
 from megazero.program.memory_copies import COPIES, ActivationCopies
-from megazero.program.memory_state import StateMemory
+from megazero.program.memory_state import LEAVING, StateMemory
 from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes
 from megazero.program.values import Thing, Value
@@ -26,7 +27,7 @@ from megazero.program.values import Thing, Value
 
 def spare_buffers(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> tuple[int, ...]:
     """The bytes of each spare buffer that the pool has after a step, and keeps: it does not grow any more."""
-    if not any(bucket.sharded_gradient for bucket in scope.shape.buckets):
+    if not any(bucket.lends_gradient for bucket in scope.shape.buckets):
         return ()
     return _settled(instructions, scope, sizes, lambda account: account.pool)
 
@@ -82,7 +83,7 @@ class _Walk:
         for number, bucket in enumerate(self.shape.buckets):
             stored = 0 if bucket.is_loaded else bucket.stored_bytes
             account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), stored)
-            if bucket.trained:
+            if bucket.trained and not bucket.sums_leave:
                 parts = bucket.shards if bucket.sharded_gradient else 1
                 account.hold(account.of_bucket(MemoryColumn.GRADIENTS, number), bucket.gradient_bytes // parts)
             if bucket.gathered_after_update and scope.trains and not scope.border.owed:
@@ -123,8 +124,12 @@ class _Walk:
             self.state.reduce(i)
         elif i.op is Op.REDUCE_ACROSS:
             self.state.reduce_across(i)
-        elif i.op in (Op.REDUCE_PARTIAL, Op.NORM):
+        elif i.op is Op.NORM or (i.op is Op.REDUCE_PARTIAL and not i.buckets):
             self.state.complete()
+        elif i.op in LEAVING:
+            self.state.leave(i)
+        elif i.op is Op.FETCH_GRADIENT or i.op is Op.UPDATE:
+            self.state.fetch(i)
         elif i.op in COPIES:
             self.copies.run(i)
         self._look()

@@ -58,6 +58,7 @@ class Piece(Enum):
 
     STATE = "master weights and moments"
     GRADIENTS = "gradients"
+    SUMS = "sums of gradients"
     PARAMETERS = "parameters"
     ACTIVATIONS = "activations"
 
@@ -75,6 +76,16 @@ LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType
         (Op.COPY_GRADIENT, Piece.GRADIENTS): {ON_DEVICE: TO_HOST},
         (Op.UPDATE_HOST, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},  # the copy is used up
         (Op.UPDATE, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
+        (Op.STORE_GRADIENT, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
+        (Op.ADD_GRADIENT, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},
+        (Op.STORE_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
+        (Op.ADD_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: USED_ON_HOST},
+        (Op.COUNT_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, USED_ON_HOST: USED_ON_HOST},
+        (Op.READ_SUM, Piece.SUMS): {ON_DISK: TO_HOST, TO_DISK: TO_HOST},
+        (Op.WRITE_SUM, Piece.SUMS): {USED_ON_HOST: TO_DISK},
+        (Op.READ_GRADIENT, Piece.SUMS): {ON_DISK: TO_HOST, TO_DISK: TO_HOST},
+        (Op.FETCH_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: ON_DISK},  # a copy of them moves
+        (Op.UPDATE_HOST, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: ON_DISK},
         **{
             (op, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE} for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
         },
@@ -97,11 +108,12 @@ LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType
 AT_THE_END = {
     Piece.STATE: {TO_DISK},
     Piece.GRADIENTS: set[Standing](),
+    Piece.SUMS: {TO_DISK},
     Piece.PARAMETERS: {TO_DEVICE, TO_HOST, TO_DISK},
     Piece.ACTIVATIONS: set[Standing](),
 }
 """Where a piece may be at the end of a list instead of at home: it arrives beside the next list."""
-_OF_A_PART = (Piece.STATE, Piece.GRADIENTS, Piece.PARAMETERS)
+_OF_A_PART = (Piece.STATE, Piece.GRADIENTS, Piece.SUMS, Piece.PARAMETERS)
 _OF_A_VALUE = {
     Thing.SHARD: Piece.PARAMETERS,
     Thing.PARAMETERS: Piece.PARAMETERS,
@@ -156,7 +168,7 @@ class Moves:
         """The pieces that an instruction moves or uses."""
         if i.part >= 0:
             for kind in _OF_A_PART:
-                if (i.op, kind) in LEGAL:
+                if (i.op, kind) in LEGAL and self._concerns(i, kind):
                     yield kind, of_bucket(Thing.SHARD, i.buckets[0], i.part)
             return
         for value in (*does.needs, *does.takes, *does.makes, *does.adds):
@@ -171,11 +183,20 @@ class Moves:
                 parts = range(len(self.scope.shape.buckets[value[1]].parts))
                 yield from ((piece, of_bucket(Thing.SHARD, value[1], part)) for part in parts)
 
+    def _concerns(self, i: Instruction, kind: Piece) -> bool:
+        """Whether a bucket has such pieces there: an update reads the sum of gradients if that is not on the device."""
+        updates = i.op is Op.UPDATE or i.op is Op.UPDATE_HOST
+        if kind is Piece.SUMS or (kind is Piece.GRADIENTS and updates):
+            return self.scope.shape.buckets[i.buckets[0]].sums_leave is (kind is Piece.SUMS)
+        return True
+
     def _home(self, piece: Piece, where: Value) -> Standing:
         if piece is Piece.STATE:
             return Standing(Doing.RESTS, self.scope.shape.buckets[where[1]].parts[where[2]].tier)
         if piece is Piece.PARAMETERS:
             return Standing(Doing.RESTS, self.scope.shape.buckets[where[1]].rests)
+        if piece is Piece.SUMS:
+            return Standing(Doing.RESTS, self.scope.shape.buckets[where[1]].sums)
         return ON_DEVICE
 
     def _slot(self, i: Instruction) -> None:

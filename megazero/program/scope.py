@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megazero.config.tiers import Tier
 from megazero.program.border import ON_TIME, Border
 from megazero.program.instruction import Instruction
 from megazero.program.shape import RankShape
@@ -30,10 +31,12 @@ class Scope:
         """The units [first, stop) that a computation computes."""
         return i.units or (0, len(self.shape.units[i.chunk]))
 
-    @property
-    def final(self) -> Thing:
-        """What a gradient is when an update can use it."""
-        return Thing.SUMMED if self.shape.sums_partials else Thing.REDUCED
+    def final(self, number: int) -> Thing:
+        """What the gradient of a bucket is when an update can use it."""
+        sums = self.shape.buckets[number].sums
+        if sums is Tier.DEVICE:
+            return Thing.SUMMED if self.shape.sums_partials else Thing.REDUCED
+        return Thing.SUM if sums is Tier.HOST else Thing.DISK_SUM
 
     def settled(self) -> Iterator[Value]:
         """The parameters when no update is owed: what a rank stores of each bucket, and those that it keeps whole."""
@@ -69,5 +72,5 @@ class Scope:
         """The values that are there after the list, and no others (norms apart)."""
         if not self.border.leaves:
             return tuple(self.settled())
-        left = (value for number in self.shape.trained for value in self.pieces(self.final, number))
+        left = (value for number in self.shape.trained for value in self.pieces(self.final(number), number))
         return (*self.settled(), *left, NORM)

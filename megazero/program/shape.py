@@ -72,6 +72,8 @@ class BucketShape:
                       parameters rest on disks; none: it is updated as a whole, on the device
     rests             where the parameters rest that the rank stores
     rests_whole       of a gathered bucket: whether the rank stores all of its parameters, and not a shard
+    sums              where its gradients are summed and wait for their update
+    partial           whether some of its gradients are partial sums that have to be added over tp
     """
 
     chunk: int
@@ -90,6 +92,8 @@ class BucketShape:
     parts: tuple[PartShape, ...] = ()
     rests: Tier = Tier.DEVICE
     rests_whole: bool = False
+    sums: Tier = Tier.DEVICE
+    partial: bool = False
 
     @property
     def stored_bytes(self) -> int:
@@ -125,6 +129,23 @@ class BucketShape:
             return self.sent
         whole, shard = self.gradient_bytes, self.gradient_bytes // self.shards
         return MessageBytes(self.parameter_bytes, whole, whole, shard, shard)
+
+    @property
+    def sums_leave(self) -> bool:
+        """Whether its gradients are summed off the device: each is there until it is reduced and has been copied."""
+        return self.sums is not Tier.DEVICE
+
+    @property
+    def lends_gradient(self) -> bool:
+        """Whether its whole gradient is in a borrowed buffer, from a backward to its reduction."""
+        return self.sharded_gradient or self.sums_leave
+
+    @property
+    def reduced_at_end(self) -> bool:
+        """Whether it is reduced once, behind all backwards of a step: stages that share it end theirs at different
+        times, and have to meet for its shards, or for a sum that leaves the device.
+        """
+        return self.shards_span or (self.spans_stages and self.sums_leave)
 
     @property
     def travels(self) -> bool:
@@ -168,7 +189,8 @@ class RankShape:
 
     units         by the rank's own number of a chunk, then in forward order
     buckets       all buckets; the trained ones come first, in forward order
-    sums_partials whether gradients of replicas over tp are partial sums that are added once a step
+    sums_partials whether gradients of replicas over tp are partial sums that are added once a step; those of buckets
+                  whose sums leave the device are added in each reduction (`BucketShape.partial`)
     """
 
     units: tuple[tuple[UnitShape, ...], ...]

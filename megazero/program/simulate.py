@@ -35,7 +35,7 @@ from megazero.program.shape import RankShape, without_state
 from megazero.program.slots import Slots
 from megazero.program.span import Span
 from megazero.program.times import ChunkTimes
-from megazero.program.traffic import message_bytes, moved_bytes
+from megazero.program.traffic import message_bytes, moved_bytes, updated_bytes
 from megazero.program.values import Thing, Value, describe
 
 IN_FLIGHT = 2
@@ -115,7 +115,7 @@ class _Rank:
     clock      when its last computation ends
     values     when what exists was made; or the message that makes it
     lanes      when the last message of a lane ends
-    in_flight  reductions that have a buffer of their own
+    in_flight  reductions that have a buffer of their own, with the bucket; one that leaves the device ends with that
     last       its last collective over several stages
     slots      those of the parts that are on their way
     ends       when its last computation of each step ended
@@ -128,7 +128,7 @@ class _Rank:
     clock: float = 0.0
     values: dict[Value, float | Message] = field(default_factory=dict)
     lanes: dict[Lane, Message] = field(default_factory=dict)
-    in_flight: deque[Message] = field(default_factory=deque)
+    in_flight: deque[tuple[int, Message]] = field(default_factory=deque)
     last: Message | None = None
     slots: Slots = field(init=False)
     ends: list[float] = field(default_factory=list)
@@ -148,7 +148,8 @@ class _Rank:
 
     def begin_again(self) -> None:
         """Run the list once more, with what it has left."""
-        names = {self.scope.final: Thing.OWED, Thing.NORM: Thing.LAST_NORM} if self.scope.border.leaves else {}
+        names = {Thing.NORM: Thing.LAST_NORM} if self.scope.border.leaves else {}
+        names |= {self.scope.final(number): Thing.OWED for number in self.scope.shape.trained if names}
         left = {(names.get(value[0], value[0]), *value[1:]): made for value, made in self.values.items()}
         self.values = {value: left[value] for value in self.scope.at_start()}
         self.next = 0
@@ -244,7 +245,7 @@ class _Simulation:
             rank.clock = start + self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
             rank.spans.append(Span(i, start, rank.clock))
         elif i.op is Op.UPDATE:
-            size = sum(_updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
+            size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
             rank.clock = start + self.times.update * size
             if rank.clock > start:
                 rank.spans.append(Span(i, start, rank.clock))
@@ -274,8 +275,8 @@ class _Simulation:
         rank.lanes[i.lane] = message
         rank.last = message if crosses else rank.last
         self._write(rank, does, message)
-        if i.op is Op.REDUCE and any(shape.buckets[bucket].sharded_gradient for bucket in i.buckets):
-            self._limit(rank, message)
+        if i.op is Op.REDUCE and shape.buckets[i.buckets[0]].lends_gradient:
+            self._limit(rank, i.buckets[0], message)
         return None
 
     def _move(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
@@ -287,11 +288,15 @@ class _Simulation:
         rank.lanes[i.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, does, message)
+        if i.op is Op.STORE_GRADIENT or i.op is Op.COPY_GRADIENT:
+            buckets = [bucket for bucket, _ in rank.in_flight]
+            if i.buckets[0] in buckets and rank.scope.shape.buckets[i.buckets[0]].sums_leave:
+                rank.in_flight[buckets.index(i.buckets[0])] = i.buckets[0], message
 
-    def _limit(self, rank: _Rank, launched: Message) -> None:
+    def _limit(self, rank: _Rank, bucket: int, launched: Message) -> None:
         """The rank waits for the oldest reduction where too many have buffers of their own."""
-        rank.in_flight.append(launched)
-        if len(rank.in_flight) > IN_FLIGHT and (oldest := rank.in_flight.popleft()).end is not None:
+        rank.in_flight.append((bucket, launched))
+        if len(rank.in_flight) > IN_FLIGHT and (oldest := rank.in_flight.popleft()[1]).end is not None:
             rank.clock = max(rank.clock, oldest.end)
 
     def _write(self, rank: _Rank, does: Effects, made: float | Message) -> None:
@@ -315,10 +320,3 @@ class _Simulation:
 
 def _by_end(span: Span) -> tuple[float, float, str]:
     return span.end, span.start, str(span.instruction)
-
-
-def _updated_bytes(shape: RankShape, number: int, part: int) -> float:
-    bucket = shape.buckets[number]
-    if part >= 0:
-        return bucket.parts[part].gradient_bytes
-    return bucket.gradient_bytes / (bucket.shards if bucket.sharded_state else 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.gradients import SUMMING, summing_way
 from megazero.program.passes.updates import way_of
 from megazero.program.shape import RankShape
 
@@ -21,12 +22,34 @@ def way_through(i: Instruction, shape: RankShape) -> tuple[Op, ...]:
     if i.part < 0:
         return ()
     bucket = shape.buckets[i.buckets[0]]
-    way: tuple[Op, ...] = _LOAD
-    if i.op not in _LOAD:
-        tier = bucket.parts[i.part].tier
-        moves = tier is not Tier.DEVICE or bucket.rests is Tier.DISK
-        way = tuple(op for op in way_of(tier, bucket.rests) if op is not Op.UPDATE) if moves else ()
+    way: tuple[Op, ...] = (
+        _LOAD if i.op in _LOAD else part_way(i.op, bucket.parts[i.part].tier, bucket.rests, bucket.sums)
+    )
     return way if i.op in way else ()
+
+
+def part_way(op: Op, tier: Tier, rests: Tier, sums: Tier) -> tuple[Op, ...]:
+    """What a part does with a slot of those that are updated in host memory or written, if this is one of it. tier,
+    rests, sums: as in `way_of`.
+    """
+    if op in SUMMING or (op is Op.COPY_GRADIENT and sums is not Tier.DEVICE):
+        later = summing_way(sums, first=False, last=True)
+        return later if sums is Tier.HOST else (Op.STORE_GRADIENT, *later)
+    way = way_of(tier, rests, sums)
+    if tier is not Tier.DEVICE:
+        return way
+    before, after = way[: way.index(Op.UPDATE)], way[way.index(Op.UPDATE) + 1 :]
+    if op in before:
+        return before if sums is Tier.DISK else ()
+    return after if rests is Tier.DISK else ()
+
+
+def ops_of_part(tier: Tier, rests: Tier, sums: Tier) -> frozenset[Op]:
+    """All that a part ever does, but for loads. Arguments as of `part_way`."""
+    ops = {*way_of(tier, rests, sums)}
+    for first in (True, False):
+        ops |= {*summing_way(sums, first=first, last=True)} if sums is not Tier.DEVICE else set()
+    return frozenset(ops)
 
 
 def ring_of(i: Instruction) -> Ring:

@@ -21,7 +21,7 @@ def of_buckets(thing: Thing) -> Which:
 def after_reduce(i: Instruction, scope: Scope, *, sharded: bool) -> Iterator[Value]:
     for number in i.buckets:
         bucket = scope.shape.buckets[number]
-        if bucket.sharded_gradient == sharded:
+        if (bucket.sharded_gradient and not bucket.sums_leave) == sharded:
             inside = bucket.across > 1
             yield from (of_bucket(Thing.INSIDE, number),) if inside else scope.pieces(Thing.REDUCED, number)
 
@@ -36,9 +36,65 @@ def piece(thing: Thing) -> Which:
     return lambda i, scope: (of_bucket(thing, bucket, i.part) for bucket in i.buckets)
 
 
-def of_trained(thing: Thing) -> Which:
-    """The values of all parts of all trained buckets."""
-    return lambda i, scope: (value for bucket in scope.shape.trained for value in scope.pieces(thing, bucket))
+def summed_over_tp(thing: Thing) -> Which:
+    """The values of all parts of the buckets of a sum over tp: its own, or all trained ones whose sums are on the
+    device.
+    """
+
+    def which(i: Instruction, scope: Scope) -> Iterator[Value]:
+        for bucket in i.buckets or _summed_here(scope):
+            yield from scope.pieces(thing, bucket)
+
+    return which
+
+
+def _summed_here(scope: Scope) -> Iterator[int]:
+    return (number for number in scope.shape.trained if not scope.shape.buckets[number].sums_leave)
+
+
+def of_norm(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradients on the device that a norm reads."""
+    for number in _summed_here(scope):
+        yield from scope.pieces(scope.final(number), number)
+
+
+def counted(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The squares that a norm uses up, of gradients that are not on the device."""
+    for number in scope.shape.trained:
+        sums = scope.shape.buckets[number].sums
+        if sums is Tier.HOST:
+            yield of_bucket(Thing.SQUARES, number)
+        elif sums is Tier.DISK:
+            yield from scope.pieces(Thing.SQUARES, number)
+
+
+def leaving(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradient of a part that leaves the device: that of its last reduction, or what an update is about to use."""
+    bucket = scope.shape.buckets[i.buckets[0]]
+    if bucket.sums_leave:
+        yield of_bucket(Thing.SUMMED if bucket.partial else Thing.REDUCED, i.buckets[0], i.part)
+    else:
+        yield from final(i, scope)
+
+
+def summed(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The sums whose squares are counted: of a part, or of all parts of a bucket."""
+    yield from piece(Thing.SUM)(i, scope) if i.part >= 0 else pieces(Thing.SUM)(i, scope)
+
+
+def for_update_there(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradient that an update in host memory uses up, or a copy to the device: where it rests, or read or copied
+    before.
+    """
+    sums = scope.shape.buckets[i.buckets[0]].sums
+    yield from final(i, scope) if sums is Tier.HOST else piece(Thing.HOST_GRADIENT)(i, scope)
+
+
+def for_update(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradients that an update on the device uses up."""
+    for number in i.buckets:
+        leaves = scope.shape.buckets[number].sums_leave
+        yield of_bucket(Thing.FETCHED if leaves else _final(number, scope), number, i.part)
 
 
 def norm_of_update(i: Instruction, scope: Scope) -> Iterator[Value]:
@@ -46,8 +102,13 @@ def norm_of_update(i: Instruction, scope: Scope) -> Iterator[Value]:
 
 
 def final(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """The gradient that an update uses up."""
-    yield from piece(Thing.OWED if scope.border.is_late else scope.final)(i, scope)
+    """The gradient of a part, or of buckets, at the end of its way."""
+    for number in i.buckets:
+        yield of_bucket(_final(number, scope), number, i.part)
+
+
+def _final(number: int, scope: Scope) -> Thing:
+    return Thing.OWED if scope.border.is_late else scope.final(number)
 
 
 def stale(i: Instruction, scope: Scope) -> Iterator[Value]:

@@ -10,6 +10,7 @@ from megazero.program.checker import check_list
 from megazero.program.instruction import Instruction
 from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
 from megazero.program.passes.gathers import one_unit, place_gathers, two_units
+from megazero.program.passes.gradients import place_sums
 from megazero.program.passes.late import place_late_updates
 from megazero.program.passes.leaving import place_leaving
 from megazero.program.passes.loads import place_loads
@@ -24,7 +25,8 @@ from megazero.program.shape import RankShape
 class StepOptions:
     """How the passes place instructions.
 
-    reduce_every    reduce gradients in every backward (or group of them); else in the last one of each chunk
+    reduce_every    reduce gradients of which a rank keeps less than the whole in every backward (or group of them);
+                    else in the last one of each chunk
     overlap         cut computations by unit where gradients or parameters travel meanwhile
     gathered_bytes  budget of gathered parameters; None: two units, or one where nothing travels
     regather        when parameters are gathered again: one of `passes.gathers.REGATHER`
@@ -76,6 +78,7 @@ def training_step(
     """
     listed = cut(schedule, shape, _cuts(schedule, shape, options)) if groups is None else turn(schedule, shape, groups)
     listed = place_across(place_reductions(listed, shape, every=options.reduce_every, groups=groups), shape)
+    listed = place_sums(listed, shape, overlap=options.overlap)
     if not options.late:
         listed = _with_gathers(place_updates(listed, shape), shape, options)
     else:
@@ -99,11 +102,14 @@ def evaluation_step(
 
 
 def _cuts(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[Pass]:
-    """The passes of a training step that are cut: where something is gathered or reduced meanwhile, or leaves."""
+    """The passes of a training step that are cut: where something is gathered or reduced meanwhile, or leaves. Whole
+    gradients that leave are to be those of few units at a time.
+    """
     if options.leaving:
         return every_pass(schedule)
     cuts = _cut_forward(schedule, shape, options)
-    if options.overlap and any(shape.buckets[number].travels for number in shape.trained):
+    buckets = [shape.buckets[number] for number in shape.trained]
+    if any(own.sums_leave or (options.overlap and own.travels) for own in buckets):
         cuts |= reducing_passes(schedule, every=options.reduce_every)
     return cuts
 

@@ -34,12 +34,22 @@ def moved_bytes(i: Instruction, shape: RankShape) -> int:
     if i.op in (Op.LEAVE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.READ_ACTIVATIONS):
         return shape.kept_by(i.chunk, i.units)
     bucket = shape.buckets[i.buckets[0]]
+    if i.op is Op.COUNT_GRADIENT:
+        return 0  # no update, and far from as slow as one
     if i.part < 0:
         return bucket.stored_bytes
     part = bucket.parts[i.part]
     if i.op in PARAMETER_MOVES:
         return part.parameter_bytes
     return part.state_bytes if i.op in (Op.READ_STATE, Op.WRITE_STATE) else part.gradient_bytes
+
+
+def updated_bytes(shape: RankShape, number: int, part: int) -> float:
+    """Bytes of the gradients that an update of a bucket (-1), or of a part of it, uses."""
+    bucket = shape.buckets[number]
+    if part >= 0:
+        return bucket.parts[part].gradient_bytes
+    return bucket.gradient_bytes / (bucket.shards if bucket.sharded_state else 1)
 
 
 def traffic(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:

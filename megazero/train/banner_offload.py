@@ -38,6 +38,7 @@ def offload_sentence(stages: Sequence[StageBytes], most: int, moved: Mapping[Lan
     columns = {
         "master weights and moments": (found.optimizer, own.optimizer),
         "weights": (found.parameters, own.weights),
+        "gradients": (found.gradients, own.gradients),
     }
     parts = [
         f"of {size(sum(rest) + on_device)} of {name} {whose} has {_places(*rest)}"

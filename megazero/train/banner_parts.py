@@ -99,14 +99,15 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         words = stage_contents(entry.blocks, embedding=entry.embedding, head=entry.head, chunks=entry.chunks)
         rows.append([name, words, count(entry.parameters), *map(size, amounts)])
         off = entry.elsewhere
-        in_memory = off.parameters[0], off.optimizer[0], off.slots + off.buffers, off.memory, off.files
+        columns = off.parameters[0], off.gradients[0], off.optimizer[0]
+        in_memory = *columns, off.slots + off.buffers, off.memory, off.files
         elsewhere.append([name, *map(size, in_memory)])
     leaves = any(entry.elsewhere for entry in stages)
     headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "device" if leaves else "total"]
     tables = [table(headings, rows, left=2)]
     if leaves:
-        columns = ["stage", "host: weights", "optimizer", "on its way", "host memory", "disks"]
-        tables.append(table(columns, elsewhere))
+        headings = ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", "disks"]
+        tables.append(table(headings, elsewhere))
     return "\n\n".join(tables)
 
 
@@ -183,17 +184,23 @@ _AGAIN = {"full": "whole", "selective": "attention cores"}
 
 
 def traffic_sentence(
-    zero_stage: int, micro_batches: int, factor: float, *, breadth_first: bool, what: str = "micro-batches"
+    zero_stage: int,
+    micro_batches: int,
+    factor: float,
+    *,
+    breadth_first: bool,
+    what: str = "micro-batches",
+    leaves: bool = False,
 ) -> str:
-    """The extra traffic of ZeRO-2 in a sentence; empty if there is none.
+    """The extra traffic of ZeRO-2 in a sentence, and of gradients that leave the device; empty if there is none.
 
     micro_batches: of a step, or groups of them that are reduced together; what: which of the two. factor: its
     data-parallel bytes over those of ZeRO-1. breadth_first: gpipe with virtual stages runs the micro-batches of a chunk
-    one after the other, so the chunk is reduced once.
+    one after the other, so the chunk is reduced once, unless its gradients leave the device (leaves).
     """
-    if zero_stage != 2 or micro_batches == 1:
+    if micro_batches == 1 or not (zero_stage == 2 or (leaves and zero_stage < 2)):
         return ""
-    if breadth_first:
+    if breadth_first and not leaves:
         return (
             "each chunk's gradients are reduced once, after its last micro-batch; at most two chunks' full "
             "gradients are held"
@@ -202,7 +209,8 @@ def traffic_sentence(
         return ""
     once = "--micro-batch-order vertical reduces" if what == "micro-batches" else "one group is reduced"
     return (
-        f"gradients are reduced at each of the {micro_batches} {what}, so that only the own shard is kept: "
+        f"gradients are reduced at each of the {micro_batches} {what}, "
+        f"so that {'they can leave the device' if leaves else 'only the own shard is kept'}: "
         f"{factor:.2f} times "
         f"the data-parallel traffic of --zero-stage 1 ({once} once)"
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from fused_ops import coded
 from fused_ops.quantise import bytes_each
-from megazero.config.derive import pipeline_schedule, shards_parameters
+from megazero.config.derive import offloads_gradients, pipeline_schedule, shards_parameters
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
@@ -28,13 +28,17 @@ def zero_lines(steps: StageLists) -> list[tuple[str, str]]:
     run, axes = steps.run, steps.axes
     groups = step_options(run).groups(steps.micro_batches)
     micro_batches = steps.micro_batches if groups is None else len(groups)  # a group is gathered and reduced as one
-    traffic, of_zero_1 = (_traffic(run, axes, micro_batches, stage) for stage in (run.parallel.zero_stage, 1))
+    traffic, of_zero_1 = (
+        _traffic(run, axes, micro_batches, stage, leaves=leaves)
+        for stage, leaves in ((run.parallel.zero_stage, offloads_gradients(run.parallel)), (1, False))
+    )
     gradients = parts.traffic_sentence(
         run.parallel.zero_stage,
         micro_batches if axes.dp > 1 else 1,
         traffic.total / (of_zero_1.total or 1.0),
         breadth_first=is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages),
         what="micro-batches" if groups is None else "groups of micro-batches",
+        leaves=offloads_gradients(run.parallel),
     )
     messages = _messages(run, axes) if axes.dp * axes.cp > 1 else ""
     return (
@@ -49,8 +53,8 @@ def zero_lines(steps: StageLists) -> list[tuple[str, str]]:
     )
 
 
-def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traffic:
-    """What the run would send per parameter under this ZeRO stage."""
+def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int, *, leaves: bool) -> Traffic:
+    """What the run would send per parameter under this ZeRO stage. leaves: whether gradients are summed elsewhere."""
     p, precision, replicas = run.parallel, run.optimizer.precision, axes.dp * axes.cp
     size = axes.shard_size or replicas
     once = is_breadth_first(pipeline_schedule(p), p.virtual_stages)
@@ -60,11 +64,12 @@ def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int) -> Traff
         size,
         replicas // size,
         micro_batches=micro_batches,
-        reductions=1 if once else micro_batches,
+        reductions=1 if once and not leaves else micro_batches,
         gradient_bytes=reduced if bits is None else bytes_each(bits),
         parameter_bytes=bytes_each(8) if p.zero_quantized_weights else compute_dtype(precision).itemsize,
         summed_bytes=None if bits is None else bytes_each(8),
         shards_parameters=zero_stage == p.zero_stage and shards_parameters(p),
+        sums_leave=leaves,
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megazero.config.tiers import Tier
 from megazero.program.instruction import ComputationKey
 from megazero.zero.gatherer import ParameterGatherer
+from megazero.zero.host_gradients import HostGradients
 from megazero.zero.host_parts import HostParts
 from megazero.zero.owed import OwedUpdates
 from megazero.zero.reducer import Arrived, GradientReducer
@@ -13,13 +15,18 @@ from megazero.zero.reducer import Arrived, GradientReducer
 
 class BucketActions:
     """The actions of one rank: reductions by its reducer, gathers by its gatherer, moves to host memory and back by its
-    host parts. owed: updates that a step leaves.
+    host parts. owed: updates that a step leaves. gradients: sums of them that are not on the device.
     """
 
     def __init__(
-        self, reducer: GradientReducer, gatherer: ParameterGatherer, owed: OwedUpdates, host: HostParts
+        self,
+        reducer: GradientReducer,
+        gatherer: ParameterGatherer,
+        owed: OwedUpdates,
+        host: HostParts,
+        gradients: HostGradients,
     ) -> None:
-        self.reducer, self.gatherer, self.owed, self.host = reducer, gatherer, owed, host
+        self.reducer, self.gatherer, self.owed, self.host, self.gradients = reducer, gatherer, owed, host, gradients
 
     def settle(self) -> None:
         """Make the updates that the last step has left."""
@@ -68,13 +75,41 @@ class BucketActions:
         """Start to sum a reduced shard over the ranks that hold the same one."""
         self.reducer.reduce_across(bucket)
 
-    def reduce_partial(self) -> None:
-        """Sum partial gradients over tp."""
-        self.reducer.sum_partials()
+    def reduce_partial(self, buckets: Sequence[int]) -> None:
+        """Sum partial gradients of buckets, or of all (none named), over tp."""
+        self.reducer.sum_partials(buckets)
 
     def copy_gradient(self, bucket: int, part: int) -> None:
         """Start to copy the reduced gradient of a part to host memory."""
-        self.host.copy_gradient((bucket, part))
+        (self.gradients.copy if self.host.sums[bucket] is not Tier.DEVICE else self.host.copy_gradient)((bucket, part))
+
+    def store_gradient(self, bucket: int, part: int) -> None:
+        """Start to copy a step's first gradient of a part to host memory, as its sum."""
+        self.gradients.store((bucket, part))
+
+    def add_gradient(self, bucket: int, part: int) -> None:
+        """Start to add a gradient that was copied to the sum."""
+        self.gradients.add((bucket, part))
+
+    def count_gradient(self, bucket: int, part: int) -> None:
+        """Start to count the squares of a sum."""
+        self.gradients.count(bucket, part)
+
+    def read_sum(self, bucket: int, part: int) -> None:
+        """Start to read the sum of a part from disks."""
+        self.gradients.read_sum((bucket, part))
+
+    def write_sum(self, bucket: int, part: int) -> None:
+        """Start to write the sum of a part to disks."""
+        self.gradients.write_sum((bucket, part))
+
+    def read_gradient(self, bucket: int, part: int) -> None:
+        """Start to read the gradient of a part for its update."""
+        self.gradients.read((bucket, part))
+
+    def fetch_gradient(self, bucket: int, part: int) -> None:
+        """Start to copy the gradient of a part to the device."""
+        self.gradients.fetch((bucket, part))
 
     def read_state(self, bucket: int, part: int) -> None:
         """Start to read the optimizer state of a part."""

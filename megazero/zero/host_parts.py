@@ -20,7 +20,7 @@ from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.lanes import DiskRequest, Need
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Op
-from megazero.program.passes.updates import way_of
+from megazero.program.slots import part_way
 from megazero.zero.host_lanes import HostLanes
 from megazero.zero.part_slots import PartSlot, PartTensors, part_slots
 from megazero.zero.parts import Key, Part, Resident, Resting, parameters_piece, resident_piece, state_piece
@@ -49,11 +49,14 @@ class HostParts:
     ) -> None:
         self.columns, self.swap, self.lanes, self.residents = columns, swap, lanes, residents
         self.parts, self.rests = [own.parts for own in resting], [own.rests for own in resting]
+        self.sums, self.state_parts = [own.sums for own in resting], [own.state_parts for own in resting]
         self.state = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
         self._slots = part_slots(columns, resting, residents, self.state_bytes, swap, device)
         self._turns = 0
         self._under_way: dict[Key, PartSlot] = {}
         self._arriving: dict[int, list[Need]] = defaultdict(list)
+        self.readers: dict[Key, list[Need]] = defaultdict(list)
+        """Of gradients that rest in host memory: what is to wait for before they are overwritten."""
 
     @property
     def state_bytes(self) -> int:
@@ -63,7 +66,7 @@ class HostParts:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all slots, in host memory."""
-        return sum(slot.gradient.nbytes + slot.parameters.nbytes + slot.memory.nbytes for slot in self._slots)
+        return sum(slot.nbytes for slot in self._slots)
 
     @property
     def memory_bytes(self) -> int:
@@ -74,14 +77,14 @@ class HostParts:
 
     def read(self, key: Key) -> None:
         """Start to read a part's optimizer state from disks."""
-        slot = self._taken(key)
-        request = self._swap.read({state_piece(key): self._memory(key, slot)}, needs=slot.free)
+        slot = self.taken(key)
+        request = self.disks.read({state_piece(key): self._memory(key, slot)}, needs=slot.free)
         slot.arrived.append(request.wait)
         slot.ends.append(request.wait)
 
     def copy_gradient(self, key: Key) -> None:
         """Start to copy a part's reduced gradient to host memory."""
-        slot, part = self._taken(key), self._part(key)
+        slot, part = self.taken(key), self._part(key)
         source = self.columns[Column.GRADIENT].view(key[0], part.start, part.stop)
         copied = self.lanes.to_host.copy(slot.gradient[: source.numel()], source, after=slot.free)
         slot.arrived.append(copied.result)
@@ -91,16 +94,19 @@ class HostParts:
 
         make: updates these tensors of the part, its parameters among them, and returns whether it has changed any.
         """
-        slot, part = self._under_way[key], self._part(key)
+        slot, part = self.taken(key), self._part(key)
         tensors = {
             **self._state(key, slot),
-            Column.GRADIENT: slot.gradient[: part.stop - part.start],
+            Column.GRADIENT: self._gradient(key, slot),
             Column.PARAMETER: self._new_parameters(key, slot),
         }
         rounds = self.rests[key[0]] is Tier.DISK  # what is written there is written in a skipped step too
-        updated = self.lanes.updates.submit(_updated, tuple(slot.arrived), part, tensors, make, rounds=rounds)
+        needs = *slot.free, *slot.arrived
+        updated = self.lanes.updates.submit(_updated, needs, part, tensors, make, rounds=rounds)
         slot.made = updated.result
-        self._passed(key, Op.UPDATE_HOST, updated.result)
+        if self.sums[key[0]] is Tier.HOST:
+            self.readers[key].append(updated.result)
+        self.passed(key, Op.UPDATE_HOST, updated.result)
         if self.rests[key[0]] is Tier.HOST:
             self._arriving[key[0]].append(updated.result)
 
@@ -111,7 +117,7 @@ class HostParts:
         target = self.columns[Column.PARAMETER].view(key[0], part.start, part.stop)
         copied = self.lanes.to_device.copy(target, slot.parameters[: target.numel()], wanted=slot.made)
         self._arriving[key[0]].append(copied.result)
-        self._passed(key, Op.COPY_PARAMETERS, copied.result)
+        self.passed(key, Op.COPY_PARAMETERS, copied.result)
 
     def store(self, key: Key) -> None:
         """Start to copy weights that were updated on the device to where the parameters rest, or to a slot on their way
@@ -125,7 +131,7 @@ class HostParts:
             copied = self.lanes.to_host.copy(target, weights.view(index, *own))
             self._arriving[index].append(copied.result)
             return
-        slot, part = self._taken(key), self._part(key)
+        slot, part = self.taken(key), self._part(key)
         source = weights.view(index, part.start, part.stop)
         copied = self.lanes.to_host.copy(self._new_parameters(key, slot), source, after=slot.free)
 
@@ -134,22 +140,22 @@ class HostParts:
             return True
 
         slot.made = made
-        self._passed(key, Op.STORE, copied.result)
+        self.passed(key, Op.STORE, copied.result)
 
     def write_parameters(self, key: Key) -> None:
         """Start to write a part's updated parameters to disks."""
         slot = self._under_way[key]
         assert slot.made is not None, "parameters are written before their update"
         piece = {parameters_piece(key): self._new_parameters(key, slot)}
-        request = self._swap.write(piece, needs=[slot.made])
-        self._passed(key, Op.WRITE_PARAMETERS, request.wait)
+        request = self.disks.write(piece, needs=[slot.made])
+        self.passed(key, Op.WRITE_PARAMETERS, request.wait)
 
     def write(self, key: Key) -> None:
         """Start to write a part's optimizer state to disks."""
         slot = self._under_way[key]
         assert slot.made is not None, "state is written before its update"
-        request = self._swap.write({state_piece(key): self._memory(key, slot)}, needs=[slot.made])
-        self._passed(key, Op.WRITE_STATE, request.wait)
+        request = self.disks.write({state_piece(key): self._memory(key, slot)}, needs=[slot.made])
+        self.passed(key, Op.WRITE_STATE, request.wait)
 
     def arriving(self, index: int) -> tuple[Need, ...]:
         """What to wait for before the updated parameters of a bucket are where they rest."""
@@ -179,13 +185,13 @@ class HostParts:
         end. Raises DiskError.
         """
         slot, on_disk = self._slots[0], self._part(key).tier is Tier.DISK
-        if on_disk and reads and self._swap.has(state_piece(key)):
-            self._swap.read({state_piece(key): self._memory(key, slot)}).wait()
+        if on_disk and reads and self.disks.has(state_piece(key)):
+            self.disks.read({state_piece(key): self._memory(key, slot)}).wait()
         elif on_disk and reads:
             slot.memory.zero_()
         yield self._state(key, slot)
         if on_disk and writes:
-            self._swap.write({state_piece(key): self._memory(key, slot)}).wait()
+            self.disks.write({state_piece(key): self._memory(key, slot)}).wait()
 
     @contextmanager
     def weights(self, index: int) -> Iterator[Tensor]:
@@ -193,13 +199,13 @@ class HostParts:
         parts become zero.
         """
         column = self.columns.get(Column.MASTER, self.columns[Column.PARAMETER])
-        if not self.parts[index]:
+        if not self.state_parts[index]:
             yield column.held(index)
             return
         first, last = column.range_of(index)
         whole = torch.zeros(last - first, dtype=column.dtype)
         yield whole
-        for number, part in enumerate(self.parts[index]):
+        for number, part in enumerate(self.state_parts[index]):
             with self.looking((index, number), reads=False, writes=True) as state:
                 for moments in state.values():
                     moments.zero_()
@@ -214,15 +220,15 @@ class HostParts:
                 end()
             for held, there in self._copies(one, slot):
                 there.copy_(held)
-            request = self._swap.write({resident_piece(one): self._state_memory(slot, one.stop - one.start)})
+            request = self.disks.write({resident_piece(one): self._state_memory(slot, one.stop - one.start)})
             slot.ends = [request.wait]
-        return self._swap.flip(step, about)
+        return self.disks.flip(step, about)
 
     def read_residents(self) -> None:
         """Set what rests on the device from the swap files. Nothing may be under way. Raises DiskError."""
         slot = self._slots[0]
         for one in self.residents:
-            self._swap.read({resident_piece(one): self._state_memory(slot, one.stop - one.start)}).wait()
+            self.disks.read({resident_piece(one): self._state_memory(slot, one.stop - one.start)}).wait()
             for held, there in self._copies(one, slot):
                 held.copy_(there)
 
@@ -235,14 +241,14 @@ class HostParts:
     # --- one part --------------------------------------------------------------------------------------------------
 
     @property
-    def _swap(self) -> SwapSpace:
+    def disks(self) -> SwapSpace:
         assert self.swap is not None, "no part rests on a disk"
         return self.swap
 
     def _part(self, key: Key) -> Part:
         return self.parts[key[0]][key[1]]
 
-    def _taken(self, key: Key) -> PartSlot:
+    def taken(self, key: Key) -> PartSlot:
         """The slot of a part under way, or else the next one."""
         if key not in self._under_way:
             self._under_way[key] = self._next_slot()
@@ -255,11 +261,11 @@ class HostParts:
         slot.free, slot.arrived, slot.ends = slot.ends, [], []
         return slot
 
-    def _passed(self, key: Key, op: Op, over: Need) -> None:
+    def passed(self, key: Key, op: Op, over: Need) -> None:
         """A step of a part's way has begun. over: waits for its end. The last one gives the slot to the next part."""
         if key in self._under_way:
             self._under_way[key].ends.append(over)
-            if op is way_of(self._part(key).tier, self.rests[key[0]])[-1]:
+            if op is part_way(op, self._part(key).tier, self.rests[key[0]], self.sums[key[0]])[-1]:
                 del self._under_way[key]
 
     def _new_parameters(self, key: Key, slot: PartSlot) -> Tensor:
@@ -267,6 +273,18 @@ class HostParts:
         if self.rests[key[0]] is Tier.HOST:
             return self.columns[Column.PARAMETER].view(key[0], part.start, part.stop)
         return slot.parameters[: part.stop - part.start]
+
+    def _gradient(self, key: Key, slot: PartSlot) -> Tensor:
+        """The gradient of a part: where it rests, or in its slot."""
+        start, stop, _ = self._part(key)
+        if self.sums[key[0]] is Tier.HOST:
+            return self.columns[Column.GRADIENT].view(key[0], start, stop)
+        return self.sum_in(slot, key) if self.sums[key[0]] is Tier.DISK else slot.gradient[: stop - start]
+
+    def sum_in(self, slot: PartSlot, key: Key) -> Tensor:
+        """The sum of a part's gradients in a slot, [stop - start], where it rests on disks."""
+        part = self._part(key)
+        return slot.sums.view(self.columns[Column.GRADIENT].dtype)[: part.stop - part.start]
 
     def _memory(self, key: Key, slot: PartSlot) -> Tensor:
         part = self._part(key)
@@ -279,19 +297,12 @@ class HostParts:
         """The optimizer state of a part: where it rests, or in its slot."""
         part = self._part(key)
         if part.tier is Tier.DISK:
-            return self._in_slot(slot, part.stop - part.start)
+            return slot.state(self.state, part.stop - part.start)
         return {column: self.columns[column].view(key[0], part.start, part.stop) for column in self.state}
-
-    def _in_slot(self, slot: PartSlot, numel: int) -> dict[Column, Tensor]:
-        """The optimizer state of so many elements in a slot, one column behind the other."""
-        found, at = dict[Column, Tensor](), 0
-        for column, dtype in self.state.items():
-            found[column], at = slot.memory[at : at + numel * dtype.itemsize].view(dtype), at + numel * dtype.itemsize
-        return found
 
     def _copies(self, one: Resident, slot: PartSlot) -> list[tuple[Tensor, Tensor]]:
         """For each column what rests on the device, and its place in a slot."""
-        there = self._in_slot(slot, one.stop - one.start)
+        there = slot.state(self.state, one.stop - one.start)
         return [(self.columns[c].view(one.bucket, one.start, one.stop), there[c]) for c in self.state]
 
 

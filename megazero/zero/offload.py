@@ -16,6 +16,7 @@ from megazero.zero.parts import (
     Range,
     Resident,
     Resting,
+    gradient_piece,
     parameters_piece,
     parts_of,
     resident_piece,
@@ -53,7 +54,8 @@ def most_elements(widths: StateWidths, parallel: ParallelConfig, cfg: OffloadCon
     optimizer, parameters = offload_of(cfg.offload_optimizer), offload_of(parallel.offload_params)
     state = widths.state * (optimizer.tier is Tier.DISK)
     read = widths.parameter * (parameters.tier is Tier.DISK)  # on its way to the device, beside what comes back
-    each = SLOTS * (widths.gradient + widths.parameter + state + read)
+    sums = widths.gradient * (offload_of(parallel.offload_gradients).tier is Tier.DISK)
+    each = SLOTS * (widths.gradient + widths.parameter + state + read + sums)
     return max(ALIGNMENT, cfg.nvme_buffer_bytes // each // ALIGNMENT * ALIGNMENT)
 
 
@@ -67,9 +69,10 @@ def run_parts(
     """Where the trained buckets rest. ranges: what the rank updates of each, which it also stores of its parameters."""
     sizes = [(stop - start) * (not own.kept_whole) for (start, stop), own in zip(ranges, layouts, strict=True)]
     rests = tiers_of(sizes, offload_of(parallel.offload_params))
+    sums = tiers_of([stop - start for start, stop in ranges], offload_of(parallel.offload_gradients))
     most = most_elements(widths, parallel, cfg)
-    parts = parts_of(ranges, offload_of(cfg.offload_optimizer), most, rests)
-    return [Resting(*pair) for pair in zip(parts, rests, strict=True)]
+    parts = parts_of(ranges, offload_of(cfg.offload_optimizer), most, rests, sums)
+    return [Resting(*found) for found in zip(parts, rests, sums, strict=True)]
 
 
 def frozen_parts(
@@ -123,14 +126,16 @@ def run_residents(
 
 
 def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[str, int]:
-    """The bytes of what rests on disks, by the name of its piece: parameters and optimizer state of each part; and of
-    what is written there too. state: bytes of the optimizer state of an element.
+    """The bytes of what rests on disks, by the name of its piece: parameters, gradient and optimizer state of each
+    part; and of what is written there too. state: bytes of the optimizer state of an element.
     """
     found: dict[str, int] = {}
     for number, bucket in enumerate(shape.buckets):
         for index, part in enumerate(bucket.parts):
             if bucket.rests is Tier.DISK:
                 found[parameters_piece((number, index))] = part.parameter_bytes
+            if bucket.sums is Tier.DISK:
+                found[gradient_piece((number, index))] = part.gradient_bytes
             if part.tier is Tier.DISK:
                 found[state_piece((number, index))] = part.state_bytes
     return found | {resident_piece(one): (one.stop - one.start) * state for one in residents}

@@ -11,7 +11,9 @@ from fused_ops import apex
 from fused_ops.adam import AdamRange, adam_steps, sgd_step
 from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
+from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
+from megazero.zero.counted import counted_runs
 from megazero.zero.fragment import Fragment, StoredFragment
 from megazero.zero.host_parts import PartTensors
 from megazero.zero.owed import UpdateValues
@@ -37,8 +39,8 @@ class ShardedOptimizer:
     def __init__(self, state: ModelState, cfg: OptimizerConfig, grid: ProcessGrid) -> None:
         self.state, self.cfg, self.grid = state, cfg, grid
         self.step_count = torch.zeros((), dtype=torch.float64, device=grid.device)
-        self._counted = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=True)]
-        self._replicas = [view for index in range(len(state.buckets)) for view in self._gradients(index, counted=False)]
+        numbers = range(len(state.buckets))
+        self._counted, self._others = ([self._gradients(n, counted=which) for n in numbers] for which in (True, False))
 
     def complete_reduction(self) -> None:
         """Wait until the reductions that the step's list has launched are complete."""
@@ -53,10 +55,13 @@ class ShardedOptimizer:
         if their replica of a gradient is not finite, so that a fault on one tp rank makes all ranks skip the step.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        for view in self._counted:
-            total += sum_of_squares(view)
-        for view in self._replicas:
-            total += 0.0 * sum_of_squares(view)
+        elsewhere = [self.state.gradients.squares(index) for index in range(len(self.state.buckets))]
+        for views, there in zip(self._counted, elsewhere, strict=True):
+            for squares in (*map(sum_of_squares, views), *there.counted):
+                total += squares
+        for views, there in zip(self._others, elsewhere, strict=True):
+            for squares in (*map(sum_of_squares, views), *there.others):
+                total += 0.0 * squares
         return total
 
     def update(self, indices: Sequence[int], now: UpdateValues, part: int = -1) -> None:
@@ -67,6 +72,9 @@ class ShardedOptimizer:
         """
         self.state.gatherer.ready(indices)
         self._update([own for index in indices for own in self._ranges(index, part)], now)
+        for index in indices:
+            if self.state.host.sums[index] is not Tier.DEVICE:
+                self.state.gradients.used((index, part))
 
     def update_host(self, index: int, part: int, now: UpdateValues) -> None:
         """Start to update a part of a bucket in host memory. It must be under way there (`zero.host_parts`)."""
@@ -99,16 +107,10 @@ class ShardedOptimizer:
         spread(self.state)
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
-        """Views of this rank's own gradients that count in the norm here (or do not). Adjacent ones are merged."""
-        bucket = self.state.buckets[index]
-        runs: list[tuple[int, int]] = []
-        for fragment in bucket.layout.fragments(*bucket.owned):
-            if counted == (fragment.spec.tp_sharded or self.grid.at.tp == 0):
-                stop = fragment.offset + fragment.numel
-                if runs and runs[-1][1] == fragment.offset:
-                    runs[-1] = runs[-1][0], stop
-                else:
-                    runs.append((fragment.offset, stop))
+        """Views of this rank's own gradients on the device that count in the norm here (or do not)."""
+        if self.state.host.sums[index] is not Tier.DEVICE:
+            return []
+        runs = counted_runs(self.state.buckets[index], self.grid.at.tp, counted=counted)
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
     def _update_there(self, index: int, part: Part, tensors: PartTensors, now: UpdateValues) -> bool:
@@ -149,11 +151,17 @@ class ShardedOptimizer:
             yield AdamRange(
                 table[Column.PARAMETER].view(*at) if rounds else None,
                 self.state.weights.view(*at),
-                table[Column.GRADIENT].view(*at),
+                self._gradient(*at, part),
                 table[Column.EXP_AVG].view(*at),
                 second.view(*at),
                 decay,
             )
+
+    def _gradient(self, index: int, start: int, stop: int, part: int) -> Tensor:
+        """A range of a bucket's gradient for an update on the device."""
+        if self.state.host.sums[index] is not Tier.DEVICE:
+            return self.state.gradients.fetched((index, part), start, stop)
+        return self.state.columns[Column.GRADIENT].view(index, start, stop)
 
     def _update(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:
         cfg = self.cfg

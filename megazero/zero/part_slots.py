@@ -12,7 +12,7 @@ from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Op
-from megazero.program.passes.updates import way_of
+from megazero.program.slots import ops_of_part
 from megazero.system.streams import host_tensor
 from megazero.zero.parts import Resident, Resting
 from megazero.zero.placement import Column
@@ -29,9 +29,10 @@ PartTensors = Mapping[Column, Tensor]
 class PartSlot:
     """The memory of a part on its way, and what there is to wait for. A kind of memory that no part needs is empty.
 
-    gradient    of a part that is updated in host memory
+    gradient    of a part that is updated in host memory, or added to a sum that is not on the device
     parameters  its new ones, unless they rest in host memory
     memory      bytes for optimizer state that rests on disks
+    sums        bytes for a sum of gradients that rests on disks
     free        before the part may use it
     arrived     for its state and its gradient
     made        for its new parameters; the result says whether anything has changed
@@ -41,10 +42,22 @@ class PartSlot:
     gradient: Tensor
     parameters: Tensor
     memory: Tensor
+    sums: Tensor
     free: list[Need] = field(default_factory=list)
     arrived: list[Need] = field(default_factory=list)
     made: Callable[[], bool] | None = None
     ends: list[Need] = field(default_factory=list)
+
+    def state(self, dtypes: Mapping[Column, torch.dtype], numel: int) -> dict[Column, Tensor]:
+        """The optimizer state of so many elements in the slot, one column behind the other."""
+        found, at = dict[Column, Tensor](), 0
+        for column, dtype in dtypes.items():
+            found[column], at = self.memory[at : at + numel * dtype.itemsize].view(dtype), at + numel * dtype.itemsize
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return self.gradient.nbytes + self.parameters.nbytes + self.memory.nbytes + self.sums.nbytes
 
 
 def part_slots(
@@ -58,20 +71,28 @@ def part_slots(
     """The slots of a rank, each as large as the largest part that needs it. Arguments as of `host_parts.HostParts`;
     state_bytes: of the optimizer state of an element.
     """
-    ways = [(part.stop - part.start, way_of(part.tier, own.rests)) for own in resting for part in own.parts]
+    ways = [
+        (part.stop - part.start, ops_of_part(part.tier, own.rests, own.sums)) for own in resting for part in own.parts
+    ]
 
     def most(*ops: Op) -> int:
         return max((numel for numel, way in ways if not {*ops}.isdisjoint(way)), default=0)
 
     stays = max((one.stop - one.start for one in residents), default=0)
-    updated, state = most(Op.UPDATE_HOST), max(most(Op.READ_STATE), stays) * state_bytes
+    copied, state = most(Op.COPY_GRADIENT), max(most(Op.READ_STATE), stays) * state_bytes
     moved = most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS)
     dtypes = {column: columns[column].dtype for column in (Column.GRADIENT, Column.PARAMETER)}
+    sums = most(Op.READ_SUM) * dtypes[Column.GRADIENT].itemsize
+
+    def allocated(size: int) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8) if swap is None else swap.allocate(size)
+
     return [
         PartSlot(
-            host_tensor(updated, dtypes[Column.GRADIENT], device, FLAG),
+            host_tensor(copied, dtypes[Column.GRADIENT], device, FLAG),
             host_tensor(moved, dtypes[Column.PARAMETER], device, FLAG),
-            torch.empty(0, dtype=torch.uint8) if swap is None else swap.allocate(state),
+            allocated(state),
+            allocated(sums),
         )
         for _ in range(SLOTS)
     ]

@@ -17,6 +17,11 @@ def state_piece(key: Key) -> str:
     return f"bucket {key[0]}, part {key[1]}"
 
 
+def gradient_piece(key: Key) -> str:
+    """The name of a part's summed gradient there."""
+    return f"{state_piece(key)}: gradient"
+
+
 def parameters_piece(key: Key) -> str:
     """The name of a part's parameters there."""
     return f"{state_piece(key)}: parameters"
@@ -33,13 +38,23 @@ class Part(NamedTuple):
 class Resting(NamedTuple):
     """Where the state of a bucket rests.
 
-    parts  in which it is updated in host memory, or its parameters are read from disks; none: all of its optimizer
-           state is on the device, and its parameters are in memory
+    parts  in which it is updated in host memory, its parameters are read from disks, or its gradients leave the device;
+           none: all of its optimizer state and gradients are on the device, and its parameters are in memory
     rests  where the parameters rest that the rank stores
+    sums   where its gradients are summed, and wait for their update
     """
 
     parts: tuple[Part, ...] = ()
     rests: Tier = Tier.DEVICE
+    sums: Tier = Tier.DEVICE
+
+    @property
+    def state_parts(self) -> tuple[Part, ...]:
+        """The parts in which its optimizer state rests; none: all of it is on the device, as a whole, and its
+        parameters are in memory.
+        """
+        apart = self.rests is Tier.DISK or any(part.tier is not Tier.DEVICE for part in self.parts)
+        return self.parts if apart else ()
 
 
 class Resident(NamedTuple):
@@ -69,7 +84,8 @@ def residents_of(ranges: Sequence[Range], resting: Sequence[Resting], most: int)
 
 
 def tiers_of(sizes: Sequence[int], offload: Offload) -> list[Tier]:
-    """Where the parameters of buckets rest. sizes: bytes of each in forward order; 0 of one that cannot leave.
+    """Where the parameters of buckets rest, or their gradients. sizes: bytes of each in forward order; 0 of one that
+    cannot leave.
 
     Whole buckets leave, the last ones first, until at least the share has left. The next step needs the others first.
     """
@@ -82,7 +98,7 @@ def tiers_of(sizes: Sequence[int], offload: Offload) -> list[Tier]:
 
 
 def parts_of(
-    ranges: Sequence[Range], offload: Offload, most: int, rests: Sequence[Tier] = ()
+    ranges: Sequence[Range], offload: Offload, most: int, rests: Sequence[Tier] = (), sums: Sequence[Tier] = ()
 ) -> list[tuple[Part, ...]]:
     """The parts of each bucket; none for one that needs none (`Resting`).
 
@@ -90,19 +106,22 @@ def parts_of(
     offload  of the optimizer state
     most     elements of a part that moves
     rests    where the parameters of each bucket rest; default: on the device
+    sums     where its gradients are summed; default: on the device
 
     What stays on the device are the first elements: the next step needs them first. The others have more time.
     """
     total = sum(stop - start for start, stop in ranges)
     left = total - round(offload.share * total) if offload else total
     found: list[tuple[Part, ...]] = []
-    for (start, stop), tier in zip(ranges, rests or [Tier.DEVICE] * len(ranges), strict=True):
+    home = [Tier.DEVICE] * len(ranges)
+    for (start, stop), tier, gradients in zip(ranges, rests or home, sums or home, strict=True):
         cut = min(stop, start + _aligned(left))
         left = max(0, left - (cut - start))
-        longest = most if tier is Tier.DISK else max(1, cut - start)
+        moves = tier is Tier.DISK or gradients is not Tier.DEVICE
+        longest = most if moves else max(1, cut - start)
         stays = [Part(first, last, Tier.DEVICE) for first, last in _pieces(start, cut, longest)]
         leaves = [Part(first, last, offload.tier) for first, last in _pieces(cut, stop, most)]
-        found.append((*stays, *leaves) if leaves or tier is Tier.DISK else ())
+        found.append((*stays, *leaves) if leaves or moves else ())
     return found
 
 

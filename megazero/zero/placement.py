@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from megazero.config.derive import offloads_parameters, shards_parameters
+from megazero.config.derive import offloads_gradients, offloads_parameters, shards_parameters
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
 from megazero.config.tiers import offload_of
@@ -69,14 +69,18 @@ def overwrites_own(parallel: ParallelConfig) -> bool:
 
 
 def placements(parallel: ParallelConfig) -> dict[Column, Placement]:
-    """The row of a run: that of its stage, and sharded parameters where `config.derive.shards_parameters` says so.
+    """The row of a run: that of its stage, sharded parameters where `config.derive.shards_parameters` says so, and with
+    --offload-gradients a rank keeps of a gradient what it updates.
 
     Raises ValueError for a stage that is not in the table.
     """
     if parallel.zero_stage not in PLACEMENTS:
         raise ValueError(f"--zero-stage {parallel.zero_stage} is not one of {', '.join(map(str, PLACEMENTS))}")
+    row = PLACEMENTS[parallel.zero_stage]
     more = {Column.PARAMETER: Placement.SHARDED} if shards_parameters(parallel) else {}
-    return PLACEMENTS[parallel.zero_stage] | more
+    if offloads_gradients(parallel):
+        more[Column.GRADIENT] = row[Column.EXP_AVG]
+    return row | more
 
 
 def run_columns(

@@ -54,7 +54,7 @@ def _values(state: ModelState, fill: Collection[str]) -> Generator[list[Fragment
                 for one in fragments
             ]
             continue
-        start = state.host.parts[index][number].start
+        start = state.host.state_parts[index][number].start
         with state.host.looking((index, number), writes=bool(fill)) as held:
             there = {name: held[column] for name, column in _saved(state).items()}
             yield [
@@ -70,9 +70,9 @@ def _portions(state: ModelState) -> Iterator[tuple[int, int, list[BucketFragment
     """(bucket, part, fragments) of each portion; -1: of the whole bucket."""
     for index, bucket in enumerate(state.buckets):
         start, stop = bucket.owned
-        if not state.host.parts[index]:
+        if not state.host.state_parts[index]:
             yield index, -1, list(bucket.layout.fragments(start, stop))
-        for number, part in enumerate(state.host.parts[index]):
+        for number, part in enumerate(state.host.state_parts[index]):
             first, last = max(start, part.start), min(stop, part.stop)
             if first < last:
                 yield index, number, list(bucket.layout.fragments(first, last))
@@ -95,7 +95,7 @@ def spread(state: ModelState) -> None:
     table = state.columns
     for index, bucket in enumerate(state.buckets):
         state.gatherer.wait()
-        if state.host.parts[index]:
+        if state.host.state_parts[index]:
             _spread_parts(state, index)
         else:
             for column in _saved(state).values():
@@ -135,9 +135,9 @@ def _round_weights(state: ModelState, index: int) -> None:
         return
     first, _ = state.weights.range_of(index)
     with _updated_parameters(state, index) as parameters:
-        if not state.host.parts[index]:
+        if not state.host.state_parts[index]:
             parameters.copy_(state.weights.held(index))
-        for number, part in enumerate(state.host.parts[index]):
+        for number, part in enumerate(state.host.state_parts[index]):
             with state.host.looking((index, number)) as held:
                 parameters[part.start - first : part.stop - first].copy_(held[Column.MASTER])
 
@@ -169,7 +169,7 @@ def _spread_parts(state: ModelState, index: int) -> None:
     """
     bucket, host = state.buckets[index], state.host
     first, last = state.weights.range_of(index)
-    ranges = [slice(part.start - first, part.stop - first) for part in host.parts[index]]
+    ranges = [slice(part.start - first, part.stop - first) for part in host.state_parts[index]]
     if bucket.owned == (first, last):
         _round_weights(state, index)
         return

@@ -11,15 +11,13 @@ With hybrid shards a reduction has two halves: `reduce` over the neighbours that
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fused_ops.linear import write_or_add
+from megazero.config.tiers import Tier
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.gradient import Write
@@ -28,6 +26,8 @@ from megazero.mpu.parameter import ParameterKind
 from megazero.program.instruction import ComputationKey
 from megazero.program.simulate import IN_FLIGHT
 from megazero.zero.across import AcrossSum
+from megazero.zero.bucket_target import BucketTarget
+from megazero.zero.leaving import LeavingGradients, sum_over
 from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
 
@@ -36,36 +36,15 @@ Arrived = tuple[frozenset[int], ...]
 
 @dataclass
 class _BucketReduction:
-    """A launched reduction of a bucket: the tensor that is reduced, and the buffer to return to the pool, if any."""
+    """A launched reduction of a bucket: the tensor that is reduced, the buffer to return to the pool, if any, and
+    whether it holds memory beside the column.
+    """
 
     index: int
     handle: CommunicationHandle
     travelling: Tensor
     borrowed: Tensor | None
-
-
-class _Target:
-    """The gradient target of one parameter.
-
-    It has a weak reference to the reducer. The garbage collector cannot see torch's hooks: with a strong reference the
-    cycle of parameter, hook, reducer, bucket and parameter, and the process groups in it, would never be freed.
-    """
-
-    def __init__(self, reducer: GradientReducer, index: int, entry: int) -> None:
-        self._reducer, self._at = weakref.ref(reducer), (index, entry)
-
-    def add(self, write: Write) -> None:
-        """See `mpu.gradient.GradientTarget`."""
-        reducer = self._reducer()
-        assert reducer is not None, "the model state of this parameter is gone"
-        reducer.take(*self._at, write)
-
-    def take_from(self, parameter: Tensor) -> None:
-        """Add `parameter.grad`, which autograd has completed. It is None where a layer has used the target itself."""
-        gradient = parameter.grad
-        if gradient is not None:
-            self.add(partial(write_or_add, gradient))
-            parameter.grad = None
+    holds_memory: bool
 
 
 class GradientReducer:
@@ -74,6 +53,8 @@ class GradientReducer:
     buckets   in forward order
     column    the gradient column. If it is sharded (ZeRO-2), a bucket's whole gradient is in a buffer of the pool from
               its first part to its reduction, whose result is added to the shard
+    sums      where each bucket's gradients are summed. If not on the device, the whole gradient is in such a buffer
+              too, and the result leaves from there (`zero.leaving`)
     state     an optimizer column. A reduction delivers the range that this column stores: by a reduce-scatter if it is
               sharded, else by an all-reduce (with hybrid shards by a reduce-scatter and `AcrossSum`'s all-gather)
     dtype     dtype in which gradients are communicated, or from which they are quantised
@@ -96,11 +77,14 @@ class GradientReducer:
         messages: GradientMessages,
         overlap: bool,
         tp: Group,
+        sums: Sequence[Tier] = (),
     ) -> None:
+        self._leaves = [tier is not Tier.DEVICE for tier in sums] or [False] * len(buckets)
         self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
         self.messages, self.overlap, self.tp = messages, overlap, tp
         self.pool = BufferPool(column.dtype, column.device, column.tier)
         self.across = AcrossSum(buckets, column, state, dtype, messages)
+        self.leaving = LeavingGradients(buckets, column, state, messages, self.across, self.pool, tp)
         self._borrowed: dict[int, Tensor] = {}
         self._arrived: list[set[int]] = [set() for _ in buckets]
         self._launched = [False] * len(buckets)
@@ -111,11 +95,12 @@ class GradientReducer:
         self._reductions: list[_BucketReduction] = []
         for index, bucket in enumerate(buckets):
             for entry, parameter in enumerate(bucket.parameters):
-                parameter.gradient_target = target = _Target(self, index, entry)
+                parameter.gradient_target = target = BucketTarget(self, index, entry)
                 parameter.register_post_accumulate_grad_hook(target.take_from)
         self._partials = [
             column.view(index, fragment.offset, fragment.offset + fragment.numel)
             for index, bucket in enumerate(buckets)
+            if not self._leaves[index]
             for fragment in bucket.layout.fragments(*state.range_of(index))
             if fragment.spec.tp_partial
         ]
@@ -149,14 +134,23 @@ class GradientReducer:
         assert not self._deferred, "a backward is still under way"
         late = [index for index, arrived in enumerate(self._arrived) if arrived]
         assert not late, f"gradients of buckets {late} are not reduced"
-        while self._reductions:
-            self._complete_oldest()
+        self._end_all()
+
+    def _end_all(self) -> None:
+        while self._reductions or self.leaving:
+            self._end_oldest()
         self.across.complete()
 
-    def sum_partials(self) -> None:
-        """Sum tp_partial gradients over tp, after `complete`. All ranks call this."""
-        self.complete()
-        self._sum_partials()
+    def sum_partials(self, buckets: Sequence[int] = ()) -> None:
+        """Sum tp_partial gradients over tp: of reduced buckets that leave the device, or (none named) of all others,
+        after `complete`. All ranks call this.
+        """
+        for index in buckets:
+            self._complete(index)
+            self.leaving.sum_partials(index)
+        if not buckets:
+            self.complete()
+            sum_over(self._partials, self.tp)
 
     def reset(self) -> None:
         """Forget the gradients: the next ones begin a new sum."""
@@ -167,9 +161,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Forget all gradients, and those that are being reduced: wait for the reductions, give buffers back."""
         assert self._deferring is None and not self._deferred, "a backward is under way"
-        while self._reductions:
-            self._complete_oldest()
-        self.across.complete()
+        self._end_all()
         for arrived in self._arrived:
             arrived.clear()
         while self._borrowed:
@@ -201,7 +193,7 @@ class GradientReducer:
 
     def accumulate(self, index: int, entry: int, write: Write) -> None:
         """Add a gradient to its bucket."""
-        assert self.column.is_sharded or not self._launched[index], "a gradient arrived after its bucket was reduced"
+        assert self._lends(index) or not self._launched[index], "a gradient arrived after its bucket was reduced"
         spec = self.buckets[index].layout.entries[entry]
         into = self._whole(index)[spec.offset : spec.stop].view(spec.spec.local_shape)
         # An entry that has not arrived yet still has the previous step's gradient, or undefined content.
@@ -210,12 +202,16 @@ class GradientReducer:
 
     def _whole(self, index: int) -> Tensor:
         """The whole gradient of a bucket, [numel]."""
-        if not self.column.is_sharded:
+        if not self._lends(index):
             return self.column.held(index)
         numel = self.buckets[index].layout.numel
         if index not in self._borrowed:
             self._borrowed[index] = self.pool.take(numel)
         return self._borrowed[index][:numel]
+
+    def _lends(self, index: int) -> bool:
+        """Whether a bucket's whole gradient is in a buffer of the pool."""
+        return self.column.is_sharded or self._leaves[index]
 
     # --- one bucket ------------------------------------------------------------------------------------------------
 
@@ -241,11 +237,13 @@ class GradientReducer:
             handle = self.messages.reduce_scatter(index, travelling[slice(*bucket.shard)], travelling)
         else:
             handle = collectives.all_reduce(travelling, bucket.groups.inner)
-        self._reductions.append(_BucketReduction(index, handle, travelling, borrowed))
         in_blocks = self.messages.bits is not None and bucket.groups.inner.handle is not None
-        holds_memory = self.column.is_sharded or travelling is not whole or in_blocks
-        most = IN_FLIGHT if self.overlap else 0
-        while (holds_memory or not self.overlap) and len(self._reductions) > most:
+        holds_memory = self._lends(index) or travelling is not whole or in_blocks
+        self._reductions.append(_BucketReduction(index, handle, travelling, borrowed, holds_memory))
+        most = IN_FLIGHT if self.overlap else int(self._leaves[index])  # what leaves has still to do so
+        while (holds_memory or not self.overlap) and self._holding > most:
+            self._end_oldest()
+        while self._reductions and not self.overlap:
             self._complete_oldest()
 
     def reduce_across(self, index: int) -> None:
@@ -253,19 +251,48 @@ class GradientReducer:
 
         Waits for that.
         """
-        while any(reduction.index == index for reduction in self._reductions):
-            self._complete_oldest()
-        self.across.launch(index)
+        self._complete(index)
+        if self._leaves[index]:
+            self.leaving.launch_across(index)
+        else:
+            self.across.launch(index)
+
+    def reduced(self, index: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a bucket whose reduced gradient leaves the device, of what this rank updates. Waits
+        for the reduction. `leaving.leaves` has to be told of the copy.
+        """
+        self._complete(index)
+        return self.leaving.view(index, start, stop)
+
+    @property
+    def _holding(self) -> int:
+        """Number of reductions that hold memory of their own."""
+        return sum(reduction.holds_memory for reduction in self._reductions) + len(self.leaving)
 
     def _scatters(self, index: int) -> bool:
         """Whether a reduction leaves this rank its shard, not the whole bucket."""
         return self.state.is_sharded or self.across.gathers(index)
 
+    def _complete(self, index: int) -> None:
+        """Wait for a bucket's reductions, and those before them."""
+        while any(reduction.index == index for reduction in self._reductions):
+            self._complete_oldest()
+
+    def _end_oldest(self) -> None:
+        """Wait for the oldest reduction; if it leaves the device, until it has left."""
+        if self.leaving:
+            self.leaving.end_oldest()
+        else:
+            self._complete_oldest()
+
     def _complete_oldest(self) -> None:
-        """Wait for the oldest reduction and put its result into the column."""
+        """Wait for the oldest reduction, and put its result into the column, or where it leaves from."""
         reduction = self._reductions.pop(0)
         reduction.handle.wait()
         index = reduction.index
+        if self._leaves[index]:
+            self.leaving.take(index, reduction.travelling, reduction.borrowed)
+            return
         start, stop = self.buckets[index].shard if self._scatters(index) else self.state.range_of(index)
         result, target = reduction.travelling[start:stop], self.column.view(index, start, stop)
         if self.column.is_sharded and self._completed[index]:
@@ -277,16 +304,6 @@ class GradientReducer:
             self.across.launch(index)
         if reduction.borrowed is not None:
             self.pool.give(reduction.borrowed)
-
-    # --- partial sums over tp --------------------------------------------------------------------------------------
-
-    def _sum_partials(self) -> None:
-        if self.tp.size == 1 or not self._partials:
-            return
-        packed = torch.cat(self._partials)
-        collectives.all_reduce(packed, self.tp).wait()
-        for view, total in zip(self._partials, packed.split([view.numel() for view in self._partials]), strict=True):
-            view.copy_(total)
 
 
 def _add(target: Tensor, result: Tensor) -> None:

@@ -109,7 +109,7 @@ def rank_shape(
         return UnitShape(everything, backward, tuple(n for n in everything if buckets[n].trained), at_once, in_forward)
 
     units = tuple(tuple(unit(parameters) for parameters in chunk) for chunk in specs)
-    partial = any(entry.spec.tp_partial for layout in layouts for entry in layout.entries)
+    partial = any(_is_partial(layout) for layout, own in zip(layouts, resting, strict=False) if own.sums is Tier.DEVICE)
     return RankShape(units, tuple(buckets), partial)
 
 
@@ -142,7 +142,13 @@ def _bucket(
         parts=tuple(_part(part, widths) for part in resting.parts),
         rests=resting.rests,
         rests_whole=loaded and not shared_out,
+        sums=resting.sums,
+        partial=trained and _is_partial(layout),
     )
+
+
+def _is_partial(layout: BucketLayout) -> bool:
+    return any(entry.spec.tp_partial for entry in layout.entries)
 
 
 def _part(part: Part, widths: StateWidths) -> PartShape:

@@ -20,6 +20,7 @@ from megazero.zero.coded import Coding, frozen_layouts
 from megazero.zero.device_tier import DeviceTier
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
+from megazero.zero.host_gradients import HostGradients
 from megazero.zero.host_lanes import HostLanes
 from megazero.zero.host_parts import HostParts
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
@@ -34,12 +35,12 @@ from megazero.zero.offload import (
     run_residents,
 )
 from megazero.zero.owed import OwedUpdates
-from megazero.zero.parts import Resting
+from megazero.zero.parts import Part, Resting
 from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
 from megazero.zero.reducer import GradientReducer
 from megazero.zero.resting import DiskColumn, RestingParameters
 from megazero.zero.shape import rank_shape, state_widths
-from megazero.zero.storage import StoredColumn, parameter_column, update_range
+from megazero.zero.storage import StoredColumn, parameter_column, stored_range, update_range
 
 HOST = "host memory"
 """The name of what offloaded state takes there, in `ModelState.bytes`."""
@@ -114,6 +115,7 @@ class ModelState:
             messages=self.messages,
             overlap=parallel.overlap,
             tp=grid.tp,
+            sums=[own.sums for own in trained],
         )
         self.gatherer = ParameterGatherer(
             [*self.parameters, *self.frozen.parameters],
@@ -123,15 +125,17 @@ class ModelState:
         )
         self.host = HostParts(self.columns, trained, swap, lanes, grid.device, residents)
         """The parts that are updated in host memory."""
+        self.gradients = HostGradients(self.buckets, trained, self.reducer, self.host, grid.at.tp)
+        """Sums of gradients that are not on the device."""
         self.owed = OwedUpdates()
         """What a step leaves to the next one; nothing without --late-update."""
-        self.actions = BucketActions(self.reducer, self.gatherer, self.owed, self.host)
+        self.actions = BucketActions(self.reducer, self.gatherer, self.owed, self.host, self.gradients)
 
     def _made_columns(
         self, row: Mapping[Column, Placement], dtypes: Mapping[Column, torch.dtype], resting: Sequence[Resting]
     ) -> dict[Column, StoredColumn]:
         """All columns of the trained buckets."""
-        parts, device = [own.parts for own in resting], self.grid.device
+        parts, device = [own.state_parts for own in resting], self.grid.device
         found: dict[Column, StoredColumn] = {}
         for column, dtype in dtypes.items():
             if column is Column.PARAMETER:
@@ -140,9 +144,17 @@ class ModelState:
                 found[column] = parameter_column(*where, self.tier, column.value)
                 continue
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
-            rests = parts if column in OPTIMIZER else ()
+            rests: Sequence[tuple[Part, ...]] = parts if column in OPTIMIZER else ()
             of = row[column], dtype, self.buckets, device, allocate
-            found[column] = StoredColumn(*of, parts=rests, tier=self.tier, name=column.value)
+            flag = "--offload-optimizer"
+            if column is Column.GRADIENT:
+                ranges = [stored_range(own, row[column]) for own in self.buckets]
+                tiers = [own.sums for own in resting]
+                rests, flag = (
+                    [(Part(*own, tier),) for own, tier in zip(ranges, tiers, strict=True)],
+                    "--offload-gradients",
+                )
+            found[column] = StoredColumn(*of, parts=rests, flag=flag, tier=self.tier, name=column.value)
         return found
 
     @property

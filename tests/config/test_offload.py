@@ -23,6 +23,8 @@ ALLOWED = (
     "--offload-optimizer nvme --nvme-path a --late-update --zero-stage 3",
     "--offload-params cpu",
     "--offload-params nvme:0.3 --nvme-path a --offload-optimizer cpu --zero-stage 1",
+    "--offload-gradients cpu --nvme-buffer-bytes 40KB",
+    "--offload-gradients nvme:0.3 --nvme-path a --late-update --zero-stage 2",
 )
 REFUSED = {
     "--offload-optimizer gpu": "--offload-optimizer gpu: 'gpu' is not one of none, cpu, nvme",
@@ -37,8 +39,8 @@ REFUSED = {
     "--offload-optimizer cpu --nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme, --offl",
     "--nvme-checkpoint": "--nvme-checkpoint has no effect without --offload-optimizer nvme",
     "--offload-optimizer cpu --nvme-checkpoint": "--nvme-checkpoint has no effect without --offload-optimizer nvme",
-    "--nvme-buffer-bytes 9MB": "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme",
-    "--offload-params cpu --nvme-buffer-bytes 9": "--nvme-buffer-bytes 9 has no effect without --offload-optimizer cpu",
+    "--nvme-buffer-bytes 9MB": "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer or --offload-gra",
+    "--offload-params cpu --nvme-buffer-bytes 9": "--nvme-buffer-bytes 9 has no effect without --offload-optimizer or",
     "--offload-optimizer nvme --nvme-path a b ./a": "--nvme-path a b ./a: ./a is there twice; name each folder once",
     "--offload-optimizer cpu --optimizer-impl apex": "apex has kernels for CUDA only, and --offload-optimizer cpu",
     "--offload-optimizer cpu --nvme-buffer-bytes 0": "--nvme-buffer-bytes 0: must be at least 1",
@@ -47,6 +49,13 @@ REFUSED = {
     "--offload-params cpu --cuda-graphs": "fixed addresses, which --offload-params cpu does not have: drop one of them",
     "--offload-params nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 32767": (
         "with --offload-params nvme are on their way at a time; nearest: --nvme-buffer-bytes 32768"
+    ),
+    "--offload-gradients disk": "--offload-gradients disk: 'disk' is not one of none, cpu, nvme",
+    "--offload-gradients cpu:2": "--offload-gradients cpu:2: the share 2 is not above 0 and at most 1",
+    "--offload-gradients nvme": "--offload-gradients nvme needs --nvme-path DIR, a folder for swap files",
+    "--offload-gradients cpu --cuda-graphs": "addresses, which --offload-gradients cpu does not have: drop one of them",
+    "--offload-gradients nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 40959": (
+        "with --offload-gradients nvme are on their way at a time; nearest: --nvme-buffer-bytes 40960"
     ),
     "--offload-optimizer cpu --precision bf16 --nvme-buffer-bytes 24575": (
         "--nvme-buffer-bytes 24575 does not hold 4 parts of 1024 elements, which with --offload-optimizer cpu are on "
@@ -84,6 +93,8 @@ def test_a_link_to_a_folder_is_that_folder(tmp_path: Path) -> None:
         "nvme:0.5 --nvme-path a",
         "nvme --nvme-path a --offload-params cpu",
         "nvme --nvme-path a --offload-params nvme",
+        "nvme --nvme-path a --offload-gradients nvme",
+        "cpu --offload-gradients cpu",
     ],
 )
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
@@ -96,5 +107,5 @@ def test_the_least_buffer_is_what_the_parts_take(words: str, precision: str) -> 
         run = parse_run([*line, "--nvme-buffer-bytes", str(factor * least)], 1)
         widths = state_widths(run.optimizer, run.parallel, run.offload)
         layout = BucketLayout(0, (), 0, 0, 6 * 5 * ALIGNMENT, StateGroup.REPLICAS)
-        ((parts, _),) = run_parts([(0, layout.numel)], [layout], widths, run.parallel, run.offload)
+        ((parts, *_),) = run_parts([(0, layout.numel)], [layout], widths, run.parallel, run.offload)
         assert max(part.stop - part.start for part in parts if part.tier.value in words) == factor * ALIGNMENT

@@ -73,7 +73,7 @@ def problems(*words: str) -> tuple[str, ...]:
         ("late_update: 3\n", "late_update: 3 is not true or false"),
         ("micro_batch_order: diagonal\n", "micro_batch_order: diagonal is not one of horizontal, vertical"),
         ("optimiser: cpu\n", "there is no optimiser; did you mean optimizer?"),
-        ("weights: cpu\n", "there is no weights: optimizer, params, activations, "),
+        ("weights: cpu\n", "there is no weights: optimizer, params, gradients, activations, "),
         ("[1, 2]\n", "holds no table, but list"),
         ("", "holds no table, but nothing"),
         ("optimizer: [\n", "is no YAML"),

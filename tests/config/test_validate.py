@@ -459,7 +459,7 @@ POINTLESS = [
     (
         "--nvme-buffer-bytes 9MB",
         1,
-        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer cpu or nvme, --offload-params",
+        "--nvme-buffer-bytes 9000000 has no effect without --offload-optimizer or --offload-gradients",
         "--offload-optimizer cpu",
     ),
     (
@@ -512,7 +512,7 @@ IDLE = [
     (
         "--host-memory-budget 9",
         1,
-        "--host-memory-budget 9 has no effect without --offload-optimizer, --offload-params or",
+        "--host-memory-budget 9 has no effect without --offload-optimizer, or the same of params, gradients or",
         "--offload-activations cpu",
     ),
     (

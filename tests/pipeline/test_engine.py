@@ -102,7 +102,7 @@ class Recorder:
     def reduce(self, bucket: int) -> None:
         self.calls.append(("reduce", bucket))
 
-    def reduce_partial(self) -> None:
+    def reduce_partial(self, buckets: Sequence[int]) -> None:
         raise AssertionError("no sum is partial")
 
     def norm(self, loss_sum: torch.Tensor) -> None:

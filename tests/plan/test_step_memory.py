@@ -52,6 +52,13 @@ RUNS = (
     (2, "--offload-params cpu:0.5 --zero-stage 3 --global-batch-size 4 --recompute-granularity full"),
     (2, "--offload-params nvme --offload-optimizer nvme --nvme-path {disk} --zero-stage 2 --nvme-buffer-bytes 300KB"),
     (4, "--offload-params nvme --nvme-path {disk} --zero-stage 3 --pp 2 --late-update --nvme-buffer-bytes 300KB"),
+    (1, "--offload-gradients cpu --nvme-buffer-bytes 200KB --global-batch-size 4"),
+    (2, "--offload-gradients cpu --zero-stage 3 --precision bf16 --nvme-buffer-bytes 100KB --global-batch-size 8"),
+    (2, "--offload-gradients cpu:0.5 --zero-stage 0 --nvme-buffer-bytes 200KB --global-batch-size 8"),
+    (2, "--offload-gradients cpu --zero-stage 1 --precision bf16 --grad-reduce-dtype bf16 --nvme-buffer-bytes 90KB"),
+    (2, "--offload-gradients nvme --nvme-path {disk} --zero-stage 2 --no-overlap --nvme-buffer-bytes 300KB"),
+    (4, "--offload-gradients nvme --nvme-path {disk} --pp 2 --zero-stage 3 --late-update --nvme-buffer-bytes 300KB"),
+    (2, f"{VERTICAL} --offload-gradients cpu --zero-stage 3 --global-batch-size 8 --recompute-granularity full"),
     (2, f"{VERTICAL} --zero-stage 3 --offload-activations cpu:0.5 --global-batch-size 8"),
     (2, "--offload-activations cpu --pp 2 --pipeline-schedule zb-h1 --hidden-dropout 0.1 --global-batch-size 4"),
     (2, "--offload-activations cpu:0.6 --zero-stage 3 --global-batch-size 8 --recompute-granularity selective"),
@@ -119,7 +126,8 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
     peak = stage_trace(steps, at, state, "cpu").peak
     columns = {column.value: size for column, size in peak.columns.items()}
     spare, swap = job.state.model.reducer.pool.nbytes, job.state.model.host.swap
-    unseen = 0 if swap is None else swap.memory_bytes + sum(slot.memory.nbytes for slot in job.state.model.host._slots)
+    slots = job.state.model.host._slots
+    unseen = 0 if swap is None else swap.memory_bytes + sum(slot.memory.nbytes + slot.sums.nbytes for slot in slots)
     unseen += job.state.model.resting.buffer_bytes
     buffers = getattr(job.trainer.engine.parts.host, "buffers", None)  # type: ignore[union-attr]
     host = (0 if buffers is None else buffers.nbytes), host_bytes(steps, at, "cpu")

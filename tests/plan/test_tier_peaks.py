@@ -28,6 +28,11 @@ COMBINATIONS = (
     (1, f"--offload-activations nvme {NVME} --global-batch-size 4 --num-layers 8"),
     (2, f"--offload-optimizer nvme --offload-activations nvme:0.6 {NVME} --zero-stage 2 --global-batch-size 6"),
     (2, f"--offload-optimizer nvme:0.8 {NVME} --offload-activations cpu:0.7 --tp 2 --optimizer sgd"),
+    (1, "--offload-gradients cpu --offload-optimizer cpu:0.6 --nvme-buffer-bytes 200KB --global-batch-size 4"),
+    (2, "--offload-gradients cpu:0.5 --nvme-buffer-bytes 200KB --zero-stage 3 --late-update --global-batch-size 8"),
+    (2, f"--offload-gradients nvme {NVME} --zero-stage 1 --tp 1 --global-batch-size 6"),
+    (1, f"--offload-gradients nvme --offload-params nvme --offload-optimizer nvme {NVME} --global-batch-size 4"),
+    (2, f"--offload-gradients nvme:0.5 --offload-optimizer cpu {NVME} --pp 2 --late-update --global-batch-size 4"),
 )
 
 
@@ -48,7 +53,9 @@ def in_host_memory(job: Job) -> tuple[int, int]:
     swaps = (model.host.swap, None if disks is None else disks.swap)
     of_files = sum(swap.memory_bytes for swap in swaps if swap is not None)
     every = columns + model.host.buffer_bytes + of_files + kept
-    unseen = of_files + sum(slot.memory.nbytes for slot in model.host._slots) + kept * (disks is not None)
+    unseen = (
+        of_files + sum(slot.memory.nbytes + slot.sums.nbytes for slot in model.host._slots) + kept * (disks is not None)
+    )
     return every, every - unseen
 
 

@@ -27,9 +27,10 @@ class Model:
     """A model and its layout. units: blocks of every model chunk, in turn. frozen: embedding and blocks have a frozen
     bucket as well; the embedding nothing else. parts: where the optimizer state of the parts of each trained bucket
     rests; none: no bucket has parts. rests: where the parameters of every bucket rest; those on disks have one part
-    where `parts` says nothing. border: of the lists, where they are no evaluation's. vertical: the order of
-    micro-batches, horizontal where it is None. leaving: share of the activations that leaves; then the units of a chunk
-    keep 10, 20, 30 bytes and so on. disk_buffers: bytes of host memory through which these go to disks; None: none do.
+    where `parts` says nothing. sums: where the gradients of every trained bucket are summed. border: of the lists,
+    where they are no evaluation's. vertical: the order of micro-batches, horizontal where it is None. leaving:
+    share of the activations that leaves; then the units of a chunk keep 10, 20, 30 bytes and so on. disk_buffers:
+    bytes of host memory through which these go to disks; None: none do.
     """
 
     schedule: str = "1f1b"
@@ -49,6 +50,7 @@ class Model:
     evaluation: bool = False
     parts: tuple[Tier, ...] = ()
     rests: Tier = Tier.DEVICE
+    sums: Tier = Tier.DEVICE
     border: Border = ON_TIME
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
@@ -91,14 +93,15 @@ def shape_of(model: Model, stage: int) -> RankShape:
         together = spans and model.across == 1 and not model.shares_parameters
         shards = model.dp // model.across * (2 if together else 1)
         across = model.across * (2 if spans and not together else 1)
-        tiers = model.parts * is_trained or (Tier.DEVICE,) * (model.rests is Tier.DISK)
+        leaves = is_trained and model.sums is not Tier.DEVICE
+        tiers = model.parts * is_trained or (Tier.DEVICE,) * (model.rests is Tier.DISK or leaves)
         made = BucketShape(
             chunk,
             2 * numel,
             4 * numel * is_trained,
             trained=is_trained,
             gathered=model.gathers,
-            sharded_gradient=is_trained and model.zero >= 2,
+            sharded_gradient=is_trained and (model.zero >= 2 or (model.zero == 1 and leaves)),
             sharded_state=is_trained and model.zero >= 1,
             shards=shards,
             across=across,
@@ -107,6 +110,8 @@ def shape_of(model: Model, stage: int) -> RankShape:
             parts=tuple(PartShape(tier, numel, 3 * numel, numel // 2) for tier in tiers),
             rests=model.rests,
             rests_whole=model.rests is not Tier.DEVICE and not (model.shares_parameters and shards > 1),
+            sums=model.sums if is_trained else Tier.DEVICE,
+            partial=is_trained and model.partial,
         )
         (trained if is_trained else frozen).append(made)
         return len(trained if is_trained else frozen) - 1
@@ -136,7 +141,7 @@ def shape_of(model: Model, stage: int) -> RankShape:
             read = (*own, *(len(trained) + number for number in adapted))
             row.append(UnitShape(read, read, tuple(own)))
         shapes.append(tuple(row))
-    return RankShape(tuple(shapes), (*trained, *frozen), model.partial)
+    return RankShape(tuple(shapes), (*trained, *frozen), model.partial and model.sums is Tier.DEVICE)
 
 
 def settling_of(model: Model) -> Step:
@@ -164,7 +169,7 @@ def step_of(model: Model) -> Step:
         if model.evaluation:
             instructions = forward_only(instructions)
         options = StepOptions(
-            model.zero >= 2,
+            model.zero >= 2 or model.sums is not Tier.DEVICE,
             model.overlap,
             gathered_bytes=10**9,
             late=model.border.is_late,
@@ -212,6 +217,7 @@ def drawn(source: random.Random) -> Model:
         evaluation=source.random() < 0.2,
         parts=tuple(source.choices(tuple(Tier), k=source.choice((0, 0, 1, 2, 3)))),
         rests=source.choice((Tier.DEVICE, *Tier)),
+        sums=source.choice((Tier.DEVICE, *Tier)),
         border=source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING)),
         vertical=source.choice((None, None, VerticalOrder(), VerticalOrder(2), VerticalOrder(3))),
         leaving=source.choice((0.0, 0.0, 0.3, 1.0)),

@@ -65,6 +65,8 @@ def test_text_and_lane(instruction: Instruction, lane: Lane, text: str) -> None:
 def test_every_kind_is_a_computation_a_transfer_on_model_state_or_a_copy() -> None:
     on_state = {Op.GATHER, Op.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, Op.UPDATE}
     on_state |= {Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS}
+    on_state |= {Op.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM}
+    on_state |= {Op.READ_GRADIENT, Op.FETCH_GRADIENT}
     on_state |= {Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE}
     copies = {Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS}
     for op in Op:

@@ -123,7 +123,7 @@ def test_every_gather_has_its_own_loads(seed: int) -> None:
     """Each part once, one gather ahead at most, each read right before its load; so bytes are those of gathers."""
     source, seen = random.Random(seed), Counter[Tier]()
     for _ in range(60):
-        model = replace(drawn(source), rests=source.choice((Tier.HOST, Tier.DISK)), leaving=0.0)
+        model = replace(drawn(source), rests=source.choice((Tier.HOST, Tier.DISK)), sums=Tier.DEVICE, leaving=0.0)
         step = step_of(model)
         checked(step)
         for role, instructions in step.lists.items():

@@ -302,9 +302,10 @@ def test_the_table_tells_of_every_tier() -> None:
         told = lines(f"--offload-optimizer {words}")
         assert told[0].endswith("device") and max(map(len, told)) <= 98
         heads = re.split("  +", told[4])
-        assert heads == ["stage", "host: weights", "optimizer", "on its way", "host memory", "disks"]
+        assert heads == ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", "disks"]
         cells = re.split("  +", told[6])
-        assert (cells[2] == "0 B", cells[5] == "0 B") == zeros and "0 B" not in cells[3:5] and cells[1] == "0 B"
+        assert (cells[3] == "0 B", cells[6] == "0 B") == zeros and "0 B" not in cells[4:6]
+        assert cells[1] == cells[2] == "0 B"
 
 
 def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ class Rank:
             elif i.op in on_one:
                 getattr(state.actions, on_one[i.op])(*i.buckets)
             elif i.op is Op.REDUCE_PARTIAL:
-                state.actions.reduce_partial()
+                state.actions.reduce_partial(i.buckets)
             elif i.op is Op.UPDATE:
                 assert now is not None
                 self.optimizer.update(i.buckets, now)

@@ -31,6 +31,13 @@ COLOURS = {
     Op.WRITE_PARAMETERS: "#a08a72",
     Op.READ_STATE: "#a58b6f",
     Op.COPY_GRADIENT: "#b8925a",
+    Op.STORE_GRADIENT: "#b8925a",
+    Op.ADD_GRADIENT: "#9a8fae",
+    Op.COUNT_GRADIENT: "#9a8fae",
+    Op.READ_SUM: "#b9a58f",
+    Op.WRITE_SUM: "#a08a72",
+    Op.READ_GRADIENT: "#a58b6f",
+    Op.FETCH_GRADIENT: "#6f8f5a",
     Op.UPDATE_HOST: "#7a7f8c",
     Op.COPY_PARAMETERS: "#6f8f5a",
     Op.WRITE_STATE: "#8a6f58",
@@ -50,6 +57,13 @@ WORDS = {
     Op.WRITE_PARAMETERS: "write of parameters",
     Op.READ_STATE: "read",
     Op.COPY_GRADIENT: "copy to the host",
+    Op.STORE_GRADIENT: "gradient to the host",
+    Op.ADD_GRADIENT: "addition there",
+    Op.COUNT_GRADIENT: "count",
+    Op.READ_SUM: "read of a sum",
+    Op.WRITE_SUM: "write of a sum",
+    Op.READ_GRADIENT: "read of a gradient",
+    Op.FETCH_GRADIENT: "gradient back",
     Op.UPDATE_HOST: "update there",
     Op.COPY_PARAMETERS: "copy back",
     Op.WRITE_STATE: "write",
@@ -81,19 +95,21 @@ def simulated(
     leaving: int,
     offload: str,
     params: str,
+    gradients: str,
 ) -> SimulationReport:
     """The step of a model with this number of blocks on each stage, on 4 replicas, by 1F1B. late: with the updates of
     the step before, not with its own. vertical: all micro-batches pass a unit together. leaving: percent of the
-    activations that leave the device. offload, params: as
-    --offload-optimizer and --offload-params.
+    activations that leave the device. offload, params, gradients: as --offload-optimizer, --offload-params and
+    --offload-gradients.
     """
     chunks = chunk_map("1f1b", pp, CHUNKS["1f1b"] or 1)
-    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size, shard_size, Tier(offload), Tier(params))
+    tiers = Tier(offload), Tier(params), Tier(gradients)
+    model = ExampleModel((blocks,) * pp, zero, shard_size, 4 // shard_size, shard_size, *tiers)
     shapes = [model.shape(chunks.of(stage)) for stage in range(pp)]
     shapes = [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
     order = VerticalOrder() if vertical else None
     options = StepOptions(
-        reduce_every=zero >= 2,
+        reduce_every=zero >= 2 or tiers[2] is not Tier.DEVICE,
         gathered_bytes=2 * PARAMETER_BYTES * shard_size,
         late=bool(late),
         vertical=order,
@@ -123,9 +139,10 @@ def step(
     leaving: int = 0,
     offload: str = "none",
     params: str = "none",
+    gradients: str = "none",
 ) -> str:
     """The lanes of one step."""
-    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, offload, params)
+    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, offload, params, gradients)
     rows = [row for stage in range(pp) for row in _rows(report, stage)]
     picture = Picture(_WIDTH, _TOP + len(rows) * (_ROW + _GAP) + 8 * pp + 24, f"The lanes of a step under ZeRO-{zero}")
     ends = (span.end for _, spans in rows for span in spans)

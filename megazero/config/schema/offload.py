@@ -16,9 +16,9 @@ class OffloadConfig:
     with --nvme-path). cpu:0.6 moves that share of them. What has left the device is updated by the host's processor.
     The results are the same either way, but with --zero-quantized-weights and ZeRO stage 1 or 2."""
     nvme_path: tuple[str, ...] = option((), many=True, metavar="DIR", derived="no folder")
-    """Folders for the files of --offload-optimizer, --offload-params and --offload-activations nvme, which are removed
-    at the end. Each rank has one file in each folder, and they share its bytes in proportion to their speed, which is
-    measured at the start."""
+    """Folders for the files of --offload-optimizer, --offload-params, --offload-gradients and --offload-activations
+    nvme, which are removed at the end. Each rank has one file in each folder, and they share its bytes in proportion to
+    their speed, which is measured at the start."""
     nvme_checkpoint: bool = option(False)
     """Make each optimizer step durable in the files of --nvme-path, which take twice the space: a kill at any instant
     leaves a whole step, and the same command goes on from it. The files then stay until the run is finished or its last

@@ -1,9 +1,9 @@
 """Place the reductions of gradients in a list.
 
 A bucket is reduced when the backward of the first unit that uses it is over, since a backward takes the units in
-reverse order. There is one exception: a bucket whose shards several stages share out (a tied embedding's) is reduced at
-the end of the step. Its part on the first stage is complete only after the step's last backward, and the last stage
-would need a buffer for each micro-batch until then.
+reverse order. There is one exception: a bucket whose shards several stages share out (a tied embedding's), or whose sum
+leaves the device, is reduced at the end of the step. Its part on the first stage is complete only after the step's last
+backward, and the last stage would need a buffer for each micro-batch until then.
 
 In vertical order a unit's gradient is complete when the last micro-batch of a group has passed it (`passes.vertical`).
 """
@@ -35,19 +35,24 @@ def place_reductions(
 ) -> tuple[Instruction, ...]:
     """The list with a REDUCE for each bucket, as soon as its gradients are complete.
 
-    every: reduce in every backward (a sharded gradient); else in the last one of each chunk. groups: of micro-batches
-    that pass units together; every group is a backward then. All ranks of a group of processes have the same list, so
-    they launch the same reductions in the same order: the last bucket of a chunk first.
+    every: reduce buckets that lend their gradient (`BucketShape`) in every backward; else, and all others, in the last
+    one of each chunk. groups: of micro-batches that pass units together; every group is a backward then. All ranks of a
+    group of processes have the same list, so they launch the same reductions in the same order: the last bucket of a
+    chunk first.
     """
-    reducing = reducing_passes(instructions, every=every, groups=groups)
+    reducing = {lends: reducing_passes(instructions, every=every and lends, groups=groups) for lends in (False, True)}
     complete = _completed_by(shape)
     placed: list[Instruction] = []
     for i in instructions:
         placed.append(i)
-        if i.ends_backward and (i.micro_batch, i.chunk) in reducing:
+        if i.ends_backward:
             buckets = [bucket for unit in reversed(units_of(i, shape)) for bucket in complete[i.chunk, unit]]
-            placed += [Instruction(Op.REDUCE, buckets=(bucket,)) for bucket in buckets]
-    late = [number for number in reversed(shape.trained) if shape.buckets[number].shards_span]
+            placed += [
+                Instruction(Op.REDUCE, buckets=(bucket,))
+                for bucket in buckets
+                if (i.micro_batch, i.chunk) in reducing[shape.buckets[bucket].lends_gradient]
+            ]
+    late = [number for number in reversed(shape.trained) if shape.buckets[number].reduced_at_end]
     return (*placed, *(Instruction(Op.REDUCE, buckets=(number,)) for number in late))
 
 
@@ -57,7 +62,7 @@ def _completed_by(shape: RankShape) -> dict[tuple[int, int], list[int]]:
     for chunk, units in enumerate(shape.units):
         for number, unit in enumerate(units):
             for bucket in unit.gradients:
-                if shape.buckets[bucket].chunk == chunk and not shape.buckets[bucket].shards_span:
+                if shape.buckets[bucket].chunk == chunk and not shape.buckets[bucket].reduced_at_end:
                     first.setdefault(bucket, (chunk, number))
     complete: dict[tuple[int, int], list[int]] = defaultdict(list)
     for bucket in sorted(first, reverse=True):

@@ -13,14 +13,21 @@ from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction, Op
 from megazero.program.shape import RankShape
 
-_HOST_UPDATE = Op.COPY_GRADIENT, Op.UPDATE_HOST
-_UPDATE = {
-    Tier.DEVICE: ((Op.UPDATE,), ()),
-    Tier.HOST: (_HOST_UPDATE, ()),
-    Tier.DISK: ((Op.READ_STATE, *_HOST_UPDATE), (Op.WRITE_STATE,)),
+_STATE = {
+    Tier.DEVICE: ((), ()),
+    Tier.HOST: ((), ()),
+    Tier.DISK: ((Op.READ_STATE,), (Op.WRITE_STATE,)),
 }
-"""By where optimizer state rests: what updates a part, and what is left to do once its parameters are where they rest.
-"""
+"""By where optimizer state rests: what brings it, and what is left to do once the parameters are where they rest."""
+_GRADIENT = {
+    (False, Tier.DEVICE): (),
+    (False, Tier.HOST): (Op.FETCH_GRADIENT,),
+    (False, Tier.DISK): (Op.READ_GRADIENT, Op.FETCH_GRADIENT),
+    (True, Tier.DEVICE): (Op.COPY_GRADIENT,),
+    (True, Tier.HOST): (),
+    (True, Tier.DISK): (Op.READ_GRADIENT,),
+}
+"""What brings the gradient to its update, by whether that is in host memory, and where the gradient rests."""
 _BRING = {
     (False, Tier.DEVICE): (),
     (False, Tier.HOST): (Op.STORE,),
@@ -32,10 +39,13 @@ _BRING = {
 """What brings updated parameters to where they rest, by whether they were updated in host memory, and where that is."""
 
 
-def way_of(tier: Tier, rests: Tier) -> tuple[Op, ...]:
-    """What updates a part of a bucket whose optimizer state rests in `tier`, and its parameters in `rests`."""
-    update, end = _UPDATE[tier]
-    return (*update, *_BRING[tier is not Tier.DEVICE, rests], *end)
+def way_of(tier: Tier, rests: Tier, sums: Tier = Tier.DEVICE) -> tuple[Op, ...]:
+    """What updates a part of a bucket whose optimizer state rests in `tier`, its parameters in `rests`, and its
+    gradient in `sums`.
+    """
+    there = tier is not Tier.DEVICE
+    update, (begin, end) = Op.UPDATE_HOST if there else Op.UPDATE, _STATE[tier]
+    return (*begin, *_GRADIENT[there, sums], update, *_BRING[there, rests], *end)
 
 
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -54,7 +64,7 @@ def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple
             continue
         placed += waiting
         bucket = shape.buckets[i.buckets[0]]
-        ends = last[i.buckets[0]] == at and bucket.across > 1
+        ends = last[i.buckets[0]] == at and bucket.across > 1 and not bucket.sums_leave
         across = [Instruction(Op.REDUCE_ACROSS, buckets=i.buckets)] if ends else []
         waiting, late = ([], late + across) if bucket.spans_stages else (across, late)
     return (*placed, *waiting, *late)
@@ -90,7 +100,8 @@ def host_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction,
 
 
 def _way(shape: RankShape, number: int, part: int, tier: Tier) -> list[Instruction]:
-    return [Instruction(op, buckets=(number,), part=part) for op in way_of(tier, shape.buckets[number].rests)]
+    bucket = shape.buckets[number]
+    return [Instruction(op, buckets=(number,), part=part) for op in way_of(tier, bucket.rests, bucket.sums)]
 
 
 def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
@@ -98,10 +109,11 @@ def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instructio
 
     A bucket that is gathered after its update is updated alone, so that its message travels while the next one is
     updated. All others are updated by one instruction, but for parts and for those whose parameters do not rest there:
-    each of these is stored afterwards. The gather of a bucket with parts waits for host
-    memory, so it stands behind the other updates.
+    each of these is stored afterwards. The gather of a bucket with parts waits for host memory, so it stands behind the
+    other updates. A gradient that is not on the device is brought one update ahead.
     """
     found: list[Instruction] = []
+    ahead: list[Instruction] = []
     late: list[Instruction] = []
     together: list[int] = []
     for number in buckets:
@@ -109,7 +121,11 @@ def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instructio
         gather = [Instruction(Op.GATHER, buckets=(number,))] if bucket.gathered_after_update else []
         if bucket.parts:
             parts = [part for part, of_part in enumerate(bucket.parts) if of_part.tier is Tier.DEVICE]
-            found += [i for part in parts for i in _way(shape, number, part, Tier.DEVICE)]
+            for part in parts:
+                way = _way(shape, number, part, Tier.DEVICE)
+                begins = [i.op for i in way].index(Op.UPDATE)
+                found += [*way[:begins], *ahead]
+                found, ahead = (found, way[begins:]) if begins else ([*found, *way], [])
             late += gather
         elif bucket.is_loaded:
             found += _way(shape, number, -1, Tier.DEVICE)
@@ -119,4 +135,4 @@ def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instructio
             together.append(number)
     if together:
         found.append(Instruction(Op.UPDATE, buckets=tuple(together)))
-    return (*found, *late)
+    return (*found, *ahead, *late)

@@ -1,0 +1,130 @@
+"""Reduced gradients on their way off the device (--offload-gradients): what is left to sum, and their buffers.
+
+A gradient whose sum is elsewhere is whole in a borrowed buffer until its reduction is over. Then the shard is summed
+over the ranks that hold the same one, and partial sums over tp. Copies take what this rank updates. When they are made,
+the buffer goes back to the pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megazero.mpu import collectives
+from megazero.mpu.collectives import CommunicationHandle
+from megazero.mpu.grid import Group
+from megazero.zero.across import AcrossSum
+from megazero.zero.messages import GradientMessages
+from megazero.zero.storage import Bucket, BufferPool, StoredColumn
+
+Need = Callable[[], object]
+
+
+@dataclass
+class _Leaving:
+    """A bucket's reduced gradient.
+
+    travelling  [numel] in the dtype of messages, of which this rank's shard is reduced, or all of it
+    borrowed    the buffer that it is in, or None
+    across      the sum over the ranks that hold the same shard, once it is launched
+    own         what this rank updates, in the dtype of the sum, once something needs it
+    copies      of parts, on their way
+    """
+
+    travelling: Tensor
+    borrowed: Tensor | None
+    across: CommunicationHandle | None = None
+    own: Tensor | None = None
+    copies: list[Need] = field(default_factory=list)
+
+
+class LeavingGradients:
+    """The reduced gradients of a rank that have not left yet, the oldest first. Arguments as of `GradientReducer`.
+
+    Communicates for each reduction of a bucket: an all-reduce of the shard over the ranks that hold the same one, under
+    ZeRO-0 an all-gather of what was reduced in shards, and an all-reduce over tp of its tp_partial gradients.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        column: StoredColumn,
+        state: StoredColumn,
+        messages: GradientMessages,
+        across: AcrossSum,
+        pool: BufferPool,
+        tp: Group,
+    ) -> None:
+        self.buckets, self.column, self.state, self.messages = buckets, column, state, messages
+        self.across, self.pool, self.tp = across, pool, tp
+        self._here: dict[int, _Leaving] = {}
+        """The last one of each bucket."""
+        self._queue: deque[_Leaving] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def take(self, index: int, travelling: Tensor, borrowed: Tensor | None) -> None:
+        """A bucket's reduction over the neighbours is over."""
+        self._here[index] = _Leaving(travelling, borrowed)
+        self._queue.append(self._here[index])
+
+    def launch_across(self, index: int) -> None:
+        """Start to sum a shard over the ranks that hold the same one."""
+        one = self._here[index]
+        shard = one.travelling[slice(*self.buckets[index].shard)]
+        one.across = self.messages.all_reduce_across(index, shard)
+
+    def own(self, index: int) -> Tensor:
+        """What this rank updates of the reduced gradient, on the device, in the dtype of the sum. Waits for it."""
+        one = self._here[index]
+        if one.own is None:
+            if one.across is not None:
+                one.across.wait()
+            if self.across.gathers(index):
+                shard = one.travelling[slice(*self.buckets[index].shard)]
+                self.messages.all_gather(index, one.travelling, shard).wait()
+            own = one.travelling[slice(*self.state.range_of(index))]
+            one.own = own.to(self.column.dtype)
+            one.travelling = one.own
+        return one.own
+
+    def view(self, index: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the bucket of what `own` returns."""
+        first, _ = self.state.range_of(index)
+        return self.own(index)[start - first : stop - first]
+
+    def sum_partials(self, index: int) -> None:
+        """Sum the bucket's partial gradients over tp."""
+        views = [
+            self.view(index, fragment.offset, fragment.offset + fragment.numel)
+            for fragment in self.buckets[index].layout.fragments(*self.state.range_of(index))
+            if fragment.spec.tp_partial
+        ]
+        sum_over(views, self.tp)
+
+    def leaves(self, index: int, copied: Need) -> None:
+        """A part of the bucket is being copied. copied: waits for that."""
+        self._here[index].copies.append(copied)
+
+    def end_oldest(self) -> None:
+        """Wait until the oldest one has left, and give its buffer back."""
+        one = self._queue.popleft()
+        for copied in one.copies:
+            copied()
+        if one.borrowed is not None:
+            self.pool.give(one.borrowed)
+
+
+def sum_over(views: Sequence[Tensor], tp: Group) -> None:
+    """Sum these tensors over tp, in place: one all-reduce of all of them."""
+    if tp.size == 1 or not views:
+        return
+    packed = torch.cat(list(views))
+    collectives.all_reduce(packed, tp).wait()
+    for view, total in zip(views, packed.split([view.numel() for view in views]), strict=True):
+        view.copy_(total)
