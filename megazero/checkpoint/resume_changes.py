@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megazero.checkpoint.format import MANIFEST, Damaged
-from megazero.config.derive import pipeline_schedule
+from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.lora import adapted, alpha
 from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig, Run
@@ -119,7 +119,8 @@ _DATA = {
 _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
     **_plain("parallel", "zero3_gathered_bytes", "zero3_regather", "zero3_persist_below"),
-    **_plain("parallel", "micro_batch_order", "vertical_group_size"),
+    "parallel.micro_batch_order": lambda run: micro_batch_order(run.parallel),
+    **_plain("parallel", "vertical_group_size"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain(
         "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"

@@ -112,8 +112,11 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
         help="time of gathering a unit (default 0.2); a reduction sends twice as many bytes",
     )
     add("--update-time", type=float, default=0.1, metavar="T", help="time of updating a unit (default 0.1)")
-    orders = ("horizontal", "vertical")
-    add("--micro-batch-order", choices=orders, default=orders[0], help="vertical: a unit for all micro-batches in turn")
+    add(
+        "--micro-batch-order",
+        choices=("horizontal", "vertical"),
+        help="vertical: a unit for all micro-batches in turn (default horizontal, with --offload-params nvme vertical)",
+    )
     add(
         "--vertical-group-size",
         type=int,
@@ -169,7 +172,7 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     profile = args.profile or []
     name = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
     virtual = (CHUNKS[name] or 1) if args.virtual_stages is None else args.virtual_stages
-    vertical = VerticalOrder(args.vertical_group_size) if args.micro_batch_order == "vertical" else None
+    vertical = VerticalOrder(args.vertical_group_size) if _is_vertical(args) else None
     groups = vertical.groups(args.micro_batches) if vertical is not None and args.micro_batches > 0 else None
     try:
         schedule = make_schedule(name, args.pp, args.micro_batches if groups is None else len(groups), virtual)
@@ -213,6 +216,13 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     print(draw(report, look))
 
 
+def _is_vertical(args: argparse.Namespace) -> bool:
+    """By the flag, else as in a run: where parameters rest on disks."""
+    if args.micro_batch_order is None:
+        return _tiers(args)[1] is Tier.DISK
+    return bool(args.micro_batch_order == "vertical")
+
+
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     profile = args.profile or []
     work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
@@ -233,7 +243,7 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if given != parser.get_default(field) and (args.zero_stage is None or args.zero_stage < stage):
             words = _flag(field) if given is True else f"{_flag(field)} {given}"
             parser.error(f"{words} goes with --zero-stage" + f" {stage}" * (stage > 0))
-    if args.vertical_group_size is not None and args.micro_batch_order != "vertical":
+    if args.vertical_group_size is not None and not _is_vertical(args):
         parser.error(f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical")
     if args.vertical_group_size is not None and args.vertical_group_size < 1:
         parser.error(f"--vertical-group-size {args.vertical_group_size}: must be at least 1")

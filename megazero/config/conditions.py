@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.checks import CheckContext
-from megazero.config.derive import moves_in_parts, pipeline_schedule, tiers, uses_disks
+from megazero.config.derive import micro_batch_order, moves_in_parts, pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
 from megazero.config.schema import Run
@@ -69,6 +69,11 @@ def _of_words(f: CheckContext, holds: Callable[[Run], bool]) -> bool:
         return holds(f.run)
     except ValueError:
         return True
+
+
+def vertical(f: CheckContext) -> bool:
+    """Whether micro-batches pass layers together."""
+    return _of_words(f, lambda run: micro_batch_order(run.parallel) == "vertical")
 
 
 def searches(f: CheckContext) -> bool:

@@ -98,6 +98,16 @@ def uses_disks(run: Run) -> bool:
     return any(offload.tier is Tier.DISK for offload in tiers(run).values())
 
 
+def micro_batch_order(parallel: ParallelConfig) -> str:
+    """The order of a step's computations: the field, else horizontal, but vertical where parameters rest on disks: then
+    each unit is read once for all micro-batches of a pass. Budgets may choose otherwise before the run begins
+    (`plan.order`). Raises ValueError for a tier that is none.
+    """
+    if parallel.micro_batch_order is not None:
+        return parallel.micro_batch_order
+    return "vertical" if offload_of(parallel.offload_params).tier is Tier.DISK else "horizontal"
+
+
 def moves_in_parts(run: Run) -> bool:
     """Whether some of the model state moves in parts, which pass through slots in host memory. Parameters that rest
     there are copied as they are.

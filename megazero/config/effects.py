@@ -191,9 +191,9 @@ EFFECTS = (
     ),
     Effect(
         "vertical_group_size",
-        lambda f: f.run.parallel.micro_batch_order == "vertical",
+        when.vertical,
         "--micro-batch-order vertical",
-        ("micro_batch_order",),
+        ("micro_batch_order", "offload_params"),
         refused=False,
     ),
     Effect(

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megazero.config.derive import micro_batch_order
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
@@ -23,6 +24,8 @@ from megazero.system.reading import Unreadable, shown
 FLAGS, AUTO = "flags", "auto"
 """The values of --placement that name no file."""
 PLACEMENT = "placement"
+ORDER = "micro_batch_order"
+"""A field whose default follows from others."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,11 @@ def unplaced(run: Run) -> Run:
 def as_flags(settings: Mapping[str, Any]) -> str:
     """The flags that give these settings, where they are not the defaults; empty where all are."""
     words = []
+    others = {field: value for field, value in settings.items() if field != ORDER}
+    defaults = {ORDER: micro_batch_order(applied(Run(), others).parallel)}
     for field, value in settings.items():
         known = run_options()[field]
-        if value != known.default:
+        if value != defaults.get(field, known.default):
             words.append(known.flag if value is True else f"{known.flag} {value}")
     return " ".join(words)
 

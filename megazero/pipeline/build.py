@@ -10,7 +10,14 @@ from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.fp8 import refusal
 from fused_ops.registry import compiled
-from megazero.config.derive import gathers_parameters, head_dim, offloads_gradients, pipeline_schedule, query_groups
+from megazero.config.derive import (
+    gathers_parameters,
+    head_dim,
+    micro_batch_order,
+    offloads_gradients,
+    pipeline_schedule,
+    query_groups,
+)
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
 from megazero.config.recompute import RecomputeTable, recompute_by_flags
@@ -199,7 +206,7 @@ def step_options(run: Run) -> StepOptions:
 
 def vertical_order(parallel: ParallelConfig) -> VerticalOrder | None:
     """How micro-batches pass units together; None in horizontal order."""
-    return VerticalOrder(parallel.vertical_group_size) if parallel.micro_batch_order == "vertical" else None
+    return VerticalOrder(parallel.vertical_group_size) if micro_batch_order(parallel) == "vertical" else None
 
 
 def build_engine(

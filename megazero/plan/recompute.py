@@ -21,6 +21,7 @@ import torch
 
 from fused_ops.attention.selection import choose
 from fused_ops.attention.trial import static_support
+from megazero.config.derive import micro_batch_order
 from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -110,7 +111,7 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
         if found is None:
             least = min(_uniform(plan, own, instructions, kind, groups) for kind in (NONE, SELECTIVE, FULL))
             least += waiting_bytes(plan, axes, groups)
-            smaller = "" if run.parallel.micro_batch_order == "horizontal" else "a smaller --vertical-group-size, "
+            smaller = "" if micro_batch_order(run.parallel) == "horizontal" else "a smaller --vertical-group-size, "
             problems.append(
                 f"--activation-memory-budget {budget:,}: stage {stage} needs {least:,} bytes for its activations with "
                 f"{sum(len(spec.blocks) for spec in own)} recomputed blocks; nearest: that budget, {smaller}a smaller "

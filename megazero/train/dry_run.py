@@ -5,14 +5,16 @@ from __future__ import annotations
 from megazero.config.count import parameters
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
-from megazero.config.placement import AUTO
+from megazero.config.placement import AUTO, applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import Budgets
 from megazero.plan.budgets import budgets_of
 from megazero.plan.bytes import has_nccl, stage_bytes
+from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import ASSUMED
+from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
 from megazero.system import device as devices
 from megazero.telemetry.units import count
@@ -21,6 +23,7 @@ from megazero.train import text_blocks as blocks
 from megazero.train.banner import placement_lines, schedule_lines
 from megazero.train.memory_budgets import peaks_table
 from megazero.train.memory_trace import trace_of_plan
+from megazero.train.ordered import order_notes
 from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
 from megazero.train.placed import Placed, chosen, rates_problems, with_choice
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
@@ -65,6 +68,9 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
         run, problems = present.run, [*problems, *present.problems]
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
+    asked, axes, kind = run, axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
+    run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
+    notes += order_notes(asked, run, micro_batches_of(run, axes))
     problems += [*budget_problems(run, ranks, tries_cards=True), *rates_problems(run)]
     if problems:
         raise ConfigError(problems)

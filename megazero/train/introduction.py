@@ -14,6 +14,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
 from megazero.train.bodies import bodies_of, note_of_other_bodies
+from megazero.train.ordered import order_notes
 from megazero.train.path_checks import checkpoints_in_the_way
 from megazero.train.prepare import Prepared
 from megazero.train.resume import StartPoint
@@ -47,6 +48,8 @@ def introduce(
         return
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
     said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
+    asked = run if parsed is None else parsed.run
+    notes = (*notes, *order_notes(asked, run, steps.micro_batches))
     notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration), *filter(None, [others]))
     text = banner(run, grid, steps, prepared.text, start.text, changes, said, notes, placed)
     print(text, end="\n\n", flush=True)

@@ -36,6 +36,7 @@ from megazero.train.memory_budgets import keep_budgets
 from megazero.train.memory_trace import trace_of_run
 from megazero.train.offload import DiskUse, backend_sentence, offloading
 from megazero.train.offload_activations import activation_disks
+from megazero.train.ordered import ordered_run
 from megazero.train.placed import Placed, placed_changes, placed_run
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
@@ -108,7 +109,7 @@ def build_job(
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
-    placed = placed_run(run, grid, prepared.here)
+    placed = placed_run(ordered_run(run, grid), grid, prepared.here)
     changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
     prepared = replace(prepared, run=placed.run, changes=changes)
     keep_budgets(placed.run, grid)

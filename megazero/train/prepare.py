@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.config.derive import with_vocabulary
+from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, build_datasets, cache_root
@@ -24,13 +25,14 @@ from megazero.data.progress import Report
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.mpu.axes import axes_of
 from megazero.optim.step_plan import StepPlan
+from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples, with_samples
 from megazero.train.path_checks import check_paths, start_position
 from megazero.train.placed import rates_problems
-from megazero.train.requirements import budget_problems, machine_problems
+from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
@@ -71,6 +73,9 @@ def prepare(
     own = own or OwnData()
     present = check_paths(run, world_size, own.tokenizer, here)
     run, tokenizer, found = present.run, present.tokenizer, present.found
+    axes, kind = axes_of(run.parallel, world_size), devices.kind(run.parallel.device)
+    if kind == "cpu":  # on a GPU the bodies of attention are tried later
+        run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
     unfit = budget_problems(run, world_size, tries_cards=False)
     problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit, *rates_problems(run)]
     if problems:
@@ -87,8 +92,8 @@ def prepare(
         raise ConfigError([str(error)]) from error
     changes = _changes(found, run, world_size, datasets)
     run = with_base(run, found)
-    if devices.kind(run.parallel.device) == "cpu":  # on a GPU the bodies of attention are tried later
-        recompute_table(run, axes_of(run.parallel, world_size), "cpu")
+    if kind == "cpu":
+        recompute_table(run, axes, kind)
     return Prepared(run, datasets, tokenizer, text, found, changes, world_size if here is None else len(here))
 
 

@@ -40,6 +40,15 @@ def test_every_field_is_in_one_group():
     assert set(listed) - resolved == every - {f"schedule.{name}" for name in lengths}
 
 
+def test_an_order_that_follows_from_the_disks_is_no_change():
+    """Checkpoints of before have horizontal order for what is now left open."""
+    on_disks = changed(BASE, parallel__offload_params="nvme")
+    for run, order, other in ((BASE, "horizontal", "vertical"), (on_disks, "vertical", "horizontal")):
+        assert compare(changed(run, parallel__micro_batch_order=order), run) == changes.Comparison((), ())
+        found = compare(changed(run, parallel__micro_batch_order=other), run)
+        assert found == changes.Comparison((), (changes.Change("micro-batch-order", other, order),))
+
+
 def test_a_record_survives_json():
     run = changed(
         BASE,

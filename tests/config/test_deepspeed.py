@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.derive import micro_batch_order
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import Run
 
@@ -135,6 +136,7 @@ def test_parameters_have_a_group_of_their_own(path: str, folders: tuple[str, ...
     }
     run = parse(tmp_path, {"zero_optimization": zero}, "--zero-stage", "3")
     assert (run.parallel.offload_params, run.offload.offload_optimizer) == ("nvme", "nvme")
+    assert run.parallel.micro_batch_order is None and micro_batch_order(run.parallel) == "vertical"
     assert run.offload.nvme_path == folders
 
 

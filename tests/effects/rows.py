@@ -138,6 +138,12 @@ ROWS = (
         "--zero-stage 3 --micro-batch-size 1",
         base="ranks",
     ),
+    Row(
+        "micro_batch_order",
+        "--micro-batch-order horizontal",
+        "schedule",
+        "--offload-params nvme --nvme-path {out} --micro-batch-size 1",
+    ),
     Row("vertical_group_size", "--vertical-group-size 1", "schedule", "--micro-batch-order vertical"),
     Row("offload_params", "--offload-params cpu", "memory", "--zero-stage 3"),
     Row("offload_params", "--offload-params cpu:0.2", "memory", "--offload-params cpu"),

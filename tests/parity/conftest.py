@@ -14,14 +14,15 @@ Reference = Callable[[Model, list[str]], Outcome]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`layouts` marks a test of generated cases, with how many there are at each depth and what is
-    added to the seed.
+    """`layouts` marks a test of generated cases, with how many there are at each depth, what is added to the seed, and
+    perhaps another generator than `cases` of this room.
     """
     mark = metafunc.definition.get_closest_marker("layouts")
     if mark is not None:
         option = metafunc.config.option
         count = option.layouts or mark.kwargs[option.depth]
-        metafunc.parametrize("case", list(cases(count, option.seed + mark.kwargs["salt"])), ids=lambda case: case.name)
+        made = mark.kwargs.get("draw", cases)(count, option.seed + mark.kwargs["salt"])
+        metafunc.parametrize("case", list(made), ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,7 @@ Layouts of the whole program have the order as an axis too: tests/parity/test_la
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +19,8 @@ from megazero.mpu.parameter import StateGroup
 from megazero.plan.gathered import gathered_bytes
 from megazero.plan.step_lists import StageLists
 from tests.parameters import values_of
+from tests.parity.pairs import Axes
+from tests.parity.pairs import table as made_table
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
         return [*words.split(), *VERTICAL]
 
 
-AXES: dict[str, tuple[object, ...]] = {
+AXES: Axes = {
     "zero": (0, 1, 2, 3, 3),
     "tp": (1, 2),
     "pp": (1, 2, 3),
@@ -88,14 +88,8 @@ def fits(layout: Layout) -> bool:
 
 
 def table() -> list[Layout]:
-    """Layouts, each of some that are drawn the one with the most pairs of values that are new."""
-    source, chosen, met = random.Random(8), list[Layout](), set[object]()
-    while len(chosen) < COUNT:
-        drawn = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(100)]  # type: ignore[arg-type]
-        best = max(filter(fits, drawn), key=lambda layout: len({*combinations(layout._asdict().items(), 2)} - met))
-        chosen.append(best)
-        met |= {*combinations(best._asdict().items(), 2)}
-    return chosen
+    """Layouts, those with the most pairs of values that are new first."""
+    return [Layout(**values) for values in made_table(AXES, lambda v: v if fits(Layout(**v)) else None, 8, COUNT)]
 
 
 @pytest.fixture(scope="module")

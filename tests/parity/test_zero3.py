@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +15,8 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import largest_unit
 from megazero.train.init_from import model_source
+from tests.parity.pairs import Axes, pairs
+from tests.parity.pairs import table as made_table
 from tests.parity.training import Outcome, data_flags, small_model, train, worst
 
 MODEL = [*small_model(5, heads=4), "--make-vocab-size-divisible-by", "1", "--ffn-hidden-size", "48"]
@@ -69,11 +70,11 @@ def fits(layout: Layout, most: int = 8) -> bool:
 
 LARGE = Layout(3, 1, 3, 4, "zb-h1", True, "micro-batch", "one", "selective", 4, True, False, True)
 """Twelve ranks: three stages and four replicas meet in no smaller layout."""
-AXES: dict[str, tuple[object, ...]] = {
-    "zero": (0, 1, 2, 3, 3, 3),
+AXES: Axes = {
+    "zero": (0, 1, 2, *(3,) * 6),
     "tp": (1, 2),
     "pp": (1, 2, 3),
-    "dp": (1, 2, 4),
+    "dp": (1, 2, 2, 4, 4),
     "schedule": tuple(VIRTUAL),
     "half": (False, True),
     "regather": ("micro-batch", "step"),
@@ -86,20 +87,9 @@ AXES: dict[str, tuple[object, ...]] = {
 }
 
 
-def pairs(layout: Layout) -> set[tuple[tuple[str, object], ...]]:
-    return set(combinations(layout._asdict().items(), 2))
-
-
 def table() -> list[Layout]:
-    """60 layouts. Each is, of some that are drawn, the one with the most pairs of values that are new."""
-    source, chosen, met = random.Random(15), list[Layout](), set[tuple[tuple[str, object], ...]]()
-    while len(chosen) < COUNT:
-        drawn = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(100)]  # type: ignore[arg-type]
-        fitting = [layout for layout in drawn if fits(layout) and layout not in chosen]
-        best = max(fitting, key=lambda layout: len(pairs(layout) - met))
-        chosen.append(best)
-        met |= pairs(best)
-    return chosen
+    """60 layouts in which every two values meet."""
+    return [Layout(**values) for values in made_table(AXES, lambda v: v if fits(Layout(**v)) else None, 15, COUNT)]
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +166,11 @@ def test_three_stages_of_four_replicas(differences: Callable[[Layout], dict[str,
 
 def test_in_the_table_every_two_values_meet_that_can() -> None:
     layouts = table()
-    met = set().union(*map(pairs, [*layouts, LARGE]))
+    met = set().union(*(pairs(layout._asdict()) for layout in [*layouts, LARGE]))
     assert len(set(layouts)) == COUNT
     assert all({getattr(layout, name) for layout in layouts} == set(values) for name, values in AXES.items())
     assert sum(layout.zero == 3 and layout.dp > 1 for layout in layouts) > COUNT // 2
     source = random.Random(3)
-    others = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(3000)]  # type: ignore[arg-type]
-    possible = set().union(*(pairs(layout) for layout in others if fits(layout, LARGE.ranks)))
+    others = [Layout(**{name: source.choice(values) for name, values in AXES.items()}) for _ in range(3000)]
+    possible = set().union(*(pairs(layout._asdict()) for layout in others if fits(layout, LARGE.ranks)))
     assert not possible - met

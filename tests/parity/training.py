@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from torch import Tensor, nn
 
+from megazero.config.derive import micro_batch_order
 from megazero.config.parse import parse_run
+from megazero.config.schema import Run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.connect import connect
@@ -50,11 +51,18 @@ class Recorder:
 
 @dataclass
 class Outcome:
-    """The results of one run: records of rank 0, validation losses by name, final weights as global tensors."""
+    """The results of one run: records of rank 0, validation losses by name, final weights as global tensors, and the
+    settings with which it ran.
+    """
 
     records: list[StepRecord]
     losses: dict[str, float]
     weights: dict[str, Tensor]
+    run: Run | None = None
+
+
+OfRank = tuple[list[StepRecord], dict[str, float], list[Piece]]
+"""Records, validation losses, and a rank's pieces of the final weights."""
 
 
 def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = False) -> tuple[Job, Recorder]:
@@ -76,29 +84,34 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     return job, recorder
 
 
-def train_on_rank(
-    rank: int, size: int, flags: list[str], fused: str
-) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
-    """Train to the end; return records, validation losses and this rank's pieces of the final weights."""
+def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> OfRank:
+    """Train to the end."""
+    return _trained(rank, size, flags, fused)[0]
+
+
+def _trained(rank: int, size: int, flags: list[str], fused: str) -> tuple[OfRank, Run]:
+    """The results, and the run as it was resolved."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGAZERO_FUSED", fused)
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
     with job.state.model.reading():
-        return recorder.records, recorder.losses, values_of(nn.ModuleList(job.stages))
+        weights = values_of(nn.ModuleList(job.stages))
+    job.close()
+    return (recorder.records, recorder.losses, weights), job.run
 
 
 def recorded_on_rank(
     rank: int, size: int, flags: list[str], fused: str, as_nccl: bool
-) -> tuple[tuple[list[StepRecord], dict[str, float], list[Piece]], Trace]:
-    """`train_on_rank` and its launches. as_nccl: gloo carries what the program does with NCCL: every group connected
-    before the first step, a warm-up, channels of two ranks, and flat reduce-scatters.
+) -> tuple[tuple[OfRank, Run], Trace]:
+    """`train_on_rank`, the run as it was resolved, and its launches. as_nccl: gloo carries what the program does with
+    NCCL: every group connected before the first step, a warm-up, channels of two ranks, and flat reduce-scatters.
     """
     with pytest.MonkeyPatch.context() as patch:
         if as_nccl:
             patch.setattr(Group, "is_on_host", False)
         with recorded_launches() as trace:
-            return train_on_rank(rank, size, flags, fused), trace
+            return _trained(rank, size, flags, fused), trace
 
 
 def train(size: int, flags: list[str], fused: str | None = None, *, as_nccl: bool = False) -> Outcome:
@@ -109,13 +122,12 @@ def train(size: int, flags: list[str], fused: str | None = None, *, as_nccl: boo
     """
     fused = fused or os.environ.get("MEGAZERO_FUSED", "auto")
     results = run_ranks(size, recorded_on_rank, size, flags, fused, as_nccl)
+    ((records, losses, _), run), _ = results[0]
     # Several chunks on a stage, and vertical order, may hang in one hardware queue: see
     # tests/pipeline/test_one_queue.py and tests/program/test_vertical.py.
-    given = dict(pairwise(flags))
-    may_hang = given.get("--virtual-stages", "1") != "1" or given.get("--micro-batch-order") == "vertical"
+    may_hang = run.parallel.virtual_stages > 1 or micro_batch_order(run.parallel) == "vertical"
     check([trace for _, trace in results], RULES.keys() - {ONE_QUEUE} if may_hang else RULES)
-    (records, losses, _), _ = results[0]
-    return Outcome(records, losses, assemble([pieces for (_, _, pieces), _ in results]))
+    return Outcome(records, losses, assemble([pieces for ((_, _, pieces), _), _ in results]), run)
 
 
 def worst(ours: Outcome, theirs: Outcome) -> dict[str, float]:

@@ -48,11 +48,16 @@ class ParallelConfig:
     "Order of forward and backward passes in the pipeline. zb-h1 and zb-v (2 virtual stages) have the smallest bubbles."
     virtual_stages: int = option(1, "--num-virtual-stages-per-pipeline-rank", metavar="V")
     "Number of model chunks on each pipeline stage."
-    micro_batch_order: str = option("horizontal", choices=("horizontal", "vertical"))
+    micro_batch_order: str | None = option(
+        None,
+        choices=("horizontal", "vertical"),
+        derived="horizontal; with --offload-params nvme vertical, as far as memory budgets have room",
+    )
     """Order of a step's computations. horizontal: a micro-batch passes all layers of a model chunk, then the next one
     does. vertical: all micro-batches pass a layer before any of them goes on, so that parameters brought for each use
     (--zero-stage 3, --lora-base-bits) are brought once for each forward and backward, and gradients that are sharded
-    are reduced once a step. All their activations live at once."""
+    are reduced once a step. All their activations live at once. With --offload-params nvme and a memory budget the
+    groups of vertical order are as large as there is room for."""
     vertical_group_size: int | None = option(None, metavar="N", derived="all of a step")
     """With --micro-batch-order vertical: most micro-batches that pass a layer together. --pipeline-schedule orders
     groups of them then. Smaller groups take less memory and leave less of a pipeline idle, but bring parameters

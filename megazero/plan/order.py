@@ -1,0 +1,71 @@
+"""The order of the micro-batches where the user leaves it open and there are budgets of memory.
+
+With parameters on disks vertical order reads each unit once for all micro-batches, and keeps the activations of all of
+them (`config.derive.micro_batch_order`). Under a budget the groups are as large as there is room for; where not even
+small ones have room the order is horizontal. So a run that fits is never refused for an order that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megazero.config.derive import micro_batch_order
+from megazero.config.placement import AUTO, applied
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.mpu.axes import Axes
+from megazero.plan.budget_changes import Budgets
+from megazero.plan.budgets import budgets_of
+from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.shapes import micro_batches_of
+from megazero.plan.tier_peaks import run_peaks
+
+
+def leaves_order_to_budgets(run: Run) -> bool:
+    """Whether the order of a run's micro-batches depends on its budgets: the user gives neither the order nor a size of
+    groups, and parameters rest on disks.
+    """
+    p = run.parallel
+    is_open = p.micro_batch_order is None and p.vertical_group_size is None and run.offload.placement != AUTO
+    limited = p.activation_memory_budget is not None or budgets_of(run) != Budgets()
+    return is_open and limited and micro_batch_order(p) == "vertical"
+
+
+def order_within_budgets(run: Run, axes: Axes, kind: str) -> Mapping[str, Any]:
+    """The order and the size of its groups, by field: those of the largest groups tried with which the run keeps its
+    budgets, each half of the one before; else horizontal order. Empty for a run that does not leave it to budgets, or
+    whose vocabulary is not known.
+
+    kind: of device, cpu or cuda. Walks through the lists of a few steps. Communicates nothing.
+    """
+    if not leaves_order_to_budgets(run) or run.model.vocab_size is None:
+        return {}
+    orders = [{"micro_batch_order": "vertical", "vertical_group_size": size} for size in _sizes(run, axes)]
+    return next(
+        (order for order in orders if _fits(applied(run, order), axes, kind)), {"micro_batch_order": "horizontal"}
+    )
+
+
+def with_order(run: Run, axes: Axes, kind: str) -> Run:
+    """The run with this order."""
+    return applied(run, order_within_budgets(run, axes, kind))
+
+
+def _sizes(run: Run, axes: Axes) -> Iterator[int | None]:
+    """Sizes of groups, the largest first. None: all of a step."""
+    yield None
+    size = micro_batches_of(run, axes)
+    while size > 2:
+        size = -(-size // 2)
+        yield size
+
+
+def _fits(run: Run, axes: Axes, kind: str) -> bool:
+    """Whether the run keeps its budgets. One of activations that cannot be kept is an error of the walk."""
+    budgets = budgets_of(run)
+    try:
+        peaks = run_peaks(run, axes, kind).every()
+        return not buffer_problems(run, axes, kind) and not any(budgets.excess(stage) for stage in peaks)
+    except ConfigError:
+        return False
