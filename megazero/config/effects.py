@@ -145,7 +145,12 @@ EFFECTS = (
         "--offload-optimizer nvme: no optimizer state rests on disks",
         ("offload_optimizer",),
     ),
-    Effect("placement_rates", when.searches, "--placement auto", ("placement",)),
+    Effect(
+        "placement_rates",
+        lambda f: when.searches(f) or f.run.trainer.memory_trace is not None,
+        "--placement auto or --memory-trace",
+        ("placement", "memory_trace"),
+    ),
     Effect(
         "nvme_buffer_bytes",
         lambda f: when.moves_parts(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),

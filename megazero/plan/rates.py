@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 
 from megazero.config.options import bytes_of, did_you_mean
 from megazero.config.source import ConfigError
@@ -46,6 +47,14 @@ class MachineRates:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+ASSUMED: Mapping[str, MachineRates] = MappingProxyType(
+    {
+        "cuda": MachineRates(3e14, 2e10, 2e10, update=2e11, update_host=5e9, read=3e9, write=2e9, messages=5e10),
+        "cpu": MachineRates(1e11, 8e9, 8e9, update=2e9, update_host=2e9, read=2e9, write=1e9, messages=2e9),
+    }
+)
+"""By kind of device: those of a large card and of some cores, for pictures of a step on a machine that nobody has
+named."""
 NAMES = tuple(field.name for field in fields(MachineRates))
 NEEDED = NAMES[:5]
 

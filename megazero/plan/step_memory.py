@@ -8,7 +8,7 @@ from megazero.config.dtypes import grad_reduce_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.bytes import StageBytes, stage_bytes
+from megazero.plan.bytes import StageBytes
 from megazero.plan.kept import unit_bytes
 from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.recompute import activation_plan
@@ -22,18 +22,11 @@ from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.trace import MemoryTrace, trace
 
 
-def memory_traces(steps: StageLists, kind: str) -> list[MemoryTrace]:
-    """The memory of a step on a rank of each stage, that with the largest peak first.
+def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
+    """The memory of a rank of this stage, whose model state takes `state`.
 
     kind: of device, cpu or cuda. It decides the body of attention, and so what attention keeps.
     """
-    states = stage_bytes(steps.run, steps.axes)
-    found = [stage_trace(steps, stage, state, kind) for stage, state in enumerate(states)]
-    return sorted(found, key=lambda each: -each.peak.total)
-
-
-def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
-    """The memory of a rank of this stage, whose model state takes `state`. kind: as in `memory_traces`."""
     run, specs = steps.run, stage_specs(steps.run)
     units = {
         (chunk, unit): words
@@ -82,7 +75,7 @@ def spare_bytes(steps: StageLists, stage: int) -> int:
 
 def host_bytes(steps: StageLists, stage: int, kind: str) -> int:
     """Bytes of host memory in which the activations of a rank of this stage wait for their backward. kind: as in
-    `memory_traces`.
+    `stage_trace`.
     """
     step, axes = steps.of(stage), steps.axes
     scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)

@@ -47,7 +47,7 @@ class TierPeaks:
 class RunPeaks:
     """The peaks of a run's stages. Each is computed when it is first asked for: of long lists that can take seconds.
 
-    kind: of device, cpu or cuda, as in `plan.step_memory.memory_traces`.
+    kind: of device, cpu or cuda, as in `plan.step_memory.stage_trace`.
     """
 
     def __init__(self, run: Run, axes: Axes, kind: str) -> None:

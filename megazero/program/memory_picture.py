@@ -11,6 +11,8 @@ from xml.sax.saxutils import escape
 from megazero.program.instruction import Op
 from megazero.program.memory import MemoryColumn, Place, Sample, UnitKey
 from megazero.program.picture_parts import INK, LEFT, WIDTH, areas, heat, key, mark, scale, strip, text
+from megazero.program.tier_picture import tiers_svg
+from megazero.program.timed_step import TimedStep
 from megazero.telemetry.units import size
 
 COLOURS = {
@@ -67,6 +69,8 @@ class Shown(Protocol):
     def peak(self) -> Sample: ...
     @property
     def units(self) -> Mapping[UnitKey, str]: ...
+    @property
+    def timed(self) -> TimedStep | None: ...
 
 
 def svg(of: Shown, kind: str) -> str:
@@ -105,7 +109,7 @@ def svg(of: Shown, kind: str) -> str:
 
 
 def html(found: Sequence[Shown], kind: str) -> str:
-    """A page of all ranks, the fullest first: the peaks, then the picture and what is alive at the peak of each."""
+    """A page of all ranks, the fullest first: the peaks, then the pictures and what is alive at the peak of each."""
     peaks = "\n".join(
         f'<tr><td><a href="#{number}">{escape(each.rank)}</a></td><td>{size(each.peak.total)}</td>'
         f"<td>{escape(str(each.peak.instruction))}</td></tr>"
@@ -137,8 +141,10 @@ def _section(number: int, of: Shown, kind: str) -> str:
         _row(of.units[unit], bytes_, of.peak.total)
         for unit, bytes_ in sorted(of.peak.units.items(), key=lambda item: -item[1])[:40]
     ]
+    words = f"Tiers and lanes over time on {of.rank}: {of.timed.end:.3g} s" if of.timed else ""
     return f"""<section id="{number}">
 {svg(of, kind)}
+{tiers_svg(of.timed, words) if of.timed else ""}
 <h2>Alive at the peak of {escape(of.rank)}: number {of.peak.number}, {escape(str(of.peak.instruction))}</h2>
 <div class="beside">
 <table>

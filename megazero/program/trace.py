@@ -1,4 +1,4 @@
-"""The memory of a step at every instruction, on a rank of every stage, as JSON and as a picture."""
+"""The memory of a step at every instruction, on a rank of every stage, as JSON and as pictures."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megazero.program.memory_picture import html, svg
 from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes
+from megazero.program.timed_step import TimedStep
 
 KIND = "megazero memory trace"
 """Stands in the first line of every file of a trace: such a file may be written again."""
@@ -30,12 +31,14 @@ class MemoryTrace:
     samples  at every instruction
     peak     the first instruction at which most bytes are alive, with every allocation
     units    the names of its units
+    timed    the same step in time, where rates are known: a page shows it too
     """
 
     rank: str
     samples: Sequence[Sample]
     peak: Sample
     units: Mapping[UnitKey, str]
+    timed: TimedStep | None = None
 
 
 def trace(

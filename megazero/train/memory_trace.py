@@ -6,26 +6,29 @@ from pathlib import Path
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.mpu.grid import ProcessGrid
+from megazero.plan.rates import ASSUMED, read_rates
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import memory_traces
+from megazero.plan.timed_steps import timed_traces
 from megazero.program.trace import write
 from megazero.telemetry.units import size
 from megazero.train.logs import as_config_error
 
 
 def write_memory_trace(steps: StageLists, path: Path, kind: str) -> str:
-    """Write the memory of a step, and return a sentence on it. kind: as in `plan.step_memory.memory_traces`.
+    """Write the memory of a step, and return a sentence on it. kind: as in `plan.step_memory.stage_trace`. Times are
+    at the rates of --placement-rates, or at assumed ones.
 
     Raises ConfigError if it cannot be written.
     """
-    found = memory_traces(steps, kind)
+    file = steps.run.offload.placement_rates
+    found = timed_traces(steps, kind, ASSUMED[kind] if file is None else read_rates(file))
     with as_config_error("--memory-trace"):
         files = write(found, path)
     peak = found[0].peak
-    words = ", ".join(str(file) for file in files)
+    words, assumed = ", ".join(map(str, files)), "; its times are at assumed rates: --placement-rates has yours"
     return (
         f"{words}: the tensors of a step take {size(peak.total)} at most by arithmetic, on {found[0].rank} during "
-        f"number {peak.number} of its list, {peak.instruction}"
+        f"number {peak.number} of its list, {peak.instruction}" + assumed * (file is None and path.suffix == ".html")
     )
 
 

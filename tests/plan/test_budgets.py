@@ -11,9 +11,10 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, MemoryChange
 from megazero.plan.budgets import memory_problems
+from megazero.plan.rates import ASSUMED
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import memory_traces
 from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.timed_steps import timed_traces
 from megazero.train.memory_budgets import budget_sentences, peaks_table
 from megazero.train.requirements import budget_problems
 
@@ -52,7 +53,7 @@ def test_the_peak_on_the_device_is_that_of_the_memory_trace() -> None:
     """But for what has left it: on a CPU the trace has a column for that."""
     for words in ("", "--zero-stage 3", "--offload-optimizer cpu:0.5 --nvme-buffer-bytes 200KB"):
         run = asked(words, 2)
-        (trace,) = memory_traces(StageLists(run, axes_of(run.parallel, 2), nccl=False), "cpu")
+        (trace,) = timed_traces(StageLists(run, axes_of(run.parallel, 2), nccl=False), "cpu", ASSUMED["cpu"])
         off = {column.value: size for column, size in trace.peak.columns.items()}
         assert peaks(words, 2)[0] == trace.peak.total - off.get("offloaded state in host memory", 0)
 

@@ -9,9 +9,14 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
+from megazero.pipeline.schedule import make_schedule
 from megazero.program.border import LATE, SETTLING
+from megazero.program.example import ExampleModel
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.passes.loads import place_loads
+from megazero.program.simulate import simulate
+from megazero.program.step import StepOptions, training_step
+from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
 from tests.program.faults import Fault, again, alter, drop, move, put, swap
 from tests.program.steps import Model, checked, drawn, step_of
@@ -286,3 +291,27 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_planted_fault_is_refused_and_its_instruction_named(fault: Fault) -> None:
     fault.assert_refused()
+
+
+def test_late_updates_on_disks_leave_the_lane_to_the_parameters_that_are_needed_first() -> None:
+    """One lane reads optimizer state and parameters: a bucket's state comes one bucket ahead, not that of all."""
+    step = step_of(replace(ON_DISK, parts=(Tier.DISK,), border=LATE))
+    checked(step)
+    found = words(step.lists[0, 0])
+    assert found[: found.index("F1")] == (
+        "rs0.0 c0.0 h0.0 w0.0 ws0.0 rs1.0 c1.0 h1.0 w1.0 ws1.0 r0.0 l0.0 g0 "
+        "rs2.0 c2.0 h2.0 w2.0 ws2.0 r1.0 l1.0 g1 F0 x0 r2.0 l2.0 g2 "
+    )
+
+
+def test_late_updates_on_disks_hide_behind_the_forward() -> None:
+    """Twelve units whose forward takes as long as the way of their state: a step adds little to its computations."""
+    of = ExampleModel((10,), 0, 1, numel=6, tier=Tier.DISK, rests=Tier.DISK)
+    shape, options = of.shape([0]), StepOptions(late=True)
+    listed = training_step(make_schedule("1f1b", 1, 1)[0], shape, options)
+    lanes = {Lane.FROM_DISK: 1 / 72, Lane.TO_DISK: 1 / 84, Lane.HOST: 1 / 240}  # 72 and 12 bytes a unit, 24 of gradient
+    times = uniform_times(1, 14.0, 28.0)
+    report = simulate([listed], replace(times, per_byte=lanes), [shape], border=options.border, steps=3)
+    alone = simulate([listed], times, [shape], border=options.border, steps=3)
+    assert alone.step == pytest.approx(42)
+    assert report.step < 1.1 * alone.step, "12 reads of a unit's state and 24 of its parameters take 16"

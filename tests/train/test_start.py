@@ -169,7 +169,7 @@ def test_the_memory_of_a_step_of_many_ranks_is_written_without_a_run(
     peaks = [rank["peak"]["bytes"] for rank in ranks]
     assert len(ranks) == 12 and peaks == sorted(peaks, reverse=True)
     assert f"{size(peaks[0])} at most by arithmetic, on {ranks[0]['rank']} during number" in told
-    assert "a card of compute capability 9.0 was assumed" in told and page.read_text().count("<svg") == 12
+    assert "a card of compute capability 9.0 was assumed" in told and page.read_text().count("<svg") == 24
 
 
 def test_the_verdict_looks_at_what_is_there(

@@ -13,6 +13,7 @@ from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule, schedules
 from docs.extension.drawings.shards import boxes, files
 from docs.extension.drawings.step import step
+from docs.extension.drawings.tiers import tiers
 
 DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
     {
@@ -20,6 +21,7 @@ DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
         "schedule": schedule,
         "schedules": schedules,
         "step": step,
+        "tiers": tiers,
         "boxes": boxes,
         "buckets": buckets,
         "batch": batch,

@@ -33,4 +33,4 @@ class OffloadConfig:
     chosen, and what the next best would take."""
     placement_rates: str | None = option(None, metavar="FILE.yaml", derived="measured at the start")
     """For --placement auto: how fast the ranks compute, copy, update, read and write, from a file instead of a
-    measurement. With it the choice is the same in every start."""
+    measurement. With it the choice is the same in every start. The page of --memory-trace has its times from it too."""

@@ -10,7 +10,9 @@ Some updates stand earlier.
 - A stage whose input comes from another stage waits for it. It makes all updates of a chunk in this time: between two
   units they would hold up the micro-batch, and every stage behind this one.
 - Parts that are updated in host memory come first in the list, in the order of their uses. Lanes of their own work on
-  them beside the first computations, and each computation waits for its own.
+  them beside the first computations, and each computation waits for its own. Where parameters and
+  optimizer state rest on disks, one lane reads both. There a bucket's parts come one bucket ahead of its use: if all
+  came first, the first computation would wait for the state of all.
 - A bucket whose shards several stages share (a tied embedding's) comes first in all lists. Its gather needs all of
   these stages, and the last one comes to its own use only after it has heard from the first.
 """
@@ -21,6 +23,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from megazero.config.tiers import Tier
 from megazero.program.effects import ParametersRead
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import Pass
@@ -36,8 +39,10 @@ def place_late_updates(instructions: Sequence[Instruction], shape: RankShape) ->
     uses, touched = _first_uses(instructions, shape)
     order = sorted(shape.trained, key=lambda bucket: (uses[bucket], bucket))
     at = _places(instructions, shape, order, uses, touched)
-    placed = [*host_updates(order, shape)]
+    in_host = _host_places(instructions, shape, order, uses, touched)
+    placed: list[Instruction] = []
     for number, i in enumerate(instructions):
+        placed += host_updates(in_host[number], shape)
         placed += device_updates(at[number], shape)
         placed.append(i)
     return tuple(placed)
@@ -67,6 +72,29 @@ def _places(
             number = computations[max(0, bisect_left(computations, number) - 1)]
         places[number].append(bucket)
     return places
+
+
+def _host_places(
+    instructions: Sequence[Instruction],
+    shape: RankShape,
+    order: Sequence[int],
+    uses: Mapping[int, int],
+    touched: Mapping[int, int],
+) -> dict[int, list[int]]:
+    """The same of the buckets' parts that are updated in host memory: in front of what brings the bucket before."""
+    received = {_pass(i) for i in instructions if i.op is Op.RECV_FORWARD}
+    places: dict[int, list[int]] = defaultdict(list)
+    before = 0
+    for bucket in order:
+        shares_lane = shape.buckets[bucket].rests is Tier.DISK and Tier.DISK in _tiers(shape, bucket)
+        waits = _pass(instructions[uses[bucket]]) in received  # for hidden states: the lanes have time for all
+        places[before if shares_lane and not waits else 0].append(bucket)
+        before = touched[bucket]
+    return places
+
+
+def _tiers(shape: RankShape, bucket: int) -> set[Tier]:
+    return {part.tier for part in shape.buckets[bucket].parts}
 
 
 def _first_uses(instructions: Sequence[Instruction], shape: RankShape) -> tuple[dict[int, int], dict[int, int]]:
