@@ -88,22 +88,26 @@ def measure(path: Path, total: int, seconds: float, backend: str) -> DiskSpeed:
     fio = shutil.which("fio")
     grid = [(size, depth) for size in REQUESTS for depth in IN_FLIGHT]
     each = seconds / (2 * len(grid) + 4 + (4 if fio else 0))
-    with DiskTrial(path, DiskOptions(*grid[0], backend=backend), total) as trial:
+    with DiskTrial(path, _options(*grid[0], backend), total) as trial:
         words = trial.words
         trial.fill()
         rows = []
         for size, depth in grid:
-            trial.use(DiskOptions(size, depth, backend=backend))
+            trial.use(_options(size, depth, backend))
             (read,), (write,) = trial.rates(False, seconds=each), trial.rates(True, seconds=each)
             rows.append(SpeedRow("megazero", size, depth, read, write))
         best = max(rows, key=lambda row: row.both_ways)
-        trial.use(DiskOptions(best.request_bytes, best.in_flight, backend=backend))
+        trial.use(_options(best.request_bytes, best.in_flight, backend))
         reads_beside, writes_beside = trial.rates(False, True, seconds=2 * each)
         plain = [trial.plain_rate(write, PLAIN, each) for write in (False, True)]
     others = [SpeedRow("plain loop", PLAIN, 1, *plain)]
     if fio:
         others += _fio(fio, path, best, total, each)
     return DiskSpeed(str(path), words, rows, best, others, reads_beside, writes_beside)
+
+
+def _options(request_bytes: int, in_flight: int, backend: str) -> DiskOptions:
+    return DiskOptions(request_bytes, in_flight, backend, direct_bytes=request_bytes)
 
 
 def _fio(program: str, path: Path, best: SpeedRow, total: int, seconds: float) -> Iterator[SpeedRow]:

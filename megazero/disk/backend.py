@@ -24,20 +24,23 @@ AUTO, IO_URING, THREADS = CHOICES = "auto", "io_uring", "threads"
 class DiskOptions:
     """How bytes are moved.
 
-    buffer_bytes  of one aligned buffer, which is also the largest request: a multiple of 64 KiB
+    buffer_bytes  of one aligned buffer, and so of the largest request that needs one: a multiple of 64 KiB
     depth         buffers, and so requests in flight, of each of the two lanes: 1, or an even number
     backend       auto, io_uring or threads
     seconds       after which a disk that does not answer is an error
+    direct_bytes  of the largest request that needs no buffer: a multiple of 64 KiB
     """
 
     buffer_bytes: int = 1 << 20
     depth: int = 16
     backend: str = AUTO
     seconds: int = 300
+    direct_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
-        if self.buffer_bytes < BLOCK or self.buffer_bytes % BLOCK:
-            raise ValueError(f"a buffer of {self.buffer_bytes:,} bytes: it must be a multiple of {BLOCK:,} bytes")
+        for what, count in (("buffer", self.buffer_bytes), ("request", self.direct_bytes)):
+            if count < BLOCK or count % BLOCK:
+                raise ValueError(f"a {what} of {count:,} bytes: it must be a multiple of {BLOCK:,} bytes")
         if self.depth != 1 and (not 2 <= self.depth <= 1024 or self.depth % 2):
             raise ValueError(f"a depth of {self.depth}: it must be 1, or even and at most 1024")
         if self.backend not in CHOICES:

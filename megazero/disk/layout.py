@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -36,7 +36,7 @@ class Move(NamedTuple):
     file     index of the path, replaced by a descriptor when it is executed
     offset   in the file, aligned
     address  of the caller's memory
-    bytes    at most those of a buffer
+    bytes    at most those of a buffer, unless it is direct
     piece    index of the piece in its request
     block    number of the first block within the piece
     direct   1: the memory is given to the system itself, 0: a buffer in between
@@ -128,8 +128,9 @@ class PieceMemory(NamedTuple):
     direct: bool = False
 
 
-def moves(parts: Sequence[PieceMemory], buffer_bytes: int) -> list[Move]:
-    """The moves of a request.
+def moves(parts: Sequence[PieceMemory], buffer_bytes: int, direct_bytes: int) -> list[Move]:
+    """The moves of a request, each of at most `buffer_bytes`, or `direct_bytes` where it needs no buffer: multiples of
+    BLOCK.
 
     The moves of each path are in order, and the paths take turns by the share that they have done, so that all of them
     are busy to the end.
@@ -137,12 +138,23 @@ def moves(parts: Sequence[PieceMemory], buffer_bytes: int) -> list[Move]:
     of_path: dict[int, list[Move]] = {}
     for piece, (extents, address, direct) in enumerate(parts):
         for extent in extents:
-            for at in range(0, extent.bytes, buffer_bytes):
-                count, first = min(buffer_bytes, extent.bytes - at), extent.first + at
-                aligned = direct and (address + first) % ALIGNMENT == count % ALIGNMENT == 0
-                move = Move(
-                    extent.path, extent.offset + at, address + first, count, piece, first // BLOCK, int(aligned)
+            own = of_path.setdefault(extent.path, [])
+            for at, count, needs_none in _cuts(extent, direct and address % ALIGNMENT == 0, buffer_bytes, direct_bytes):
+                first = extent.first + at
+                own.append(
+                    Move(extent.path, extent.offset + at, address + first, count, piece, first // BLOCK, needs_none)
                 )
-                of_path.setdefault(extent.path, []).append(move)
     placed = [((number + 0.5) / len(own), move) for own in of_path.values() for number, move in enumerate(own)]
     return [move for _, move in sorted(placed, key=lambda one: one[0])]
+
+
+def _cuts(extent: Extent, direct: bool, buffer_bytes: int, direct_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(first byte within the extent, bytes, whether it needs no buffer) of each move. The last bytes of a piece may be
+    no whole page: they take a buffer, from the begin of their block on.
+    """
+    whole = extent.bytes if extent.bytes % ALIGNMENT == 0 else extent.bytes // BLOCK * BLOCK
+    ends = whole if direct else 0
+    for at in range(0, ends, direct_bytes):
+        yield at, min(direct_bytes, ends - at), 1
+    for at in range(ends, extent.bytes, buffer_bytes):
+        yield at, min(buffer_bytes, extent.bytes - at), 0

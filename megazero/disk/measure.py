@@ -116,7 +116,8 @@ class DiskTrial:
 
     def _submit(self, write: bool, area: int, at: int) -> DiskRequest:
         part = Extent(0, self._extents[area].offset + at, 0, self._piece)
-        plan = moves([PieceMemory([part], self._memory[area].data_ptr(), direct=True)], self._options.buffer_bytes)
+        memory = PieceMemory([part], self._memory[area].data_ptr(), direct=True)
+        plan = moves([memory], self._options.buffer_bytes, self._options.direct_bytes)
 
         def work(transport: Transport) -> list[int]:
             return run_moves(transport, write, plan, self._memory, [self._file.path.name], [self._file])

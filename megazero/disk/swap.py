@@ -64,7 +64,7 @@ class SwapSpace:
         self.backend, self.record = backend.words, record
         self.bytes_read = self.bytes_written = 0
         self._files, self._record_path, self._layout = files, record_path, layout
-        self._buffer_bytes, self.memory_bytes = options.buffer_bytes, options.memory_bytes
+        self._options, self.memory_bytes = options, options.memory_bytes
         self._lanes = DiskLanes(backend.reads, backend.writes)
         self._whole: dict[str, Version | _Written] = {**record.last.versions} if record else {}
         self._newest, self._reading = dict(self._whole), dict[str, list[DiskRequest]]()
@@ -203,7 +203,7 @@ class SwapSpace:
             PieceMemory(self._layout.extents(name, slot), tensor.data_ptr(), self._direct.has(tensor))
             for name, slot, tensor in zip(names, slots, memory, strict=True)
         ]
-        return moves(parts, self._buffer_bytes)
+        return moves(parts, self._options.buffer_bytes, self._options.direct_bytes)
 
     def _submit_change(self, work: Work, after: Sequence[DiskRequest], needs: Sequence[Need] = ()) -> DiskRequest:
         self._changes = [request for request in self._changes if not request.done()]

@@ -25,7 +25,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def options(way: str) -> DiskOptions:
     """Small buffers, so that small pieces are many chunks."""
-    return DiskOptions(buffer_bytes=1 << 16, depth=4, backend=IO_URING if way == "ring" else THREADS, seconds=20)
+    backend = IO_URING if way == "ring" else THREADS
+    return DiskOptions(buffer_bytes=1 << 16, depth=4, backend=backend, seconds=20, direct_bytes=2 << 16)
 
 
 def require_ring() -> None:

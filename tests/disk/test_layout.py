@@ -40,22 +40,37 @@ def test_paths_share_by_their_weights() -> None:
 
 
 @pytest.mark.parametrize("buffer_bytes", [65536, 3 * 65536])
-def test_moves_have_every_byte_once_and_keep_all_paths_busy(buffer_bytes: int) -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_moves_have_every_byte_once_and_keep_all_paths_busy(buffer_bytes: int, direct: bool) -> None:
     layout = SwapLayout(PIECES, (2.0, 1.0))
-    names = ["large", "more", "one"]
-    plan = moves(
-        [PieceMemory(layout.extents(name, 1), 10**9 * (at + 1)) for at, name in enumerate(names)], buffer_bytes
-    )
+    names, base = ["large", "more", "one"], 1 << 30
+    parts = [PieceMemory(layout.extents(name, 1), base * (at + 1), direct) for at, name in enumerate(names)]
+    plan = moves(parts, buffer_bytes, 4 * buffer_bytes)
     for at, name in enumerate(names):
-        own = sorted((move.address - 10**9 * (at + 1), move.bytes, move.block) for move in plan if move.piece == at)
+        own = sorted((move.address - base * (at + 1), move.bytes, move.block) for move in plan if move.piece == at)
         assert [start for start, _, _ in own] == [sum(count for _, count, _ in own[:i]) for i in range(len(own))]
         assert sum(count for _, count, _ in own) == PIECES[name]
-        assert all(block * 65536 == start and count <= buffer_bytes for start, count, block in own)
+        assert all(block * 65536 == start for start, count, block in own)
     done = dict.fromkeys((0, 1), 0)
     total = {path: sum(move.file == path for move in plan) for path in (0, 1)}
     for move in plan:
         done[move.file] += 1
         assert abs(done[0] / total[0] - done[1] / total[1]) <= 1 / min(total.values())
+
+
+def test_only_whole_pages_of_aligned_memory_need_no_buffer_and_then_requests_are_larger() -> None:
+    block, pieces = 65536, {"whole": 9 * 65536 + 4096, "ragged": 9 * 65536 + 4097, "short": 100}
+    layout = SwapLayout(pieces)
+
+    def cut(name: str, address: int, direct: bool) -> list[tuple[int, int]]:
+        part = PieceMemory(layout.extents(name, 0), address, direct)
+        return [(move.bytes, move.direct) for move in moves([part], 2 * block, 4 * block)]
+
+    buffered = [(2 * block, 0)] * 4
+    assert cut("whole", 1 << 20, True) == [(4 * block, 1), (4 * block, 1), (block + 4096, 1)]
+    assert cut("ragged", 1 << 20, True) == [(4 * block, 1), (4 * block, 1), (block, 1), (4097, 0)]
+    assert cut("short", 1 << 20, True) == [(100, 0)]
+    assert cut("whole", (1 << 20) + 64, True) == cut("whole", 1 << 20, False) == [*buffered, (block + 4096, 0)]
 
 
 @pytest.mark.parametrize(
