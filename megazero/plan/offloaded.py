@@ -36,8 +36,6 @@ class OffloadedBytes:
     slots       bytes of host memory through which parts pass
     buffers     bytes of host memory through which files are read and written
     copied      bytes of optimizer state on the device that is written to disks too (--nvme-checkpoint)
-    moved       least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated. Sums of
-                gradients do not count
     files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
     """
 
@@ -48,7 +46,6 @@ class OffloadedBytes:
     slots: int = 0
     buffers: int = 0
     copied: int = 0
-    moved: tuple[int, ...] = (0, 0, 0, 0, 0)
     files: int = 0
 
     @property
@@ -93,7 +90,6 @@ def offloaded_bytes(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> Off
         slots=_slots(shape, max((one.stop - one.start for one in residents), default=0) * widths.state),
         buffers=DiskOptions().memory_bytes if pieces else 0,
         copied=sum(pieces.values()) - sum(rests.values()),
-        moved=_least_moved(shape),
         files=swap_file_bytes(run, pieces),
     )
 
@@ -139,10 +135,13 @@ def _slots(shape: RankShape, resident: int) -> int:
     return SLOTS * (way + max(on_disk, default=0))
 
 
-def _least_moved(shape: RankShape) -> tuple[int, ...]:
+def least_moved(shape: RankShape) -> dict[Lane, int]:
+    """The least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated. Sums of
+    gradients do not count.
+    """
     loaded = (number for number, bucket in enumerate(shape.buckets) if bucket.is_loaded)
     loads = [i for number in loaded for i in loads_of(number, shape)]
-    return tuple(moved_in_step([*loads, *updates_of(shape.trained, shape)], shape).values())
+    return moved_in_step([*loads, *updates_of(shape.trained, shape)], shape)
 
 
 def moved_in_step(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from megazero.config.placement import applied
 from megazero.config.schema import Run
-from megazero.mpu.axes import Axes
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.bytes import StageBytes, stage_bytes
-from megazero.plan.offloaded import NOTHING
+from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
+from megazero.plan.offloaded import NOTHING, least_moved
 from megazero.plan.rates import MachineRates
 from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.plan.shapes import shape_of
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import host_bytes, step_peak
 from megazero.plan.step_times import step_times
-from megazero.program.instruction import Instruction
-from megazero.program.simulate import simulate
+from megazero.program.instruction import Instruction, Lane
+from megazero.program.processors import SHARED_LANES
+from megazero.program.simulate import step_time
 from megazero.program.times import ChunkTimes
 
 STEPS = 3
 """Steps that are simulated: the time of the last one counts, which follows others."""
+
+NO_STATE = ("offload_activations", "late_update", "micro_batch_order", "vertical_group_size")
+"""Settings of a placement that change nothing in what a rank's model state is."""
 
 Settings = tuple[tuple[str, Any], ...]
 """Field of a run -> value, of the rows of a placement (`config.placement.ROWS`)."""
@@ -59,14 +64,32 @@ class Machine:
     def __init__(self, run: Run, cluster: Cluster, rates: MachineRates) -> None:
         self.run, self.cluster, self.rates = run, cluster, rates
         self._walks: dict[Settings, list[tuple[Peak, int]]] = {}
+        self._states: dict[Settings, list[StageBytes]] = {}
+        self._moved: dict[Settings, list[dict[Lane, int]]] = {}
 
     def placed(self, settings: Mapping[str, Any]) -> PlacedStep:
         """The step of the run with these settings."""
         return PlacedStep(self, tuple(settings.items()))
 
+    def states(self, step: PlacedStep) -> list[StageBytes]:
+        """The model state of a rank of each stage, which no setting in `NO_STATE` changes."""
+        key = step.without(NO_STATE)
+        if key not in self._states:
+            self._states[key] = stage_bytes(step.run, self.cluster.axes)
+        return self._states[key]
+
+    def moved(self, step: PlacedStep) -> list[dict[Lane, int]]:
+        """The least bytes of model state that a rank of each stage moves in a step, by lane."""
+        key, axes = step.without(NO_STATE), self.cluster.axes
+        if key not in self._moved:
+            ranks = [Coordinates(stage, 0, 0, 0) for stage in range(axes.pp)]
+            shapes = [shape_of(step.run, axes, at, nccl=has_nccl(step.run.parallel, axes)) for at in ranks]
+            self._moved[key] = [least_moved(shape) for shape in shapes]
+        return self._moved[key]
+
     def walks(self, step: PlacedStep) -> list[tuple[Peak, int]]:
         """By stage: the peak without optimizer state, and the bytes of activations in host memory."""
-        key = tuple((name, value) for name, value in step.settings if name != "offload_optimizer")
+        key = step.without(("offload_optimizer",))
         if key not in self._walks:
             self._walks[key] = [self._walk(step, stage) for stage in range(self.cluster.axes.pp)]
         return self._walks[key]
@@ -74,7 +97,8 @@ class Machine:
     def _walk(self, step: PlacedStep, stage: int) -> tuple[Peak, int]:
         state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
         found = step_peak(step.lists, stage, state, kind)
-        return Peak(found.total, stage, found.instruction), host_bytes(step.lists, stage, kind)
+        leave = step.run.parallel.offload_activations != "none"
+        return Peak(found.total, stage, found.instruction), host_bytes(step.lists, stage, kind) if leave else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +108,10 @@ class PlacedStep:
     machine: Machine
     settings: Settings
 
+    def without(self, names: Collection[str]) -> Settings:
+        """Its settings but for some."""
+        return tuple((name, value) for name, value in self.settings if name not in names)
+
     @cached_property
     def run(self) -> Run:
         """The run with them."""
@@ -92,7 +120,7 @@ class PlacedStep:
     @cached_property
     def states(self) -> list[StageBytes]:
         """The model state of a rank of each stage."""
-        return stage_bytes(self.run, self.machine.cluster.axes)
+        return self.machine.states(self)
 
     @cached_property
     def lists(self) -> StageLists:
@@ -128,14 +156,13 @@ class PlacedStep:
     @cached_property
     def least_seconds(self) -> float:
         """What no step with this much off the device falls below, without a list: each lane has its work to do."""
-        chunks, rates = chunks_of(self.run), self.machine.rates
-        busy = [0.0]
-        for stage, state in enumerate(self.states):
-            of_chunks = (self.times.forward[n] + self.times.backward[n] for n in chunks.of(stage))
-            to_host, to_device, read, written, updated = state.elsewhere.moved
-            busy += [sum(of_chunks) * self.lists.micro_batches, to_host / rates.to_host, to_device / rates.to_device]
-            busy += [updated / rates.update_host]
-            busy += [moved / rate for moved, rate in ((read, rates.read), (written, rates.write)) if rate is not None]
+        chunks, times, busy = chunks_of(self.run), self.times, [0.0]
+        for stage, moved in enumerate(self.machine.moved(self)):
+            of_chunks = (times.forward[n] + times.backward[n] for n in chunks.of(stage))
+            lanes = {lane: nbytes * times.per_byte[lane] for lane, nbytes in moved.items()}
+            busy += [computed := sum(of_chunks) * self.lists.micro_batches, *lanes.values()]
+            if not times.beside:  # one after the other
+                busy.append(computed + sum(seconds for lane, seconds in lanes.items() if lane in SHARED_LANES))
         return max(busy)
 
     @cached_property
@@ -143,4 +170,4 @@ class PlacedStep:
         """The time of a step that follows another, in the simulation."""
         steps = [self.lists.of(stage) for stage in range(self.machine.cluster.axes.pp)]
         lists, shapes = [step.instructions for step in steps], [step.shape for step in steps]
-        return simulate(lists, self.times, shapes, border=steps[0].border, steps=STEPS).step
+        return step_time(lists, self.times, shapes, steps[0].border, STEPS)

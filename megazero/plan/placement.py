@@ -12,6 +12,7 @@ arXiv:2108.05818. Here the list of a step is known before.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -163,7 +164,12 @@ class _Search:
         if best is None or not leaving:
             return best
         nearby = self._finer(leaving, fixed, at)
-        return self._fastest(leaving, fixed, nearby, best, at)[0]
+        return self._fastest(leaving, fixed, nearby, best, at, self._limit())[0]
+
+    def _limit(self) -> float:
+        """The seconds of a step above which a combination is neither the best nor the next best of those found."""
+        known = sorted(step.seconds for step in self.found)
+        return known[1] * (1 + EQUAL) if len(known) > 1 else math.inf
 
     def _fastest(
         self,
@@ -172,11 +178,14 @@ class _Search:
         shares: Iterator[tuple[int, ...]],
         best: PlacedStep | None,
         at: tuple[int, ...],
+        limit: float = math.inf,
     ) -> tuple[PlacedStep | None, tuple[int, ...]]:
-        """The fastest with these shares, or `best`, and its shares."""
+        """The fastest with these shares, or `best`, and its shares. limit: what takes longer does not matter."""
         for chosen in shares:
             step = self._placed(leaving, chosen, fixed)
-            if not self.budgets.hold(step) or (best is not None and step.least_seconds >= best.seconds):
+            if not self.budgets.hold(step):
+                continue
+            if best is not None and (step.least_seconds >= best.seconds or step.least_seconds > limit):
                 continue
             if best is None or self._seconds(step) < best.seconds:
                 best, at = step, chosen

@@ -27,6 +27,8 @@ class MachineRates:
     read         bytes read from all folders of --nvme-path in a second; None: nothing may rest on disks
     write        bytes written there in a second, until they are durable; None: nothing may rest on disks
     messages     bytes that a rank sends to others in a second; None: messages take no time
+    beside       the share of its speed, 0 to 1, that a computation keeps while the host's processors update or copy at
+                 full speed; and these beside each other. None: computations run elsewhere, and nothing slows them down
     """
 
     flops: float
@@ -37,6 +39,7 @@ class MachineRates:
     read: float | None = None
     write: float | None = None
     messages: float | None = None
+    beside: float | None = None
 
     @property
     def has_disks(self) -> bool:
@@ -79,9 +82,10 @@ def read_rates(path: str) -> MachineRates:
             problems.append(f"{named}: there is no {key}{did_you_mean(str(key), NAMES) or ': ' + ', '.join(NAMES)}")
             continue
         try:
-            found[key] = _rate(value)
+            found[key] = _share(value) if key == "beside" else _rate(value)
         except ValueError:
-            problems.append(f"{named}: {key}: {shown(value)} is not a number above 0 in a second, such as 3e9 or 3GB")
+            what = "a number from 0 to 1" if key == "beside" else "a number above 0 in a second, such as 3e9 or 3GB"
+            problems.append(f"{named}: {key}: {shown(value)} is not {what}")
     missing = [name for name in NEEDED if name not in content]
     problems += [f"{named}: {', '.join(missing)}: missing"] * bool(missing)
     if ("read" in content) != ("write" in content):
@@ -89,6 +93,12 @@ def read_rates(path: str) -> MachineRates:
     if problems:
         raise ConfigError(problems)
     return rates_of(found)
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(value)
+    return float(value)
 
 
 def _rate(value: object) -> float:

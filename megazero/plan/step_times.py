@@ -36,7 +36,15 @@ def step_times(run: Run, table: RecomputeTable, hidden_bytes: int, rates: Machin
         Lane.FROM_DISK: 0.0 if rates.read is None else 1 / rates.read,
         Lane.TO_DISK: 0.0 if rates.write is None else 1 / rates.write,
     }
-    return ChunkTimes(forward, backward, hidden_bytes * each, units=units, per_byte=per_byte, update=1 / rates.update)
+    return ChunkTimes(
+        forward,
+        backward,
+        hidden_bytes * each,
+        units=units,
+        per_byte=per_byte,
+        update=1 / rates.update,
+        beside=1.0 if rates.beside is None else rates.beside,
+    )
 
 
 def _units(run: Run, spec: StageSpec) -> tuple[float, ...]:

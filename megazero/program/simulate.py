@@ -9,7 +9,8 @@ over, as on a card that runs one at a time.
 
 Where all ranks of a group have the same list (the replicas of a role, the tp indexes of a stage), one of them stands
 for all, so its messages never wait for others. Nor do copies between the device and its host: each has its lane. A part
-that is updated in host memory waits there for a slot (`program.slots`).
+that is updated in host memory waits there for a slot (`program.slots`). Lanes of the host's processors slow each other
+and the computation down where it runs on them too (`program.processors`).
 
 Several steps run one behind the other: the copies and updates at the end of one go on beside the begin of the next. So
 the time of a step in a run is that from the end of one to the end of the next.
@@ -22,21 +23,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megazero.program.border import ON_TIME, Border
-from megazero.program.effects import Effects, effects
+from megazero.program.effects import Effects
 from megazero.program.error import ProgramError
 from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
 from megazero.program.live_passes import peak_activations
 from megazero.program.meetings import Meetings, Message
+from megazero.program.processors import SHARED_LANES, Processors
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape, without_state
-from megazero.program.slots import Slots
+from megazero.program.simulated_rank import SimulatedRank
 from megazero.program.span import Span
 from megazero.program.times import ChunkTimes
 from megazero.program.traffic import message_bytes, moved_bytes, updated_bytes
-from megazero.program.values import Thing, Value, describe
+from megazero.program.values import Value, describe
 
 IN_FLIGHT = 2
 """Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
@@ -100,59 +102,24 @@ def simulate(
     """
     if shapes is None:
         shapes = [schedule_shape(instructions) for instructions in lists]
-    return _Simulation(lists, times, shapes, border, steps).run(pick)
+    simulation = _Simulation(lists, times, shapes, border, steps)
+    simulation.run(pick)
+    return simulation.report()
+
+
+def step_time(
+    lists: Sequence[Sequence[Instruction]], times: ChunkTimes, shapes: Sequence[RankShape], border: Border, steps: int
+) -> float:
+    """`SimulationReport.step` of the same simulation, without a report of everything else."""
+    simulation = _Simulation(lists, times, shapes, border, steps)
+    simulation.run(None)
+    ends = simulation.ends()
+    return ends[-1] - (ends[-2] if len(ends) > 1 else 0.0)
 
 
 def schedule_shape(instructions: Sequence[Instruction]) -> RankShape:
     """The shape of a rank whose list has a schedule's instructions only: chunks of one unit, no model state."""
     return without_state([1] * (1 + max((i.chunk for i in instructions if i.is_compute), default=-1)))
-
-
-@dataclass
-class _Rank:
-    """A rank on its way through its list.
-
-    clock      when its last computation ends
-    values     when what exists was made; or the message that makes it
-    lanes      when the last message of a lane ends
-    in_flight  reductions that have a buffer of their own, with the bucket; one that leaves the device ends with that
-    last       its last collective over several stages
-    slots      those of the parts that are on their way
-    ends       when its last computation of each step ended
-    """
-
-    number: int
-    instructions: Sequence[Instruction]
-    scope: Scope
-    next: int = 0
-    clock: float = 0.0
-    values: dict[Value, float | Message] = field(default_factory=dict)
-    lanes: dict[Lane, Message] = field(default_factory=dict)
-    in_flight: deque[tuple[int, Message]] = field(default_factory=deque)
-    last: Message | None = None
-    slots: Slots = field(init=False)
-    ends: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    messages: list[Span] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.slots = Slots(self.scope.shape)
-
-    @property
-    def is_done(self) -> bool:
-        return self.next == len(self.instructions)
-
-    @property
-    def current(self) -> Instruction:
-        return self.instructions[self.next]
-
-    def begin_again(self) -> None:
-        """Run the list once more, with what it has left."""
-        names = {Thing.NORM: Thing.LAST_NORM} if self.scope.border.leaves else {}
-        names |= {self.scope.final(number): Thing.OWED for number in self.scope.shape.trained if names}
-        left = {(names.get(value[0], value[0]), *value[1:]): made for value, made in self.values.items()}
-        self.values = {value: left[value] for value in self.scope.at_start()}
-        self.next = 0
 
 
 class _Simulation:
@@ -167,8 +134,8 @@ class _Simulation:
         self.times, self.steps = times, steps
         trains = any(i.ends_backward for instructions in lists for i in instructions)
         self.ranks = [
-            _Rank(number, instructions, Scope(shape, len(times.forward), trains, border))
-            for number, (instructions, shape) in enumerate(zip(lists, shapes, strict=True))
+            SimulatedRank(number, own, Scope(shape, len(times.forward), trains, border), Processors(times.beside))
+            for number, (own, shape) in enumerate(zip(lists, shapes, strict=True))
         ]
         for rank in self.ranks:
             rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
@@ -177,7 +144,7 @@ class _Simulation:
         self.actions = {Lane.COMPUTE: self._compute, Lane.STAGES: self._transfer}
         self.actions |= dict.fromkeys(LOCAL_LANES, self._move)
 
-    def run(self, pick: Callable[[list[int]], int] | None) -> SimulationReport:
+    def run(self, pick: Callable[[list[int]], int] | None) -> None:
         able = deque(rank.number for rank in self.ranks)
         blocked: dict[int, Message] = {}
         while able:
@@ -196,7 +163,10 @@ class _Simulation:
         if blocked:
             raise ProgramError(self._deadlock(blocked))
         self.meetings.check_over()
-        return self._report()
+
+    def ends(self) -> tuple[float, ...]:
+        """When the last computation of each step has ended."""
+        return tuple(max(of_step) for of_step in zip(*(rank.ends for rank in self.ranks), strict=True))
 
     def _deadlock(self, blocked: dict[int, Message]) -> str:
         lines = [
@@ -206,11 +176,11 @@ class _Simulation:
         ]
         return "deadlock; every stage that is not done is blocked:\n" + "\n".join(lines)
 
-    def _advance(self, rank: _Rank, *, one: bool) -> Message | None:
+    def _advance(self, rank: SimulatedRank, *, one: bool) -> Message | None:
         """Run a rank until it is done or blocked; returns the message that blocks it. one: at most one instruction."""
         while not rank.is_done:
             i = rank.current
-            does = effects(i, rank.scope)
+            does = rank.effects
             start = rank.clock
             for values in (does.needs, does.takes):
                 for value in values:
@@ -232,34 +202,36 @@ class _Simulation:
                 break
         return None
 
-    def _made(self, rank: _Rank, value: Value) -> float | Message:
+    def _made(self, rank: SimulatedRank, value: Value) -> float | Message:
         made = rank.values.get(value)
         if made is None:
             what = f"reads {describe(value)}, which no instruction before it has made"
             raise ProgramError(what, f"stage {rank.number}", rank.next, rank.current)
         return made
 
-    def _compute(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
+    def _compute(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> None:
         if i.is_compute:
             units = rank.scope.units_of(i)
-            rank.clock = start + self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
+            work = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
+            rank.clock = rank.processors.end(start, work)
             rank.spans.append(Span(i, start, rank.clock))
         elif i.op is Op.UPDATE:
             size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
-            rank.clock = start + self.times.update * size
+            rank.clock = rank.processors.end(start, self.times.update * size)
             if rank.clock > start:
                 rank.spans.append(Span(i, start, rank.clock))
         else:
             rank.clock = start  # what is freed is waited for
+        rank.processors.forget(rank.clock)
         self._write(rank, does, rank.clock)
 
-    def _transfer(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
+    def _transfer(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> None:
         """Post one end of a message between stages."""
         # A send follows its computation, and a receive reads nothing: both are posted at the rank's clock.
         message = self.meetings.transfer(rank.number, rank.next, i, rank.clock, rank.messages)
         self._write(rank, does, message)
 
-    def _communicate(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> Message | None:
+    def _communicate(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> Message | None:
         shape = rank.scope.shape
         crosses = self.meetings.crosses(rank.number, i)
         if crosses and rank.last is not None and rank.last.end is None:
@@ -279,11 +251,15 @@ class _Simulation:
             self._limit(rank, i.buckets[0], message)
         return None
 
-    def _move(self, rank: _Rank, i: Instruction, does: Effects, start: float) -> None:
+    def _move(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> None:
         """Work on a lane of the rank's own: it waits for what it reads, the lane and a slot, and nobody for it."""
         before = rank.lanes.get(i.lane)
         start = max(start, 0.0 if before is None or before.end is None else before.end, rank.slots.begins(i))
-        end = start + self.times.per_byte.get(i.lane, 0.0) * moved_bytes(i, rank.scope.shape)
+        work = self.times.per_byte.get(i.lane, 0.0) * moved_bytes(i, rank.scope.shape)
+        end = start + work
+        if i.lane in SHARED_LANES:
+            end = rank.processors.end(start, work)
+            rank.processors.take(start, end)
         rank.slots.ran(i, end)
         rank.lanes[i.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
@@ -293,20 +269,20 @@ class _Simulation:
             if i.buckets[0] in buckets and rank.scope.shape.buckets[i.buckets[0]].sums_leave:
                 rank.in_flight[buckets.index(i.buckets[0])] = i.buckets[0], message
 
-    def _limit(self, rank: _Rank, bucket: int, launched: Message) -> None:
+    def _limit(self, rank: SimulatedRank, bucket: int, launched: Message) -> None:
         """The rank waits for the oldest reduction where too many have buffers of their own."""
         rank.in_flight.append((bucket, launched))
         if len(rank.in_flight) > IN_FLIGHT and (oldest := rank.in_flight.popleft()[1]).end is not None:
             rank.clock = max(rank.clock, oldest.end)
 
-    def _write(self, rank: _Rank, does: Effects, made: float | Message) -> None:
+    def _write(self, rank: SimulatedRank, does: Effects, made: float | Message) -> None:
         for value in does.takes:
             del rank.values[value]
         for values in (does.makes, does.adds):
             for value in values:
                 rank.values[value] = made
 
-    def _report(self) -> SimulationReport:
+    def report(self) -> SimulationReport:
         spans = tuple(tuple(rank.spans) for rank in self.ranks)
         makespan = max((row[-1].end for row in spans if row), default=0.0)
         longest = max((row[-1].end - row[0].start for row in spans if row), default=0.0)
@@ -314,8 +290,7 @@ class _Simulation:
         bubble = 1.0 - sum(busy) / (makespan * len(spans)) if makespan else 0.0
         peaks = tuple(int(peak_activations(rank.instructions)) for rank in self.ranks)
         messages = tuple(tuple(sorted(rank.messages, key=_by_end)) for rank in self.ranks)
-        ends = tuple(max(of_step) for of_step in zip(*(rank.ends for rank in self.ranks), strict=True))
-        return SimulationReport(makespan, longest, bubble, busy, peaks, spans, messages, ends)
+        return SimulationReport(makespan, longest, bubble, busy, peaks, spans, messages, self.ends())
 
 
 def _by_end(span: Span) -> tuple[float, float, str]:

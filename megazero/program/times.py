@@ -21,6 +21,8 @@ class ChunkTimes:
               for lanes that are not named
     latency   of each such message, in addition
     update    of an update, for each byte of gradients that the rank updates
+    beside    the share of its speed that work keeps while a lane of the host's processors is at work
+              (`program.processors`): 1 where the computation runs elsewhere
     """
 
     forward: tuple[float, ...]
@@ -31,6 +33,7 @@ class ChunkTimes:
     per_byte: Mapping[Lane, float] = field(default_factory=dict)
     latency: float = 0.0
     update: float = 0.0
+    beside: float = 1.0
 
     def computation(self, i: Instruction, units: Units, count: int) -> float:
         """The time of a computation of the units [first, stop) of a chunk of `count` units."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,8 +31,10 @@ SECONDS = 0.05
 TRIALS = 3
 DISK_SECONDS = 0.3
 DISK_BYTES = 64 << 20
-ELEMENTS = 1 << 20
-"""Of a tensor that is copied, updated or sent."""
+ELEMENTS = 1 << 23
+"""Of a tensor that is copied or updated: more than a processor's cache holds, as the state of a model is."""
+SENT = 1 << 20
+"""Elements of a tensor that is sent."""
 MOST_ROWS = 4096
 """Rows of the measured product at most."""
 
@@ -41,13 +46,17 @@ def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     """
     found: dict[str, float] = {}
     barrier(grid.world)
-    found["flops"] = _product(run, grid.device)
+    product = _product(run, grid.device)
+    found["flops"] = per_second(*product, grid.device)
     found |= _copies(grid.device)
     barrier(grid.world)
-    found["update"] = found["update_host"] = _updates(run.optimizer, grid.device)
-    if grid.device.type != "cpu":
-        barrier(grid.world)
-        found["update_host"] = _updates(run.optimizer, torch.device("cpu"))
+    update, host = _updates(run.optimizer, grid.device), torch.device("cpu")
+    found["update"] = found["update_host"] = per_second(*update, grid.device)
+    barrier(grid.world)
+    if grid.device.type == "cpu":
+        found["beside"] = _beside(product, found["flops"], update, found["update_host"])
+    else:
+        found["update_host"] = per_second(*_updates(run.optimizer, host), host)
     if run.offload.nvme_path:
         found |= _disks(run, grid)
     if grid.replicas.size > 1:
@@ -56,6 +65,13 @@ def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     slowest = torch.tensor([found[name] for name in names], dtype=torch.float64, device=grid.device)
     all_reduce(slowest, grid.world, "min").wait()
     return rates_of(dict(zip(names, slowest.tolist(), strict=True)))
+
+
+class Work(NamedTuple):
+    """Work that is measured: a call, and how much it does."""
+
+    call: Callable[[], object]
+    amount: float
 
 
 def per_second(work: Callable[[], object], amount: float, device: torch.device) -> float:
@@ -73,14 +89,40 @@ def per_second(work: Callable[[], object], amount: float, device: torch.device) 
     return amount / best
 
 
-def _product(run: Run, device: torch.device) -> float:
-    """Operations of the product of a micro-batch with an MLP's matrix."""
+def _beside(product: Work, flops: float, update: Work, updates: float) -> float:
+    """What two kinds of work get done on the same processors at a time, above what one of them does alone
+    (`MachineRates.beside`). flops, updates: their rates alone.
+    """
+    over, calls = threading.Event(), 0
+
+    def go_on() -> tuple[int, float]:
+        """Calls of the update, and the seconds that they take."""
+        start, count = time.perf_counter(), 0
+        while not over.is_set():
+            update.call()
+            count += 1
+        return count, time.perf_counter() - start
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        other, start = pool.submit(go_on), time.perf_counter()
+        while time.perf_counter() - start < TRIALS * SECONDS:
+            product.call()
+            calls += 1
+        seconds = time.perf_counter() - start
+        over.set()
+        count, took = other.result()
+    together = calls * product.amount / seconds / flops + count * update.amount / took / updates
+    return min(max(together - 1.0, 0.0), 1.0)
+
+
+def _product(run: Run, device: torch.device) -> Work:
+    """The product of a micro-batch with an MLP's matrix, in operations."""
     rows = min(run.schedule.micro_batch_size * run.model.seq_length, MOST_ROWS)
     hidden, width = run.model.hidden_size, max(1, ffn_width(run.model) // run.parallel.tp)
     dtype = compute_dtype(run.optimizer.precision)
     left = torch.randn(rows, hidden, device=device).to(dtype)
     right = torch.randn(hidden, width, device=device).to(dtype)
-    return per_second(lambda: left @ right, 2.0 * rows * hidden * width, device)
+    return Work(lambda: left @ right, 2.0 * rows * hidden * width)
 
 
 def _copies(device: torch.device) -> dict[str, float]:
@@ -97,14 +139,15 @@ def _copies(device: torch.device) -> dict[str, float]:
         thread.close()
 
 
-def _updates(cfg: OptimizerConfig, device: torch.device) -> float:
-    """Bytes of gradients that are used up by updates of master weights, moments and parameters."""
+def _updates(cfg: OptimizerConfig, device: torch.device) -> Work:
+    """Updates of master weights, moments and parameters, in bytes of gradients that they use up."""
     dtype = state_dtype(cfg.precision)
     weights, gradient, first, second = (torch.rand(ELEMENTS, dtype=dtype, device=device) for _ in range(4))
     parameters = torch.zeros(ELEMENTS, dtype=compute_dtype(cfg.precision), device=device)
     one = torch.ones((), dtype=torch.float64, device=device)
     skip = torch.zeros((), dtype=torch.bool, device=device)
 
+    @torch.no_grad()
     def update() -> None:
         if cfg.optimizer == "sgd":
             rule = {"lr": 1e-9, "momentum": cfg.sgd_momentum, "weight_decay": 0.0}
@@ -122,8 +165,7 @@ def _updates(cfg: OptimizerConfig, device: torch.device) -> float:
             skip=skip,
         )
 
-    with torch.no_grad():
-        return per_second(update, gradient.nbytes, device)
+    return Work(update, gradient.nbytes)
 
 
 def _disks(run: Run, grid: ProcessGrid) -> dict[str, float]:
@@ -145,7 +187,7 @@ def _disks(run: Run, grid: ProcessGrid) -> dict[str, float]:
 
 def _messages(grid: ProcessGrid) -> float:
     """Bytes of an all-reduce among the replicas, which counts twice as in `program.traffic`."""
-    tensor = torch.zeros(ELEMENTS, device=grid.device)
+    tensor = torch.zeros(SENT, device=grid.device)
     all_reduce(tensor, grid.replicas).wait()
     devices.synchronize(grid.device)
     start = time.perf_counter()

@@ -131,6 +131,7 @@ def test_rates_of_a_file(tmp_path: Path) -> None:
     assert read_rates(written(tmp_path, RATES)) == MachineRates(1e12, 10e9, 12e9, 40e9, 2e9)
     found = read_rates(written(tmp_path, f"{RATES}read: 3GB\nwrite: 1.5GB\nmessages: 9e9\n"))
     assert found.has_disks and (found.read, found.write, found.messages) == (3e9, 1.5e9, 9e9)
+    assert found.beside is None and read_rates(written(tmp_path, f"{RATES}beside: 0\n")).beside == 0
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,8 @@ def test_rates_of_a_file(tmp_path: Path) -> None:
         (RATES.replace("2e9", ".inf"), "update_host: inf is not a number above 0"),
         (RATES.replace("2e9", "true"), "update_host: True is not a number above 0"),
         (RATES.replace("update: 40 GB\n", ""), "update: missing"),
+        (f"{RATES}beside: 1.5\n", "beside: 1.5 is not a number from 0 to 1"),
+        (f"{RATES}beside: true\n", "beside: True is not a number from 0 to 1"),
         (f"{RATES}read: 3GB\n", "read and write go together"),
         ("3\n", "holds no table"),
     ],

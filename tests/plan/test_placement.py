@@ -13,6 +13,7 @@ from megazero.config.placement import ROWS, applied, as_flags
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
+from megazero.plan.bytes import stage_bytes
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, SearchLimits, choose_placement
 from megazero.plan.rates import MachineRates
@@ -185,9 +186,36 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
         assert step.device.stage == found.index(max(found))
 
 
+def test_where_processors_are_shared_no_more_leaves_than_must() -> None:
+    """The device updates as slowly as its host. With processors of its own the host would update half of the state
+    beside it. On the same ones that gains nothing, and late updates do not either.
+    """
+    for of, leaves in (
+        (machine("one rank", replace(SLOW_UPDATES, update_host=1e8)), True),
+        (machine("one rank", replace(SLOW_UPDATES, update_host=1e8, beside=0.0)), False),
+    ):
+        assert bool(as_flags(dict(chosen(of, SearchLimits()).best.settings))) == leaves
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> None:
+    """The machine keeps model states and walks by settings. A fresh one has nothing to take them from."""
+    shared = machine(layout, more="--nvme-path d")
+    shares = ("none", "cpu:0.3", "nvme")
+    for optimizer, params, activations, late, order in product(
+        shares, shares, ("none", "cpu:0.5"), (False, True), ("horizontal", "vertical")
+    ):
+        settings = static(optimizer, activations, late_update=late, micro_batch_order=order, offload_params=params)
+        if problems_of(applied(shared.run, settings), shared.cluster.axes.world_size):
+            continue
+        step, alone = shared.placed(settings), applied(shared.run, settings)
+        assert step.states == stage_bytes(alone, shared.cluster.axes), settings
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bound_is_one(layout: str) -> None:
-    for rates in (CARD, SLOW_COPIES, SLOW_UPDATES, replace(CARD, write=1e7)):
+    shared = replace(CARD, update_host=1e9, beside=0.0)
+    for rates in (CARD, SLOW_COPIES, SLOW_UPDATES, replace(CARD, write=1e7), shared):
         of = machine(layout, rates, "--nvme-path d")
         for settings in (static("none"), static("cpu:0.4"), static("nvme", "cpu:0.5"), static("cpu", late_update=True)):
             step = of.placed(settings)

@@ -1,0 +1,74 @@
+"""A rank on its way through its list, in a simulation (`program.simulate`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megazero.program.effects import Effects, effects
+from megazero.program.instruction import Instruction, Lane
+from megazero.program.meetings import Message
+from megazero.program.processors import Processors
+from megazero.program.scope import Scope
+from megazero.program.slots import Slots
+from megazero.program.span import Span
+from megazero.program.values import Thing, Value
+
+
+@dataclass
+class SimulatedRank:
+    """A rank on its way through its list.
+
+    clock      when its last computation ends
+    values     when what exists was made; or the message that makes it
+    lanes      when the last message of a lane ends
+    in_flight  reductions that have a buffer of their own, with the bucket; one that leaves the device ends with that
+    last       its last collective over several stages
+    slots      those of the parts that are on their way
+    processors those of its host
+    does       the effects of its instructions, as far as it has come: they are the same in every step
+    ends       when its last computation of each step ended
+    """
+
+    number: int
+    instructions: Sequence[Instruction]
+    scope: Scope
+    processors: Processors
+    next: int = 0
+    clock: float = 0.0
+    values: dict[Value, float | Message] = field(default_factory=dict)
+    lanes: dict[Lane, Message] = field(default_factory=dict)
+    in_flight: deque[tuple[int, Message]] = field(default_factory=deque)
+    last: Message | None = None
+    slots: Slots = field(init=False)
+    does: list[Effects] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    messages: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.scope.shape)
+
+    @property
+    def effects(self) -> Effects:
+        """Those of the current instruction."""
+        if self.next == len(self.does):
+            self.does.append(effects(self.current, self.scope))
+        return self.does[self.next]
+
+    @property
+    def is_done(self) -> bool:
+        return self.next == len(self.instructions)
+
+    @property
+    def current(self) -> Instruction:
+        return self.instructions[self.next]
+
+    def begin_again(self) -> None:
+        """Run the list once more, with what it has left."""
+        names = {Thing.NORM: Thing.LAST_NORM} if self.scope.border.leaves else {}
+        names |= {self.scope.final(number): Thing.OWED for number in self.scope.shape.trained if names}
+        left = {(names.get(value[0], value[0]), *value[1:]): made for value, made in self.values.items()}
+        self.values = {value: left[value] for value in self.scope.at_start()}
+        self.next = 0
