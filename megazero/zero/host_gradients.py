@@ -75,7 +75,7 @@ class HostGradients:
             copied = to_host.copy(self.host.sum_in(slot, key), source, after=slot.free)
             slot.arrived.append(copied.result)
             self.host.passed(key, Op.STORE_GRADIENT, copied.result)
-        self.leaving.leaves(key[0], copied.result)
+        self.leaving.leaves(key[0], source.numel(), copied.result)
 
     def copy(self, key: Key) -> None:
         """Start to copy a later gradient of a part to its slot."""
@@ -83,7 +83,7 @@ class HostGradients:
         copied = self.host.lanes.to_host.copy(slot.gradient[: source.numel()], source, after=slot.free)
         slot.arrived.append(copied.result)
         self.host.passed(key, Op.COPY_GRADIENT, copied.result)
-        self.leaving.leaves(key[0], copied.result)
+        self.leaving.leaves(key[0], source.numel(), copied.result)
 
     def read_sum(self, key: Key) -> None:
         """Start to read the sum of a part from disks."""

@@ -33,6 +33,7 @@ class _Leaving:
     across      the sum over the ranks that hold the same shard, once it is launched
     own         what this rank updates, in the dtype of the sum, once something needs it
     copies      of parts, on their way
+    left        elements of them
     """
 
     travelling: Tensor
@@ -40,6 +41,7 @@ class _Leaving:
     across: CommunicationHandle | None = None
     own: Tensor | None = None
     copies: list[Need] = field(default_factory=list)
+    left: int = 0
 
 
 class LeavingGradients:
@@ -107,13 +109,17 @@ class LeavingGradients:
         ]
         sum_over(views, self.tp)
 
-    def leaves(self, index: int, copied: Need) -> None:
-        """A part of the bucket is being copied. copied: waits for that."""
+    def leaves(self, index: int, numel: int, copied: Need) -> None:
+        """So many elements of the bucket are being copied. copied: waits for that."""
         self._here[index].copies.append(copied)
+        self._here[index].left += numel
 
-    def end_oldest(self) -> None:
-        """Wait until the oldest one has left, and give its buffer back."""
+    def end_oldest(self, *, whole: bool = True) -> None:
+        """Wait until the oldest one has left, and give its buffer back. whole: all of it has to have left."""
         one = self._queue.popleft()
+        assert not whole or (one.own is not None and one.left == one.own.numel()), (
+            "a gradient is lost that has not left"
+        )
         for copied in one.copies:
             copied()
         if one.borrowed is not None:

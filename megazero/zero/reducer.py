@@ -134,11 +134,11 @@ class GradientReducer:
         assert not self._deferred, "a backward is still under way"
         late = [index for index, arrived in enumerate(self._arrived) if arrived]
         assert not late, f"gradients of buckets {late} are not reduced"
-        self._end_all()
+        self._end_all(whole=True)
 
-    def _end_all(self) -> None:
+    def _end_all(self, *, whole: bool) -> None:
         while self._reductions or self.leaving:
-            self._end_oldest()
+            self._end_oldest(whole=whole)
         self.across.complete()
 
     def sum_partials(self, buckets: Sequence[int] = ()) -> None:
@@ -161,7 +161,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Forget all gradients, and those that are being reduced: wait for the reductions, give buffers back."""
         assert self._deferring is None and not self._deferred, "a backward is under way"
-        self._end_all()
+        self._end_all(whole=False)
         for arrived in self._arrived:
             arrived.clear()
         while self._borrowed:
@@ -278,10 +278,10 @@ class GradientReducer:
         while any(reduction.index == index for reduction in self._reductions):
             self._complete_oldest()
 
-    def _end_oldest(self) -> None:
-        """Wait for the oldest reduction; if it leaves the device, until it has left."""
+    def _end_oldest(self, *, whole: bool = True) -> None:
+        """Wait for the oldest reduction; if it leaves the device, until it has left. whole: see there."""
         if self.leaving:
-            self.leaving.end_oldest()
+            self.leaving.end_oldest(whole=whole)
         else:
             self._complete_oldest()
 

@@ -116,6 +116,8 @@ class Recorder:
 
     copy_gradient = read_state = copy_parameters = write_state = update_host
     read_parameters = load = store = write_parameters = update_host
+    store_gradient = add_gradient = count_gradient = update_host
+    read_sum = write_sum = read_gradient = fetch_gradient = update_host
 
 
 def shape_of(stages: Sequence[ToyStage], *, cut: bool, every: bool) -> RankShape:

@@ -57,7 +57,6 @@ RUNS = (
     (2, "--offload-gradients cpu:0.5 --zero-stage 0 --nvme-buffer-bytes 200KB --global-batch-size 8"),
     (2, "--offload-gradients cpu --zero-stage 1 --precision bf16 --grad-reduce-dtype bf16 --nvme-buffer-bytes 90KB"),
     (2, "--offload-gradients nvme --nvme-path {disk} --zero-stage 2 --no-overlap --nvme-buffer-bytes 300KB"),
-    (4, "--offload-gradients nvme --nvme-path {disk} --pp 2 --zero-stage 3 --late-update --nvme-buffer-bytes 300KB"),
     (2, f"{VERTICAL} --offload-gradients cpu --zero-stage 3 --global-batch-size 8 --recompute-granularity full"),
     (2, f"{VERTICAL} --zero-stage 3 --offload-activations cpu:0.5 --global-batch-size 8"),
     (2, "--offload-activations cpu --pp 2 --pipeline-schedule zb-h1 --hidden-dropout 0.1 --global-batch-size 4"),

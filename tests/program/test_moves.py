@@ -210,7 +210,9 @@ def test_every_move_of_the_table_is_one_step_between_tiers() -> None:
         for before, after in legal.items():
             assert Standing(Doing.COMPUTES, Tier.DISK) not in (before, after)
             if before.tier is not after.tier and piece is not Piece.GRADIENTS:
-                updates = op in (Op.UPDATE, Op.UPDATE_HOST)  # new ones are made where the weights are
+                # New ones are made where the weights are, and a new sum where it is stored.
+                updates = op in (Op.UPDATE, Op.UPDATE_HOST, Op.STORE_GRADIENT)
                 assert Doing.MOVES in (before.doing, after.doing) or updates, (op, piece, before, after)
             twice = before.doing is Doing.MOVES and after.doing is Doing.MOVES
-            assert not twice or op is Op.WRITE_PARAMETERS, (op, piece)  # what is copied to a slot goes on from there
+            # What is copied to a slot goes on from there, and a read waits for the write of its piece.
+            assert not twice or op in (Op.WRITE_PARAMETERS, Op.READ_SUM, Op.READ_GRADIENT), (op, piece)
