@@ -17,7 +17,8 @@ import tempfile
 from dataclasses import replace
 from typing import Any
 
-from bench.field import TABLES, Table
+from bench.entries import Table
+from bench.field import TABLES
 from bench.harness import Contestant, Unavailable
 from bench.workload import Entry, Workload
 

@@ -23,8 +23,10 @@ from typing import Any
 from bench.workload import Entry, Workload, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 240
-"""Seconds to wait for a contestant's answer. Compiling takes one or two minutes."""
+PATIENCE = 600
+"""Seconds to wait for a contestant's answer. DeepSpeed's ops take some minutes to compile for the first time. If that
+is cut off, its cache stays locked, and the next run waits in vain.
+"""
 
 
 class Unavailable(Exception):

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
-from bench.field import TABLES, Table
+from bench.entries import Table
+from bench.field import TABLES
 from bench.harness import Contestant
 
 STEPS = 5

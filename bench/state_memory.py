@@ -26,7 +26,7 @@ from typing import Any
 
 from bench import results
 from bench.contestants.megazero_ import flags_of
-from bench.field import megazero
+from bench.entries import megazero
 from bench.harness import Contestant, Unavailable
 from bench.workload import Workload
 from megazero.config.parse import ConfigError, parse_run

@@ -20,7 +20,8 @@ from typing import Any
 
 from bench import results
 from bench.contestants.megazero_split import PARTS
-from bench.field import TABLES, Table
+from bench.entries import Table
+from bench.field import TABLES
 from bench.harness import ROOT, Contestant, Plan, Unavailable
 
 

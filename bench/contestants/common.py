@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,3 +155,10 @@ def in_one_process(
 
 def rank() -> int:
     return int(os.environ["RANK"])
+
+
+def own_folder() -> Path:
+    """A new folder of this rank, which is removed when the contestant stops."""
+    folder = Path(os.environ["BENCH_FOLDER"]) / f"rank-{rank()}"
+    folder.mkdir()
+    return folder

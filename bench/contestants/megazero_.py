@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
 
-from bench.contestants.common import Step
+from bench.contestants.common import Step, own_folder
 from bench.workload import Workload, random_tokens
 from megazero.config.parse import parse_run
 from megazero.data.indexed import dtype_for
@@ -60,10 +59,10 @@ def write_words(work: Workload, folder: Path) -> None:
 def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     """The job of this rank. Its process groups exist until the process ends."""
     environment = Environment.read()
-    folder = Path(os.environ["BENCH_FOLDER"]) / f"rank-{environment.rank}"
-    folder.mkdir()
+    folder = own_folder()
     write_words(work, folder)
-    run = parse_run([*flags_of(work, folder, replicas), *layout], environment.world_size, model_source)
+    words = [*flags_of(work, folder, replicas), *layout, *(("--nvme-path", str(folder)) if "nvme" in layout else ())]
+    run = parse_run(words, environment.world_size, model_source)
     prepared = prepare(run, environment.world_size, silent)
     return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))
 

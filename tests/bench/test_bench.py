@@ -18,6 +18,7 @@ from bench.contestants.megazero_memory import largest
 from bench.contestants.megazero_meter import Peaks
 from bench.contestants.megazero_split import Clock
 from bench.field import TABLES
+from bench.field_offload import KINDS
 from bench.harness import Contestant, Match, Samples, Unavailable
 from bench.op_cases import CASES
 from bench.workload import Entry, Workload, entry_from, to_json, workload_from
@@ -46,6 +47,17 @@ def peers(tmp_path: Path) -> None:
     assert "skipped" not in rival, rival
     assert rival["ratio"] > 0 and len(rival["seconds"]["megazero"]) == len(rival["seconds"]["rival"]) == 1
     assert all(value > 0 for value in rival["peak_mib_above_imports"].values())
+
+
+def offloaded_peers(tmp_path: Path) -> None:
+    """Every kind of state off the device, updated late beside updated on time."""
+    names = [f"offload-{kind}-late" for kind in KINDS]
+    found = run_quick("peers", tmp_path, "--tables", ",".join(names), "--only", "megazero")
+    assert list(found["tables"]) == names
+    for table in found["tables"].values():
+        (rival,) = table["rivals"]
+        assert "skipped" not in rival, rival
+        assert rival["ratio"] > 0 and "--late-update" in table["megazero"]["settings"]["layout"]
 
 
 def train(tmp_path: Path) -> None:
@@ -137,7 +149,7 @@ def placement(tmp_path: Path) -> None:
     assert "--offload-" in told and "The next best is" in told
 
 
-CHECKS = (peers, train, memory, state_memory, ops, exchange, async_save, generate, placement)
+CHECKS = (peers, offloaded_peers, train, memory, state_memory, ops, exchange, async_save, generate, placement)
 SCRIPTS = {check.__name__: check for check in CHECKS}
 
 
