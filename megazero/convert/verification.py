@@ -19,7 +19,7 @@ from megazero.convert.loading import model_of
 from megazero.convert.registry import open_source
 from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition
 from megazero.data.progress import Progress, Report
-from megazero.system import device as devices
+from megazero.system import host_memory
 
 POSITIONS = 32
 TOLERANCE = 1e-4
@@ -115,7 +115,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _compare_logits(source: Source, written: Source) -> Verdict:
     needed = 6 * sum(entry.numel for entry in source.entries.values())
-    free = devices.available_memory_bytes()
+    free = host_memory.available_bytes()
     if free is None or needed > free:
         room = "unknown" if free is None else f"{free / 1e9:.1f} GB"
         return Verdict(

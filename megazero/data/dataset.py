@@ -16,7 +16,7 @@ from megazero.data.id_range import file_identity
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import EpochPlan, build_orders, plan_epochs
 from megazero.data.progress import Report, silent
-from megazero.system import device as devices
+from megazero.system import host_memory
 
 LARGE = 1 << 22
 ORDER_BYTES = 16, 12
@@ -187,7 +187,7 @@ def one_dataset(
 
 def _require_memory(what: str, needed: int) -> None:
     """Raise DataError if this machine has less free memory than `needed` bytes."""
-    free = devices.available_memory_bytes()
+    free = host_memory.available_bytes()
     if free is not None and needed > free:
         raise DataError(
             f"the {what} takes {needed / 2**30:,.1f} GiB to make, and this machine has {free / 2**30:,.1f} free: "

@@ -7,16 +7,17 @@ any other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from megazero.config.checks_offload import least_buffer
+from megazero.config.count import parameters
 from megazero.config.options import run_options
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import Offload, Tier, offload_of
+from megazero.config.tiers import ALIGNMENT, Offload, Tier, offload_of
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import unit_problems
@@ -25,20 +26,24 @@ from megazero.plan.tier_peaks import TierPeaks, run_peaks
 
 NEW_FOLDER = "DIR"
 """Stands for a folder that the user has to name."""
+MOST_PARTS = 1024
+"""Parts of a model's state that smaller buffers may lead to."""
 MOST_TOGETHER = 6
 """Changes that are tried together."""
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that a rank may take in a tier; None: any number."""
+    """Bytes that a rank may take in a tier; None: any number. together: in both, where they are one memory."""
 
     device: int | None = None
     host: int | None = None
+    together: int | None = None
 
     def excess(self, peaks: TierPeaks) -> int:
         """Bytes above the budgets."""
-        pairs = ((peaks.device_bytes, self.device), (peaks.host_bytes, self.host))
+        both = peaks.device_bytes + peaks.host_bytes
+        pairs = ((peaks.device_bytes, self.device), (peaks.host_bytes, self.host), (both, self.together))
         return sum(max(0, found - budget) for found, budget in pairs if budget is not None)
 
 
@@ -96,12 +101,13 @@ class BudgetSearch:
 
         None if no change makes anything better.
         """
-        found: Tried | None = None
+        found, now = None, self.attempt(NO_CHANGE)
         for _ in range(MOST_TOGETHER):
             begun = NO_CHANGE if found is None else found.change
             better = min(self._every(begun), key=lambda tried: tried.excess, default=None)
-            if better is None or (found is not None and better.excess >= found.excess):
+            if better is None or (now is not None and better.excess >= now.excess):
                 break
+            now = better
             found = better
             if found.fits:
                 return self._without_the_needless(found)
@@ -150,7 +156,7 @@ class BudgetSearch:
             )
 
         def has_room(tried: Tried | None) -> bool:
-            on_device = Budgets(self._budgets.device)
+            on_device = replace(self._budgets, host=None)
             return tried is not None and not any(on_device.excess(peaks) for peaks in tried.peaks)
 
         low, high, whole = 0, 100, moved(100)
@@ -209,7 +215,11 @@ def _activations_to_disks(run: Run) -> list[MemoryChange]:
 
 
 def _smaller_buffers(run: Run) -> list[MemoryChange]:
-    """A quarter of the memory for what is on its way, a sixteenth, and the least."""
-    least, now = least_buffer(run), run.offload.nvme_buffer_bytes
+    """A quarter of the memory for what is on its way, a sixteenth, and the least with which the model's state has no
+    more than `MOST_PARTS` parts: each of them takes instructions, and a disk wants long requests.
+    """
+    assert run.model.vocab_size is not None, "a run without a vocabulary is not walked through"
+    state = least_buffer(run) // ALIGNMENT * parameters(run.model)
+    least, now = max(least_buffer(run), -(-state // MOST_PARTS)), run.offload.nvme_buffer_bytes
     sizes = sorted({max(least, now // 4), max(least, now // 16), least}, reverse=True)
     return [_set("nvme_buffer_bytes", size) for size in sizes if size < now]

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from typing import NamedTuple
 
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, Tried
+from megazero.plan.bytes import stage_bytes
 from megazero.plan.leaving_disks import buffer_problems
 from megazero.plan.step_memory import rank_words
 from megazero.plan.tier_peaks import TierPeaks, run_peaks
 
 SHOWN = 3
 """Columns of a peak that are named, and changes that are offered."""
+
+
+class HostMemory(NamedTuple):
+    """Bytes that all processes of a host may have together, and those of a rank before it builds its model."""
+
+    limit: int
+    process: int
 
 
 def budgets_of(run: Run) -> Budgets:
@@ -41,7 +50,27 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     if not budgets.excess(worst):
         return []
     whose = rank_words(worst.stage, axes)
-    return [f"{_excess(worst, budgets, whose)}; {_what_fits(run, world_size, kind, budgets, worst)}"]
+    return [f"{_excess(worst, budgets, whose)}; {_what_fits(run, world_size, kind, budgets, worst.stage)}"]
+
+
+def host_problems(run: Run, world_size: int, kind: str, here: range, memory: HostMemory) -> list[str]:
+    """A sentence if the model state that the ranks of a host keep in its memory is more than it has, and what fits.
+
+    Activations and all else come on top, so a run that is refused here could not have trained. On a CPU the device's
+    tier is part of the host's memory. here: the ranks of the host. The rest as in `memory_problems`.
+    """
+    axes = axes_of(run.parallel, world_size)
+    states = [state.elsewhere.memory + state.total * (kind == "cpu") for state in stage_bytes(run, axes)]
+    needed = sum(states[axes.coordinates(rank).pp] for rank in here)
+    if needed <= memory.limit:
+        return []
+    own = max(0, memory.limit // len(here) - memory.process)
+    budgets = Budgets(together=own) if kind == "cpu" else Budgets(host=own)
+    first = max((axes.coordinates(rank).pp for rank in here), key=states.__getitem__)
+    return [
+        f"the model state of all ranks of this host ({len(here)}) takes {needed:,} bytes of its memory, and all "
+        f"processes here may have {memory.limit:,}; {_what_fits(run, world_size, kind, budgets, first)}"
+    ]
 
 
 def _excess(peaks: TierPeaks, budgets: Budgets, whose: str) -> str:
@@ -68,8 +97,8 @@ def _largest(parts: Mapping[str, int]) -> str:
     return ", ".join([*words, f"{rest:,} of all else"] if rest else words)
 
 
-def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, worst: TierPeaks) -> str:
-    search = BudgetSearch(run, world_size, kind, budgets, worst.stage)
+def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, first: int) -> str:
+    search = BudgetSearch(run, world_size, kind, budgets, first)
     fitting = list(islice(search.single(), SHOWN))
     if fitting:
         return f"nearest: {', or '.join(_offered(tried, budgets) for tried in fitting)}"
@@ -83,15 +112,10 @@ def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, worst: Ti
 
 def _offered(tried: Tried, budgets: Budgets) -> str:
     """A change, and the bytes of the tiers that have a budget with it."""
-    device, host = (max(of_tier(peaks) for peaks in tried.peaks) for of_tier in (_device, _host))
-    tiers = [(device, budgets.device, "on the device"), (host, budgets.host, "of host memory")]
+    tiers = [
+        (max(peaks.device_bytes for peaks in tried.peaks), budgets.device, "on the device"),
+        (max(peaks.host_bytes for peaks in tried.peaks), budgets.host, "of host memory"),
+        (max(peaks.device_bytes + peaks.host_bytes for peaks in tried.peaks), budgets.together, "of memory a rank"),
+    ]
     found = " and ".join(f"{size:,} bytes {where}" for size, budget, where in tiers if budget is not None)
     return f"{tried.change} ({found})"
-
-
-def _device(peaks: TierPeaks) -> int:
-    return peaks.device_bytes
-
-
-def _host(peaks: TierPeaks) -> int:
-    return peaks.host_bytes

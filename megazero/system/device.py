@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megazero.system.limits import limits
+from megazero.system.host_memory import machine_bytes
 
 _T = 1e12
 
@@ -156,9 +156,7 @@ def memory_bytes(device: torch.device) -> int:
 
 def total_memory_bytes(device: torch.device) -> int | None:
     """Memory of the GPU, or for the CPU that of the machine, which all its ranks share; None if it is not known."""
-    return (
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _machine_bytes("MemTotal")
-    )
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_bytes("MemTotal")
 
 
 def limit_memory(device: torch.device, nbytes: int) -> None:
@@ -169,38 +167,6 @@ def limit_memory(device: torch.device, nbytes: int) -> None:
     total = total_memory_bytes(device)
     if device.type == "cuda" and total:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
-
-
-def host_memory_is_short() -> bool:
-    """Whether less than a quarter of the machine's memory is available. False if it is not known."""
-    total, available = _machine_bytes("MemTotal"), _machine_bytes("MemAvailable")
-    return total is not None and available is not None and 4 * available < total
-
-
-def available_memory_bytes() -> int | None:
-    """Bytes that a program can still allocate: the least of machine and control groups; None if it is not known."""
-    left = [_machine_bytes("MemAvailable"), *(_left_of(limit) for limit in limits("memory.max"))]
-    found = [number for number in left if number is not None]
-    return min(found) if found else None
-
-
-def _left_of(file: Path) -> int | None:
-    """Bytes that a control group's limit leaves, at least 0, its page cache counted as free; None without a limit."""
-    try:
-        limit, used = (int((file.parent / name).read_text()) for name in (file.name, "memory.current"))
-        lines = (line.split() for line in (file.parent / "memory.stat").read_text().splitlines())
-        cached = sum(int(value) for name, value in lines if name in ("active_file", "inactive_file"))
-    except (OSError, ValueError):  # no such file, or no limit ("max")
-        return None
-    return max(0, limit - used + cached)
-
-
-def _machine_bytes(field: str) -> int | None:
-    """A field of /proc/meminfo in bytes; None where there is none."""
-    try:
-        return int(Path("/proc/meminfo").read_text().split(f"{field}:")[1].split()[0]) * 1024
-    except (OSError, IndexError):
-        return None
 
 
 def return_free_memory(device: torch.device) -> None:

@@ -55,7 +55,7 @@ def _placed(run: Run, ranks: int) -> Placed:
 
 def _verdict(parsed: ParsedArguments, ranks: int) -> str:
     run, problems, left, notes = parsed.run, list[str](), list[str](), [*parsed.notes]
-    against = machine_problems(run)
+    against, here = machine_problems(run), range(ranks if parsed.command.world_size is None else 0)
     if parsed.command.world_size is None:
         problems += against
     else:
@@ -64,14 +64,14 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
     if parsed.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
     else:
-        present = check_paths(run, ranks, here=range(ranks if parsed.command.world_size is None else 0))
+        present = check_paths(run, ranks, here=here)
         run, problems = present.run, [*problems, *present.problems]
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
     asked, axes, kind = run, axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
     run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
     notes += order_notes(asked, run, micro_batches_of(run, axes))
-    problems += [*budget_problems(run, ranks, tries_cards=True), *rates_problems(run)]
+    problems += [*budget_problems(run, ranks, tries_cards=True, here=here), *rates_problems(run)]
     if problems:
         raise ConfigError(problems)
     placed = _placed(with_default_vocabulary(run), ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.system import device as devices
+from megazero.system.host_memory import is_short
 
 GROWTH = 1.25
 """Free memory of the host's allocator is returned to the system when a rank's resident set exceeds its size after the
@@ -26,5 +27,5 @@ class HostMemory:
         held = devices.memory_bytes(self.device)
         if steps <= 2:
             self._usual = held
-        elif held > GROWTH * self._usual or devices.host_memory_is_short():
+        elif held > GROWTH * self._usual or is_short():
             devices.return_free_memory(self.device)

@@ -76,7 +76,7 @@ def prepare(
     axes, kind = axes_of(run.parallel, world_size), devices.kind(run.parallel.device)
     if kind == "cpu":  # on a GPU the bodies of attention are tried later
         run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
-    unfit = budget_problems(run, world_size, tries_cards=False)
+    unfit = budget_problems(run, world_size, tries_cards=False, here=here)
     problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit, *rates_problems(run)]
     if problems:
         raise ConfigError(problems)

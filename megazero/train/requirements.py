@@ -20,9 +20,10 @@ from megazero.data.corpus import VOCAB_SIZE
 from megazero.mpu.axes import axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
-from megazero.plan.budgets import memory_problems
+from megazero.plan.budgets import HostMemory, host_problems, memory_problems
 from megazero.plan.gathered import unit_problems
 from megazero.system import device as devices
+from megazero.system import host_memory
 from megazero.telemetry.sinks import sink_factory
 
 
@@ -139,12 +140,13 @@ def _unknown_kernels() -> list[str]:
     return []
 
 
-def budget_problems(run: Run, world_size: int, *, tries_cards: bool) -> list[str]:
-    """A sentence for each budget of the run that does not hold what a rank needs. Nothing if the vocabulary is not
-    known.
+def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range | None = None) -> list[str]:
+    """A sentence for each budget of the run that does not hold what a rank needs, and one if the host's memory does not
+    hold the model state of its ranks. Nothing if the vocabulary is not known.
 
     tries_cards: whether this process may try bodies of attention on a card. A rank may not before it has a card of its
-    own; there `train.memory_budgets.keep_budgets` looks at the budgets of memory.
+    own; there `train.memory_budgets.keep_budgets` looks at the budgets of memory. here: the ranks of this host, empty
+    where the run is meant for others; None: all ranks.
     """
     run, kind = with_default_vocabulary(run), devices.kind(run.parallel.device)
     if run.model.vocab_size is None:
@@ -152,7 +154,12 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool) -> list[str
     found = unit_problems(run, axes_of(run.parallel, world_size))
     if run.offload.placement == AUTO:  # the search keeps to them
         return found
-    return found or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])
+    found = found or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])
+    here, limit = range(world_size) if here is None else here, host_memory.limit_bytes()
+    if found or not here or limit is None:
+        return found
+    memory = HostMemory(limit, devices.memory_bytes(torch.device("cpu")))
+    return host_problems(run, world_size, kind, here, memory)
 
 
 def with_default_vocabulary(run: Run) -> Run:

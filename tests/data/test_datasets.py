@@ -183,7 +183,7 @@ def test_more_samples_than_memory_has_a_blend_for(tmp_path, monkeypatch):
     prefixes = [str(write_pair(tmp_path / f"p{number}", [60] * 4, 200, seed=number).prefix) for number in range(11)]
     words = tuple(word for prefix in prefixes for word in ("1", prefix))
     cfg = DataConfig(data_path=words, split="1", data_cache_path=str(tmp_path / "cache"))
-    monkeypatch.setattr("megazero.system.device.available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr("megazero.system.host_memory.available_bytes", lambda: 8 << 30)
     for name in ("build_orders", "blend_index"):
         monkeypatch.setattr(f"megazero.data.dataset.{name}", lambda *_: pytest.fail("it is made"))
     told = (

@@ -10,11 +10,13 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, MemoryChange
-from megazero.plan.budgets import memory_problems
+from megazero.plan.budgets import HostMemory, host_problems, memory_problems
+from megazero.plan.bytes import stage_bytes
 from megazero.plan.rates import ASSUMED
 from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
 from megazero.plan.timed_steps import timed_traces
+from megazero.system import host_memory
 from megazero.train.memory_budgets import budget_sentences, peaks_table
 from megazero.train.requirements import budget_problems
 
@@ -183,6 +185,43 @@ def test_a_change_that_the_run_may_not_have_is_not_tried() -> None:
     assert search.attempt(MemoryChange((("micro_batch_size", 3),))) is None, "3 does not divide 16"
     told = memory_problems(asked("--activation-memory-budget 1KB --device-memory-budget 5MB"), 1, "cpu")
     assert len(told) == 1 and told[0].startswith("--activation-memory-budget 1,000: stage 0 needs ")
+
+
+def test_a_host_that_is_too_small_for_the_model_state() -> None:
+    """On a CPU all of it counts, on a card what rests in host memory. Ranks of other hosts do not count."""
+    words = "--pp 2 --offload-optimizer cpu:0.5 --nvme-buffer-bytes 200KB"
+    run = asked(words, 4)
+    states = stage_bytes(run, axes_of(run.parallel, 4))
+    for kind in ("cpu", "cuda"):
+        first, last = (state.elsewhere.memory + state.total * (kind == "cpu") for state in states)
+        for here, needed in ((range(1, 3), first + last), (range(4), 2 * first + 2 * last), (range(2), 2 * first)):
+            assert host_problems(run, 4, kind, here, HostMemory(needed, 0)) == []
+            (told,) = host_problems(run, 4, kind, here, HostMemory(needed - 1, 0))
+            assert f"all ranks of this host ({len(here)}) takes {needed:,} bytes" in told
+            assert f"may have {needed - 1:,}; " in told
+
+
+def test_what_is_offered_to_a_host_that_is_too_small_fits() -> None:
+    """Host memory is no help where it is the device's: only disks are. What the processes take besides is left free."""
+    room, process = 900_000_000, 300_000_000
+    words = "--hidden-size 1024 --num-layers 8 --micro-batch-size 1 --global-batch-size 2"
+    (told,) = host_problems(asked(words, 2), 2, "cpu", range(2), HostMemory(2 * (room + process), process))
+    ((flags, size),) = re.findall(r"nearest: (--.+?) \(([\d,]+) bytes of memory a rank\)", told)
+    assert "--offload-optimizer nvme" in flags and "--nvme-path DIR" in flags
+    device, host = peaks(f"{words} {flags}", 2)
+    assert device + host == int(size.replace(",", "")) <= room
+
+
+def test_a_run_looks_at_the_memory_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "limit_bytes", lambda: 3_000_000)
+    run = asked("", 2)
+    (told,) = budget_problems(run, 2, tries_cards=False)
+    assert "ranks of this host (2)" in told and "may have 3,000,000" in told
+    (told,) = budget_problems(run, 2, tries_cards=False, here=range(1))
+    assert "ranks of this host (1)" in told
+    assert budget_problems(run, 2, tries_cards=True, here=range(0)) == [], "meant for other machines"
+    monkeypatch.setattr(host_memory, "limit_bytes", lambda: None)
+    assert budget_problems(run, 2, tries_cards=True) == [], "nobody knows"
 
 
 def test_words_of_the_command_line() -> None:

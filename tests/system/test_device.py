@@ -1,13 +1,12 @@
 """The device room: memory is measured, cards are known by name."""
 
 import mmap
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megazero.system import device, limits
+from megazero.system import device
 
 CPU = torch.device("cpu")
 
@@ -29,36 +28,6 @@ def test_cuda_without_a_card_is_refused() -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         device.resolve("cuda", 0)
     assert device.resolve("auto", 0) == CPU
-
-
-# /proc/self/cgroup, and the group's folder below what is mounted: in a container, in a job of a batch system, beside
-# the mount.
-GROUPS = {
-    "container": ("0::/\n", "."),
-    "job": ("1:cpu:/\n0::/slurm/job_7/step_0\n", "slurm/job_7"),
-    "elsewhere": ("0::/../outer\n", "."),
-}
-
-
-@pytest.mark.parametrize("kind", GROUPS)
-def test_a_control_groups_limit_counts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its files fill in the page cache is given up when memory is asked for."""
-    told, folder = GROUPS[kind]
-    machine, own = device.available_memory_bytes(), tmp_path / "root" / folder
-    own.mkdir(parents=True)
-    (tmp_path / "cgroup").write_text(told)
-    monkeypatch.setattr(limits, "OWN", tmp_path / "cgroup")
-    monkeypatch.setattr(limits, "ROOT", tmp_path / "root")
-    assert machine is not None and device.available_memory_bytes() == pytest.approx(machine, rel=0.5), "there is none"
-    (own / "memory.current").write_text("50000000\n")
-    (own / "memory.stat").write_text(
-        "anon 29000000\nfile 21000000\ninactive_file 3000000\nactive_file 1000000\nshmem 17000000\n"
-    )
-    for limit, free in (("60000000", 14_000_000), ("40000000", 0)):
-        (own / "memory.max").write_text(f"{limit}\n")
-        assert device.available_memory_bytes() == free
-    (own / "memory.max").write_text("max\n")
-    assert device.available_memory_bytes() == pytest.approx(machine, rel=0.5)
 
 
 def test_peak_memory_sees_what_was_freed() -> None:
