@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 
 STEPS = 6
 LATE = "--late-update"
+HORIZONTAL = ["--micro-batch-order", "horizontal"]
 BATCH = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3", "--eval-iters", "1"]
 SMALL = ["--nvme-buffer-bytes", "300KB"]
 """Parts of 1024 to 5120 elements: every bucket has several, and each slot is taken often."""
@@ -56,8 +57,10 @@ CASES = {
 
 
 def flags_of(corpus: Path, tmp_path: Path, words: str) -> list[str]:
+    """In the same order of micro-batches wherever parameters rest, if `words` say nothing of it."""
     numbers = ["--train-iters", str(STEPS), "--clip-grad", "0.3", "--eval-interval", "3"]
-    return [*small_model(3, heads=6), *BATCH, *numbers, *data_flags(corpus, tmp_path / "cache"), *words.split()]
+    model = small_model(3, heads=6)
+    return [*model, *HORIZONTAL, *BATCH, *numbers, *data_flags(corpus, tmp_path / "cache"), *words.split()]
 
 
 def saving(folder: Path) -> list[str]:

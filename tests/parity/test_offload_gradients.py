@@ -16,7 +16,7 @@ import torch
 
 from megazero.disk.errors import SwapDamaged
 from tests.parity.test_late_update import FP16, UNTIED, saved
-from tests.parity.test_offload import BATCH, LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
+from tests.parity.test_offload import BATCH, HORIZONTAL, LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
 from tests.parity.test_offload_params import numbers_on_rank
 from tests.parity.training import data_flags, job_on_rank, train
 from tests.ranks import run_ranks
@@ -192,7 +192,7 @@ def test_gradients_of_adapters(name: str, corpus: Path, tmp_path: Path) -> None:
     train(1, [*flags_of(corpus, tmp_path, "--train-iters 1"), "--save", str(tmp_path / "base")])
     ranks, words, what, _ = ADAPTERS[name]
     data = [*data_flags(corpus, tmp_path / "cache"), "--seq-length", "12", "--train-iters", str(STEPS), *BATCH]
-    flags = ["--init-from", str(tmp_path / "base"), "--lora-rank", "2", *data, *words.split()]
+    flags = ["--init-from", str(tmp_path / "base"), "--lora-rank", "2", *HORIZONTAL, *data, *words.split()]
     plain, other = (
         run_ranks(ranks, numbers_on_rank, ranks, [*flags, *more]) for more in ([], flags_for(what, tmp_path))
     )

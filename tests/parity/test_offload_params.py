@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megazero.config.tiers import SLOTS
 from tests.parameters import values_of
 from tests.parity.test_late_update import FP16, UNTIED, saved
-from tests.parity.test_offload import BATCH, LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
+from tests.parity.test_offload import BATCH, HORIZONTAL, LATE, SMALL, STEPS, bits_on_rank, flags_of, saving
 from tests.parity.training import data_flags, job_on_rank, train
 from tests.ranks import run_ranks
 
@@ -156,7 +156,7 @@ def test_a_frozen_base_rests_there_too(name: str, base: Path, corpus: Path, tmp_
     """And what is generated from it at the end is the same."""
     ranks, words, what, _ = ADAPTERS[name]
     data = [*data_flags(corpus, tmp_path / "cache"), "--seq-length", "12", "--train-iters", str(STEPS), *BATCH]
-    flags = ["--init-from", str(base), "--lora-rank", "2", *data, *words.split()]
+    flags = ["--init-from", str(base), "--lora-rank", "2", *HORIZONTAL, *data, *words.split()]
     plain, other = (
         run_ranks(ranks, numbers_on_rank, ranks, [*flags, *more]) for more in ([], flags_for(what, tmp_path))
     )
