@@ -19,7 +19,7 @@ SHOWN = 3
 """Columns of a peak that are named, and changes that are offered."""
 
 
-class HostMemory(NamedTuple):
+class HostRoom(NamedTuple):
     """Bytes that all processes of a host may have together, and those of a rank before it builds its model."""
 
     limit: int
@@ -53,7 +53,7 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     return [f"{_excess(worst, budgets, whose)}; {_what_fits(run, world_size, kind, budgets, worst.stage)}"]
 
 
-def host_problems(run: Run, world_size: int, kind: str, here: range, memory: HostMemory) -> list[str]:
+def host_problems(run: Run, world_size: int, kind: str, here: range, memory: HostRoom) -> list[str]:
     """A sentence if the model state that the ranks of a host keep in its memory is more than it has, and what fits.
 
     Activations and all else come on top, so a run that is refused here could not have trained. On a CPU the device's

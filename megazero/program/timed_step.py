@@ -43,7 +43,7 @@ class TierBytes:
 
 
 @dataclass(frozen=True)
-class Moment:
+class HeldBytes:
     """What lies in every tier from `start` to `end`."""
 
     start: float
@@ -59,7 +59,7 @@ class TimedStep:
     lanes    what runs on each lane, in order of time; lanes on which nothing takes time are left out
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[HeldBytes, ...]
     lanes: Mapping[Lane, tuple[Span, ...]]
 
     @property
@@ -88,16 +88,16 @@ def timed_step(
     lanes = lanes_of(report, rank)
     ends = [span.end for of_lane in lanes.values() for span in of_lane]
     times = iter(spans)
-    moments, most, start = list[Moment](), TierBytes(0, 0, 0), 0.0
+    moments, most, start = list[HeldBytes](), TierBytes(0, 0, 0), 0.0
     span = next(times, None)
     for i, sample in zip(instructions, walked, strict=True):
         most = _larger(most, _held(sample, rests))
         if span is not None and i is span.instruction:
-            moments.append(Moment(start, span.end, most))
+            moments.append(HeldBytes(start, span.end, most))
             most, start, span = TierBytes(0, 0, 0), span.end, next(times, None)
     assert span is None, f"{span} is not in the list, or not in its order"
     if most.device and start < max(ends, default=0.0):
-        moments.append(Moment(start, max(ends), most))
+        moments.append(HeldBytes(start, max(ends), most))
     return TimedStep(tuple(moments), lanes)
 
 

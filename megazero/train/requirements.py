@@ -20,7 +20,7 @@ from megazero.data.corpus import VOCAB_SIZE
 from megazero.mpu.axes import axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
-from megazero.plan.budgets import HostMemory, host_problems, memory_problems
+from megazero.plan.budgets import HostRoom, host_problems, memory_problems
 from megazero.plan.gathered import unit_problems
 from megazero.system import device as devices
 from megazero.system import host_memory
@@ -158,7 +158,7 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range
     here, limit = range(world_size) if here is None else here, host_memory.limit_bytes()
     if found or not here or limit is None:
         return found
-    memory = HostMemory(limit, devices.memory_bytes(torch.device("cpu")))
+    memory = HostRoom(limit, devices.memory_bytes(torch.device("cpu")))
     return host_problems(run, world_size, kind, here, memory)
 
 

@@ -10,7 +10,7 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, MemoryChange
-from megazero.plan.budgets import HostMemory, host_problems, memory_problems
+from megazero.plan.budgets import HostRoom, host_problems, memory_problems
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.rates import ASSUMED
 from megazero.plan.step_lists import StageLists
@@ -195,8 +195,8 @@ def test_a_host_that_is_too_small_for_the_model_state() -> None:
     for kind in ("cpu", "cuda"):
         first, last = (state.elsewhere.memory + state.total * (kind == "cpu") for state in states)
         for here, needed in ((range(1, 3), first + last), (range(4), 2 * first + 2 * last), (range(2), 2 * first)):
-            assert host_problems(run, 4, kind, here, HostMemory(needed, 0)) == []
-            (told,) = host_problems(run, 4, kind, here, HostMemory(needed - 1, 0))
+            assert host_problems(run, 4, kind, here, HostRoom(needed, 0)) == []
+            (told,) = host_problems(run, 4, kind, here, HostRoom(needed - 1, 0))
             assert f"all ranks of this host ({len(here)}) takes {needed:,} bytes" in told
             assert f"may have {needed - 1:,}; " in told
 
@@ -205,7 +205,7 @@ def test_what_is_offered_to_a_host_that_is_too_small_fits() -> None:
     """Host memory is no help where it is the device's: only disks are. What the processes take besides is left free."""
     room, process = 900_000_000, 300_000_000
     words = "--hidden-size 1024 --num-layers 8 --micro-batch-size 1 --global-batch-size 2"
-    (told,) = host_problems(asked(words, 2), 2, "cpu", range(2), HostMemory(2 * (room + process), process))
+    (told,) = host_problems(asked(words, 2), 2, "cpu", range(2), HostRoom(2 * (room + process), process))
     ((flags, size),) = re.findall(r"nearest: (--.+?) \(([\d,]+) bytes of memory a rank\)", told)
     assert "--offload-optimizer nvme" in flags and "--nvme-path DIR" in flags
     device, host = peaks(f"{words} {flags}", 2)
