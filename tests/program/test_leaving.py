@@ -106,7 +106,7 @@ def test_drawn_steps_are_legal_and_keep_to_their_share(seed: int) -> None:
         model = replace(
             drawn(source), leaving=source.choice((0.2, 0.7, 1.0)), evaluation=False, parts=(), disk_buffers=None
         )
-        model = replace(model, rests=Tier.DEVICE, border=source.choice((ON_TIME, FIRST, LATE)))
+        model = replace(model, rests=Tier.DEVICE, sums=Tier.DEVICE, border=source.choice((ON_TIME, FIRST, LATE)))
         step = step_of(model)
         checked(step)
         for role, instructions in step.lists.items():

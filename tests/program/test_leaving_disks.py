@@ -101,7 +101,7 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
     written = 0
     for _ in range(60):
         model = replace(drawn(source), leaving=source.choice((0.4, 1.0)), evaluation=False, parts=())
-        model = replace(model, rests=Tier.DEVICE)
+        model = replace(model, rests=Tier.DEVICE, sums=Tier.DEVICE)
         buffers = source.choice((4, 4, 5, 9))
         model = replace(model, border=source.choice((ON_TIME, FIRST, LATE)), disk_buffers=buffers * BUFFER)
         step = step_of(model)

@@ -38,7 +38,7 @@ def adds(instructions: Sequence[Instruction], rank: RankShape, bucket: int) -> l
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize(("name", "virtual"), schedules())
 def test_complete_and_once(name: str, virtual: int, every: bool, cuts: bool) -> None:
-    rank = shape(*SPREAD[:virtual])
+    rank = shape(*SPREAD[:virtual], sharded_gradient=every)
     for m in (1, 2, 5):
         for stage in make_schedule(name, 3, m, virtual):
             instructions = cut(stage, rank, every_pass(stage)) if cuts else stage
@@ -95,7 +95,7 @@ def test_a_table_of_two_chunks_is_reduced_with_the_first() -> None:
 
 def test_frozen_parameters_are_not_reduced() -> None:
     """Their units have no gradient of them."""
-    rank = shape([[0, 1], [2]])
+    rank = shape([[0, 1], [2]], sharded_gradient=True)
     units = ((replace(rank.units[0][0], gradients=(0,)), rank.units[0][1]),)
     buckets = (rank.buckets[0], replace(rank.buckets[1], trained=False), rank.buckets[2])
     (only,) = make_schedule("1f1b", 1, 2)
@@ -104,7 +104,7 @@ def test_frozen_parameters_are_not_reduced() -> None:
 
 
 def test_shards_of_several_stages_are_reduced_at_the_end() -> None:
-    rank = shape([[0], [1], [0, 2]])
+    rank = shape([[0], [1], [0, 2]], sharded_gradient=True)
     spanning = replace(rank.buckets[0], spans_stages=True, shards_span=True)
     rank = replace(rank, buckets=(spanning, *rank.buckets[1:]))
     for every in (False, True):

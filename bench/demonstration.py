@@ -1,0 +1,146 @@
+"""Models that are larger than the memory, trained within a limit that the kernel keeps.
+
+    python -m bench.demonstration --folder /mnt/nvme              # 1.0 billion parameters in 6 GB
+    python -m bench.demonstration --folder /mnt/nvme --only 3b    # BLOOM-3b's shape in 10 GB; 60 GB of disk
+    python -m bench.demonstration --quick                         # a tiny model: does it start?
+
+All of the model state rests on disks: parameters, gradients, master weights, moments. The same run without that has to
+be refused before it starts. Both are the program as a user starts it, in a control group of its own. Needs Linux and the
+right to make control groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import results
+from bench.contestants.megazero_ import flags_of, write_words
+from bench.held import Held, run_held
+from bench.workload import Workload
+from megazero.config.parse import parse_run
+from megazero.mpu.axes import axes_of
+from megazero.plan.bytes import stage_bytes
+from megazero.plan.tier_peaks import run_peaks
+
+GB = 10**9
+REPOSITORY = Path(__file__).resolve().parents[1]
+OFF = ("--offload-optimizer", "nvme", "--offload-params", "nvme", "--offload-gradients", "nvme", "--late-update")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A model, the bytes of memory that the whole job may have, and how it is cut."""
+
+    work: Workload
+    limit: int
+    steps: int
+    flags: tuple[str, ...] = ()
+
+
+BILLION = Workload(
+    "1b", layers=20, hidden=2048, heads=16, sequence=256, vocabulary=8192, micro_batch=1, micro_batches=4
+)
+BLOOM_3B = Workload(
+    "3b", layers=30, hidden=2560, heads=32, sequence=256, vocabulary=250880, micro_batch=1, micro_batches=1
+)
+BLOOMS = ("--position-embedding", "alibi", "--embedding-layernorm", "--activation", "gelu-tanh")
+DEMONSTRATIONS = (Demonstration(BILLION, 6 * GB, 4), Demonstration(BLOOM_3B, 10 * GB, 2, BLOOMS))
+TINY = Demonstration(
+    Workload("tiny", layers=4, hidden=1024, heads=4, sequence=64, vocabulary=512, micro_batch=1), 8 * GB // 10, 2
+)
+
+
+def command(shown: Demonstration, folder: Path, off: bool) -> list[str]:
+    """The run's command line, with its state on disks or not."""
+    where = [*OFF, "--nvme-path", str(folder)] if off else []
+    words = flags_of(shown.work, folder, 1)
+    words[words.index("--train-iters") + 1] = str(shown.steps)
+    return [*words, *shown.flags, "--zero-stage", "3", *where]
+
+
+def predicted(shown: Demonstration, folder: Path) -> dict[str, int]:
+    """Parameters, and bytes by tier at the peak, by the arithmetic of the program."""
+    run = parse_run(command(shown, folder, off=True), 1)
+    axes = axes_of(run.parallel, 1)
+    (peaks,), (state,) = run_peaks(run, axes, "cpu").every(), stage_bytes(run, axes)
+    return {
+        "parameters": state.parameters,
+        "device": peaks.device_bytes,
+        "host": peaks.host_bytes,
+        "disk": peaks.disk,
+    }
+
+
+def train(shown: Demonstration, folder: Path, off: bool) -> tuple[Held, list[dict[str, Any]]]:
+    """The run within its limit, and its metrics."""
+    metrics = folder / f"metrics-{off}.jsonl"
+    words = [*command(shown, folder, off), "--metrics-file", str(metrics)]
+    held = run_held([sys.executable, "-m", "megazero", "pretrain", *words], shown.limit, REPOSITORY)
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return held, [json.loads(line) for line in lines]
+
+
+def demonstrate(shown: Demonstration, folder: Path) -> dict[str, Any]:
+    """Both runs, and what was predicted of the one that trains."""
+    write_words(shown.work, folder)
+    refused, none = train(shown, folder, off=False)
+    print(f"{shown.work.name} without: status {refused.status} after {refused.seconds:.0f} s", flush=True)
+    trained, steps = train(shown, folder, off=True)
+    print(f"{shown.work.name} on disks: status {trained.status} after {trained.seconds:.0f} s", flush=True)
+    return {
+        "limit": shown.limit,
+        "predicted": predicted(shown, folder),
+        "without": asdict(refused) | {"steps": none},
+        "on_disks": asdict(trained) | {"steps": steps},
+    }
+
+
+def rows(name: str, found: dict[str, Any]) -> list[list[str]]:
+    said, done, without = found["predicted"], found["on_disks"], found["without"]
+    seconds = [step["step_seconds"] for step in done["steps"]]
+    model = f"{said['device'] / GB:.2f} GB on the device, {said['host'] / GB:.2f} GB of host memory"
+    return [
+        ["model", f"{name}: {said['parameters']:,} parameters"],
+        ["memory of the whole job", f"{found['limit'] / GB:.1f} GB"],
+        [
+            "without offload",
+            f"status {without['status']} after {without['seconds']:.0f} s, {len(without['steps'])} steps",
+        ],
+        ["on disks", f"status {done['status']} after {done['seconds']:.0f} s, {done['killed']} killed"],
+        ["most resident", f"{done['resident'] / GB:.2f} GB"],
+        ["predicted of the model", model],
+        ["swap files", f"{said['disk'] / GB:.1f} GB"],
+        ["losses", ", ".join(f"{step['loss']:.4f}" for step in done["steps"])],
+        ["seconds of a step", ", ".join(f"{second:.1f}" for second in seconds)],
+        ["their median", f"{statistics.median(seconds):.1f}" if seconds else "-"],
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [shown.work.name for shown in DEMONSTRATIONS]
+    parser.add_argument("--only", choices=names, default="1b", help="%(default)s")
+    parser.add_argument("--folder", type=Path, help="for swap files: an empty folder is made there and removed")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
+    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    shown = next(shown for shown in DEMONSTRATIONS if shown.work.name == args.only)
+    shown = TINY if args.quick else shown
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="megazero-demonstration-") as folder:
+        found = demonstrate(shown, Path(folder))
+    kind = f"demonstration-{shown.work.name}"
+    path = results.write(kind, {"work": asdict(shown.work), "flags": [*OFF, *shown.flags]}, found, args.results)
+    text = results.table(("what", "found"), rows(shown.work.name, found))
+    path.with_suffix(".md").write_text(f"{text}\n\n{found['without']['text']}\n")
+    print(text, found["without"]["text"], path, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
