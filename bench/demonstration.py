@@ -5,8 +5,8 @@
     python -m bench.demonstration --quick                         # a tiny model: does it start?
 
 All of the model state rests on disks: parameters, gradients, master weights, moments. The same run without that has to
-be refused before it starts. Both are the program as a user starts it, in a control group of its own. Needs Linux and the
-right to make control groups.
+be refused before it starts. Both are the program as a user starts it, in a control group of its own. Needs Linux and
+the right to make control groups.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 
 from megazero.config.checks_offload import least_buffer
 from megazero.config.count import parameters
+from megazero.config.derive import bucket_size, tiers
 from megazero.config.options import run_options
 from megazero.config.placement import applied
 from megazero.config.schema import Run
@@ -20,6 +21,7 @@ from megazero.config.source import ConfigError
 from megazero.config.tiers import ALIGNMENT, Offload, Tier, offload_of
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
+from megazero.plan.bytes import has_nccl
 from megazero.plan.gathered import unit_problems
 from megazero.plan.leaving_disks import buffer_problems, writes_activations
 from megazero.plan.tier_peaks import TierPeaks, run_peaks
@@ -28,6 +30,10 @@ NEW_FOLDER = "DIR"
 """Stands for a folder that the user has to name."""
 MOST_PARTS = 1024
 """Parts of a model's state that smaller buffers may lead to."""
+COLUMNS = ("offload_optimizer", "offload_gradients", "offload_params")
+"""Columns of which a share leaves the device, the cheapest in time first. Optimizer state is used once in a step,
+gradients in each backward, parameters in each forward too.
+"""
 MOST_TOGETHER = 6
 """Changes that are tried together."""
 
@@ -119,11 +125,18 @@ class BudgetSearch:
         for change in changes(changed, self._world):
             if (tried := self.attempt(begun + change)) is not None:
                 yield tried
-        tiers = (Tier.HOST, Tier.DISK)[offload_of(changed.offload.offload_optimizer).tier is Tier.DISK :]
-        for tier in tiers:
-            if (tried := self._share(begun, changed, tier)) is not None:
+        for column in COLUMNS:
+            yield from self._shares(begun, changed, column)
+
+    def _shares(self, begun: MemoryChange, changed: Run, column: str) -> Iterator[Tried]:
+        """A share of this column in host memory; on disks, which are slower, where that does not fit or is the same
+        memory.
+        """
+        slow = tiers(changed)[column].tier is Tier.DISK or self._budgets.together is not None
+        for tier in (Tier.HOST, Tier.DISK)[slow:]:
+            if (tried := self._share(begun, changed, column, tier)) is not None:
                 yield tried
-                if tried.fits:  # disks are slower
+                if tried.fits:
                     return
 
     def _attempt(self, change: MemoryChange) -> Tried | None:
@@ -144,16 +157,14 @@ class BudgetSearch:
         excess = max(self._budgets.excess(peaks) for peaks in every)
         return Tried(change, fits=not excess, peaks=every, excess=excess)
 
-    def _share(self, begun: MemoryChange, changed: Run, tier: Tier) -> Tried | None:
-        """The share of the optimizer state in a tier with which the device has room, and no more: a larger one takes
-        time and host memory. In hundredths, found by halving, since a larger share never leaves more on the device.
+    def _share(self, begun: MemoryChange, changed: Run, column: str, tier: Tier) -> Tried | None:
+        """The share of a column in a tier with which the device has room, and no more: a larger one takes time and
+        host memory. In hundredths, found by halving, since a larger share hardly ever leaves more on the device.
         """
         folders = (("nvme_path", changed.offload.nvme_path or (NEW_FOLDER,)),) * (tier is Tier.DISK)
 
         def moved(hundredths: int) -> Tried | None:
-            return self.attempt(
-                begun + MemoryChange((("offload_optimizer", str(Offload(tier, hundredths / 100))), *folders))
-            )
+            return self.attempt(begun + MemoryChange(((column, str(Offload(tier, hundredths / 100))), *folders)))
 
         def has_room(tried: Tried | None) -> bool:
             on_device = replace(self._budgets, host=None)
@@ -177,7 +188,7 @@ class BudgetSearch:
 
 
 def changes(run: Run, world_size: int) -> Iterator[MemoryChange]:
-    """What may take less memory, the cheapest in time first. Shares of the optimizer state are not among them.
+    """What may take less memory, the cheapest in time first. Shares of `COLUMNS` are not among them.
 
     ZeRO-1 costs nothing, ZeRO-2 a reduction for each micro-batch, and so on. What takes nothing away or is refused is
     tried too, and found to be so.
@@ -191,6 +202,7 @@ def changes(run: Run, world_size: int) -> Iterator[MemoryChange]:
             bool(offload_of(run.offload.offload_optimizer)) or writes_activations(run),
             _smaller_buffers(run),
         ),
+        (axes_of(p, world_size).dp > 1, _smaller_buckets(run, world_size)),
         (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
         (not leaves, [_set("offload_activations", "cpu")]),
         (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
@@ -212,6 +224,13 @@ def _activations_to_disks(run: Run) -> list[MemoryChange]:
     moved = _set("offload_activations", "nvme") + _set("nvme_path", run.offload.nvme_path or (NEW_FOLDER,))
     now = run.offload.nvme_buffer_bytes
     return [moved, *(moved + _set("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
+
+
+def _smaller_buckets(run: Run, world_size: int) -> list[MemoryChange]:
+    """A quarter of the elements in a bucket, and a sixteenth: whole gradients and their copies are as large."""
+    axes = axes_of(run.parallel, world_size)
+    now = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
+    return [_set("bucket_size", now // part) for part in (4, 16) if now >= part]
 
 
 def _smaller_buffers(run: Run) -> list[MemoryChange]:
