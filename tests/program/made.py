@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import Instruction, Op
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 
 
@@ -25,3 +25,13 @@ def shape(*chunks: Sequence[Sequence[int]], **every: object) -> RankShape:
 def texts(instructions: Iterable[Instruction]) -> list[str]:
     """What a list prints."""
     return [str(i) for i in instructions]
+
+
+def lettered(instructions: Iterable[Instruction], letters: Mapping[Op, str]) -> str:
+    """What is done to which bucket, and its part; of a computation its unit. Others are left out."""
+    found = []
+    for i in instructions:
+        if i.op in letters:
+            where = "".join(map(str, i.buckets or (i.units or ())[:1])) + (f".{i.part}" if i.part >= 0 else "")
+            found.append(letters[i.op] + where)
+    return " ".join(found)

@@ -16,6 +16,7 @@ from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.traffic import traffic
 from tests.program.faults import Fault, again, drop, move, put, swap
+from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
 
 ALONE = Model(pp=1, dp=1, zero=0, micro_batches=2, units=(1,), sums=Tier.HOST)
@@ -45,13 +46,7 @@ LETTERS = {
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
-    """What is done to which bucket, and its part; of a computation its unit."""
-    found = []
-    for i in instructions:
-        if i.op in LETTERS:
-            where = "".join(map(str, i.buckets or (i.units or ())[:1])) + (f".{i.part}" if i.part >= 0 else "")
-            found.append(LETTERS[i.op] + where)
-    return " ".join(found)
+    return lettered(instructions, LETTERS)
 
 
 BACKWARDS = {
