@@ -154,7 +154,8 @@ def in_one_process(
 
 
 def rank() -> int:
-    return int(os.environ["RANK"])
+    """This process's rank: 0 where no launcher started it."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def own_folder() -> Path:
