@@ -201,7 +201,15 @@ def step_options(run: Run) -> StepOptions:
         vertical=vertical_order(run.parallel),
         leaving=leaves.share if leaves else 0.0,
         disk_buffers=run.offload.nvme_buffer_bytes if leaves.tier is Tier.DISK else None,
+        ahead=reads_ahead(run),
     )
+
+
+def reads_ahead(run: Run) -> bool:
+    """Whether the first optimizer state is read from disks before the norm is known. Where each step becomes whole on
+    disks, a late one is recorded at its norm, and nothing may be under way then.
+    """
+    return run.parallel.overlap and not (run.parallel.late_update and run.offload.nvme_checkpoint)
 
 
 def vertical_order(parallel: ParallelConfig) -> VerticalOrder | None:

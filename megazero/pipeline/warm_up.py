@@ -21,14 +21,16 @@ from megazero.program.instruction import Instruction, Op
 class LonePass(ScheduleRun):
     """A pass whose messages are made up or dropped. It computes what `ScheduleRun` does, in as much memory.
 
-    It ends before the norm. Gradients and losses are meaningless: the model state has to forget them. Communicates what
-    layers and the model state do within the stage, so all ranks of a stage make it together.
+    It ends before the norm, and reads nothing for updates behind it. Gradients and losses are meaningless: the model
+    state has to forget them. Communicates what layers and the model state do within the stage, so all ranks of a stage
+    make it together.
     """
 
     def execute(self, instructions: Sequence[Instruction]) -> None:
         """See `ScheduleRun.execute`."""
         of_all = Instruction(Op.REDUCE_PARTIAL)
-        super().execute(list(takewhile(lambda i: i.op is not Op.NORM and i != of_all, instructions)))
+        before = takewhile(lambda i: i.op is not Op.NORM and i != of_all, instructions)
+        super().execute([i for i in before if i.op is not Op.READ_STATE])
 
     def _send(self, i: Instruction) -> None:
         del self.leaving[i.is_backward, (i.micro_batch, i.chunk)]

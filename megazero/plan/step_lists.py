@@ -11,7 +11,7 @@ from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.kept import with_kept
 from megazero.plan.shapes import micro_batches_of, shape_of
-from megazero.program.border import SETTLING, Border
+from megazero.program.border import Border
 from megazero.program.checker import check
 from megazero.program.instruction import Instruction
 from megazero.program.passes.vertical import turn
@@ -68,10 +68,12 @@ class StageLists:
         """
         stages = range(self.axes.pp)
         self._check([self.of(stage) for stage in stages], self.micro_batches)
-        if step_options(self.run).late:
+        options = step_options(self.run)
+        if options.late:
             self._check([self._step(stage, owed=False) for stage in stages], self.micro_batches)
             shapes = [self.of(stage).shape for stage in stages]
-            self._check([StageStep(shape, settling_list(shape), 0, SETTLING) for shape in shapes], 0)
+            lists = [settling_list(shape, ahead=options.ahead) for shape in shapes]
+            self._check([StageStep(*pair, 0, options.settling) for pair in zip(shapes, lists, strict=True)], 0)
 
     def _step(self, stage: int, *, owed: bool) -> StageStep:
         """A step of a stage. owed: whether it makes the updates of the step before."""

@@ -16,10 +16,13 @@ class Border:
 
     owed    the step before has left its gradients and its norm. This list makes their updates
     leaves  this list makes no updates of its own gradients: it leaves them, with its norm
+    ahead   it has then read the first optimizer state for them already, and so had the step before
+            (`program.passes.ahead`)
     """
 
     owed: bool = False
     leaves: bool = False
+    ahead: bool = False
 
     @property
     def is_late(self) -> bool:

@@ -21,6 +21,7 @@ from megazero.config.tiers import SLOTS, Tier
 from megazero.program.effects import Effects
 from megazero.program.instruction import Instruction, Op
 from megazero.program.scope import Scope
+from megazero.program.shape import PartKey
 from megazero.program.slots import Ring, ring_of, way_through
 from megazero.program.values import Thing, Value, describe, of_bucket
 
@@ -69,7 +70,7 @@ _ADDERS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _READERS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.GATHER)
 LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType(
     {
-        (Op.READ_STATE, Piece.STATE): {ON_DISK: TO_HOST},
+        (Op.READ_STATE, Piece.STATE): {ON_DISK: TO_HOST, TO_DISK: TO_HOST},
         (Op.UPDATE_HOST, Piece.STATE): {TO_HOST: USED_ON_HOST, ON_HOST: ON_HOST},
         (Op.WRITE_STATE, Piece.STATE): {USED_ON_HOST: TO_DISK},
         (Op.UPDATE, Piece.STATE): {ON_DEVICE: ON_DEVICE},
@@ -130,16 +131,20 @@ class IllegalMove(Exception):
 class Moves:
     """The machine on its way through a rank's list.
 
-    away   the pieces that are not at home, and the instruction that moved them last. At home optimizer state and
+    away   the pieces that are not at home, and the instruction that moved them last (None: it stands in the list
+           before). At home optimizer state and
            parameters rest on their tiers, and all else on the device
     slots  the parts that have taken a slot of host memory, by its ring and number, until they have left it
     """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.away: dict[tuple[Piece, Value], tuple[Standing, Instruction]] = {}
-        self.slots: dict[tuple[Ring, int], tuple[int, int]] = {}
-        self._turns = {False: 0, True: 0}
+        self.away: dict[tuple[Piece, Value], tuple[Standing, Instruction | None]] = {}
+        held = scope.held_at_start
+        for key in held:
+            self.away[Piece.STATE, of_bucket(Thing.SHARD, *key)] = TO_HOST, None
+        self.slots: dict[tuple[Ring, int], PartKey] = {(False, slot): key for slot, key in enumerate(held)}
+        self._turns = {False: len(held), True: 0}
 
     def take(self, i: Instruction, does: Effects) -> None:
         """The next instruction, and what it reads and writes. Raises IllegalMove."""
@@ -161,8 +166,13 @@ class Moves:
     def finish(self) -> None:
         """The end of the list. Raises IllegalMove where a piece has not come home, and is not on its last way there."""
         for (piece, where), (stands, mover) in self.away.items():
-            if stands not in AT_THE_END[piece]:
+            if stands not in AT_THE_END[piece] and not self._is_read_ahead(piece, where):
                 raise IllegalMove(f"leaves {_named(piece, where)} where they {stands} ({mover})")
+
+    def _is_read_ahead(self, piece: Piece, where: Value) -> bool:
+        """Whether the next list uses a piece that this one has begun to read."""
+        ahead = self.scope.shape.read_ahead if self.scope.border.leaves and self.scope.border.ahead else ()
+        return piece is Piece.STATE and self.away[piece, where][0] == TO_HOST and where[1:3] in ahead
 
     def _pieces(self, i: Instruction, does: Effects) -> Iterator[tuple[Piece, Value]]:
         """The pieces that an instruction moves or uses."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megazero.config.tiers import Tier
 from megazero.program.border import ON_TIME, Border
 from megazero.program.instruction import Instruction
-from megazero.program.shape import RankShape
+from megazero.program.shape import PartKey, RankShape
 from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
 
 
@@ -66,11 +66,21 @@ class Scope:
             return tuple(self.settled())
         owed = {*self.shape.trained}
         fresh = [value for value in self.settled() if value[1] not in owed]
-        return (*fresh, *(value for number in owed for value in self.pieces(Thing.OWED, number)), LAST_NORM)
+        gradients = (value for number in owed for value in self.pieces(Thing.OWED, number))
+        return (*fresh, *gradients, *self._read_ahead(), LAST_NORM)
+
+    @property
+    def held_at_start(self) -> tuple[PartKey, ...]:
+        """The parts that hold slots before the list, in turn: the step before has begun to read their state."""
+        return self.shape.read_ahead if self.border.owed and self.border.ahead else ()
 
     def at_end(self) -> tuple[Value, ...]:
         """The values that are there after the list, and no others (norms apart)."""
         if not self.border.leaves:
             return tuple(self.settled())
         left = (value for number in self.shape.trained for value in self.pieces(self.final(number), number))
-        return (*self.settled(), *left, NORM)
+        return (*self.settled(), *left, *self._read_ahead(), NORM)
+
+    def _read_ahead(self) -> Iterator[Value]:
+        """The optimizer state that has been read for updates which are owed."""
+        return (of_bucket(Thing.STATE, *key) for key in (self.shape.read_ahead if self.border.ahead else ()))

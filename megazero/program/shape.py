@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from megazero.config.tiers import Tier
+from megazero.config.tiers import SLOTS, Tier
+
+PartKey = tuple[int, int]
+"""The number of a bucket and of its part."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,11 @@ class BucketShape:
         return tuple(range(len(self.parts))) or (-1,)
 
     @property
+    def updated_off_device(self) -> bool:
+        """Whether some of it is updated in host memory, beside the computations of the next step."""
+        return any(part.tier is not Tier.DEVICE for part in self.parts)
+
+    @property
     def gathered_after_update(self) -> bool:
         """Whether the ranks update different shards of parameters that each of them keeps whole (ZeRO-1, 2)."""
         return self.trained and self.sharded_state and not self.gathered and self.shards > 1
@@ -196,6 +205,19 @@ class RankShape:
     units: tuple[tuple[UnitShape, ...], ...]
     buckets: tuple[BucketShape, ...]
     sums_partials: bool = False
+
+    @property
+    def read_ahead(self) -> tuple[PartKey, ...]:
+        """The parts whose optimizer state may be read before the norm is known: the first ones that rest on disks, one
+        for each slot (`program.passes.ahead`).
+        """
+        on_disks = (
+            (number, at)
+            for number in self.trained
+            for at, part in enumerate(self.buckets[number].parts)
+            if part.tier is Tier.DISK
+        )
+        return tuple(islice(on_disks, SLOTS))
 
     @property
     def trained(self) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class SimulatedRank:
     messages: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.scope.shape)
+        self.slots = Slots(self.scope.shape, self.scope.held_at_start)
 
     @property
     def effects(self) -> Effects:

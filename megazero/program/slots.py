@@ -6,11 +6,13 @@ There are two rings of them: of parts that are updated in host memory, or whose 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.gradients import SUMMING, summing_way
 from megazero.program.passes.updates import way_of
-from megazero.program.shape import RankShape
+from megazero.program.shape import PartKey, RankShape
 
 _LOAD = Op.READ_PARAMETERS, Op.LOAD
 Ring = bool
@@ -63,16 +65,18 @@ class _Turns:
     def __init__(self) -> None:
         self.over = [0.0] * SLOTS
         self.begins = [0.0] * SLOTS
-        self.taken: dict[tuple[int, int], int] = {}
+        self.taken: dict[PartKey, int] = {}
         self.turns = 0
 
 
 class Slots:
-    """The slots of a rank. shape: its model state."""
+    """The slots of a rank. shape: its model state. taken: the parts that have one at the start, in turn."""
 
-    def __init__(self, shape: RankShape) -> None:
+    def __init__(self, shape: RankShape, taken: Sequence[PartKey] = ()) -> None:
         self._shape = shape
         self._rings = {ring: _Turns() for ring in (False, True)}
+        self._rings[False].taken = {key: slot for slot, key in enumerate(taken)}
+        self._rings[False].turns = len(taken)
 
     def begins(self, i: Instruction) -> float:
         """The time before which an instruction cannot start, because its part has no slot yet."""

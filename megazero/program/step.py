@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megazero.program.border import LATE, ON_TIME, SETTLING, Border
+from megazero.program.border import Border
 from megazero.program.checker import check_list
 from megazero.program.instruction import Instruction
+from megazero.program.passes.ahead import place_reads_ahead, updates_read_ahead
 from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
 from megazero.program.passes.gathers import one_unit, place_gathers, two_units
 from megazero.program.passes.gradients import place_sums
@@ -15,7 +16,7 @@ from megazero.program.passes.late import place_late_updates
 from megazero.program.passes.leaving import place_leaving
 from megazero.program.passes.loads import place_loads
 from megazero.program.passes.reductions import place_reductions, reducing_passes
-from megazero.program.passes.updates import place_across, place_norm, place_updates, updates_of
+from megazero.program.passes.updates import place_across, place_norm, updates_of
 from megazero.program.passes.vertical import Groups, VerticalOrder, turn
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
@@ -34,6 +35,7 @@ class StepOptions:
     vertical        take groups of micro-batches through each unit together; None: horizontal order
     leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
     disk_buffers    bytes of host memory through which they go on to disks; None: they stay in host memory
+    ahead           read the first optimizer state from disks before the norm is known (`passes.ahead`)
     """
 
     reduce_every: bool = False
@@ -44,6 +46,7 @@ class StepOptions:
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
     disk_buffers: int | None = None
+    ahead: bool = False
 
     def groups(self, micro_batches: int) -> Groups | None:
         """The groups of a step's micro-batches; None in horizontal order."""
@@ -52,12 +55,17 @@ class StepOptions:
     @property
     def border(self) -> Border:
         """That of a step which follows another."""
-        return LATE if self.late else ON_TIME
+        return self.border_of(owed=self.late)
 
     def border_of(self, *, owed: bool) -> Border:
         """That of a step. owed: whether it makes the updates of the step before."""
         assert self.late or not owed, "a step on time leaves no updates to the next"
-        return Border(owed, self.late)
+        return Border(owed, self.late, self.late and self.ahead)
+
+    @property
+    def settling(self) -> Border:
+        """That of a list of updates alone, behind a step with late updates."""
+        return Border(owed=True, ahead=self.ahead)
 
 
 def training_step(
@@ -79,17 +87,36 @@ def training_step(
     listed = cut(schedule, shape, _cuts(schedule, shape, options)) if groups is None else turn(schedule, shape, groups)
     listed = place_across(place_reductions(listed, shape, every=options.reduce_every, groups=groups), shape)
     listed = place_sums(listed, shape, overlap=options.overlap)
+    listed = place_norm(listed, shape)
     if not options.late:
-        listed = _with_gathers(place_updates(listed, shape), shape, options)
+        listed = _with_gathers((*listed, *_updates(shape, ahead=options.ahead)), shape, options)
     else:
-        listed = _with_gathers(place_norm(listed, shape), shape, options)
-        listed = listed if owed is False else place_late_updates(listed, shape)
-    return place_leaving(listed, shape, options.leaving, options.disk_buffers) if options.leaving else listed
+        listed = _with_gathers(listed, shape, options)
+        listed = listed if owed is False else _with_late_updates(listed, shape, ahead=options.ahead)
+    listed = place_leaving(listed, shape, options.leaving, options.disk_buffers) if options.leaving else listed
+    return place_reads_ahead(listed, shape) if options.ahead else listed
 
 
-def settling_list(shape: RankShape) -> tuple[Instruction, ...]:
-    """The list of the updates alone that a step has left, and of the gathers that follow them."""
-    return updates_of(shape.trained, shape)
+def settling_list(shape: RankShape, *, ahead: bool = False) -> tuple[Instruction, ...]:
+    """The list of the updates alone that a step has left, and of the gathers that follow them. ahead: whether the step
+    has read the first optimizer state for them.
+    """
+    return _updates(shape, ahead=ahead)
+
+
+def _updates(shape: RankShape, *, ahead: bool) -> tuple[Instruction, ...]:
+    """All updates. ahead: whether the first optimizer state has been read."""
+    if not ahead:
+        return updates_of(shape.trained, shape)
+    return (*updates_read_ahead(shape), *updates_of(shape.trained, shape, shape.read_ahead))
+
+
+def _with_late_updates(
+    instructions: Sequence[Instruction], shape: RankShape, *, ahead: bool
+) -> tuple[Instruction, ...]:
+    if not ahead:
+        return place_late_updates(instructions, shape)
+    return (*updates_read_ahead(shape), *place_late_updates(instructions, shape, shape.read_ahead))
 
 
 def evaluation_step(
@@ -102,13 +129,15 @@ def evaluation_step(
 
 
 def _cuts(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[Pass]:
-    """The passes of a training step that are cut: where something is gathered or reduced meanwhile, or leaves. Whole
-    gradients that leave are to be those of few units at a time.
+    """The passes of a training step that are cut: where something is gathered, updated or reduced meanwhile, or leaves.
+    Whole gradients that leave are to be those of few units at a time.
     """
     if options.leaving:
         return every_pass(schedule)
     cuts = _cut_forward(schedule, shape, options)
     buckets = [shape.buckets[number] for number in shape.trained]
+    if options.overlap and any(own.updated_off_device for own in buckets):
+        cuts |= first_passes(schedule)
     if any(own.sums_leave or (options.overlap and own.travels) for own in buckets):
         cuts |= reducing_passes(schedule, every=options.reduce_every)
     return cuts
@@ -198,8 +227,8 @@ class Lists:
 
     def settling(self) -> tuple[Instruction, ...]:
         """The list of the updates alone that a step has left."""
-        scope = Scope(self.shape, self.model_chunks, trains=False, border=SETTLING)
-        return self._list("settling", 0, lambda: settling_list(self.shape), scope)
+        scope = Scope(self.shape, self.model_chunks, trains=False, border=self.options.settling)
+        return self._list("settling", 0, lambda: settling_list(self.shape, ahead=self.options.ahead), scope)
 
     def _list(
         self, name: str, micro_batches: int, make: Callable[[], tuple[Instruction, ...]], scope: Scope

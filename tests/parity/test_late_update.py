@@ -291,6 +291,9 @@ def visits(rank: int, size: int, flags: list[str]) -> list[Any]:
         model.wait_parameters()
         return digest(model.columns[Column.PARAMETER].held(number) for number in range(len(model.buckets)))
 
+    def weights() -> list[str]:
+        return digest(fragment.weight for fragment in held_fragments(job.state.optimizer))
+
     def warm_up() -> None:
         engine.is_warm[True] = False
 
@@ -299,7 +302,7 @@ def visits(rank: int, size: int, flags: list[str]) -> list[Any]:
         parameters,
         None,
         whole,
-        lambda: digest(fragment.weight for fragment in held_fragments(job.state.optimizer)),
+        weights if job.state.optimizer.resident else parameters,
         None,
         None,
         trainer.evaluate,
@@ -321,12 +324,13 @@ def visits(rank: int, size: int, flags: list[str]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", ["0", "1", "3"])
+@pytest.mark.parametrize(("zero_stage", "tier"), [("0", "none"), ("1", "none"), ("3", "none"), ("1", "nvme")])
 def test_whoever_reads_parameters_sees_updated_ones(
-    zero_stage: str, flags_of: Callable[[bool], list[str]], tmp_path: Path
+    zero_stage: str, tier: str, flags_of: Callable[[bool], list[str]], tmp_path: Path
 ) -> None:
     """And a warm-up between two steps, whose gradients are thrown away, loses nothing."""
     flags = [*flags_of(False), "--precision", "bf16", "--zero-stage", zero_stage, "--train-iters", "50"]
+    flags += ["--offload-optimizer", tier, *(("--nvme-path", str(tmp_path)) if tier == "nvme" else ())]
     on_time, late = (run_ranks(2, visits, 2, words) for words in (flags, [*flags, *LATE]))
     assert on_time == late
     states = [seen for seen in on_time[0] if isinstance(seen, list)]

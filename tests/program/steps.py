@@ -30,7 +30,8 @@ class Model:
     where `parts` says nothing. sums: where the gradients of every trained bucket are summed. border: of the lists,
     where they are no evaluation's. vertical: the order of micro-batches, horizontal where it is None. leaving:
     share of the activations that leaves; then the units of a chunk keep 10, 20, 30 bytes and so on. disk_buffers:
-    bytes of host memory through which these go to disks; None: none do.
+    bytes of host memory through which these go to disks; None: none do. ahead: whether the first optimizer state is
+    read before the norm; then the border of late lists is to say so.
     """
 
     schedule: str = "1f1b"
@@ -55,6 +56,7 @@ class Model:
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
     disk_buffers: int | None = None
+    ahead: bool = False
 
     @property
     def shares_parameters(self) -> bool:
@@ -147,12 +149,14 @@ def shape_of(model: Model, stage: int) -> RankShape:
 def settling_of(model: Model) -> Step:
     """The lists of updates alone."""
     shapes = {(stage, 0): shape_of(model, stage) for stage in range(model.pp)}
-    return Step({role: settling_list(shape) for role, shape in shapes.items()}, shapes, 0, {}, SETTLING)
+    return Step(
+        {role: settling_list(shape, ahead=model.ahead) for role, shape in shapes.items()}, shapes, 0, {}, model.border
+    )
 
 
 def step_of(model: Model) -> Step:
     """The lists that the passes make."""
-    if model.border == SETTLING:
+    if model.border.owed and not model.border.leaves:
         return settling_of(model)
     groups = model.groups
     number = model.micro_batches if groups is None else len(groups)
@@ -176,6 +180,7 @@ def step_of(model: Model) -> Step:
             vertical=model.vertical,
             leaving=model.leaving,
             disk_buffers=model.disk_buffers,
+            ahead=model.ahead,
         )
 
         def listed(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> Instructions:
@@ -199,6 +204,8 @@ def drawn(source: random.Random) -> Model:
     virtual = CHUNKS[name] or source.randint(1, 3)
     zero = source.randint(0, 3)
     dp = source.choice((1, 2, 4))
+    border = source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING))
+    ahead = source.random() < 0.5
     return Model(
         name,
         pp,
@@ -218,10 +225,11 @@ def drawn(source: random.Random) -> Model:
         parts=tuple(source.choices(tuple(Tier), k=source.choice((0, 0, 1, 2, 3)))),
         rests=source.choice((Tier.DEVICE, *Tier)),
         sums=source.choice((Tier.DEVICE, *Tier)),
-        border=source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING)),
+        border=replace(border, ahead=ahead and border.is_late),
         vertical=source.choice((None, None, VerticalOrder(), VerticalOrder(2), VerticalOrder(3))),
         leaving=source.choice((0.0, 0.0, 0.3, 1.0)),
         disk_buffers=source.choice((None, 50_000, 90_000)),
+        ahead=ahead,
     )
 
 

@@ -44,7 +44,7 @@ def words(instructions: tuple[Instruction, ...]) -> str:
 PLACES = {
     "on time": (
         replace(ONE_RANK, zero=0, merged=True),
-        "f norm r0.1 c0.1 h0.1 b0.1 w0.1 r1.1 c1.1 h1.1 b1.1 w1.1 r2.1 c2.1 h2.1 b2.1 w2.1 u0.0 u1.0 u2.0",
+        "f0 f1 f2 f3 norm r0.1 c0.1 h0.1 b0.1 w0.1 r1.1 c1.1 h1.1 b1.1 w1.1 r2.1 c2.1 h2.1 b2.1 w2.1 u0.0 u1.0 u2.0",
     ),
     "gathers come last": (
         replace(ONE_RANK, zero=1, overlap=False, parts=(Tier.HOST,), merged=True),
@@ -112,9 +112,9 @@ FAULTS = {
     "a late forward before the parameters are there": Fault(
         replace(ONE_RANK, zero=0, parts=(Tier.HOST,), border=LATE),
         0,
-        move("forward (micro-batch 0", BACK.format(2, 0)),
+        move("forward (micro-batch 0", BACK.format(0, 0)),
         "forward (micro-batch 0",
-        "the whole parameters of part 0 of bucket 2",
+        "the whole parameters of part 0 of bucket 0",
     ),
 }
 
@@ -134,14 +134,15 @@ def test_lanes_run_beside_each_other_and_beside_the_next_forward() -> None:
     spans = {str(span.instruction): (span.start, span.end) for span in report.messages[0]}
     sizes = (70, 90, 50)
     read = [sum(3 * size for size in sizes[: at + 1]) for at in range(3)]
-    updated = 0.0
+    updated, ends = 0.0, list[float]()
     for bucket, size in enumerate(sizes):
         assert spans[f"read optimizer state (bucket {bucket}, part 0)"][1] == read[bucket]
         start = max(updated, read[bucket])
         updated = start + 5 * size
         assert spans[f"update in host memory (bucket {bucket}, part 0)"] == (start, updated)
-    assert report.spans[0][0].start == updated, "the whole chunk is one computation, which waits for all of it"
-    assert report.spans[0][0].end == updated + 100
+        ends.append(updated)
+    assert [span.start for span in report.spans[0][:3]] == ends, "each unit waits for its own update"
+    assert report.spans[0][2].end == updated + 100 / 3
 
 
 def test_a_part_that_no_bucket_has() -> None:

@@ -120,7 +120,7 @@ FAULTS = {
     "a forward while parameters are in use elsewhere": (
         LATE_HOST,
         move(f"copy parameters to the device {PART.format(0)}", "backward (micro-batch 0"),
-        "forward (micro-batch 0, chunk 0)",
+        "forward (micro-batch 0, chunk 0, unit 1)",
         "parameters of part 0 of bucket 1 are in use in host memory since update in host memory",
     ),
     "parameters do not come back": (
@@ -215,4 +215,4 @@ def test_every_move_of_the_table_is_one_step_between_tiers() -> None:
                 assert Doing.MOVES in (before.doing, after.doing) or updates, (op, piece, before, after)
             twice = before.doing is Doing.MOVES and after.doing is Doing.MOVES
             # What is copied to a slot goes on from there, and a read waits for the write of its piece.
-            assert not twice or op in (Op.WRITE_PARAMETERS, Op.READ_SUM, Op.READ_GRADIENT), (op, piece)
+            assert not twice or op in (Op.WRITE_PARAMETERS, Op.READ_STATE, Op.READ_SUM, Op.READ_GRADIENT), (op, piece)

@@ -70,7 +70,7 @@ def test_a_step_that_follows_another_waits_for_the_updates(border: object) -> No
     """An update of 90 bytes takes 5 for each. On time the whole of it is before the next forward: nothing computes
     meanwhile. So it is with late updates, where one computation reads all parameters.
     """
-    step = step_of(replace(SIX, units=(1,), parts=(Tier.HOST,), border=border, merged=True))  # type: ignore[arg-type]
+    step = step_of(replace(SIX, units=(1,), parts=(Tier.HOST,), border=border, merged=True, overlap=False))  # type: ignore[arg-type]
     report = ran(step, {Lane.HOST: 5.0}, steps=3)
     assert report.step == 300 + 5 * (70 + 90 + 50)
     assert len(report.ends) == 3 and len(report.spans[0]) == 6

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from megazero.program.instruction import Instruction, Op
-from megazero.program.passes.updates import place_across, place_updates
+from megazero.program.passes.updates import place_across, place_norm, updates_of
 from megazero.program.shape import BucketShape, RankShape
 from tests.program.made import shape, texts
 
@@ -55,21 +56,26 @@ def test_a_bucket_of_several_stages_is_summed_across_last() -> None:
 )
 def test_updates_come_after_the_norm_and_gathers_after_their_update(fields: dict[str, object], end: str) -> None:
     """A bucket is updated alone where its gather follows, so that it travels while the next one is updated."""
-    found = place_updates(REDUCTIONS, shape([[0], [1], [2]], **fields))
+    found = with_updates(REDUCTIONS, shape([[0], [1], [2]], **fields))
     assert found[: len(REDUCTIONS)] == tuple(REDUCTIONS)
     assert short(found[len(REDUCTIONS) :]) == end
+
+
+def with_updates(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+    """The list with the norm and all updates."""
+    return (*place_norm(instructions, shape), *updates_of(shape.trained, shape))
 
 
 def test_some_buckets_may_stay_whole_and_some_be_frozen() -> None:
     rank = shape([[0], [1], [2], [3]], shards=2, sharded_state=True)
     buckets = list(rank.buckets)
     buckets[0], buckets[3] = replace(buckets[0], gathered=True), replace(buckets[3], trained=False)
-    assert short(place_updates((), RankShape(rank.units, tuple(buckets)))) == "n u1 g1 u2 g2 u0"
+    assert short(with_updates((), RankShape(rank.units, tuple(buckets)))) == "n u1 g1 u2 g2 u0"
 
 
 def test_partial_sums_come_before_the_norm() -> None:
     rank = replace(shape([[0]]), sums_partials=True)
-    assert texts(place_updates((), rank)) == ["sum partial gradients over tp", "norm", "update (bucket 0)"]
+    assert texts(with_updates((), rank)) == ["sum partial gradients over tp", "norm", "update (bucket 0)"]
 
 
 def test_which_buckets_are_gathered_after_their_update() -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megazero.config.tiers import Tier
 from megazero.program.effects import ParametersRead
@@ -29,12 +29,14 @@ from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import Pass
 from megazero.program.passes.loads import BRINGS
 from megazero.program.passes.updates import device_updates, host_updates
-from megazero.program.shape import RankShape
+from megazero.program.shape import PartKey, RankShape
 
 
-def place_late_updates(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+def place_late_updates(
+    instructions: Sequence[Instruction], shape: RankShape, without: Collection[PartKey] = ()
+) -> tuple[Instruction, ...]:
     """The list with an UPDATE, and where it is needed a GATHER, of each trained bucket. It has those of `place_gathers`
-    already.
+    already. without: parts in host memory that are updated before all else.
     """
     uses, touched = _first_uses(instructions, shape)
     order = sorted(shape.trained, key=lambda bucket: (uses[bucket], bucket))
@@ -42,7 +44,7 @@ def place_late_updates(instructions: Sequence[Instruction], shape: RankShape) ->
     in_host = _host_places(instructions, shape, order, uses, touched)
     placed: list[Instruction] = []
     for number, i in enumerate(instructions):
-        placed += host_updates(in_host[number], shape)
+        placed += host_updates(in_host[number], shape, without)
         placed += device_updates(at[number], shape)
         placed.append(i)
     return tuple(placed)
@@ -88,7 +90,7 @@ def _host_places(
     for bucket in order:
         shares_lane = shape.buckets[bucket].rests is Tier.DISK and Tier.DISK in _tiers(shape, bucket)
         waits = _pass(instructions[uses[bucket]]) in received  # for hidden states: the lanes have time for all
-        places[before if shares_lane and not waits else 0].append(bucket)
+        places[min(before, touched[bucket]) if shares_lane and not waits else 0].append(bucket)
         before = touched[bucket]
     return places
 

@@ -7,11 +7,11 @@ of its own and waits for what it needs, so they stand one behind the other: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction, Op
-from megazero.program.shape import RankShape
+from megazero.program.shape import PartKey, RankShape
 
 _STATE = {
     Tier.DEVICE: ((), ()),
@@ -76,31 +76,32 @@ def place_norm(instructions: Sequence[Instruction], shape: RankShape) -> tuple[I
     return (*instructions, *partial, Instruction(Op.NORM))
 
 
-def place_updates(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
-    """The list with the norm and the updates of its own gradients."""
-    return (*place_norm(instructions, shape), *updates_of(shape.trained, shape))
+def updates_of(buckets: Sequence[int], shape: RankShape, without: Collection[PartKey] = ()) -> tuple[Instruction, ...]:
+    """The updates of these buckets: first those in host memory, whose lanes are then at work beside the others.
+    without: as of `host_updates`.
+    """
+    return (*host_updates(buckets, shape, without), *device_updates(buckets, shape))
 
 
-def updates_of(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
-    """The updates of these buckets: first those in host memory, whose lanes are then at work beside the others."""
-    return (*host_updates(buckets, shape), *device_updates(buckets, shape))
-
-
-def host_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instruction, ...]:
+def host_updates(
+    buckets: Sequence[int], shape: RankShape, without: Collection[PartKey] = ()
+) -> tuple[Instruction, ...]:
     """The updates of their parts whose optimizer state is not on the device, with what brings these to host memory and
-    back.
+    back. without: parts that are updated elsewhere.
     """
     return tuple(
         i
         for number in buckets
         for part, of_part in enumerate(shape.buckets[number].parts)
-        if of_part.tier is not Tier.DEVICE
-        for i in _way(shape, number, part, of_part.tier)
+        if of_part.tier is not Tier.DEVICE and (number, part) not in without
+        for i in way_of_part(shape, number, part)
     )
 
 
-def _way(shape: RankShape, number: int, part: int, tier: Tier) -> list[Instruction]:
+def way_of_part(shape: RankShape, number: int, part: int) -> list[Instruction]:
+    """What updates a part of a bucket, or the whole of one without parts (-1), which is updated on the device."""
     bucket = shape.buckets[number]
+    tier = bucket.parts[part].tier if part >= 0 else Tier.DEVICE
     return [Instruction(op, buckets=(number,), part=part) for op in way_of(tier, bucket.rests, bucket.sums)]
 
 
@@ -122,13 +123,13 @@ def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instructio
         if bucket.parts:
             parts = [part for part, of_part in enumerate(bucket.parts) if of_part.tier is Tier.DEVICE]
             for part in parts:
-                way = _way(shape, number, part, Tier.DEVICE)
+                way = way_of_part(shape, number, part)
                 begins = [i.op for i in way].index(Op.UPDATE)
                 found += [*way[:begins], *ahead]
                 found, ahead = (found, way[begins:]) if begins else ([*found, *way], [])
             late += gather
         elif bucket.is_loaded:
-            found += _way(shape, number, -1, Tier.DEVICE)
+            found += way_of_part(shape, number, -1)
         elif gather:
             found += [Instruction(Op.UPDATE, buckets=(number,)), *gather]
         else:
