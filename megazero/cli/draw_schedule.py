@@ -194,7 +194,6 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             late=args.late_update,
             vertical=vertical,
             leaving=args.offload_activations,
-            ahead=True,
         )
         border = options.border
         make = evaluation_step if args.forward_only else training_step
