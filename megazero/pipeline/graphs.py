@@ -102,12 +102,13 @@ class GraphedEngine:
             self.engine.lists.training(len(micro_batches), owed=owed),
             replayed(len(micro_batches), self.travels),
         )
+        last_units = {i.micro_batch: number for number, i in enumerate(instructions) if i.op is Op.FORWARD}
         step = ScheduleRun(self.engine.parts, micro_batches, end, trains=True, loss_sum=loss_sum)
         step.begin(instructions, loss_factor)
-        for i in instructions:
+        for number, i in enumerate(instructions):
             if i.micro_batch not in replays:
                 step.execute([i])
-            elif i.op is Op.FORWARD:
+            elif number == last_units[i.micro_batch]:  # late updates may stand between the units of a forward
                 self.state.ready(self.engine.lists.shape.trained)  # a replay would not wait for host memory's updates
                 self._replay(micro_batches[i.micro_batch], adds=i.micro_batch > 0)
         step.finish()
