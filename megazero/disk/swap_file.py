@@ -10,8 +10,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megazero.disk.buffers import AlignedBuffers
@@ -155,22 +155,19 @@ def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> l
     locks nothing is removed.
     """
     removed: list[str] = []
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return removed
-    found = [(read[1], read[2], name) for name in names if (read := NAME.fullmatch(name))]
     kept = {keep} if jobs == CHECKPOINT else {keep, CHECKPOINT}
-    for stem in sorted({stem for stem, job, _ in found if job not in kept and job.startswith(jobs)}):
-        with suppress(OSError):  # in use, another user's, or gone by now
-            handle = _locked(folder / f"{stem}.bin", create=True, must_lock=True)
-            try:
-                for name in [name for other, _, name in found if other == stem and not name.endswith(".bin")]:
-                    (folder / name).unlink(missing_ok=True)
-                (folder / f"{stem}.bin").unlink()
-                removed.append(f"{stem}.bin")
-            finally:
-                os.close(handle)
+    with suppress(OSError), _alone_in(folder):
+        found = [(read[1], read[2], name) for name in os.listdir(folder) if (read := NAME.fullmatch(name))]
+        for stem in sorted({stem for stem, job, _ in found if job not in kept and job.startswith(jobs)}):
+            with suppress(OSError):  # in use, another user's, or gone by now
+                handle = _locked(folder / f"{stem}.bin", create=True, must_lock=True)
+                try:
+                    for name in [name for other, _, name in found if other == stem and not name.endswith(".bin")]:
+                        (folder / name).unlink(missing_ok=True)
+                    (folder / f"{stem}.bin").unlink()
+                    removed.append(f"{stem}.bin")
+                finally:
+                    os.close(handle)
     return removed
 
 
@@ -180,7 +177,7 @@ def leftover_bytes(folder: Path | str, *, checkpoints: bool = False) -> int:
     checkpoints: count those of CHECKPOINT too, of a run that takes them over or replaces them.
     """
     total = 0
-    with suppress(OSError):
+    with suppress(OSError), _alone_in(Path(folder)):
         for entry in os.scandir(folder):
             read = NAME.fullmatch(entry.name)
             if read is None or read[3] != "bin" or (read[2] == CHECKPOINT and not checkpoints):
@@ -212,13 +209,33 @@ def _locked_soon(path: Path, *, create: bool) -> int:
     end = time.monotonic() + RELEASE_SECONDS
     while True:
         try:
-            return _locked(path, create=create)
+            with _alone_in(path.parent):
+                return _locked(path, create=create)
         except BlockingIOError as error:
             owner = _owner(path)
             if (owner is not None and Path(f"/proc/{owner}").exists()) or time.monotonic() > end:
                 said = "another process" if owner is None else f"process {owner}"
                 raise DiskError(f"{path}: {said} uses it", error.errno) from error
         time.sleep(0.005)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """A context without other processes that look into this folder or make their files there. Whoever looks for
+    left-over files locks them for a moment. So a file that is locked now is in use.
+
+    Where the file system has no locks of folders, nobody is kept out. Raises OSError.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (*NO_LOCKS, errno.EBADF):  # EBADF: NFS locks only what is open for writing
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
 def _locked(path: Path, *, create: bool, must_lock: bool = False) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread, current_thread
 
 import pytest
 
@@ -78,6 +82,32 @@ def test_a_process_that_goes_on_removes_the_record_that_was_not_finished(tmp_pat
     space = open_swap([tmp_path], PIECES, OPTIONS, job="dead", rank=3, resume=True)
     assert names(tmp_path) == ["megazero-swap-dead-00003.bin", "megazero-swap-dead-00003.json"]
     space.close(remove=True)
+
+
+@pytest.mark.parametrize("look", [lambda folder: remove_leftovers(folder, jobs="job"), leftover_bytes])
+def test_a_file_that_another_process_only_looks_at_is_not_in_use(
+    look: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "megazero-swap-job-00006.bin").touch()
+    locked, opened = Event(), Event()
+    lock = fcntl.flock
+
+    def slowly(handle: int, how: int) -> None:
+        lock(handle, how)
+        if current_thread() is looker and stat.S_ISREG(os.fstat(handle).st_mode):
+            locked.set()
+            opened.wait(0.2)  # it cannot happen while the lock is held
+
+    monkeypatch.setattr(fcntl, "flock", slowly)
+    looker = Thread(target=look, args=(tmp_path,))
+    looker.start()
+    try:
+        assert locked.wait(60)
+        space = open_swap([tmp_path], PIECES, OPTIONS, job="job", rank=6)
+        opened.set()
+        space.close(remove=True)
+    finally:
+        looker.join()
 
 
 def test_files_of_a_checkpoint_stay_until_their_own_job_begins_anew(tmp_path: Path) -> None:
