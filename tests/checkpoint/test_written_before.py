@@ -24,6 +24,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_it_goes_on_with_the_losses_that_it_had(tmp_path: Path, layout: tuple) -> None:
     ranks, *flags = layout

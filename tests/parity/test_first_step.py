@@ -92,6 +92,7 @@ def test_on_the_emulated_cuda_kernels(precision: str, exact, corpus: Path, tmp_p
     compare(first_step(tmp_path_factory.getbasetemp(), corpus, "BLOOM", precision), exact("BLOOM"))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

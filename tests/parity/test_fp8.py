@@ -171,7 +171,7 @@ def train_on_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(cases=4)
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_one_process(name: str, scaling: str, corpus: Path, tmp_path: Path) -> None:
@@ -245,6 +245,7 @@ def test_a_history_goes_on_on_another_layout_and_in_another_length(corpus: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize("before", ["off", "current", "delayed"])
 @pytest.mark.parametrize("after", ["off", "current", "delayed"])
 def test_any_scaling_opens_any_others_checkpoint(before: str, after: str, corpus: Path, tmp_path: Path) -> None:

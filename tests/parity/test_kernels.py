@@ -40,13 +40,13 @@ def test_cuda_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, 
 
 
 @pytest.mark.slow
-@pytest.mark.layouts(check=0, test=8, all=40, salt=1)
+@pytest.mark.layouts(check=0, test=5, all=40, salt=1)
 def test_kernels_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
     check(case, "3", "auto", flags_of, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.layouts(check=0, test=3, all=40, salt=1)
+@pytest.mark.layouts(check=0, test=2, all=40, salt=1)
 def test_plain_bodies_equal_one_process_in_float64(case: Case, flags_of: Flags, reference: Reference) -> None:
     """On the first of the same layouts."""
     check(case, "3", "reference", flags_of, reference)

@@ -256,7 +256,7 @@ LONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(cases=2)
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", LONG)
 def test_many_steps_with_an_infinity_in_every_tenth(
     name: str, flags_of: Callable[[bool], list[str]], seed: int, tmp_path: Path, pytestconfig: pytest.Config
@@ -324,6 +324,7 @@ def visits(rank: int, size: int, flags: list[str]) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize(("zero_stage", "tier"), [("0", "none"), ("1", "none"), ("3", "none"), ("1", "nvme")])
 def test_whoever_reads_parameters_sees_updated_ones(
     zero_stage: str, tier: str, flags_of: Callable[[bool], list[str]], tmp_path: Path

@@ -113,6 +113,7 @@ def delay(host: HostParts, chance: random.Random) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", ["one rank, a share on disks", "ZeRO-1 in sets", "ZeRO-3, interleaved, dropout, late"])
 def test_nothing_depends_on_how_fast_a_lane_is(name: str, corpus: Path, tmp_path: Path, seed: int) -> None:
     ranks, words, what, infinite = CASES[name]
@@ -127,6 +128,7 @@ def run(ranks: int, flags: list[str], save: Path, infinite: set[int]) -> list[Bi
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: Path) -> None:
     """Losses, norms, weights, moments, skipped steps, saved files; and the folder is empty at the end."""
@@ -143,6 +145,7 @@ def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize(("first", "then"), [("nvme:0.5", "none"), ("none", "nvme"), ("cpu", "nvme:0.8")])
 def test_a_run_goes_on_from_another_tier(first: str, then: str, corpus: Path, tmp_path: Path) -> None:
     words = "--precision bf16"

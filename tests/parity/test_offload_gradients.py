@@ -118,6 +118,7 @@ def flags_for(what: str, disks: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: Path) -> None:
     """Losses, norms, weights, moments, skipped steps, saved files."""
@@ -134,6 +135,7 @@ def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("name", DISKS)
 def test_on_disks_the_norm_alone_is_rounded_otherwise(name: str, corpus: Path, tmp_path: Path) -> None:
     """Without clipping it changes nothing else: weights and skipped steps are the same; and the folder is empty at the
@@ -157,6 +159,7 @@ def test_on_disks_the_norm_alone_is_rounded_otherwise(name: str, corpus: Path, t
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("name", STAGES)
 def test_other_sums_have_the_same_numbers(name: str, corpus: Path, tmp_path: Path) -> None:
     """Losses and norms are those of one process; weights those of the same layout without the flag."""
@@ -187,6 +190,7 @@ ADAPTERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_gradients_of_adapters(name: str, corpus: Path, tmp_path: Path) -> None:
     train(1, [*flags_of(corpus, tmp_path, "--train-iters 1"), "--save", str(tmp_path / "base")])
@@ -203,6 +207,7 @@ def test_gradients_of_adapters(name: str, corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", ["ZeRO-2, late, a share", "one rank, all on disks"])
 def test_nothing_depends_on_how_fast_a_lane_is(name: str, corpus: Path, tmp_path: Path, seed: int) -> None:
     ranks, words, what, infinite = DISKS[name]

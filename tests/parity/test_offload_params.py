@@ -123,6 +123,7 @@ def test_other_stages_have_the_same_numbers(name: str, corpus: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_that_of_a_run_without(name: str, corpus: Path, tmp_path: Path) -> None:
     """Losses, norms, weights, moments, skipped steps, saved files; and the folder is empty at the end."""
@@ -167,6 +168,7 @@ def test_a_frozen_base_rests_there_too(name: str, base: Path, corpus: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", ["one rank, on disks, all of it", "ZeRO-3, zb-h1, untied"])
 def test_nothing_depends_on_how_fast_a_lane_is(name: str, corpus: Path, tmp_path: Path, seed: int) -> None:
     ranks, words, what, infinite = CASES[name]

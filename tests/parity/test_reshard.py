@@ -188,6 +188,7 @@ def losses_on_rank(rank: int, size: int, flags: list[str], folder: Path, corpus:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-12), ("bf16", 1e-6)])
 def test_the_loss_does_not_grow_with_the_stages(precision: str, tolerance: float, corpus: Path, tmp_path: Path) -> None:
     """BLOOM's: 1.944, 1.954, 1.963, 2.043 at 12, 24, 36 and 72 stages from one checkpoint. Twelve layers here, a tied

@@ -129,7 +129,7 @@ def alone(flags_of: Callable[..., list[str]]) -> Callable[..., Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(cases=4)
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("layout", table(), ids=lambda layout: "-".join(map(str, layout)))
 def test_every_layout_is_one_process(
     layout: Layout, flags_of: Callable[..., list[str]], alone: Callable[..., Outcome]
@@ -159,6 +159,7 @@ BITS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("name", BITS)
 def test_dropout_and_sums_are_those_of_horizontal_order_to_the_bit(
     name: str, flags_of: Callable[..., list[str]]
@@ -215,6 +216,7 @@ def sent(rank: int, size: int, flags: list[str]) -> Sent:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("words", ["--zero-stage 3", "--pp 2 --zero-stage 3", "--zero-stage 2"])
 def test_what_travels_does_not_grow_with_the_micro_batches(words: str, flags_of: Callable[..., list[str]]) -> None:
     """Parameters travel at most once for forward and once for backward, gradients once."""

@@ -150,7 +150,7 @@ def differences(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(cases=12)
+@pytest.mark.sampled(cases=6)
 @pytest.mark.parametrize("layout", table(), ids=lambda layout: "-".join(map(str, layout)))
 def test_every_stage_of_zero_with_everything(layout: Layout, differences: Callable[[Layout], dict[str, float]]) -> None:
     found = differences(layout)

@@ -106,6 +106,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_repeats_the_metrics(name: str, corpus: Path, tmp_path: Path) -> None:
     """Checkpoints have the exact weights, and a gather after a skipped step is the one before it."""

@@ -20,9 +20,11 @@ from tests.parity.pairs import Axes, Values, table
 MAX_RANKS = 8
 VIRTUAL = {"gpipe": 2, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 TIERS = ("none", "cpu", "cpu:SHARE", "nvme", "nvme:SHARE")
-COLUMNS = ("optimizer", "params", "activations")
+COLUMNS = ("optimizer", "params", "gradients", "activations")
 """What can leave the device: --offload-NAME has a value of `TIERS`. Each is a field of `Case`."""
-IN_FILES = ("optimizer", "params")
+SEARCHED = ("optimizer", "params", "activations")
+"""Columns that --placement auto chooses; the others have their flags beside it."""
+IN_FILES = ("optimizer", "params", "gradients")
 """Columns that a table of --placement has in these cases; the others have their flags beside it."""
 AXES: Axes = {
     **dict.fromkeys(COLUMNS, TIERS),
@@ -67,6 +69,7 @@ class Case(NamedTuple):
 
     optimizer: str
     params: str
+    gradients: str
     activations: str
     share: float
     late: bool
@@ -117,9 +120,8 @@ class Case(NamedTuple):
 
     def uses_disks(self) -> bool:
         """Also a search, where it has two folders: without disks it looks at fewer placements."""
-        if self.placement == "auto":
-            return self.folders > 1
-        return any(self.tier(column).startswith("nvme") for column in COLUMNS)
+        searched = self.placement == "auto" and self.folders > 1
+        return searched or any(self.tier(column).startswith("nvme") for column in COLUMNS)
 
     def placed(self) -> Values:
         """What is to lie where and when it moves, by key of a table of --placement."""
@@ -142,16 +144,18 @@ class Case(NamedTuple):
     def offload_flags(self, folder: Path, run: Run) -> list[str]:
         """The flags of what lies where. folder: for swap files and tables. run: that without them."""
         words = ["--nvme-checkpoint"] * self.checkpoint
-        if self.uses_disks():
-            folders = [folder / f"disk{number}" for number in range(self.folders)]
-            for each in folders:
-                each.mkdir()
+        folders = [folder / f"disk{number}" for number in range(self.folders)] if self.uses_disks() else []
+        for each in folders:
+            each.mkdir()
+        if folders:
             words += ["--nvme-path", *map(str, folders), "--nvme-buffer-bytes", "4MB"]
         values = self.placed()
         if self.placement == "auto":
             (folder / "rates.yaml").write_text(RATES)
             words += ["--placement", "auto", "--placement-rates", str(folder / "rates.yaml")]
-            return [*words, "--device-memory-budget", str(tight_budget(run, self.ranks))]
+            given = {f"offload_{column}": tier for column, tier in values.items()}
+            beside = applied(run, given | {"nvme_path": tuple(map(str, folders))})
+            words += ["--device-memory-budget", str(tight_budget(beside, self.ranks))]
         if self.placement == "file":
             table = {key: value for key, value in values.items() if key not in COLUMNS or key in IN_FILES}
             values = {key: value for key, value in values.items() if key not in table}
@@ -165,11 +169,11 @@ class Case(NamedTuple):
 
 
 def tight_budget(run: Run, ranks: int) -> int:
-    """Bytes between what a rank takes on its device with everything there and with all that can leave it gone, below
+    """Bytes between what a rank takes on its device before a search and with all gone that a search can move, below
     their middle.
     """
     axes = axes_of(run.parallel, ranks)
-    away = {f"offload_{column}": "cpu" for column in COLUMNS}
+    away = {f"offload_{column}": "cpu" for column in SEARCHED}
     found = [
         max(peaks.device_bytes for peaks in run_peaks(each, axes, "cpu").every()) for each in (run, applied(run, away))
     ]
@@ -182,7 +186,7 @@ def fit(values: Values) -> Values | None:
     """The values with those changed that cannot be beside others."""
     found: dict[str, Any] = dict(values)
     if found["placement"] == "auto":
-        found |= dict.fromkeys(COLUMNS, "none") | {"late": False, "order": None}
+        found |= dict.fromkeys(SEARCHED, "none") | {"late": False, "order": None}
     elif all(found[column] == "none" for column in COLUMNS):
         return None
     found["checkpoint"] &= found["optimizer"].startswith("nvme")

@@ -95,6 +95,7 @@ def _trained(rank: int, size: int, flags: list[str], fused: str) -> tuple[OfRank
         patch.setenv("MEGAZERO_FUSED", fused)
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
+    job.state.model.tier.budget = None  # it is training's: here all parameters are whole at once
     with job.state.model.reading():
         weights = values_of(nn.ModuleList(job.stages))
     job.close()

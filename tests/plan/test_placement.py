@@ -64,7 +64,7 @@ TEN = tuple(f"cpu:{tenths / 10:g}" for tenths in range(1, 11))
 
 @pytest.mark.parametrize("rates", [CARD, SLOW_COPIES, SLOW_UPDATES], ids=["card", "slow copies", "slow updates"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.sampled(cases=7)
+@pytest.mark.sampled(cases=3)
 def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: MachineRates) -> None:
     """Under 40, 60 and 80 % of what everything on the device takes, and of what can leave it: shares of the optimizer
     state alone, and of both columns. Where none of them fits there may be no placement at all.

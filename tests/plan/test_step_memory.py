@@ -134,6 +134,7 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=18)
 @pytest.mark.parametrize(("ranks", "words"), RUNS, ids=[words for _, words in RUNS])
 def test_a_step_takes_what_is_planned(ranks: int, words: str, corpus: Path, tmp_path: Path) -> None:
     """To 2 %, on every rank: state, activations, buffers, what travels. The spare buffers to the byte, those in host

@@ -27,11 +27,12 @@ class Model:
     """A model and its layout. units: blocks of every model chunk, in turn. frozen: embedding and blocks have a frozen
     bucket as well; the embedding nothing else. parts: where the optimizer state of the parts of each trained bucket
     rests; none: no bucket has parts. rests: where the parameters of every bucket rest; those on disks have one part
-    where `parts` says nothing. sums: where the gradients of every trained bucket are summed. border: of the lists,
-    where they are no evaluation's. vertical: the order of micro-batches, horizontal where it is None. leaving:
-    share of the activations that leaves; then the units of a chunk keep 10, 20, 30 bytes and so on. disk_buffers:
-    bytes of host memory through which these go to disks; None: none do. ahead: whether the first optimizer state is
-    read before the norm; then the border of late lists is to say so.
+    where `parts` says nothing. staying: buckets of a stage, the first ones, whose parameters stay on the device all the
+    same. sums: where the gradients of every trained bucket are summed. border: of the lists, where they are no
+    evaluation's. vertical: the order of micro-batches, horizontal where it is None. leaving: share of the activations
+    that leaves; then the units of a chunk keep 10, 20, 30 bytes and so on. disk_buffers: bytes of host memory through
+    which these go to disks; None: none do. ahead: whether the first optimizer state is read before the norm; then the
+    border of late lists is to say so.
     """
 
     schedule: str = "1f1b"
@@ -51,6 +52,7 @@ class Model:
     evaluation: bool = False
     parts: tuple[Tier, ...] = ()
     rests: Tier = Tier.DEVICE
+    staying: int = 0
     sums: Tier = Tier.DEVICE
     border: Border = ON_TIME
     vertical: VerticalOrder | None = None
@@ -96,13 +98,14 @@ def shape_of(model: Model, stage: int) -> RankShape:
         shards = model.dp // model.across * (2 if together else 1)
         across = model.across * (2 if spans and not together else 1)
         leaves = is_trained and model.sums is not Tier.DEVICE
-        tiers = model.parts * is_trained or (Tier.DEVICE,) * (model.rests is Tier.DISK or leaves)
+        rests = Tier.DEVICE if len(trained) + len(frozen) < model.staying else model.rests
+        tiers = model.parts * is_trained or (Tier.DEVICE,) * (rests is Tier.DISK or leaves)
         made = BucketShape(
             chunk,
             2 * numel,
             4 * numel * is_trained,
             trained=is_trained,
-            gathered=model.gathers,
+            gathered=model.shares_parameters or rests is not Tier.DEVICE,
             sharded_gradient=is_trained and (model.zero >= 2 or (model.zero == 1 and leaves)),
             sharded_state=is_trained and model.zero >= 1,
             shards=shards,
@@ -110,8 +113,8 @@ def shape_of(model: Model, stage: int) -> RankShape:
             spans_stages=spans,
             shards_span=together,
             parts=tuple(PartShape(tier, numel, 3 * numel, numel // 2) for tier in tiers),
-            rests=model.rests,
-            rests_whole=model.rests is not Tier.DEVICE and not (model.shares_parameters and shards > 1),
+            rests=rests,
+            rests_whole=rests is not Tier.DEVICE and not (model.shares_parameters and shards > 1),
             sums=model.sums if is_trained else Tier.DEVICE,
             partial=is_trained and model.partial,
         )
@@ -224,6 +227,7 @@ def drawn(source: random.Random) -> Model:
         evaluation=source.random() < 0.2,
         parts=tuple(source.choices(tuple(Tier), k=source.choice((0, 0, 1, 2, 3)))),
         rests=source.choice((Tier.DEVICE, *Tier)),
+        staying=source.choice((0, 0, 1, 3)),
         sums=source.choice((Tier.DEVICE, *Tier)),
         border=replace(border, ahead=ahead and border.is_late),
         vertical=source.choice((None, None, VerticalOrder(), VerticalOrder(2), VerticalOrder(3))),

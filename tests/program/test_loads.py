@@ -123,7 +123,8 @@ def test_every_gather_has_its_own_loads(seed: int) -> None:
     """Each part once, one gather ahead at most, each read right before its load; so bytes are those of gathers."""
     source, seen = random.Random(seed), Counter[Tier]()
     for _ in range(60):
-        model = replace(drawn(source), rests=source.choice((Tier.HOST, Tier.DISK)), sums=Tier.DEVICE, leaving=0.0)
+        rests = source.choice((Tier.HOST, Tier.DISK))
+        model = replace(drawn(source), rests=rests, staying=0, sums=Tier.DEVICE, leaving=0.0)
         step = step_of(model)
         checked(step)
         for role, instructions in step.lists.items():
@@ -296,6 +297,16 @@ def test_late_updates_on_disks_leave_the_lane_to_the_parameters_that_are_needed_
     assert found[: found.index("F1")] == (
         "rs0.0 c0.0 h0.0 w0.0 ws0.0 rs1.0 c1.0 h1.0 w1.0 ws1.0 r0.0 l0.0 g0 "
         "rs2.0 c2.0 h2.0 w2.0 ws2.0 r1.0 l1.0 g1 F0 x0 r2.0 l2.0 g2 "
+    )
+
+
+def test_a_late_update_stands_before_loads_that_are_ahead_of_what_stays_on_the_device() -> None:
+    """The head is loaded beside the embedding, before the use of a block that rests on the device."""
+    step = step_of(replace(ON_DISK, staying=2, parts=(Tier.DISK,), border=LATE))
+    checked(step)
+    found = words(step.lists[0, 0])
+    assert found[: found.index("F2")] == (
+        "rs0.0 c0.0 h0.0 b0.0 ws0.0 rs1.0 c1.0 h1.0 b1.0 ws1.0 rs2.0 c2.0 h2.0 w2.0 ws2.0 r2.0 l2.0 g2 F0 F1 "
     )
 
 

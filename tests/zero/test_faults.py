@@ -32,6 +32,7 @@ def weights_of(axes: Axes, cases: list[Case]) -> list[list[list[Piece]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(strength=1)
 @pytest.mark.parametrize(
     ("precision", "axes"),
     [("fp32", ALL_AXES), ("bf16", ALL_AXES), ("bf16", HYBRID), ("fp32", Axes(pp=2, dp=4, shard_size=2))],
@@ -242,6 +243,7 @@ def overflow(rank: int, here: Rank, victims: list[int], bad: float) -> list[dict
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("axes", [ALL_AXES, HYBRID], ids=str)
 def test_fault_15_one_ranks_overflow_skips_the_step_on_all(axes: Axes) -> None:
     """DS#7568, #7580, #8035: on a rank of each axis; the scale halves once, no bit of the state changes."""

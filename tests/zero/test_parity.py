@@ -38,6 +38,7 @@ def check(axes: Axes, cases: list[Case]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_data_parallel(dp: int) -> None:
     """Seven micro-batches of twelve samples over four ranks are unequal, and some hold no sample at all."""
@@ -45,6 +46,7 @@ def test_data_parallel(dp: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=2, dp=3)], ids=str)
 def test_fault_01_tied_embedding_is_summed_over_both_stages(axes: Axes) -> None:
     """MLM#844: the embedding's gradient is that of one process on every rank that owns a part of it.
@@ -55,6 +57,7 @@ def test_fault_01_tied_embedding_is_summed_over_both_stages(axes: Axes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize("axes", [Axes(tp=2), Axes(tp=2, dp=2), Axes(pp=2, dp=2, tp=2), Axes(tp=3, dp=2)], ids=str)
 def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
     """MLM#1446, NEOX#1259, #1281: sharded, replicated and (sequence parallel) partial parameters; tp 2 inside a world
@@ -66,6 +69,7 @@ def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -124,6 +128,7 @@ def test_bucket_sizes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(cases=2)
 @pytest.mark.parametrize(
     ("carrier", "axes"),
     [("gloo", Axes(pp=2, dp=2)), ("late", Axes(pp=2, dp=2)), ("late", Axes(pp=2, dp=2, shard_size=1))],
