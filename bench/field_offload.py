@@ -23,8 +23,11 @@ AIO = {
 SUB_GROUP = 13_000_000
 """Parameters that DeepSpeed updates at a time: a block, so that one is read, one updated and one written."""
 HOST = {"device": "cpu"}
-DISKS = {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-"""Three of these groups are under way, with three tensors and a gradient each."""
+BUFFERS = 12
+"""Of a group's fp32 values. Three groups are under way, with three tensors and a gradient each."""
+DISKS = {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}
+AS_MUCH = ("--nvme-buffer-bytes", str(BUFFERS * 4 * SUB_GROUP))
+"""megazero's host memory for what is on its way: that of these buffers."""
 PARAMETERS = {"device": "nvme", "buffer_count": 12, "buffer_size": ALONE.vocabulary * ALONE.hidden, "max_in_cpu": 0}
 """A buffer holds the largest parameter, and no other host memory has any."""
 
@@ -43,12 +46,12 @@ KINDS = {
     ),
     "nvme": (
         "optimizer state on disks",
-        ("--offload-optimizer", "nvme"),
+        ("--offload-optimizer", "nvme", *AS_MUCH),
         (infinity(3, "NVMe", offload_optimizer=DISKS),),
     ),
     "nvme-params": (
         "optimizer state and parameters on disks",
-        ("--offload-optimizer", "nvme", "--offload-params", "nvme"),
+        ("--offload-optimizer", "nvme", "--offload-params", "nvme", *AS_MUCH),
         (infinity(3, "NVMe, parameters too", offload_optimizer=DISKS, offload_param=PARAMETERS, **TWO_BLOCKS),),
     ),
 }

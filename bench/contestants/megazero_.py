@@ -67,8 +67,28 @@ def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))
 
 
-def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
-    return step_of(build_megazero(work, list(layout), replicas).trainer)
+class JobStep:
+    """The step of a job, as `step_of` says. late: its updates are left to the next step."""
+
+    def __init__(self, job: Job, late: bool) -> None:
+        self.model, self.step, self.late = job.state.model, step_of(job.trainer), late
+
+    def __call__(self) -> float | Tensor:
+        return self.step()
+
+    def finish(self) -> None:
+        """Return once nothing of the steps is under way. Late updates stay owed, as others were when the first step
+        began, and what has been read for them is there.
+        """
+        if not self.late:
+            self.model.wait_parameters()
+        for slot in self.model.host._slots:
+            for end in slot.ends:
+                end()
+
+
+def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> JobStep:
+    return JobStep(build_megazero(work, list(layout), replicas), "--late-update" in layout)
 
 
 def step_of(trainer: Trainer) -> Step:
