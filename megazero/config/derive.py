@@ -66,11 +66,12 @@ def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
 
     replicas  number of ranks that hold the same layers: dp x cp
 
-    With sharded parameters (ZeRO-3) the neighbours are always ranks of one stage: a tied embedding is gathered for each
-    use, and the stages that hold it use it at different times.
+    Where a size is given, the neighbours are ranks of one stage. They are with sharded parameters, too (ZeRO-3): a tied
+    embedding is gathered for each use, and the stages that hold it use it at different times.
     """
-    size = parallel.zero_shard_size or replicas
-    return None if size == replicas and not shards_parameters(parallel) else size
+    if parallel.zero_shard_size is not None:
+        return parallel.zero_shard_size
+    return replicas if shards_parameters(parallel) else None
 
 
 def offloads_parameters(parallel: ParallelConfig) -> bool:

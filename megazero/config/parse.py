@@ -20,7 +20,7 @@ from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
 from megazero.config.lengths import rarely_saved
 from megazero.config.options import run_options
-from megazero.config.placement import with_placement
+from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, resolve_disputes, without_overruled_tokenizer
@@ -230,14 +230,19 @@ def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str
         settings.setdefault("document_mask", True)  # conversations of one sample must not attend to each other
     if "global_batch_size" not in settings:
         settings["global_batch_size"] = _default_batch(settings, world_size)
+    if settings.get("placement") == AUTO and settings.get("pp", 1) > 1:
+        settings.setdefault("zero_shard_size", _replicas(settings, world_size))  # of a stage: parameters may be sharded
     return settings
+
+
+def _replicas(settings: dict[str, Any], world_size: int | None) -> int | None:
+    """dp; None where it is not known, or the layout is wrong."""
+    ranks = settings.get("tp", 1) * settings.get("pp", 1)
+    return world_size // ranks if world_size is not None and ranks > 0 and world_size % ranks == 0 else None
 
 
 def _default_batch(settings: dict[str, Any], world_size: int | None) -> int:
     """The default global batch, rounded up to a multiple of micro-batch x dp: it must fit any layout."""
     defaults = ScheduleConfig()
-    ranks = settings.get("tp", 1) * settings.get("pp", 1)
-    step = settings.get("micro_batch_size", defaults.micro_batch_size)
-    if world_size is not None and ranks > 0 and world_size % ranks == 0:
-        step *= world_size // ranks
+    step = settings.get("micro_batch_size", defaults.micro_batch_size) * (_replicas(settings, world_size) or 1)
     return -(-defaults.global_batch_size // step) * step if step > 0 else defaults.global_batch_size

@@ -168,18 +168,18 @@ class Case(NamedTuple):
         return words
 
 
-def tight_budget(run: Run, ranks: int) -> int:
-    """Bytes between what a rank takes on its device before a search and with all gone that a search can move, below
-    their middle.
+def tight_budget(run: Run, ranks: int, part: float = 0.4) -> int:
+    """Bytes between what a rank takes on its device with all gone that a search can move, and before the search: below
+    their middle, or another part of the way.
     """
-    axes = axes_of(run.parallel, ranks)
-    away = {f"offload_{column}": "cpu" for column in SEARCHED}
+    away = applied(run, {f"offload_{column}": "cpu" for column in SEARCHED})
     found = [
-        max(peaks.device_bytes for peaks in run_peaks(each, axes, "cpu").every()) for each in (run, applied(run, away))
+        max(peaks.device_bytes for peaks in run_peaks(each, axes_of(each.parallel, ranks), "cpu").every())
+        for each in (run, away)
     ]
     most, least = found
     assert least < most
-    return least + (most - least) * 2 // 5
+    return least + int((most - least) * part)
 
 
 def fit(values: Values) -> Values | None:

@@ -27,19 +27,20 @@ def without_table(stage: int) -> tuple[int, int]:
     return blocks * (split // TP + replicated) + ends * 2 * HIDDEN, 12 * blocks + 3 * ends
 
 
-@pytest.mark.parametrize("shard_size", [DP, 2])
+@pytest.mark.parametrize("shard_size", [None, DP, 2])
 @pytest.mark.parametrize("precision", HELD)
 @pytest.mark.parametrize("zero_stage", STAGES)
-def test_columns_are_those_of_the_arithmetic(zero_stage: int, precision: str, shard_size: int) -> None:
+def test_columns_are_those_of_the_arithmetic(zero_stage: int, precision: str, shard_size: int | None) -> None:
     """(p+g+k)P bytes, where each sharded column is divided by the ranks that share it; padding adds a few elements.
 
-    The table of a tied embedding is on two stages. Both share out its state where all replicas do, but for ZeRO-3.
+    The table of a tied embedding is on two stages. Both share out its state where no size is given, but for ZeRO-3.
     """
-    layout = f"--tp {TP} --pp {len(BLOCKS)} --micro-batch-size 2 --zero-shard-size {shard_size}"
+    layout = f"--tp {TP} --pp {len(BLOCKS)} --micro-batch-size 2"
+    layout += f" --zero-shard-size {shard_size}" * (shard_size is not None)
     words = f"--preset bloom-176b --data-path x --precision {precision} --zero-stage {zero_stage} {layout}"
     run = parse_run(words.split(), TP * len(BLOCKS) * DP)
-    shares = [shard_size if zero_stage >= first else 1 for first in (3, 2, 1)]
-    stages_of_table = 2 if shard_size == DP and zero_stage < 3 else 1
+    shares = [shard_size or DP if zero_stage >= first else 1 for first in (3, 2, 1)]
+    stages_of_table = 2 if shard_size is None and zero_stage < 3 else 1
     for stage, found in enumerate(stage_bytes(run, axes_of(run.parallel, TP * len(BLOCKS) * DP))):
         rest, tensors = without_table(stage)
         table = VOCABULARY // TP * HIDDEN * (stage in (0, len(BLOCKS) - 1))

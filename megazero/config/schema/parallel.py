@@ -19,7 +19,9 @@ class ParallelConfig:
     "ZeRO stage: 0 shards nothing over dp, 1 the optimizer state, 2 the gradients too, 3 the parameters too."
     zero_shard_size: int | None = option(None, metavar="K", derived="all of them")
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
-    other. Gradients are reduced within a set first and then across the sets."""
+    other. Gradients are reduced within a set first and then across the sets. With K, all data-parallel ranks too, each
+    pipeline stage has all of a tied embedding's state; without it, the stages share it out, up to ZeRO-2. --placement
+    auto sets it."""
     zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
     """With --zero-stage 3, --offload-params or --lora-base-bits: most bytes (or KB, MB, GB) of gathered parameters on a
     rank at any time. A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no
