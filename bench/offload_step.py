@@ -1,6 +1,6 @@
 """What a step takes whose optimizer state lies on disks, beside what its computation and its I/O take alone.
 
-    python -m bench.offload_step                         # one rank with one thread, on two cores; ten minutes
+    python -m bench.offload_step                         # one rank with one thread, on two cores; six minutes
     python -m bench.offload_step --ranks 2               # ZeRO-1
     python -m bench.offload_step --threads 2             # the computation wants both cores
     python -m bench.offload_step --samples 1 --sequence 1024 --folder /mnt/nvme      # a single size of a step
@@ -217,13 +217,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
     parser.add_argument("--ranks", type=int, default=1, help="%(default)s")
     parser.add_argument("--threads", type=int, default=1, help="of a rank: %(default)s")
-    parser.add_argument("--layers", type=int, default=6, help="%(default)s")
-    parser.add_argument("--hidden", type=int, default=1024, help="%(default)s")
+    parser.add_argument("--layers", type=int, default=24, help="%(default)s")
+    parser.add_argument("--hidden", type=int, default=512, help="%(default)s")
     parser.add_argument("--sequence", type=int, default=512, help="%(default)s")
-    parser.add_argument("--samples", type=int, nargs="+", default=[1, 2, 4], help="of a micro-batch: %(default)s")
+    parser.add_argument("--samples", type=int, nargs="+", default=[1, 2], help="of a micro-batch: %(default)s")
     parser.add_argument("--rounds", type=int, default=4, help="%(default)s")
     parser.add_argument("--steps", type=int, default=3, help="of a turn: %(default)s")
     parser.add_argument("--nvme-buffer-bytes", default="256MB", help="%(default)s")
+    parser.add_argument(
+        "--bucket-size", type=int, help="of the ways on disks (default: a block, which a unit waits for)"
+    )
     parser.add_argument("--trace", type=Path, help="a JSON file for the lanes of the last late turn")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
@@ -232,6 +235,7 @@ def arguments() -> argparse.Namespace:
 def measured(work: Workload, args: argparse.Namespace) -> bool:
     """Print the table of a workload, write its numbers to a file, and say whether a late step is within the limits."""
     flags = ["--nvme-path", str(args.folder.resolve()), "--nvme-buffer-bytes", args.nvme_buffer_bytes]
+    flags += ["--bucket-size", str(args.bucket_size or 12 * work.hidden**2 + 13 * work.hidden)]
     found = measure(work, flags, 1 if args.quick else args.rounds, args.steps, args.trace)
     cores = len(results.cores())
     rows = {way: row_of(turns, found[MEMORY], cores) for way, turns in found.items()}
