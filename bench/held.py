@@ -1,4 +1,4 @@
-"""A command whose memory the kernel limits, by a control group of its own, and what it used.
+"""A command whose memory the kernel limits, by a control group of its own, and what it used of memory and disk.
 
 Needs Linux and the right to make control groups (root, on most machines), of version 1 or 2.
 """
@@ -9,13 +9,15 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from threading import Event, Thread
 
 ROOT = Path("/sys/fs/cgroup")
 EVERY = 0.1
-"""Seconds between two looks at the resident set."""
+"""Seconds between two looks at the resident set and the files."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Held:
     """What a command did within its limit.
 
     resident  the most bytes of memory that its processes held together, shared ones included, page cache not
+    disk      the most bytes that the files of its folder took on disk
     killed    processes that the kernel killed for memory
     """
 
@@ -54,21 +57,22 @@ class Held:
     text: str
     seconds: float
     resident: int
+    disk: int
     killed: int
 
 
-def run_held(command: Sequence[str], limit: int, folder: Path) -> Held:
+def run_held(command: Sequence[str], limit: int, folder: Path, files: Path) -> Held:
     """Run a command with all its children in `limit` bytes of memory, in this folder; its output comes back as text.
 
-    Raises OSError where a control group cannot be made.
+    files: the folder that it writes into. Raises OSError where a control group cannot be made.
     """
     version = NEWER if (ROOT / "cgroup.controllers").exists() else OLDER
     group = version.folder / f"megazero-bench-{os.getpid()}"
     group.mkdir()
     try:
         (group / version.limit).write_text(str(limit))
-        done, most = Event(), [0]
-        watcher = Thread(target=_watch, args=(group / "memory.stat", version.resident, done, most))
+        done, most = Event(), _Most()
+        watcher = Thread(target=_watch, args=(group / "memory.stat", version.resident, files, done, most))
         watcher.start()
         began = time.perf_counter()
         # The shell enters the group before it becomes the command, so that nothing of it is outside.
@@ -79,12 +83,29 @@ def run_held(command: Sequence[str], limit: int, folder: Path) -> Held:
         seconds = time.perf_counter() - began
         done.set()
         watcher.join()
-        return Held(ended.returncode, ended.stdout, seconds, most[0], version.killed(group))
+        return Held(ended.returncode, ended.stdout, seconds, most.resident, most.disk, version.killed(group))
     finally:
         group.rmdir()
 
 
-def _watch(stat: Path, names: tuple[str, ...], done: Event, most: list[int]) -> None:
+@dataclass
+class _Most:
+    resident: int = 0
+    disk: int = 0
+
+
+def _watch(stat: Path, names: tuple[str, ...], files: Path, done: Event, most: _Most) -> None:
     while not done.wait(EVERY):
         found = dict(line.split() for line in stat.read_text().splitlines())
-        most[0] = max(most[0], sum(int(found.get(name, 0)) for name in names))
+        most.resident = max(most.resident, sum(int(found.get(name, 0)) for name in names))
+        most.disk = max(most.disk, disk_bytes(files))
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that all files under a folder take on disk. Files may come and go meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found = path.stat()
+            total += found.st_blocks * 512 if S_ISREG(found.st_mode) else 0
+    return total

@@ -17,7 +17,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_trace
 from megazero.train.job import Job
-from megazero.zero import state
+from megazero.zero import initial
 
 
 @dataclass
@@ -94,13 +94,13 @@ class Step:
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
-    meter, initialise = Meter(), state.initialise
+    meter, initialise = Meter(), initial.initialise_range
 
     def piece(*of: Any) -> None:
         meter.end("construction")
         initialise(*of)
 
-    with patch.object(state, "initialise", piece):
+    with patch.object(initial, "initialise_range", piece):
         job = build_megazero(work, list(layout), replicas)
     meter.end("construction")
     return Step(job, meter)

@@ -26,7 +26,8 @@ from megazero.zero.fragment import Fragment, FragmentSpec
 
 VERSION = 1
 MANIFEST = "manifest.json"
-COLUMNS = ("weight", "exp_avg", "exp_avg_sq")
+WEIGHT = "weight"
+COLUMNS = (WEIGHT, "exp_avg", "exp_avg_sq")
 """The stored columns of a parameter: the master weight, the first moment (sgd: its momentum), the second moment."""
 
 

@@ -135,6 +135,7 @@ class Checkpoints:
     token          the run's token (`fence.new_token`), the same on all ranks
     background     the group for background saves (`grid.background_group`); with None, `start` must not be called
     write_extra    writes further files into a checkpoint's folder (`SavePhases.write_extra`)
+    weights        saves have only the weights, rounded to this dtype (--no-save-optim); None: all of the state as it is
     """
 
     def __init__(
@@ -147,12 +148,13 @@ class Checkpoints:
         token: str,
         background: Group | None = None,
         write_extra: Callable[[Path], None] | None = None,
+        weights: torch.dtype | None = None,
     ) -> None:
         self._cfg, self._run, self._state, self._all_fragments, self._grid = cfg, run, state, all_fragments, grid
         self._root = Path(cfg.save) if cfg.save else None
         self.fence = Fence(self._root / folders.TOKEN).join(token) if self._root else None
         self._saving: SavePhases | None = None
-        self._write_extra = write_extra
+        self._write_extra, self._weights = write_extra, weights
         self._background_group, self._background, self._snapshot = background, BackgroundSave(), Snapshot(grid.device)
 
     def claim(self) -> None:
@@ -295,7 +297,7 @@ class Checkpoints:
 
     def _written(self) -> list[StoredFragment]:
         """The fragments that this rank writes."""
-        return stored_to_write(self._state.stored(), self._grid.at.tp, self._grid.axes.tp)
+        return stored_to_write(self._state.stored(), self._grid.at.tp, self._grid.axes.tp, self._weights)
 
     def _writers(self) -> list[list[FragmentSpec]]:
         """The fragments that each rank writes."""

@@ -75,7 +75,9 @@ def check_inventory(manifest: Manifest, model: Iterable[FragmentSpec], columns: 
     }
     absent = {column: [name for name in both if column not in manifest.tensors[name].columns] for column in columns}
     kinds |= {
-        f"without {column} in the checkpoint (another optimizer? --no-load-optim does without)": names
+        f"without {column} in the checkpoint (of --no-save-optim or another optimizer? --no-load-optim does without)": (
+            names
+        )
         for column, names in absent.items()
     }
     if "exp_avg" in columns:  # sgd's momentum and Adam's first moment are different things under one name

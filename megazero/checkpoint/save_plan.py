@@ -12,7 +12,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
-from megazero.checkpoint.format import columns_of
+import torch
+
+from megazero.checkpoint.format import WEIGHT, columns_of
 from megazero.zero.fragment import Fragment, FragmentSpec, StoredFragment
 
 _Fragment = TypeVar("_Fragment", bound=FragmentSpec)
@@ -40,21 +42,28 @@ def fragments_to_write(held: Sequence[FragmentSpec], tp_index: int, tp_size: int
     return [FragmentSpec(one.spec, start, stop) for one, start, stop in _cuts(held, tp_index, tp_size)]
 
 
-def stored_to_write(held: Sequence[Sequence[StoredFragment]], tp_index: int, tp_size: int) -> list[StoredFragment]:
-    """As `fragments_to_write`, with dtypes. held: by portion, as a state tells them; parts are put together."""
+def stored_to_write(
+    held: Sequence[Sequence[StoredFragment]], tp_index: int, tp_size: int, weights: torch.dtype | None = None
+) -> list[StoredFragment]:
+    """As `fragments_to_write`, with dtypes. held: by portion, as a state tells them; parts are put together. weights:
+    only these are written, rounded to this dtype; None: every column as it is.
+    """
     whole = list[StoredFragment]()
     for part in chain.from_iterable(held):
         if whole and whole[-1].spec.name == part.spec.name and whole[-1].stop == part.start:
             whole[-1] = replace(whole[-1], stop=part.stop)
         else:
             whole.append(part)
-    return [replace(one, start=start, stop=stop) for one, start, stop in _cuts(whole, tp_index, tp_size)]
+    found = [replace(one, start=start, stop=stop) for one, start, stop in _cuts(whole, tp_index, tp_size)]
+    return found if weights is None else [replace(one, dtypes={WEIGHT: weights}) for one in found]
 
 
 def values_to_write(
     portions: Iterable[Sequence[Fragment]], written: Sequence[StoredFragment]
 ) -> Iterator[list[Fragment]]:
-    """Portions of a rank's state, cut to the fragments that it writes: views. No two portions are held."""
+    """Portions of a rank's state, cut to the fragments that it writes: their columns, as views where the dtype is the
+    state's. No two portions are held.
+    """
     by_name = {one.spec.name: one for one in written}
 
     def cut(one: Fragment) -> Fragment | None:
@@ -62,7 +71,10 @@ def values_to_write(
         if wanted is None or wanted.stop <= one.start or one.stop <= wanted.start:
             return None
         start, stop = max(one.start, wanted.start), min(one.stop, wanted.stop)
-        columns = {name: values[start - one.start : stop - one.start] for name, values in columns_of(one).items()}
+        held = columns_of(one)
+        columns = {
+            name: held[name][start - one.start : stop - one.start].to(dtype) for name, dtype in wanted.dtypes.items()
+        }
         return Fragment(one.spec, start, stop, **columns)
 
     for portion in portions:

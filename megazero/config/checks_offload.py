@@ -84,6 +84,14 @@ def _apex(f: CheckContext) -> Found:
         )
 
 
+def _whole_steps(f: CheckContext) -> Found:
+    if f.run.offload.nvme_checkpoint and f.run.checkpoint.no_save_optim:
+        yield (
+            "--nvme-checkpoint removes its files once the last step is in a checkpoint of --save, which with "
+            "--no-save-optim has no optimizer state to go on from: drop one of them"
+        )
+
+
 OFFLOAD_CHECKS = (
     check(
         _offload,
@@ -93,4 +101,5 @@ OFFLOAD_CHECKS = (
     check(_graphs, "offload_params", "offload_gradients", "cuda_graphs"),
     check(_folders, "nvme_path"),
     check(_apex, "optimizer_impl", "offload_optimizer"),
+    check(_whole_steps, "nvme_checkpoint", "no_save_optim"),
 )

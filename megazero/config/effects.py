@@ -102,7 +102,7 @@ EFFECTS = (
     ),
     *(
         Effect(name, when.saves, "--save DIR", ("save",))
-        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save")
+        for name in ("save_interval", "keep_last", "save_retain_interval", "async_save", "no_save_optim")
     ),
     *(Effect(name, when.loads, "--load DIR", ("load",)) for name in ("finetune", "no_load_optim")),
     *(

@@ -41,27 +41,36 @@ def _normals(keys: Tensor, first: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def initialise(out: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Fill `out` (a parameter or its master weight: spec.local_shape, any floating dtype) with its initial values.
+    """Fill `out` (a parameter or its master weight: spec.local_shape, contiguous, any floating dtype) with its initial
+    values: all of `initialise_range`.
+    """
+    assert out.shape == torch.Size(spec.local_shape), f"{spec.name}: {tuple(out.shape)} != {spec.local_shape}"
+    initialise_range(out.view(-1), spec, 0, seed)
+
+
+@torch.no_grad()
+def initialise_range(out: Tensor, spec: ParameterSpec, start: int, seed: int) -> None:
+    """Fill `out` [numel] with the initial values of elements [start, start + numel) of a parameter, in row-major order.
 
     Values are from N(0, spec.std^2), keyed by (seed, name, global row, global column), drawn in float64 and rounded
     once to out's dtype. Where std is 0 they are spec.fill. Padding rows are zero. Nothing is communicated. Rows are
     drawn in blocks, which bounds the memory.
     """
-    assert out.shape == torch.Size(spec.local_shape), f"{spec.name}: {tuple(out.shape)} != {spec.local_shape}"
+    stop = min(start + out.numel(), spec.stored_numel)
+    out[max(0, stop - start) :] = 0.0
     if spec.std == 0.0:
-        rows = spec.box[0][1] - spec.box[0][0]
-        out[:rows] = spec.fill
-        out[rows:] = 0.0
+        out[: max(0, stop - start)] = spec.fill
         return
-    assert out.dim() == 2, f"{spec.name}: random starts are for matrices"
-    (row0, row1), (column0, column1) = spec.box
-    out[row1 - row0 :] = 0.0
-    base = _key("weight", seed, spec.name)
-    block = rows_of(out, column1 - column0)
-    for start in range(row0, row1, block):
-        stop = min(start + block, row1)
-        keys = mix(torch.arange(start, stop, device=out.device).mul_(GOLDEN).add_(base))
-        out[start - row0 : stop - row0] = _normals(keys, column0, column1).mul_(spec.std)
+    assert len(spec.local_shape) == 2, f"{spec.name}: random starts are for matrices"
+    (row0, _), (column0, column1) = spec.box
+    columns = column1 - column0
+    base, block = _key("weight", seed, spec.name), rows_of(out, columns)
+    for row in range(start // columns, -(-stop // columns), block):
+        last = min(row + block, -(-stop // columns))
+        keys = mix(torch.arange(row0 + row, row0 + last, device=out.device).mul_(GOLDEN).add_(base))
+        drawn = _normals(keys, column0, column1).mul_(spec.std).flatten()
+        first, end = max(start, row * columns), min(stop, last * columns)
+        out[first - start : end - start] = drawn[first - row * columns : end - row * columns]
 
 
 @dataclass(frozen=True)

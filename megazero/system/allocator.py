@@ -11,6 +11,7 @@ NCCL must not register it, see `launch`.) torch reads this setting at its first 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -21,6 +22,10 @@ TUNABLES = {
     "glibc.malloc.trim_threshold": 1 << 34,  # freed memory stays for the next tensor
     "glibc.malloc.top_pad": 1 << 26,  # the heap grows in such steps
 }
+LARGE = 1 << 25
+"""Bytes of a tensor that gets pages of its own after `return_large`: glibc takes no higher bound at run time."""
+_MMAP_THRESHOLD = -3
+"""mallopt's number of glibc.malloc.mmap_threshold."""
 CUDA_SETTINGS = "expandable_segments:True"
 CUDA_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 """The variable of torch's allocator and its older name, which torch reads if the first is not set."""
@@ -54,8 +59,19 @@ def restart_with_settings() -> None:
     )
 
 
-def describe(device: str = "cpu") -> str:
-    """The settings of the allocator of the device's memory, in words for the banner."""
+def return_large() -> None:
+    """From now on have tensors of `LARGE` bytes or more get pages of their own, which return to the system when they
+    are freed. For a run whose state is on disks because memory is short: freed memory that is kept for other sizes
+    would be a quarter of what it takes. Does nothing where glibc has other settings than ours.
+    """
+    if _are_ours():
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE)
+
+
+def describe(device: str = "cpu", *, returns_large: bool = False) -> str:
+    """The settings of the allocator of the device's memory, in words for the banner. returns_large: of a run that calls
+    `return_large`.
+    """
     if device == "cuda":
         given = next((os.environ[name] for name in CUDA_VARIABLES if name in os.environ), None)
         return (
@@ -65,12 +81,20 @@ def describe(device: str = "cpu") -> str:
             if given == CUDA_SETTINGS
             else f"torch with {given}"
         )
-    found = dict(
-        part.split("=", 1)
-        for part in os.environ.get(VARIABLE, "").split(":")
-        if part.startswith("glibc.malloc.") and "=" in part
-    )
-    if not found:
+    if not _given():
         return "the system's own settings"
-    ours = all(found.get(name) == str(value) for name, value in TUNABLES.items())
-    return "glibc keeps freed memory, large pages where allowed" if ours else f"glibc with {VARIABLE} as given"
+    if not _are_ours():
+        return f"glibc with {VARIABLE} as given"
+    kept = f"freed memory below {LARGE >> 20} MiB" if returns_large else "freed memory"
+    return f"glibc keeps {kept}, large pages where allowed"
+
+
+def _given() -> dict[str, str]:
+    """glibc's settings of this process, by name."""
+    parts = os.environ.get(VARIABLE, "").split(":")
+    return dict(part.split("=", 1) for part in parts if part.startswith("glibc.malloc.") and "=" in part)
+
+
+def _are_ours() -> bool:
+    found = _given()
+    return all(found.get(name) == str(value) for name, value in TUNABLES.items())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fused_ops.attention.selection import choose
 from fused_ops.registry import refusal
 from megazero.config.count import parameters
-from megazero.config.derive import pipeline_schedule
+from megazero.config.derive import pipeline_schedule, uses_disks
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import RUN_FILE, changed_settings
 from megazero.config.fp8 import exceptions
@@ -272,5 +272,5 @@ def _training(run: Run, text: str) -> list[tuple[str, str]]:
             f"{run.optimizer.clip_grad:g}",
         ),
         ("device", devices.name(device) + (f", {_threads()}" if device.type == "cpu" else "")),
-        ("allocator", allocator.describe(device.type)),
+        ("allocator", allocator.describe(device.type, returns_large=uses_disks(run))),
     ]

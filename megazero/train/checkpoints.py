@@ -10,6 +10,7 @@ from typing import Any
 from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.manager import Checkpoints, FoundCheckpoint
 from megazero.checkpoint.resume_changes import record_of
+from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.convert.model_files import model_files
 from megazero.mpu.axes import Coordinates
@@ -33,9 +34,9 @@ def claim_checkpoints(
     token = new_token(grid.world, grid.device)
     group = background_group(grid) if run.checkpoint.async_save else None
     extra = (peft_files(run), model_files(run, found)) if grid.rank == 0 and run.checkpoint.save else ()
-    checkpoints = Checkpoints(
-        run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, group, _each(extra)
-    )
+    weights = compute_dtype(run.optimizer.precision) if run.checkpoint.no_save_optim else None
+    of = run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, group, _each(extra)
+    checkpoints = Checkpoints(*of, weights=weights)
     with as_config_error(f"--save {run.checkpoint.save}"):
         checkpoints.claim()
     return checkpoints

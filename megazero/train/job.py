@@ -24,6 +24,7 @@ from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.kept import with_kept
 from megazero.plan.leaving_disks import writes_activations
 from megazero.plan.step_lists import StageLists
+from megazero.system.allocator import return_large
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.batches import batches_of
@@ -110,6 +111,8 @@ def build_job(
     run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
     placed = placed_run(ordered_run(run, grid), grid, prepared.here)
+    if uses_disks(placed.run) and grid.device.type == "cpu":
+        return_large()
     changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
     prepared = replace(prepared, run=placed.run, changes=changes)
     keep_budgets(placed.run, grid)

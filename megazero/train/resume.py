@@ -15,6 +15,7 @@ from megazero.train.init_from import load_weights
 from megazero.train.probe import check_probe
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.swap_start import SwapStart, saying_way_out
+from megazero.zero.initial import initialise_state
 from megazero.zero.portions import gather_parameters, round_weights
 
 
@@ -95,5 +96,5 @@ def _begin(run: Run, state: TrainState, grid: ProcessGrid) -> str:
     init_from = run.checkpoint.init_from
     if init_from is not None and run.lora.lora_rank is None:
         return load_weights(init_from, state.optimizer, grid)
-    state.model.initialise(run.data.seed)
+    initialise_state(state.model, run.data.seed)
     return "from scratch" if run.lora.lora_rank is None else f"new adapters on the weights of {init_from}"

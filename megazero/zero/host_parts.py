@@ -193,24 +193,6 @@ class HostParts:
         if on_disk and writes:
             self.disks.write({state_piece(key): self._memory(key, slot)}).wait()
 
-    @contextmanager
-    def weights(self, index: int) -> Iterator[Tensor]:
-        """A context in which all weights that this rank updates of a bucket are written, [stop - start]. Moments in
-        parts become zero.
-        """
-        column = self.columns.get(Column.MASTER, self.columns[Column.PARAMETER])
-        if not self.state_parts[index]:
-            yield column.held(index)
-            return
-        first, last = column.range_of(index)
-        whole = torch.zeros(last - first, dtype=column.dtype)
-        yield whole
-        for number, part in enumerate(self.state_parts[index]):
-            with self.looking((index, number), reads=False, writes=True) as state:
-                for moments in state.values():
-                    moments.zero_()
-                state[Column.MASTER].copy_(whole[part.start - first : part.stop - first])
-
     def flip(self, step: int, about: Mapping[str, Any]) -> DiskRequest:
         """Start to make what all parts have become a whole step on disks (`disk.swap`), with what is kept about it."""
         assert not self._under_way, f"{', '.join(map(state_piece, self._under_way))} is under way"

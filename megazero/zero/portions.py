@@ -6,7 +6,6 @@ Only one portion has to be in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -133,25 +132,12 @@ def _round_weights(state: ModelState, index: int) -> None:
     """Set the parameters of a bucket that this rank updates from its master weights."""
     if not state.has_master:
         return
-    first, _ = state.weights.range_of(index)
-    with _updated_parameters(state, index) as parameters:
-        if not state.host.state_parts[index]:
-            parameters.copy_(state.weights.held(index))
-        for number, part in enumerate(state.host.state_parts[index]):
-            with state.host.looking((index, number)) as held:
-                parameters[part.start - first : part.stop - first].copy_(held[Column.MASTER])
-
-
-@contextmanager
-def _updated_parameters(state: ModelState, index: int) -> Iterator[Tensor]:
-    """A context in which all parameters are set that this rank updates of a bucket, [stop - start]."""
-    column, (start, stop) = state.columns[Column.PARAMETER], state.weights.range_of(index)
-    if column.rests_on_disk(index):
-        target = torch.empty(stop - start, dtype=column.dtype, device=column.device)
-        yield target
-        column.keep(index, target)
-    else:
-        yield column.view(index, start, stop)
+    parameters = state.columns[Column.PARAMETER]
+    if not state.host.state_parts[index]:
+        parameters.keep(index, state.weights.held(index), state.weights.range_of(index)[0])
+    for number, part in enumerate(state.host.state_parts[index]):
+        with state.host.looking((index, number)) as held:
+            parameters.keep(index, held[Column.MASTER], part.start)
 
 
 def _spread(bucket: Bucket, held: Tensor, *, sharded: bool) -> None:
@@ -185,5 +171,4 @@ def _spread_parts(state: ModelState, index: int) -> None:
         with host.looking((index, number), reads=False, writes=True) as held:
             for column, values in whole.items():
                 held[column].copy_(values[own])
-    with _updated_parameters(state, index) as parameters:
-        parameters.copy_(whole[Column.MASTER])
+    state.columns[Column.PARAMETER].keep(index, whole[Column.MASTER], first)

@@ -126,8 +126,6 @@ def _bucket(
     sharded = {column for column, placement in row.items() if placement is Placement.SHARDED}
     shared_out = Column.PARAMETER in sharded and not layout.kept_whole and shards > 1
     loaded = resting.rests is not Tier.DEVICE
-    spans = layout.group.spans_stages and not local
-    assert not (spans and shared_out), "stages that gather parameters for each use would wait for each other"
     return BucketShape(
         layout.chunk,
         layout.numel * widths.parameter,
@@ -139,7 +137,7 @@ def _bucket(
         shards=shards,
         across=across,
         spans_stages=layout.group.spans_stages,
-        shards_span=spans,
+        shards_span=layout.group.spans_stages and not local,
         sent=_messages(layout, widths, shards, across, sharded),
         parts=tuple(_part(part, widths) for part in resting.parts),
         rests=resting.rests,

@@ -14,7 +14,6 @@ from megazero.config.schema import OptimizerConfig, ParallelConfig
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
-from megazero.mpu.random import initialise
 from megazero.zero.actions import BucketActions
 from megazero.zero.coded import Coding, frozen_layouts
 from megazero.zero.device_tier import DeviceTier
@@ -65,7 +64,7 @@ class ModelState:
     offloading  what of it leaves the device
 
     `actions` is what the engine calls, and `shape` is what the lists of a step are made from. After construction all
-    weights are zero: `initialise` or a checkpoint sets them. Construction communicates nothing. Raises ValueError for
+    weights are zero: `zero.initial` or a checkpoint sets them. Construction communicates nothing. Raises ValueError for
     an unknown ZeRO stage.
     """
 
@@ -165,30 +164,6 @@ class ModelState:
     @property
     def has_master(self) -> bool:
         return Column.MASTER in self.columns
-
-    @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Set the initial weights, which are the same on every layout: the master weight, and the parameter rounded
-        once.
-
-        Frozen parameters are not set. Communicates nothing.
-        """
-        self.wait_parameters()
-        master = self.columns.get(Column.MASTER)
-        for index, bucket in enumerate(self.buckets):
-            with self.parameters[index].filling(), self.host.weights(index) as weights:
-                for entry, parameter in zip(bucket.layout.entries, bucket.parameters, strict=True):
-                    if master is None:
-                        initialise(parameter, entry.spec, seed)
-                        continue
-                    values = torch.empty(entry.spec.local_shape, dtype=master.dtype, device=parameter.device)
-                    initialise(values, entry.spec, seed)
-                    parameter.copy_(values)
-                    first, last = master.range_of(index)
-                    start, stop = max(first, entry.offset), min(last, entry.stop)
-                    if start < stop:
-                        part = values.view(-1)[start - entry.offset : stop - entry.offset]
-                        weights[start - first : stop - first].copy_(part)
 
     def bytes(self) -> dict[str, int]:
         """Bytes of each column on this rank's device, and, if there are any, of frozen parameters, of error feedback,

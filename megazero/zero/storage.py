@@ -134,16 +134,22 @@ class StoredColumn:
         assert held is not None, f"bucket {index} rests on a disk"
         return held
 
-    def keep(self, index: int, values: Tensor) -> None:
-        """Store all that this rank stores of bucket `index`, [stop - start], wherever it rests."""
-        first, _ = self.range_of(index)
+    def keep(self, index: int, values: Tensor, start: int | None = None) -> None:
+        """Store elements of bucket `index` from `start` on wherever they rest, rounded to the column's dtype; None: all
+        that this rank stores. values: [n]. What rests on a disk is stored in whole parts.
+        """
+        start = self.range_of(index)[0] if start is None else start
+        stop = start + values.numel()
         for number, (part, held) in enumerate(zip(self._parts[index], self._held[index], strict=True)):
-            own = values[part.start - first : part.stop - first]
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first >= last:
+                continue
+            own = values[first - start : last - start]
             if held is not None:
-                held.copy_(own)
+                held[first - part.start : last - part.start].copy_(own)
             else:
-                assert self._disk is not None, f"bucket {index} rests on a disk"
-                self._disk.keep(index, number, own)
+                assert self._disk is not None and (first, last) == part[:2], f"bucket {index} rests on a disk"
+                self._disk.keep(index, number, own.to(self.dtype))
 
     def _allocated(self, part: Part, allocate: Callable[..., Tensor]) -> Tensor | None:
         if part.tier is Tier.DISK:

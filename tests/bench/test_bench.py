@@ -20,7 +20,9 @@ from bench.contestants.megazero_split import Clock
 from bench.field import TABLES
 from bench.field_offload import KINDS
 from bench.harness import Contestant, Match, Samples, Unavailable
+from bench.held import run_held
 from bench.op_cases import CASES
+from bench.recorded import PARTS
 from bench.workload import Entry, Workload, entry_from, to_json, workload_from
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,23 @@ def train(tmp_path: Path) -> None:
         layout["ratio"] == pytest.approx(other[0] / own[0])
         and layout["before"]["commit"] == found["versions"]["commit"]
     )
+
+
+def demonstration(tmp_path: Path) -> None:
+    """A run with all of its state on disks, what it exports, and its refusal without them, in control groups."""
+    try:
+        run_held(["true"], 1 << 30, ROOT, tmp_path)
+    except OSError as reason:
+        pytest.skip(f"control groups cannot be made: {reason}")
+    found = run_quick("demonstration", tmp_path, "--folder", str(tmp_path))
+    trained, exported, said = found["on_disks"], found["exported"], found["predicted"]
+    assert found["without"]["status"] == 2 and not found["without"]["steps"]
+    assert trained["status"] == exported["status"] == 0, trained["text"] + exported["text"]
+    assert [set(step["parts"]) for step in trained["steps"]] == [set(PARTS)] * 2
+    assert all(0 < step["parts"]["computes"] <= step["parts"]["step"] for step in trained["steps"])
+    assert 2 * said["parameters"] < exported["bytes"] < 2.1 * said["parameters"], "in bf16"
+    assert said["disk"] <= trained["disk"] < found["disk"]
+    assert said["device"] + said["host"] < trained["resident"] < found["limit"]
 
 
 def memory(tmp_path: Path) -> None:
@@ -149,7 +168,19 @@ def placement(tmp_path: Path) -> None:
     assert "--offload-" in told and "The next best is" in told
 
 
-CHECKS = (peers, offloaded_peers, train, memory, state_memory, ops, exchange, async_save, generate, placement)
+CHECKS = (
+    peers,
+    offloaded_peers,
+    train,
+    memory,
+    demonstration,
+    state_memory,
+    ops,
+    exchange,
+    async_save,
+    generate,
+    placement,
+)
 SCRIPTS = {check.__name__: check for check in CHECKS}
 
 

@@ -116,12 +116,15 @@ def checkpoints_of(
     state: RestingState,
     all_fragments: Callable[[], Sequence[Sequence[FragmentSpec]]],
     run: Run | None = None,
+    weights: torch.dtype | None = None,
     **config: object,
 ) -> Checkpoints:
     """A run's checkpoints of such a state; the caller calls `claim`."""
     cfg = replace(CheckpointConfig(save=str(folder), load=str(folder)), **config)  # type: ignore[arg-type]
     grid = single_process_grid()
-    return Checkpoints(cfg, record_of(run or Run()), state, all_fragments, grid, "t", single_rank_group())
+    return Checkpoints(
+        cfg, record_of(run or Run()), state, all_fragments, grid, "t", single_rank_group(), None, weights
+    )
 
 
 def files_of(folder: Path) -> dict[str, str]:

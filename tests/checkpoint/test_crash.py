@@ -23,6 +23,7 @@ from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import single_process_grid
 from megazero.pipeline.build import build_stages
+from megazero.zero.initial import initialise_state
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 from tests.checkpoint.runs import names
@@ -46,7 +47,7 @@ GRID = single_process_grid()
 def state() -> ShardedOptimizer:
     """A model's weights, masters and moments."""
     model = ModelState(build_stages(RUN, GRID), GRID, RUN.optimizer, RUN.parallel)
-    model.initialise(3)
+    initialise_state(model, 3)
     return ShardedOptimizer(model, RUN.optimizer, GRID)
 
 

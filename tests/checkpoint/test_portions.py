@@ -135,6 +135,30 @@ def test_weights_alone_leave_the_moments(tmp_path: Path) -> None:
     assert state.loaded == 1 and state.most_alive == 1
 
 
+def test_weights_alone_are_written_rounded_and_are_not_resumed_from(tmp_path: Path) -> None:
+    """--no-save-optim: what is loaded are the weights of a run in bf16, to the bit."""
+    mine = resting(Layout(), 0, 3, 100)
+    checkpoints = checkpoints_of(tmp_path, mine, Layout().all_fragments, weights=torch.bfloat16)
+    checkpoints.claim()
+    checkpoints.save(3, {"iteration": 3})
+    assert mine.most_alive == 1 and mine.closed == 1
+    tensors = read_manifest(tmp_path / "iter_0000003").tensors
+    assert tensors and all(stored.columns == {"weight": "BF16"} for stored in tensors.values())
+    state = resting(Layout(), 0, 8, 100)
+    found = checkpoints.find()
+    assert found is not None
+    with pytest.raises(ValueError, match=r"without exp_avg in the checkpoint \(of --no-save-optim.*--no-load-optim"):
+        checkpoints_of(tmp_path, state, Layout().all_fragments).load(found)
+    checkpoints_of(tmp_path, state, Layout().all_fragments, no_load_optim=True).load(found)
+    then, now = (rest_of(fragments_of(Layout(), 0, values_at(i), torch.float32)) for i in (8, 3))
+    rounded = 0
+    for (name, column), values in state.rest.items():
+        wanted = now[name, column].bfloat16().float() if column == "weight" else then[name, column]
+        assert torch.equal(values, wanted)
+        rounded += int((wanted != now[name, column]).sum()) if column == "weight" else 0
+    assert rounded > 100
+
+
 def test_a_portion_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     state = resting(Layout(), 0, 3, 100)
     checkpoints = checkpoints_of(tmp_path, state, Layout().all_fragments)

@@ -16,6 +16,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.build import build_stages
 from megazero.plan.parameter_specs import specs_of
+from megazero.zero.initial import initialise_state
 from megazero.zero.layout import owned_fragments, packing_of
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
@@ -64,7 +65,7 @@ def body(
     grid = build_grid(axes)
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
-    state.initialise(3)
+    initialise_state(state, 3)
     optimizer = ShardedOptimizer(state, run.optimizer, grid)
     checkpoints = Checkpoints(config, record_of(run), optimizer, lambda: held_by_all(run, axes), grid, "t")
 

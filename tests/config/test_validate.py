@@ -456,6 +456,13 @@ POINTLESS = [
         "--nvme-checkpoint has no effect without --offload-optimizer nvme",
         "--offload-optimizer nvme --nvme-path a",
     ),
+    ("--no-save-optim", 1, "--no-save-optim has no effect without --save DIR", "--save d"),
+    (
+        "--save d --no-save-optim --offload-optimizer nvme --nvme-path a --nvme-checkpoint",
+        1,
+        "--nvme-checkpoint removes its files once the last step is in a checkpoint of --save",
+        "--no-nvme-checkpoint",
+    ),
     (
         "--nvme-buffer-bytes 9MB",
         1,

@@ -65,7 +65,7 @@ FACETS = {
     "weights": "after the last step",
     "evaluations": "losses by iteration and name",
     "saves": "how and when checkpoints are written",
-    "kept": "the probe in the newest checkpoint",
+    "kept": "in the newest checkpoint: whether there is a probe, and the columns with their dtypes",
     "logged": "iterations that have a line in the log",
     "text": "what the model says at the end",
     "files": "what lies in the run's own folder at the end",
@@ -181,7 +181,10 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
     seen["evaluations"] = recorder.evaluations
     save = job.run.checkpoint.save
     found = find(save) if save else None
-    seen["kept"] = found and (found.progress.get("probe") is not None)
+    seen["kept"] = found and (
+        found.progress.get("probe") is not None,
+        [stored.columns for stored in found.manifest.tensors.values()],
+    )
 
 
 def _built(job: Job, grid: ProcessGrid) -> Seen:

@@ -244,6 +244,7 @@ ROWS = (
     Row("keep_last", "--keep-last-k 1", "files", SAVES),
     Row("save_retain_interval", "--save-retain-interval 2", "files", f"{SAVES} --keep-last-k 1"),
     Row("async_save", "--async-save", "saves", SAVES),
+    Row("no_save_optim", "--no-save-optim", "kept", SAVES),
     Row("init_from", "--init-from {kept}", "start"),
     Row("extend_vocabulary", "--extend-vocabulary", "refused", "--init-from {kept} --vocab-size 1010"),
     Row("finetune", "--finetune", "moments", LOADS),

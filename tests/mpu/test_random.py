@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fused_ops.blocks import block_elements
 from megazero.mpu import random
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import Parameter, ParameterKind, shard
-from megazero.mpu.random import DropoutKey, attention_dropout, hidden_dropout, initialise, sequence_offset
+from megazero.mpu.random import (
+    DropoutKey,
+    attention_dropout,
+    hidden_dropout,
+    initialise,
+    initialise_range,
+    sequence_offset,
+)
 
 
 def weights(
@@ -50,6 +58,22 @@ def test_fault_24_weights_of_every_layout_are_the_same_bits(shape, dim, dtype):
         assert torch.equal(torch.cat(pieces(shape, dim, size, None, dtype, std=0.02), dim), whole)
     (master,) = pieces(shape, None, 1, None, torch.float64, std=0.02)
     assert torch.equal(master.to(dtype), whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_weights_of_a_range_are_those_of_the_whole(dim):
+    """Ranges begin and end within rows and within the vocabulary's padding, and span blocks of rows."""
+    columns = block_elements(torch.device("cpu")) // 26 * 2  # 13 rows are a block
+    spec = shard(
+        "w", (40, columns), ParameterKind.MATRIX, dim=dim, rank=1, size=2, padded=50 if dim == 0 else None, std=0.02
+    )
+    whole = torch.full(spec.local_shape, math.nan)
+    initialise(whole, spec, 5)
+    numel = whole.numel()
+    for start, stop in ((0, 7), (5, numel // 3), (numel // 3, numel - 11), (numel - 11, numel)):
+        part = torch.full((stop - start,), math.nan)
+        initialise_range(part, spec, start, 5)
+        assert torch.equal(part, whole.view(-1)[start:stop])
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(29, 36), (5, 24), (36, 36)])

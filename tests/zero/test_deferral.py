@@ -18,6 +18,7 @@ from megazero.mpu.grid import single_process_grid
 from megazero.mpu.parameter import ParameterKind
 from megazero.pipeline.build import build_stages
 from megazero.train.probe import probe_batches
+from megazero.zero.initial import initialise_state
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState
 from tests.stages import STAGES
@@ -39,7 +40,7 @@ def build(precision: str, zero_stage: int, tied: bool) -> tuple[Run, Stage, Mode
     grid = single_process_grid()
     stages = build_stages(run, grid)
     state = ModelState(stages, grid, run.optimizer, run.parallel)
-    state.initialise(1)
+    initialise_state(state, 1)
     return run, stages[0], state
 
 

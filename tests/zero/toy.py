@@ -29,6 +29,7 @@ from megazero.optim.clip import clip_coefficient
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import units_of
 from megazero.program.step import StepOptions, training_step
+from megazero.zero.initial import initialise_state
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.owed import UpdateValues
 from megazero.zero.placement import Column
@@ -333,7 +334,7 @@ def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
     chunks = build_chunks(case, grid.at.pp, grid.tp)
     cfg, parallel = configs(case)
     state = ModelState(chunks, grid, cfg, parallel)
-    state.initialise(SEED)
+    initialise_state(state, SEED)
     return Rank(case, grid, chunks, state, ShardedOptimizer(state, cfg, grid))
 
 
