@@ -50,7 +50,7 @@ def test_building_with_sharded_parameters_takes_the_shards_alone(rank, precision
 def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     """Its embedding alone, in fp32, is larger than the bound leaves room for."""
     words = "--zero-stage 3 --precision bf16 --offload-optimizer nvme --offload-params nvme --offload-gradients nvme"
-    small = ["--nvme-path", str(tmp_path), "--nvme-buffer-bytes", "4MB", "--vocab-size", "12000"]
+    small = ["--nvme-path", str(tmp_path), "--nvme-buffer-bytes", "4MB", "--vocab-size", "24000"]
     run = parse_run([*SHAPE.split(), *words.split(), *small], 1)
     grid = single_process_grid()
     rests = Offloading(run.offload, lambda pieces: open_swap([tmp_path], pieces, job="job", rank=0, slots=1))
