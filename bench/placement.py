@@ -1,260 +1,276 @@
-"""--placement auto against static placements, for real: seconds of a step in turns, and the most memory of each.
+"""--placement auto against static placements: seconds of a step in turns, and the bytes of auto in every tier.
 
-    python -m bench.placement --nvme-path DIR             # auto under 40, 60 and 80 % of what all on the device takes
-    python -m bench.placement --nvme-path DIR --add FILE  # one more turn, added to those of a file of results
-    python -m bench.placement --nvme-path DIR --add FILE --turns 0 --meter   # what its contestants allocate
-    python -m bench.placement --device cuda --layers 24 --hidden 2048
+    python -m bench.placement --folder /mnt/nvme          # auto under 40, 60 and 80 % of what all on the device takes
+    python -m bench.placement --percent 60 --rounds 8     # one budget, for longer
+    python -m bench.placement --no-disks                  # placements without disks
     python -m bench.placement --quick                     # a tiny model: does it start?
 
-Each contestant is a run of its own, with its own command line. They take turns: all of them run once, then all again.
-The median of all steps counts, but for the first ones of each run. `auto` measures the rates and searches in each of
-its runs. A static placement does not depend on a budget: each runs once in a turn, and is compared under the budgets
-that its predicted bytes keep. Peaks are those of torch's allocator in a step, as its profiler sees them, in runs that
-are not timed. On a CPU they have what left the device too, so a budget is kept if the peak is below it and what rests
-elsewhere.
+Few tokens pass a wide model, so that what a placement moves is a large part of a step. A budget's contestants are auto
+and the static placements whose plan keeps to that budget. All are processes that stay alive and take turns
+(`bench.harness`), in another order each round. The first step of a turn does not count: it ends what the turn before
+has begun. Results are written after each budget. Status 1 if auto misses one.
+
+of the best  the median over the rounds of (seconds of a step / those of the static placement with the least median)
+simulated    seconds in the simulation, at the rates that auto has measured. It is what auto believes
+off          the measured seconds over the simulated ones. Where rows differ here, rates or simulation are wrong, and
+             a good choice of auto is luck
+device, host MiB by the plan. Those of auto are also taken: all that torch's allocator holds in a step (but for what
+             rests in host memory), and what the run has allocated there, in a run apart that is not timed
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench import results, state_memory
+from bench import results
+from bench.contestants.megazero_ import flags_of
+from bench.entries import megazero
+from bench.harness import Contestant
 from bench.workload import Workload
-from megazero.config.options import run_options
 from megazero.config.parse import parse_run
-from megazero.config.placement import ROWS, applied, as_flags
-from megazero.data.indexed import dtype_for
-from megazero.data.writer import PairWriter
+from megazero.config.placement import applied, as_flags
 from megazero.mpu.axes import axes_of
-from megazero.plan.placed_step import Cluster, Machine
-from megazero.plan.rates import MachineRates
+from megazero.plan.placed_step import Cluster, Machine, PlacedStep
+from megazero.plan.rates import MachineRates, rates_of
 from megazero.system import device as devices
 
-ROOT = Path(__file__).resolve().parents[1]
-STATIC: tuple[dict[str, Any], ...] = (
+Settings = Mapping[str, Any]
+STATIC: tuple[Settings, ...] = (
     {"offload_optimizer": "cpu:0.4"},
     {"offload_optimizer": "cpu:0.7"},
+    {"offload_optimizer": "cpu:0.9"},
     {"offload_optimizer": "cpu"},
     {"offload_optimizer": "cpu", "late_update": True},
-    {"offload_optimizer": "nvme:0.4"},
-    {"offload_optimizer": "nvme"},
-    {"offload_optimizer": "cpu:0.7", "offload_params": "cpu:0.5"},
-    {"offload_optimizer": "cpu", "offload_params": "cpu"},
     {"offload_optimizer": "cpu", "offload_activations": "cpu"},
-    {"offload_optimizer": "cpu", "offload_params": "cpu", "offload_activations": "cpu"},
-    {"offload_optimizer": "cpu", "offload_params": "nvme", "offload_activations": "cpu"},
+    {"offload_optimizer": "cpu", "offload_gradients": "cpu"},
+    {"offload_optimizer": "cpu", "offload_params": "cpu"},
+    {"offload_optimizer": "nvme:0.4", "late_update": True},
+    {"offload_optimizer": "nvme:0.7", "late_update": True},
+    {"offload_optimizer": "nvme", "late_update": True},
 )
-"""What a user would try by hand. Without --nvme-path those with disks are left out."""
-DEVICE = "all on the device"
-FIRST = 2
-"""Steps of each run that do not count."""
-TOKENS = 1 << 20
+"""What a user would try by hand."""
+AUTO = "auto"
+LIMIT = 1.02
+"""The most that auto may take of the best static placement's time: runs of one command line differ by as much."""
+MODEL = Workload("placement", layers=6, hidden=768, heads=12, sequence=128, micro_batch=1, micro_batches=4)
+TINY = replace(MODEL, layers=2, hidden=64, heads=2, sequence=16, vocabulary=256, micro_batches=2, threads=1)
 MIB = 2**20
-Lines = dict[str, list[str]]
-"""Contestant -> the flags of its run."""
-NO_RATES = MachineRates(1.0, 1.0, 1.0, 1.0, 1.0)
+SOME_RATES = MachineRates(1.0, 1.0, 1.0, 1.0, 1.0)
 """Bytes do not depend on them."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model, its batch and the length of a run."""
+@dataclass
+class Budget:
+    """What was found under a budget.
 
-    layers: int = 8
-    hidden: int = 512
-    heads: int = 8
-    sequence: int = 512
-    vocabulary: int = 8192
-    micro_batches: int = 4
-    steps: int = 7
-    turns: int = 1
-
-
-TINY = Sizes(2, 32, 2, 16, 64, 2, 4, 1)
-
-
-def flags_of(sizes: Sizes, device: str, corpus: Path) -> list[str]:
-    """The command line that all contestants share."""
-    words = {
-        "num-layers": sizes.layers,
-        "hidden-size": sizes.hidden,
-        "num-attention-heads": sizes.heads,
-        "seq-length": sizes.sequence,
-        "vocab-size": sizes.vocabulary,
-        "micro-batch-size": 1,
-        "global-batch-size": sizes.micro_batches,
-        "train-iters": sizes.steps,
-        "precision": "bf16",
-        "device": device,
-        "data-path": corpus,
-        "split": "100,0,0",
-        "eval-iters": 0,
-        "num-workers": 0,
-    }
-    return [part for name, value in words.items() for part in (f"--{name}", str(value))]
-
-
-def machine_of(flags: Sequence[str], device: str, disks: Sequence[str]) -> Machine:
-    run = applied(parse_run(list(flags), 1), {"nvme_path": tuple(disks)})
-    return Machine(run, Cluster(axes_of(run.parallel, 1), devices.kind(device), nccl=False), NO_RATES)
-
-
-def contestants(flags: Sequence[str], need: int, percents: Sequence[int], disks: Sequence[str]) -> Lines:
-    """The command line of each contestant, by its name: a static placement is called by its flags."""
-    nvme = ["--nvme-path", *disks] if disks else []
-    tables = [table for table in STATIC if disks or "nvme" not in str(table)]
-    words = [as_flags(table) for table in tables]
-    lines = {DEVICE: [*flags], **{word: [*flags, *word.split(), *nvme * ("nvme" in word)] for word in words}}
-    for percent in percents:
-        budget = need * percent // 100
-        lines[auto(percent)] = [*flags, "--placement", "auto", "--device-memory-budget", str(budget), *nvme]
-    return lines
-
-
-def auto(percent: int) -> str:
-    return f"auto under {percent} %"
-
-
-def run_once(flags: Sequence[str], folder: Path) -> tuple[list[float], str]:
-    """The seconds of the steps of one run, and what its banner says of its placement."""
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        metrics = Path(own) / "metrics.jsonl"
-        command = [sys.executable, "-m", "megazero", "pretrain", *flags, "--metrics-file", str(metrics)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(done.stdout + done.stderr)
-        steps = [json.loads(line)["step_seconds"] for line in metrics.read_text().splitlines()]
-    lines = [line.strip() for line in done.stdout.splitlines()]
-    at = next((n for n, line in enumerate(lines) if line.startswith("placement ")), len(lines))
-    end = next((n for n in range(at, len(lines)) if not lines[n]), at)
-    return steps[FIRST:], " ".join(lines[at:end]).removeprefix("placement").strip()
-
-
-def take_turn(found: dict[str, Any], lines: Lines) -> None:
-    """Run all contestants once, and add what was measured to `found`."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        for name, words in lines.items():
-            seconds, told = run_once(words, Path(folder))
-            found["seconds"].setdefault(name, []).append(seconds)
-            if name not in (DEVICE, *map(as_flags, STATIC)):
-                found["told"].setdefault(name, []).append(told)
-
-
-def placement_of(name: str, found: dict[str, Any]) -> str:
-    """The flags of a contestant: those that `auto` chose in its last turn."""
-    words = found["told"][name][-1].partition(": a predicted step")[0] if name in found["told"] else name
-    return "" if words.startswith(DEVICE) else words
-
-
-def settings_of(words: str) -> dict[str, Any]:
-    """The settings that these flags of a placement give."""
-    rows = {run_options()[row.field].flag: row.field for row in ROWS.values()}
-    parts, settings = words.split(), dict[str, Any]()
-    for at, part in enumerate(parts):
-        if part in rows:
-            value = parts[at + 1] if at + 1 < len(parts) and parts[at + 1] not in rows else True
-            settings[rows[part]] = value if value is True else run_options()[rows[part]].from_value(value)
-    return settings
-
-
-def meter(found: dict[str, Any], sizes: Sizes, disks: Sequence[str]) -> None:
-    """Add the peak of a step of every contestant in bytes, where it is not known yet."""
-    shape = {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "sequence", "vocabulary")}
-    work = Workload("placement", **shape, micro_batch=1, micro_batches=sizes.micro_batches)
-    for words in sorted({placement_of(name, found) for name in found["seconds"]} - found["metered"].keys()):
-        flags = (*words.split(), *("--nvme-path", *disks) * ("nvme" in words))
-        (report,) = state_memory.measure(work, state_memory.Layout(1, 1, flags))
-        found["metered"][words] = report["peaks"]["step"]["peak"]
-
-
-HEADS = ("placement", "seconds of a step", "of the best static one", "device, MiB", "host, MiB", "metered, MiB", "sum")
-
-
-def rows(found: dict[str, Any], machine: Machine, percent: int) -> list[list[str]]:
-    """Rows of a budget, the fastest first: the contestant, its median and that over the fastest static one's, the
-    bytes that it takes by its plan, what was metered, and of the sum of the plan's.
+    limits   most bytes on the device, and in host memory
+    settings of each contestant, and its seconds of a step: by round its median
+    rates    that auto has measured, and `told`, what its banner says
+    taken    bytes of auto by tier
     """
-    budget, mine = found["need"] * percent // 100, auto(percent)
-    names = [name for name in found["seconds"] if name == mine or not name.startswith("auto")]
-    steps = {name: machine.placed(settings_of(placement_of(name, found))) for name in names}
-    medians = {name: statistics.median(chain.from_iterable(found["seconds"][name])) for name in names}
-    within = [name for name in names if steps[name].device.nbytes <= budget]
-    best = min((medians[name] for name in within if name != mine), default=medians[mine])
+
+    limits: tuple[int, int]
+    settings: dict[str, dict[str, Any]]
+    seconds: dict[str, list[float]]
+    rates: dict[str, float]
+    told: list[str]
+    taken: dict[str, int]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    @property
+    def best(self) -> str:
+        """The fastest static placement; auto where no static one keeps to the budget."""
+        return min((name for name in self.seconds if name != AUTO), key=self.median, default=AUTO)
+
+    def ratios(self, name: str) -> list[float]:
+        """Of the best static one's seconds, by round."""
+        return [own / best for own, best in zip(self.seconds[name], self.seconds[self.best], strict=True)]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what auto has allocated stays within both budgets."""
+        return self.taken["device"] <= self.limits[0] and self.taken["host"] <= self.limits[1]
+
+    @property
+    def is_met(self) -> bool:
+        return self.is_kept and statistics.median(self.ratios(AUTO)) <= LIMIT
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What contestants share. buffer: --nvme-buffer-bytes. folder: for swap files; None: no placement uses disks."""
+
+    work: Workload
+    buffer: int
+    folder: Path | None
+
+    def machine(self, rates: MachineRates) -> Machine:
+        disks = () if self.folder is None else (str(self.folder),)
+        shared = {"nvme_path": disks, "nvme_buffer_bytes": self.buffer}
+        run = applied(parse_run(flags_of(self.work, Path("."), 1), 1), shared)
+        return Machine(run, Cluster(axes_of(run.parallel, 1), devices.kind(self.work.device), nccl=False), rates)
+
+    def statics(self) -> dict[str, Settings]:
+        return {as_flags(each): each for each in STATIC if self.folder is not None or "nvme" not in str(each)}
+
+    def flags(self, words: Sequence[str]) -> list[str]:
+        """The flags of a placement with those of its disks and buffers, where it may use them."""
+        disks = self.folder is not None and any(word.startswith("nvme") or word == AUTO for word in words)
+        moves = any(word.startswith("--offload") or word == AUTO for word in words)
+        return [
+            *words,
+            *(("--nvme-path", str(self.folder)) if disks else ()),
+            *(("--nvme-buffer-bytes", str(self.buffer)) if moves else ()),
+        ]
+
+    @contextmanager
+    def prepared(self, name: str, module: str, words: Sequence[str]) -> Iterator[Contestant]:
+        """A contestant that has taken its first steps."""
+        one = Contestant(self.work, replace(megazero(name, *self.flags(words)), module=module))
+        try:
+            one.prepare(2)
+            yield one
+        finally:
+            one.stop()
+
+    def taken(self, words: Sequence[str]) -> dict[str, int]:
+        """The most bytes of each tier in a step, as allocated."""
+        with self.prepared("metered", "megazero_meter", words) as one:
+            one.steps(2)
+            (report,) = one.ask("report")
+        return dict(report["tiers"])
+
+
+@dataclass(frozen=True)
+class Length:
+    rounds: int
+    steps: int
+
+
+def measure(bench: Bench, running: dict[str, Contestant], limits: tuple[int, int], length: Length) -> Budget:
+    """Auto under a budget, in turns with the static placements that keep to it. running: those that are alive."""
+    budgets = ("--device-memory-budget", str(limits[0]), "--host-memory-budget", str(limits[1]))
+    machine = bench.machine(SOME_RATES)
+    names = [name for name, own in bench.statics().items() if fits(machine.placed(own), limits)]
+    with bench.prepared(AUTO, "megazero_placed", ("--placement", AUTO, *budgets)) as auto:
+        (report,) = auto.ask("report")
+        turns = {AUTO: auto, **{name: running[name] for name in names}}
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        for number in range(length.rounds):
+            for name in reversed(turns) if number % 2 else turns:
+                seconds[name].append(statistics.median(turns[name].steps(1 + length.steps)[1:]))
+            said = f"{AUTO} {seconds[AUTO][-1]:.3f} s"
+            say(f"    round {number + 1}/{length.rounds}: {said}, others {min_of(seconds, names):.3f} s and more")
+    settings = {AUTO: report["settings"], **{name: dict(bench.statics()[name]) for name in names}}
+    flags = as_flags(report["settings"]).split()
+    return Budget(limits, settings, seconds, report["rates"], report["told"], bench.taken([*flags, *budgets]))
+
+
+def min_of(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> float:
+    return min((seconds[name][-1] for name in names), default=0.0)
+
+
+def fits(step: PlacedStep, limits: tuple[int, int]) -> bool:
+    return step.device.nbytes <= limits[0] and step.host <= limits[1]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+HEADS = ("placement", "seconds", "of the best", "simulated", "off", "device, MiB", "host, MiB")
+
+
+def rows(found: Budget, machine: Machine) -> list[list[str]]:
+    """The contestants of a budget, the fastest first."""
     told = []
-    for name in sorted(names, key=lambda name: (name not in within, medians[name])):
-        device, host, peak = (
-            steps[name].device.nbytes,
-            steps[name].host,
-            found["metered"].get(placement_of(name, found)),
-        )
-        ratio = f"{medians[name] / best:.3f}" if name in within else "over the budget"
-        sizes = [f"{device / MIB:,.0f}", f"{host / MIB:,.0f}"]
-        sizes += ["", ""] if peak is None else [f"{peak / MIB:,.0f}", f"{peak / (device + host):.3f}"]
-        shown = f"{mine}: {placement_of(name, found) or DEVICE}" if name == mine else name
-        told.append([shown, f"{medians[name]:.3f}", ratio, *sizes])
+    for name in sorted(found.seconds, key=found.median):
+        step = machine.placed(found.settings[name])
+        shown = f"auto: {as_flags(found.settings[name]) or 'all on the device'}" if name == AUTO else name
+        numbers = found.median(name), statistics.median(found.ratios(name)), step.seconds
+        cells = [f"{number:.3f}" for number in (*numbers, found.median(name) / step.seconds)]
+        told.append([shown, *cells, f"{step.device.nbytes / MIB:,.0f}", f"{step.host / MIB:,.0f}"])
     return told
+
+
+def verdict(percent: int, found: Budget, machine: Machine) -> str:
+    """Whether auto has met its budget and the best static placement, and whether its simulation has said so before."""
+    ratios, (device, host) = sorted(found.ratios(AUTO)), found.limits
+    statics = {name: machine.placed(own).seconds for name, own in found.settings.items() if name != AUTO}
+    expected = min(statics, key=statics.__getitem__, default=AUTO)
+    believed = machine.placed(found.settings[AUTO]).seconds
+    taken = found.taken
+    words = (
+        f"auto under {percent} %: {found.median(AUTO):.3f} s, the best static one ({found.best}) "
+        f"{found.median(found.best):.3f} s: ratio {statistics.median(ratios):.3f} (rounds {ratios[0]:.3f} to "
+        f"{ratios[-1]:.3f}), at most {LIMIT}; device {taken['device'] / MIB:,.1f} of {device / MIB:,.1f} MiB, host "
+        f"{taken['host'] / MIB:,.1f} of {host / MIB:,.1f} MiB: {'met' if found.is_met else 'MISSED'}"
+    )
+    if not statics:
+        return f"{words}. No static one keeps to the budget"
+    return (
+        f"{words}. Simulated: auto {believed:.3f} s, the best static one {statics[expected]:.3f} s "
+        f"({expected if expected != found.best else 'the same'})"
+    )
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    for name in ("layers", "hidden", "sequence", "micro_batches", "threads"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(MODEL, name), help="%(default)s")
     parser.add_argument("--percent", type=int, nargs="+", default=[40, 60, 80], help="budgets: %(default)s")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--nvme-path", nargs="*", default=[], help="folders for what goes to disks")
-    parser.add_argument("--add", type=Path, help="a file of results of the same settings, to which this run adds")
-    parser.add_argument("--meter", action="store_true", help="meter the memory of all contestants, on a CPU")
+    parser.add_argument("--rounds", type=int, default=6, help="of a budget: %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn: %(default)s")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--folder", type=Path, default=Path("."), help="for swap files, on a disk")
+    parser.add_argument("--no-disks", action="store_true", help="no placement uses disks")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one budget: a smoke test")
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
 
 
-def write_corpus(path: Path, vocabulary: int) -> None:
-    with PairWriter(path, dtype_for(vocabulary)) as writer:
-        ids = np.random.default_rng(1).integers(0, vocabulary, TOKENS)
-        writer.write(ids.astype(writer.dtype), [len(ids)])
+def bench_of(args: argparse.Namespace) -> Bench:
+    names = ("layers", "hidden", "sequence", "micro_batches", "threads", "device")
+    work = TINY if args.quick else replace(MODEL, **{name: getattr(args, name) for name in names})
+    work = work if args.quick else replace(work, heads=max(1, args.hidden // 64))
+    return Bench(work, 1_000_000 if args.quick else 64_000_000, None if args.no_disks else args.folder.resolve())
 
 
 def main() -> None:
     args = arguments()
-    sizes = TINY if args.quick else Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
+    bench, length = bench_of(args), Length(1, 1) if args.quick else Length(args.rounds, args.steps)
     percents = args.percent[-1:] if args.quick else args.percent
-    found: dict[str, Any] = {"seconds": {}, "told": {}, "metered": {}}
-    if args.add is not None:
-        found |= {name: json.loads(args.add.read_text())[name] for name in found}
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        corpus = Path(folder) / "corpus"
-        write_corpus(corpus, sizes.vocabulary)
-        flags = [*flags_of(sizes, args.device, corpus), "--data-cache-path", str(Path(folder) / "cache")]
-        machine = machine_of(flags, args.device, args.nvme_path)
-        found["need"] = machine.placed({}).device.nbytes
-        lines = contestants(flags, found["need"], percents, args.nvme_path)
-        for _ in range(sizes.turns):
-            take_turn(found, lines)
-    if args.meter:
-        meter(found, sizes, args.nvme_path)
-    settings = {**asdict(replace(sizes, turns=len(found["seconds"][DEVICE]))), "device": args.device}
-    kind = "placement-quick" if args.quick else "placement"
-    path = results.write(kind, settings, found, args.results, args.add)
-    texts = [
-        f"{percent} % of {found['need']:,} bytes. {found['told'][auto(percent)][-1]}\n\n"
-        f"{results.table(HEADS, rows(found, machine, percent))}"
-        for percent in percents
-    ]
-    path.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
-    print("\n\n".join(texts), path, sep="\n\n")
+    machine, found, texts = bench.machine(SOME_RATES), dict[str, Budget](), list[str]()
+    need, path = machine.placed({}).device.nbytes, None
+    most = need * max(percents) // 100
+    with ExitStack() as alive:
+        running = {
+            name: alive.enter_context(bench.prepared(name, "megazero_", name.split()))
+            for name, own in bench.statics().items()
+            if fits(machine.placed(own), (most, need))
+        }
+        for percent in percents:
+            say(f"auto under {percent} % of {need:,} bytes")
+            one = found[str(percent)] = measure(bench, running, (need * percent // 100, need), length)
+            rated = bench.machine(rates_of(one.rates))
+            texts.append(f"{verdict(percent, one, rated)}\n\n{results.table(HEADS, rows(one, rated))}")
+            settings = {"workload": asdict(bench.work), "buffer": bench.buffer, **asdict(length), "limit": LIMIT}
+            data = {"need": need, "budgets": {name: asdict(each) for name, each in found.items()}}
+            kind = "placement-quick" if args.quick else "placement"
+            path = results.write(kind, settings, data, args.results, path)
+            path.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
+            print(texts[-1], path, sep="\n\n", end="\n\n", flush=True)
+    # a tiny model's times say nothing, but its bytes do
+    sys.exit(0 if all(one.is_kept if args.quick else one.is_met for one in found.values()) else 1)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     environment = Environment.read()
     folder = own_folder()
     write_words(work, folder)
-    words = [*flags_of(work, folder, replicas), *layout, *(("--nvme-path", str(folder)) if "nvme" in layout else ())]
+    disks = ("--nvme-path", str(folder)) if "nvme" in layout and "--nvme-path" not in layout else ()
+    words = [*flags_of(work, folder, replicas), *layout, *disks]
     run = parse_run(words, environment.world_size, model_source)
     prepared = prepare(run, environment.world_size, silent)
     return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))

@@ -13,6 +13,8 @@ from torch.autograd.profiler import profile
 
 from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
+from megazero.config.tiers import Tier
+from megazero.pipeline.kept import HostActivations
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_trace
@@ -63,6 +65,19 @@ class Meter:
         self._profile.__enter__()
 
 
+def in_host_memory(job: Job) -> tuple[int, int]:
+    """Bytes of what a job has allocated in host memory, and of these the ones that torch's allocator knows on a CPU."""
+    model, activations = job.state.model, job.activations
+    columns = sum(column.nbytes_in(Tier.HOST) for column in model.columns.values())
+    kept = activations.buffers.nbytes if isinstance(activations, HostActivations) else 0
+    disks = None if activations is None else activations.disks
+    swaps = (model.host.swap, None if disks is None else disks.swap)
+    of_files = sum(swap.memory_bytes for swap in swaps if swap is not None)
+    every = columns + model.host.buffer_bytes + of_files + kept
+    slots = sum(slot.memory.nbytes + slot.sums.nbytes for slot in model.host._slots)
+    return every, every - of_files - slots - kept * (disks is not None)
+
+
 class Step:
     """One optimizer step under the meter."""
 
@@ -77,19 +92,21 @@ class Step:
         return 0.0
 
     def report(self) -> dict[str, Any]:
-        """Bytes: "held" by column as allocated, "predicted" by group of columns, the meter's "peaks" by phase, and the
-        step's peak as --memory-trace predicts it, "predicted_step".
+        """Bytes: "held" by column as allocated, "predicted" by group of columns, the meter's "peaks" by phase, the
+        step's peak as --memory-trace predicts it, "predicted_step", and what is taken of the "tiers" device and host.
         """
         job = self.job
         steps, at = StageLists(job.run, job.grid.axes, nccl=False), job.grid.at.pp
         stage = stage_bytes(job.run, job.grid.axes)[at]
         step = stage_trace(steps, at, stage, "cpu").peak
+        host, seen = in_host_memory(job)
         predicted = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
         return {
             "held": job.state.model.bytes(),
             "predicted": predicted,
             "peaks": self.meter.peaks.phases,
             "predicted_step": {column.value: size for column, size in step.columns.items()},
+            "tiers": {"device": self.meter.peaks.phases["step"]["peak"] - seen, "host": host},
         }
 
 

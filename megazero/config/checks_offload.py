@@ -8,7 +8,9 @@ from megazero.config.checks import CheckContext, Found, check
 from megazero.config.derive import moves_in_parts, tiers
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, offload_of
+from megazero.config.units import all_units, unknown_units
 
+COLUMNS = ("offload_optimizer", "offload_params", "offload_gradients", "offload_activations")
 _BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
 """Of an element of a gradient or of a column of the optimizer's, and of a parameter, by --precision."""
 
@@ -51,6 +53,21 @@ def _offload(f: CheckContext) -> Found:
             f"--nvme-buffer-bytes {cfg.nvme_buffer_bytes} does not hold {SLOTS} parts of {ALIGNMENT} elements, which "
             f"with {leaving} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
         )
+
+
+def _units(f: CheckContext) -> Found:
+    layers, settings = f.run.model.num_layers, {**vars(f.run.parallel), **vars(f.run.offload)}
+    for field in COLUMNS:
+        text = settings[field]
+        try:
+            unknown = unknown_units(offload_of(text).units, layers)
+        except ValueError:
+            continue  # said elsewhere
+        if unknown:
+            yield (
+                f"--{field.replace('_', '-')} {text}: there is no {', no '.join(unknown)}; the units of this model are "
+                f"{all_units(layers)}, and a share is a number, such as {text.partition(':')[0]}:0.5"
+            )
 
 
 def _graphs(f: CheckContext) -> Found:
@@ -98,6 +115,7 @@ OFFLOAD_CHECKS = (
         *("offload_optimizer", "offload_params", "offload_gradients"),
         *("nvme_path", "nvme_buffer_bytes", "precision", "optimizer"),
     ),
+    check(_units, *COLUMNS, "num_layers"),
     check(_graphs, "offload_params", "offload_gradients", "cuda_graphs"),
     check(_folders, "nvme_path"),
     check(_apex, "optimizer_impl", "offload_optimizer"),

@@ -18,7 +18,7 @@ from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import SIBLINGS, ConfigSource
-from megazero.config.tiers import Tier, offload_of
+from megazero.config.tiers import Tier, offload_of, with_share
 from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
 
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_params"}
@@ -276,14 +276,14 @@ def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, fi
     if device in (None, Tier.DEVICE.value) or ratio == 0:
         _put(source, key, field, Tier.DEVICE.value)
         return
-    share = "" if ratio is None or ratio == 1 else f":{ratio}"
     try:
-        offload_of(f"{device}{share}")
+        text = with_share(device, None if ratio == 1 else ratio)
+        offload_of(text)
     except ValueError as reason:
         source.problems.append(f"{source.name}: {group}.ratio: {reason}")
         source.bad.add(field)
         return
-    _put(source, key, field, f"{device}{share}")
+    _put(source, key, field, text)
 
 
 def _tensorboard(source: ConfigSource, keys: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.config.schema import ModelConfig, ParallelConfig, Run
+from megazero.config.schema import ModelConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.tiers import Offload, Tier, offload_of
 
 
@@ -92,6 +92,12 @@ def tiers(run: Run) -> dict[str, Offload]:
         "offload_gradients": run.parallel.offload_gradients,
     }
     return {flag: offload_of(word) for flag, word in words.items()}
+
+
+def names_units(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
+    """Whether some column of the model state leaves the device unit by unit. Raises ValueError as `tiers`."""
+    words = offload.offload_optimizer, parallel.offload_params, parallel.offload_gradients
+    return any(offload_of(word).units for word in words)
 
 
 def uses_disks(run: Run) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megazero.config import units
 from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
 from megazero.config.schema import ModelConfig
 
@@ -22,6 +23,8 @@ EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
 
+_BLOCKS = "blocks."
+
 TP_AXIS: Mapping[str, int] = {QKV: 0, OUTPUT: 1, GATE: 0, UP: 0, DOWN: 1}
 """Linear layers of a block, in its order -> the axis of the weight [outputs, inputs] that tp splits: 0 is
 column-parallel, 1 row-parallel.
@@ -30,7 +33,13 @@ column-parallel, 1 row-parallel.
 
 def block(number: int | str) -> str:
     """The global name of a block."""
-    return f"blocks.{number}"
+    return f"{_BLOCKS}{number}"
+
+
+def unit_of(parameter: str) -> str:
+    """The unit (`config.units`) of a parameter: "blocks.3.mlp.up.weight" is of "block 3"."""
+    first, _, rest = parameter.partition(".")
+    return units.block(rest.partition(".")[0]) if parameter.startswith(_BLOCKS) else first
 
 
 @dataclass(frozen=True)

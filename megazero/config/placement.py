@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,8 @@ from megazero.config.derive import micro_batch_order
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Tier, offload_of
+from megazero.config.tiers import Tier, offload_of, with_share
+from megazero.config.units import plain
 from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, shown
 
@@ -35,29 +37,26 @@ class PlacementRow:
     field  the setting of a run
     tiers  where the column can rest besides the device; none for what is no column
     whole  whether a search moves all of it or nothing where another column leaves too
-    searched  whether a search chooses it. What it does not choose is as the flags say
     """
 
     field: str
     tiers: tuple[Tier, ...] = ()
     whole: bool = False
-    searched: bool = True
 
 
 ROWS: Mapping[str, PlacementRow] = MappingProxyType(
     {
         "optimizer": PlacementRow("offload_optimizer", (Tier.HOST, Tier.DISK)),
         "params": PlacementRow("offload_params", (Tier.HOST, Tier.DISK), whole=True),
-        "gradients": PlacementRow("offload_gradients", (Tier.HOST, Tier.DISK), searched=False),
-        "activations": PlacementRow("offload_activations", (Tier.HOST,)),
+        "gradients": PlacementRow("offload_gradients", (Tier.HOST, Tier.DISK), whole=True),
+        "activations": PlacementRow("offload_activations", (Tier.HOST, Tier.DISK)),
         "late_update": PlacementRow("late_update"),
         "micro_batch_order": PlacementRow("micro_batch_order"),
         "vertical_group_size": PlacementRow("vertical_group_size"),
     }
 )
 """By key of a file: columns first."""
-SEARCHED = tuple(row for row in ROWS.values() if row.searched)
-_OF_A_COLUMN = ("tier", "share")
+_OF_A_COLUMN = ("tier", "share", "units")
 
 
 def applied(run: Run, settings: Mapping[str, Any]) -> Run:
@@ -70,7 +69,7 @@ def applied(run: Run, settings: Mapping[str, Any]) -> Run:
 
 def unplaced(run: Run) -> Run:
     """The run without a placement: with the defaults of all that a search chooses."""
-    return applied(run, {row.field: run_options()[row.field].default for row in SEARCHED})
+    return applied(run, {row.field: run_options()[row.field].default for row in ROWS.values()})
 
 
 def as_flags(settings: Mapping[str, Any]) -> str:
@@ -80,8 +79,8 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     defaults = {ORDER: micro_batch_order(applied(Run(), others).parallel)}
     for field, value in settings.items():
         known = run_options()[field]
-        if value != defaults.get(field, known.default):
-            words.append(known.flag if value is True else f"{known.flag} {value}")
+        if value is not None and value != defaults.get(field, known.default):  # None: not given
+            words.append(known.flag if value is True else f"{known.flag} {quote(str(value))}")
     return " ".join(words)
 
 
@@ -93,7 +92,7 @@ def with_placement(sources: Sequence[ConfigSource]) -> tuple[list[ConfigSource],
         return list(sources), [], []
     above = sources[number:]
     if word == AUTO:
-        fields = [row.field for row in SEARCHED]
+        fields = [row.field for row in ROWS.values()]
         below = [_without(source, fields) for source in sources[:number]]
         return [*below, *above], list(_chosen_anyway(above, sources[number])), []
     file = read_placement(word)
@@ -113,7 +112,7 @@ def _without(source: ConfigSource, fields: Sequence[str]) -> ConfigSource:
 def _chosen_anyway(above: Sequence[ConfigSource], by: ConfigSource) -> Iterator[str]:
     """Settings beside `auto`. A whole run that a program gives has all of them: there only changed ones count."""
     for source in above:
-        for row in SEARCHED:
+        for row in ROWS.values():
             value = source.settings.get(row.field)
             if value is None or (source.resolved and value == run_options()[row.field].default):
                 continue
@@ -177,12 +176,17 @@ def _value(row: PlacementRow, value: object) -> Any:
 
 
 def _column(table: Mapping[Any, Any]) -> str:
-    """`{tier: cpu, share: 0.5}` in the words of a flag."""
+    """`{tier: cpu, share: 0.5}` or `{tier: cpu, units: [embedding, blocks 0-5]}` in the words of a flag."""
     strange = [key for key in table if key not in _OF_A_COLUMN]
     if strange or "tier" not in table:
         wrong = f"there is no {strange[0]}" if strange else "the tier is missing"
-        raise ValueError(f"{shown(dict(table))}: {wrong}; the keys are tier and share")
-    share = table.get("share")
-    if isinstance(share, bool) or not isinstance(share, int | float | None):
-        raise ValueError(f"the share {shown(share)} is not a number")
-    return f"{table['tier']}" + ("" if share is None else f":{share}")
+        raise ValueError(f"{shown(dict(table))}: {wrong}; the keys are tier, and share or units")
+    share, units = table.get("share"), table.get("units")
+    if units is None:
+        return with_share(table["tier"], share)
+    if share is not None:
+        raise ValueError(f"{shown(dict(table))}: units leave as a whole: give share or units")
+    words = [units] if isinstance(units, str) else units
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"the units {shown(units)} are no names; such as [embedding, blocks 0-5]")
+    return f"{table['tier']}:{','.join(map(plain, words))}"

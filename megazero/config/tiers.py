@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+
+from megazero.config.units import has_unit, plain
+from megazero.system.reading import shown
 
 
 class Tier(Enum):
@@ -18,15 +22,24 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Offload:
-    """What of a column leaves the device: the share of its bytes that rests in `tier`. The rest stays on the device."""
+    """What of a column leaves the device: the share of its bytes that rests in `tier`, or what of it belongs to some
+    units of the model (`config.units`; none: the share decides). The rest stays on the device.
+    """
 
     tier: Tier = Tier.DEVICE
     share: float = 1.0
+    units: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.tier is not Tier.DEVICE
 
+    def names(self, units: Iterable[str]) -> bool:
+        """Whether all of these units are among its own."""
+        return all(any(has_unit(word, unit) for word in self.units) for unit in units)
+
     def __str__(self) -> str:
+        if self.units:
+            return f"{self.tier.value}:{','.join(self.units)}"
         return self.tier.value if self.share == 1.0 else f"{self.tier.value}:{self.share:g}"
 
 
@@ -37,19 +50,32 @@ ALIGNMENT = 1024
 
 
 def offload_of(text: str) -> Offload:
-    """The value of a flag: none, cpu, nvme, cpu:0.6 or nvme:0.6. Raises ValueError with what is wrong with it."""
+    """The value of a flag: none, cpu, nvme, cpu:0.6, or nvme:embedding,blocks 0-5. Raises ValueError with what is wrong
+    with it. What is no number names units; whether the model has them is not known here.
+    """
     word, colon, share = text.partition(":")
     tier = next((tier for tier in Tier if tier.value == word), None)
     if tier is None:
         raise ValueError(f"{word!r} is not one of {', '.join(tier.value for tier in Tier)}")
     if not colon:
         return Offload(tier)
+    if tier is Tier.DEVICE:
+        raise ValueError("none has no share")
     try:
         number = float(share)
     except ValueError:
-        raise ValueError(f"the share {share!r} is not a number") from None
-    if tier is Tier.DEVICE:
-        raise ValueError("none has no share")
+        if not share.strip():
+            raise ValueError("there is neither a share nor a unit behind the colon") from None
+        return Offload(tier, units=tuple(map(plain, share.split(","))))
     if not 0.0 < number <= 1.0:
         raise ValueError(f"the share {share} is not above 0 and at most 1")
     return Offload(tier, number)
+
+
+def with_share(tier: object, share: object) -> str:
+    """The value of a flag for a tier and a share from a file; None: all of the column. Raises ValueError where the
+    share is no number, for a word there would name a unit.
+    """
+    if isinstance(share, bool) or not isinstance(share, int | float | None):
+        raise ValueError(f"the share {shown(share)} is not a number")
+    return f"{tier}" if share is None else f"{tier}:{share}"

@@ -71,7 +71,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     dtypes = run_columns(run.optimizer, parallel, run.offload)
     held = dict.fromkeys(Column, 0)
     parameters = feedback = 0
-    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
+    packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
     layouts = pack(specs_of(run, stage, 0), sizes, packing)
     elsewhere = offloaded_bytes(run, axes, at, nccl=has_nccl(run.parallel, axes))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megazero.config.schema import Run
 from megazero.config.tiers import offload_of
+from megazero.config.units import plain
 from megazero.mpu.axes import Axes
-from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.chunk_bytes import chunk_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.tape import UnitBytes
@@ -26,5 +27,17 @@ def with_kept(shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
     """
     if not offload_of(run.parallel.offload_activations):
         return shape
-    units = unit_bytes(run, axes, stage, devices.kind(run.parallel.device))
-    return shape.keeping([[unit.kept + unit.input for unit in chunk] for chunk in units])
+    return shape.keeping(leaving_bytes(run, axes, stage, devices.kind(run.parallel.device)))
+
+
+def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]]:
+    """The bytes that each unit of a stage keeps, by chunk and unit, and 0 of one that is not among those that leave.
+    kind: of device, cpu or cuda.
+    """
+    leaves, specs = offload_of(run.parallel.offload_activations), stage_specs(run)
+    names = [unit_names(specs[number]) for number in chunks_of(run).of(stage)]
+    sizes = [[unit.kept + unit.input for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
+    return [
+        [size * (not leaves.units or leaves.names([plain(name)])) for size, name in zip(*chunk, strict=True)]
+        for chunk in zip(sizes, names, strict=True)
+    ]

@@ -10,7 +10,7 @@ from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
 from megazero.mpu.axes import Axes
 from megazero.pipeline.kept_disks import piece_names
-from megazero.plan.kept import unit_bytes
+from megazero.plan.kept import leaving_bytes
 from megazero.plan.step_lists import StageStep
 from megazero.program.instruction import Op
 from megazero.program.passes.leaving_disks import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces
@@ -69,8 +69,7 @@ def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
     """
     if not writes_activations(run):
         return []
-    chunks = [chunk for stage in range(axes.pp) for chunk in unit_bytes(run, axes, stage, kind)]
-    largest = largest_unit([unit.kept + unit.input for unit in chunk] for chunk in chunks)
+    largest = largest_unit(chunk for stage in range(axes.pp) for chunk in leaving_bytes(run, axes, stage, kind))
     least, room = LEAST_BUFFERS * buffer_bytes(largest), run.offload.nvme_buffer_bytes
     if least <= room:
         return []

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.placement import applied
 from megazero.config.schema import Run
+from megazero.config.tiers import offload_of
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
+from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import NOTHING, least_moved
 from megazero.plan.rates import MachineRates
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.shapes import shape_of
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import host_bytes, step_peak
+from megazero.plan.step_memory import step_fullest
 from megazero.plan.step_times import step_times
 from megazero.program.instruction import Instruction, Lane
 from megazero.program.processors import SHARED_LANES
@@ -43,6 +46,14 @@ class Peak:
     instruction: Instruction
 
 
+class Walked(NamedTuple):
+    """Of a rank: its peak without optimizer state, and the bytes of activations in host memory and in swap files."""
+
+    peak: Peak
+    host: int
+    files: int
+
+
 @dataclass(frozen=True)
 class Cluster:
     """What a placement is searched for, besides the run.
@@ -63,7 +74,7 @@ class Machine:
 
     def __init__(self, run: Run, cluster: Cluster, rates: MachineRates) -> None:
         self.run, self.cluster, self.rates = run, cluster, rates
-        self._walks: dict[Settings, list[tuple[Peak, int]]] = {}
+        self._walks: dict[Settings, list[Walked]] = {}
         self._states: dict[Settings, list[StageBytes]] = {}
         self._moved: dict[Settings, list[dict[Lane, int]]] = {}
 
@@ -87,18 +98,20 @@ class Machine:
             self._moved[key] = [least_moved(shape) for shape in shapes]
         return self._moved[key]
 
-    def walks(self, step: PlacedStep) -> list[tuple[Peak, int]]:
-        """By stage: the peak without optimizer state, and the bytes of activations in host memory."""
-        key = step.without(("offload_optimizer",))
+    def walks(self, step: PlacedStep) -> list[Walked]:
+        """By stage what a walk through its list finds. It does not depend on the share of the optimizer state that is
+        away, but where an update on the device has to fetch its gradients.
+        """
+        key = step.settings if step.fetches else step.without(("offload_optimizer",))
         if key not in self._walks:
             self._walks[key] = [self._walk(step, stage) for stage in range(self.cluster.axes.pp)]
         return self._walks[key]
 
-    def _walk(self, step: PlacedStep, stage: int) -> tuple[Peak, int]:
+    def _walk(self, step: PlacedStep, stage: int) -> Walked:
         state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
-        found = step_peak(step.lists, stage, state, kind)
-        leave = step.run.parallel.offload_activations != "none"
-        return Peak(found.total, stage, found.instruction), host_bytes(step.lists, stage, kind) if leave else 0
+        found, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
+        files = pieces.file_bytes(len(self.run.offload.nvme_path))
+        return Walked(Peak(found.nbytes, stage, found.instruction), found.host + pieces.buffers, files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +130,13 @@ class PlacedStep:
         """The run with them."""
         return applied(self.machine.run, dict(self.settings))
 
+    @property
+    def fetches(self) -> bool:
+        """Whether gradients leave the device, and some of the optimizer state does not."""
+        optimizer = offload_of(self.run.offload.offload_optimizer)
+        stays = not optimizer or optimizer.share < 1
+        return stays and bool(offload_of(self.run.parallel.offload_gradients))
+
     @cached_property
     def states(self) -> list[StageBytes]:
         """The model state of a rank of each stage."""
@@ -130,21 +150,32 @@ class PlacedStep:
     def device(self) -> Peak:
         """The most bytes on a device, of all stages. On a CPU too, what has left it does not count."""
         found = [
-            replace(walked, nbytes=walked.nbytes + state.optimizer)
-            for (walked, _), state in zip(self.machine.walks(self), self.states, strict=True)
+            replace(walked.peak, nbytes=walked.peak.nbytes + state.optimizer)
+            for walked, state in zip(self.machine.walks(self), self.states, strict=True)
         ]
         return max(found, key=lambda peak: peak.nbytes)
+
+    def least_share(self, limit: int) -> int:
+        """About the hundredths of the optimizer state that have to be away, so that a device holds at most `limit`
+        bytes, if all else stays as it is with these settings.
+        """
+        share = 1
+        for walked, state in zip(self.machine.walks(self), self.states, strict=True):
+            room, whole = limit - walked.peak.nbytes, state.optimizer + sum(state.elsewhere.optimizer)
+            share = max(share, math.ceil(100 * (1 - room / whole))) if whole else share
+        return min(share, 100)
 
     @cached_property
     def host(self) -> int:
         """The most bytes of a rank in host memory: state, slots, buffers of files, and activations."""
-        walks = self.machine.walks(self)
-        return max(state.elsewhere.memory + held for state, (_, held) in zip(self.states, walks, strict=True))
+        walks = zip(self.states, self.machine.walks(self), strict=True)
+        return max(state.elsewhere.memory + walked.host for state, walked in walks)
 
     @cached_property
     def disk(self) -> int:
         """The most bytes of a rank's swap files."""
-        return max(state.elsewhere.files for state in self.states)
+        walks = zip(self.states, self.machine.walks(self), strict=True)
+        return max(state.elsewhere.files + walked.files for state, walked in walks)
 
     @cached_property
     def times(self) -> ChunkTimes:
@@ -153,14 +184,25 @@ class PlacedStep:
         hidden = activation_plan(self.run, kind).hidden_bytes
         return step_times(self.run, recompute_table(self.run, axes, kind), hidden, self.machine.rates)
 
+    @property
+    def computing(self) -> list[float]:
+        """By stage the seconds of a step's forwards and backwards."""
+        chunks, times, stages = chunks_of(self.run), self.times, range(self.machine.cluster.axes.pp)
+        once = [sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in stages]
+        return [seconds * self.lists.micro_batches for seconds in once]
+
+    @property
+    def computed(self) -> float:
+        """The seconds in which the busiest stage computes."""
+        return max(self.computing)
+
     @cached_property
     def least_seconds(self) -> float:
         """What no step with this much off the device falls below, without a list: each lane has its work to do."""
-        chunks, times, busy = chunks_of(self.run), self.times, [0.0]
-        for stage, moved in enumerate(self.machine.moved(self)):
-            of_chunks = (times.forward[n] + times.backward[n] for n in chunks.of(stage))
+        times, busy = self.times, self.computing
+        for computed, moved in zip(tuple(busy), self.machine.moved(self), strict=True):
             lanes = {lane: nbytes * times.per_byte[lane] for lane, nbytes in moved.items()}
-            busy += [computed := sum(of_chunks) * self.lists.micro_batches, *lanes.values()]
+            busy += lanes.values()
             if not times.beside:  # one after the other
                 busy.append(computed + sum(seconds for lane, seconds in lanes.items() if lane in SHARED_LANES))
         return max(busy)

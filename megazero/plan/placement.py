@@ -1,10 +1,16 @@
 """Choose what lies where and when it moves (--placement auto), so that the simulated step under budgets is shortest.
 
 A placement has a tier for each column that can leave the device (`config.placement.ROWS`), a share of each that does,
-and switches: late updates, and the order of the micro-batches. All combinations of tiers and switches are looked at.
-Within one the shares are searched. The more of a column leaves, the less is on the device. So the least share of the
-first column that fits is found by halving, for shares of the others on a grid, which is then refined around the best.
-What can be no better than the two best so far, because one lane alone would take as long, is not simulated.
+and switches: late updates, and the order of the micro-batches. A combination of tiers and switches has neighbours:
+those that differ in one of them. The search looks at a few combinations, then at the neighbours of the best ones: the
+best of all, and the best with each tier and with each value of a switch. It goes on until these have no neighbour that
+was not looked at, or the best takes no longer than its computation alone. While nothing keeps to the budgets, those
+that come nearest are the best. (The best of all alone is not enough: what is slower with one order of micro-batches may
+be faster with the other, and the way there leads through slower ones.)
+
+Within a combination the shares are searched. The more of a column leaves, the less is on the device. So the least share
+of the first column that fits is found, for shares of the others on a grid, which is then refined around the best. What
+can be no better than the two best so far, because one lane alone would take as long, is not simulated.
 
 (Gemini of PatrickStar and ColossalAI moves chunks by what a traced first iteration needed: Fang et al. 2021,
 arXiv:2108.05818. Here the list of a step is known before.)
@@ -12,20 +18,26 @@ arXiv:2108.05818. Here the list of a step is known before.)
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from megazero.config.placement import SEARCHED, PlacementRow, as_flags
+from megazero.config.placement import ROWS, PlacementRow
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
+from megazero.plan.leaving_disks import buffer_problems
 from megazero.plan.placed_step import Machine, PlacedStep
+from megazero.plan.search_limits import SearchLimits, refusal
 from megazero.program.error import ProgramError
 
-COLUMNS = tuple(row for row in SEARCHED if row.tiers)
+COLUMNS = tuple(row for row in ROWS.values() if row.tiers)
+FIRST = "offload_optimizer"
+"""The column that gives way first."""
 SWITCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("late_update", (False, True)),
     ("micro_batch_order", ("horizontal", "vertical")),
@@ -33,7 +45,7 @@ SWITCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 """What is there besides columns: field and values, the simplest first."""
 WHOLE = 100
 """Shares are hundredths."""
-GRID = (25, 50, 75, WHOLE)
+GRID = (WHOLE, 75, 50, 25)
 """Shares of the columns behind the first, before they are refined."""
 ALONE = tuple(range(10, WHOLE + 1, 10))
 """Shares of a column that leaves alone: more than the least may be faster, where host and device update side by side.
@@ -47,31 +59,13 @@ as that.
 
 Leaving = Sequence[tuple[PlacementRow, Tier]]
 """The columns that leave the device, and where to."""
+Combination = tuple[int, ...]
+"""By column the number of its tier, then by switch that of its value: 0 is the simplest."""
 
 
-@dataclass(frozen=True)
-class SearchLimits:
-    """Most bytes of a rank; None: no limit.
-
-    device  on its device, in a step
-    host    in host memory, of what has left the device
-    disk    of its swap files
-    """
-
-    device: int | None = None
-    host: int | None = None
-    disk: int | None = None
-
-    def hold(self, step: PlacedStep) -> bool:
-        """Whether the step keeps to all of them."""
-        return self.hold_device(step) and _within(step.host, self.host) and _within(step.disk, self.disk)
-
-    def hold_device(self, step: PlacedStep) -> bool:
-        return _within(step.device.nbytes, self.device)
-
-
-def _within(nbytes: int, limit: int | None) -> bool:
-    return limit is None or nbytes <= limit
+def _simplicity(combination: Combination) -> tuple[int, Combination]:
+    """What sorts combinations, the simplest first: by how much differs from everything at home, and then by what."""
+    return sum(map(bool, combination)), combination
 
 
 @dataclass(frozen=True)
@@ -93,16 +87,29 @@ def choose_placement(machine: Machine, budgets: SearchLimits) -> PlacementChoice
     depends on the arguments alone. Raises ConfigError with the numbers if none keeps to them.
     """
     search = _Search(machine, budgets)
-    able = {Tier.HOST, Tier.DISK} if _has_disks(machine) else {Tier.HOST}
-    tiers = [(Tier.DEVICE, *(tier for tier in row.tiers if tier in able)) for row in COLUMNS]
-    values = [values for _, values in SWITCHES]
-    for placed in product(*tiers):
-        for chosen in product(*values):
-            search.combination(placed, dict(zip((name for name, _ in SWITCHES), chosen, strict=True)))
+    with _without_collections():
+        search.run()
     ranked = search.ranked()
     if not ranked:
-        raise ConfigError([search.refusal()])
+        if not search.over:
+            assert search.failed is not None, "a run without any placement"
+            raise search.failed
+        raise ConfigError([refusal(list(search.over.values()), budgets, _has_disks(machine))])
     return PlacementChoice(ranked[0], ranked[1] if len(ranked) > 1 else None, search.simulated)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No collections of cyclic garbage but those that the search asks for. Lists are hundreds of thousands of small
+    objects, and the collector would go through them so often that a search took twice as long.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _has_disks(machine: Machine) -> bool:
@@ -113,62 +120,117 @@ def _has_disks(machine: Machine) -> bool:
 class _Search:
     """The search on its way.
 
-    found      the fastest placement of each combination that keeps to the budgets, in the order of the combinations
+    found      the fastest placement of each combination that keeps to the budgets
     over       of combinations that do not, the placement with least on the device
+    seen       combinations that were looked at
     simulated  number of simulated steps
     failed     the first error of a combination that cannot run
     """
 
     machine: Machine
     budgets: SearchLimits
-    found: list[PlacedStep] = field(default_factory=list)
-    over: list[PlacedStep] = field(default_factory=list)
+    found: dict[Combination, PlacedStep] = field(default_factory=dict)
+    over: dict[Combination, PlacedStep] = field(default_factory=dict)
+    seen: set[Combination] = field(default_factory=set)
     simulated: int = 0
     failed: ConfigError | ProgramError | None = None
+
+    def __post_init__(self) -> None:
+        able = (Tier.DEVICE, Tier.HOST, *([Tier.DISK] if _has_disks(self.machine) else []))
+        self.tiers = [tuple(tier for tier in able if tier in (Tier.DEVICE, *row.tiers)) for row in COLUMNS]
+        self.counts = [*map(len, self.tiers), *(len(values) for _, values in SWITCHES)]
+
+    def run(self) -> None:
+        """Look at the first combinations, and then at the neighbours of the best ones."""
+        last = [count - 1 for count in self.counts[: len(COLUMNS)]]
+        switches = list(product(*(range(count) for count in self.counts[len(COLUMNS) :])))
+        home = [0] * len(COLUMNS)
+        first = [home, *([tier, *home[1:]] for tier in range(1, self.counts[0])), [1] * len(COLUMNS), last]
+        for columns in first:
+            self._look_at((*columns, *switches[0]))
+        if not self.found:
+            for columns, chosen in product(first[-2:], switches):
+                self._look_at((*columns, *chosen))
+        floor = self._placed((), (), {}).computed * (1 + EQUAL)
+        while (best := self._unexplored()) is not None:
+            if len(self.found) > 1 and min(step.seconds for step in self.found.values()) <= floor:
+                return  # computation alone takes as long
+            for near in self._neighbours(best):
+                self._look_at(near)
+            gc.collect()
+
+    def _neighbours(self, combination: Combination) -> list[Combination]:
+        """Those that differ in one tier or switch, the simplest first."""
+        every = [
+            (*combination[:at], value, *combination[at + 1 :])
+            for at, count in enumerate(self.counts)
+            for value in range(count)
+        ]
+        return sorted(set(every) - {combination}, key=_simplicity)
+
+    def _unexplored(self) -> Combination | None:
+        """Of the best ones the first that has a neighbour that was not looked at."""
+        if self.found:
+            order = sorted(self.found, key=lambda each: (self.found[each].seconds, _simplicity(each)))
+        else:
+            order = sorted(self.over, key=lambda each: (self.budgets.excess(self.over[each]), _simplicity(each)))
+        had: set[tuple[int, int]] = set()
+        for combination in order:
+            values = {*enumerate(combination)}
+            if not values <= had and not self.seen.issuperset(self._neighbours(combination)):
+                return combination
+            had |= values
+        return None
 
     def ranked(self) -> list[PlacedStep]:
         """The fastest first, but for a simpler one that takes as long."""
         ranked = list[PlacedStep]()
-        left = [*self.found]
+        left = [self.found[each] for each in sorted(self.found, key=_simplicity)]
         while left and len(ranked) < 2:
             fastest = min(step.seconds for step in left)
             ranked.append(next(step for step in left if step.seconds <= fastest * (1 + EQUAL)))
             left.remove(ranked[-1])
         return ranked
 
-    def combination(self, tiers: Sequence[Tier], switches: Mapping[str, Any]) -> None:
-        """Look at one combination of tiers and switches."""
+    def _look_at(self, combination: Combination) -> None:
+        """Look at a combination of tiers and switches, if nobody has."""
+        if combination in self.seen:
+            return
+        self.seen.add(combination)
+        tiers = [tiers[number] for tiers, number in zip(self.tiers, combination, strict=False)]
         rows = list(zip(COLUMNS, tiers, strict=True))
         leaving = [(row, tier) for row, tier in rows if tier is not Tier.DEVICE]
         staying = {row.field: tier.value for row, tier in rows if tier is Tier.DEVICE}
-        fixed = {**staying, **switches}
+        switches = zip(SWITCHES, combination[len(COLUMNS) :], strict=True)
+        fixed = {**staying, **{name: values[number] for (name, values), number in switches}}
         try:
             all_of_it = self._placed(leaving, [WHOLE] * len(leaving), fixed)
             if problems_of(all_of_it.run, self.machine.cluster.axes.world_size):
                 return
+            if buffer_problems(all_of_it.run, self.machine.cluster.axes, self.machine.cluster.kind):
+                return
             if not self.budgets.hold_device(all_of_it):
-                self.over.append(all_of_it)
+                self.over[combination] = all_of_it
                 return
             best = self._best(leaving, fixed)
         except (ConfigError, ProgramError) as error:  # budgets of other flags that this order of the step does not keep
             self.failed = self.failed or error
             return
-        if best is None:
-            self.over.append(all_of_it)
-        else:
-            self.found.append(best)
+        if best is not None:
+            self.found[combination] = best
+        elif math.isinf(self._limit()):
+            self.over[combination] = all_of_it
 
     def _best(self, leaving: Leaving, fixed: Mapping[str, Any]) -> PlacedStep | None:
         """The fastest of a combination that keeps to the budgets and may be among the two fastest of all."""
         best, at = self._fastest(leaving, fixed, self._grid(leaving, fixed), None, ())
         if best is None or not leaving:
             return best
-        nearby = self._finer(leaving, fixed, at)
-        return self._fastest(leaving, fixed, nearby, best, at, self._limit())[0]
+        return self._fastest(leaving, fixed, self._finer(leaving, fixed, at), best, at)[0]
 
     def _limit(self) -> float:
         """The seconds of a step above which a combination is neither the best nor the next best of those found."""
-        known = sorted(step.seconds for step in self.found)
+        known = sorted(step.seconds for step in self.found.values())
         return known[1] * (1 + EQUAL) if len(known) > 1 else math.inf
 
     def _fastest(
@@ -178,17 +240,22 @@ class _Search:
         shares: Iterator[tuple[int, ...]],
         best: PlacedStep | None,
         at: tuple[int, ...],
-        limit: float = math.inf,
     ) -> tuple[PlacedStep | None, tuple[int, ...]]:
-        """The fastest with these shares, or `best`, and its shares. limit: what takes longer does not matter."""
+        """The fastest with these shares, or `best`, and its shares. Of shares on a grid, beside which a first column
+        gives way as far as it must, those behind the first that is slower are slower too.
+        """
+        limit, falling = self._limit(), best is None and len(leaving) > 1
         for chosen in shares:
             step = self._placed(leaving, chosen, fixed)
+            if step.least_seconds > limit or (best is not None and step.least_seconds >= best.seconds):
+                continue
             if not self.budgets.hold(step):
                 continue
-            if best is not None and (step.least_seconds >= best.seconds or step.least_seconds > limit):
-                continue
-            if best is None or self._seconds(step) < best.seconds:
+            seconds = self._seconds(step)
+            if best is None or seconds < best.seconds:
                 best, at = step, chosen
+            elif falling:
+                break
         return best, at
 
     def _seconds(self, step: PlacedStep) -> float:
@@ -203,16 +270,17 @@ class _Search:
         for others in product(*((WHOLE,) if row.whole else GRID for row, _ in leaving[1:])):
             least = self._least(leaving, others, fixed)
             if least is None:
-                continue
+                return  # less of the others is more on the device
             yield least, *others
-            if not others:
+            if not others and leaving[0][0].field == FIRST:
                 yield from ((share,) for share in ALONE if share > least)
 
     def _finer(self, leaving: Leaving, fixed: Mapping[str, Any], at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Shares around those of the best."""
         steps = FINER[min(len(leaving), 2)]
         if len(leaving) == 1:
-            yield from ((at[0] + step,) for step in steps if 0 < at[0] + step <= WHOLE)
+            near = (at[0] + step for step in steps if leaving[0][0].field == FIRST)
+            yield from ((share,) for share in near if 0 < share <= WHOLE)
             return
         for number, step in product((n for n in range(1, len(at)) if not leaving[n][0].whole), steps):
             others = [*at[1:]]
@@ -228,6 +296,17 @@ class _Search:
 
         if not fits(WHOLE):
             return None
+        if self.budgets.device is None:
+            return 1
+        if leaving[0][0].field == FIRST:
+            limit = self.budgets.device
+            share = self._placed(leaving, (WHOLE, *others), fixed).least_share(limit)
+            while not fits(share):  # where updates on the device fetch gradients, that takes memory
+                nearer = self._placed(leaving, (share, *others), fixed).least_share(limit)
+                share = min(WHOLE, max(share + 1, nearer))
+            while self._placed(leaving, (share, *others), fixed).least_share(limit) < share and fits(share - 1):
+                share -= 1
+            return share
         low, high = 0, WHOLE
         while high - low > 1:
             middle = (low + high) // 2
@@ -240,33 +319,3 @@ class _Search:
             for (row, tier), share in zip(leaving, shares, strict=True)
         }
         return self.machine.placed({**moved, **fixed})
-
-    def refusal(self) -> str:
-        """Why nothing keeps to the budgets, and what would help."""
-        if not self.over:
-            assert self.failed is not None, "a run without any placement"
-            raise self.failed
-        limits, disks = self.budgets, _has_disks(self.machine)
-        more = "" if disks else ", --nvme-path DIR for state on disks"
-        fits = [step for step in self.over if limits.hold_device(step)]
-        if not fits:
-            least = min(self.over, key=lambda step: step.device.nbytes)
-            return (
-                f"--device-memory-budget {limits.device:,}: no placement keeps to it; the least that a rank takes is "
-                f"{least.device.nbytes:,} bytes, with {as_flags(dict(least.settings)) or 'all on the device'}, at "
-                f"{least.device.instruction} on stage {least.device.stage}; nearest: that budget, a smaller "
-                "--micro-batch-size, or --recompute-granularity full"
-            )
-        hosted = [step for step in fits if _within(step.host, limits.host)]
-        if limits.host is not None and not hosted:
-            least = min(fits, key=lambda step: step.host)
-            return (
-                f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one "
-                f"with least in host memory takes {least.host:,} bytes there, with {as_flags(dict(least.settings))}; "
-                f"nearest: that budget, a smaller --nvme-buffer-bytes{more}"
-            )
-        least = min(hosted, key=lambda step: step.disk)
-        return (
-            f"--nvme-path: the swap files of a rank have {limits.disk or 0:,} bytes of room, and with "
-            f"{as_flags(dict(least.settings))} they take {least.disk:,}; nearest: a folder more, on another disk"
-        )

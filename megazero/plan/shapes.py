@@ -24,7 +24,7 @@ def updated_layouts(
     run: Run, axes: Axes, at: Coordinates, *, nccl: bool
 ) -> tuple[Sequence[BucketLayout], list[tuple[int, int]]]:
     """The trained buckets of the rank at `at`, and what it updates of each (`zero.shape.update_ranges`)."""
-    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=nccl)
+    packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
     layouts = pack(specs_of(run, at.pp, at.tp), group_sizes(axes, at), packing)
     return layouts, update_ranges(layouts, placements(run.parallel), state_groups(axes, at))
 
@@ -36,7 +36,7 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     """
     trained, still = (specs_of(run, at.pp, at.tp, trained=trained) for trained in (True, False))
     row, sizes = placements(run.parallel), group_sizes(axes, at)
-    packing = packing_of(run.parallel, axes.dp * axes.cp, nccl=nccl)
+    packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
     specs = [
         [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)
     ]

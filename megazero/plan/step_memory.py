@@ -15,7 +15,7 @@ from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Instruction
 from megazero.program.memory import Sample
-from megazero.program.memory_walk import host_buffers, peak, spare_buffers
+from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.simulate import IN_FLIGHT
 from megazero.program.step_bytes import StepBytes, UnitSizes
@@ -40,6 +40,11 @@ def step_peak(steps: StageLists, stage: int, state: StageBytes, kind: str) -> Sa
     """The peak of `stage_trace` alone."""
     instructions, scope, sizes = _walked(steps, stage, state, kind)
     return peak(instructions, scope, sizes, spare_buffers(instructions, scope, sizes))
+
+
+def step_fullest(steps: StageLists, stage: int, state: StageBytes, kind: str) -> Fullest:
+    """The number of bytes of `step_peak`, and those of `host_bytes`."""
+    return fullest(*_walked(steps, stage, state, kind))
 
 
 def rank_words(stage: int, axes: Axes) -> str:

@@ -14,6 +14,7 @@ such moment, and an instruction's sample is the moment with most bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
 from megazero.program.instruction import Instruction, Op
@@ -70,6 +71,31 @@ def peak(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, sp
     return found[-1]
 
 
+class Fullest(NamedTuple):
+    """The most bytes on the device, the instruction at which they are there, and bytes of buffers in host memory."""
+
+    nbytes: int
+    instruction: Instruction
+    host: int
+
+
+def fullest(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes) -> Fullest:
+    """What `peak` and `host_buffers` say of a step whose pools do not grow any more, in fewer walks, and without what
+    the peak is made of.
+    """
+    does = [effects(i, scope) for i in instructions]
+    spare: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    while True:
+        walk = _Count(scope, sizes, spare[0], does)
+        walk.account.host.spare += spare[1]
+        for number, i in enumerate(instructions):
+            walk.step(number, i)
+        before = spare
+        spare = tuple(sorted(walk.account.pool.spare)), tuple(sorted(walk.account.host.spare))
+        if spare == before:
+            return Fullest(walk.most, instructions[walk.number], sum(spare[1]))
+
+
 class _Walk:
     """The account of one rank on its way through its list."""
 
@@ -101,8 +127,14 @@ class _Walk:
 
     def run(self, number: int, i: Instruction) -> Sample:
         """Allocate and free what an instruction does; returns the moment with most bytes since `forget`."""
+        self.step(number, i)
+        assert self._sample is not None
+        return self._sample
+
+    def step(self, number: int, i: Instruction) -> None:
+        """Allocate and free what an instruction does."""
         self._at = number, i
-        does = effects(i, self.scope)
+        does = self._effects(number, i)
         for value in does.needs:
             if value[0] is Thing.PARAMETERS:  # what was gathered in blocks, or loaded to be gathered, is read
                 self.state.arrived(value[1])
@@ -133,8 +165,9 @@ class _Walk:
         elif i.op in COPIES:
             self.copies.run(i)
         self._look()
-        assert self._sample is not None
-        return self._sample
+
+    def _effects(self, number: int, i: Instruction) -> Effects:
+        return effects(i, self.scope)
 
     def _look(self, working: int = 0) -> None:
         """A moment, with the bytes that exist at this moment only."""
@@ -221,3 +254,22 @@ class _Walk:
     def _border(value: Value) -> Place:
         part = "gradient" if value[0] is Thing.HIDDEN_GRADIENT else ""
         return Place(MemoryColumn.HIDDEN, value[1], value[2], value[3], part=part)
+
+
+class _Count(_Walk):
+    """A walk that looks for the number of bytes alone. does: what the instructions do.
+
+    number: of the instruction at which most are alive.
+    """
+
+    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], does: Sequence[Effects]) -> None:
+        self.most, self.number, self._does = -1, 0, does
+        super().__init__(scope, sizes, spare)
+
+    def _effects(self, number: int, i: Instruction) -> Effects:
+        return self._does[number]
+
+    def _look(self, working: int = 0) -> None:
+        total = self.account.total(working)
+        if total > self.most:
+            self.most, self.number = total, self._at[0]

@@ -63,7 +63,7 @@ def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequ
     def specs(pp_index: int, tp_index: int) -> Any:
         return specs_of(run, pp_index, tp_index)
 
-    packing = packing_on(grid, run.parallel)
+    packing = packing_on(grid, run.parallel, run.offload)
 
     def held_by(at: Coordinates) -> list[Any]:
         return [fragment for _, fragment in owned_fragments(specs(at.pp, at.tp), grid.axes, at, packing)]

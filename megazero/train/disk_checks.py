@@ -63,9 +63,13 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
 
 def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, str]:
     """By field the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
-    smallest do not. A share of parameters is of whole buckets, so the bytes do not grow evenly with it.
+    smallest do not, or units are named. A share of parameters is of whole buckets, so the bytes do not grow evenly
+    with it.
     """
-    on_disks = {flag: offload.share for flag, offload in tiers(run).items() if offload.tier is Tier.DISK}
+    off = tiers(run)
+    if any(offload.units for offload in off.values()):
+        return {}  # what is named leaves as a whole
+    on_disks = {flag: offload.share for flag, offload in off.items() if offload.tier is Tier.DISK}
 
     def reduced(percent: int) -> dict[str, str]:
         return {flag: str(Offload(Tier.DISK, int(percent * share) / 100)) for flag, share in on_disks.items()}

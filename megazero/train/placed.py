@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
-from megazero.plan.placement import PlacementChoice, SearchLimits, choose_placement
+from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
 from megazero.plan.rates import MachineRates, read_rates
+from megazero.plan.search_limits import SearchLimits
 from megazero.telemetry.units import size
 from megazero.train.disk_checks import free_in
 from megazero.train.rates import measured_rates
@@ -101,7 +102,7 @@ def chosen(
     room = free_in(run.offload.nvme_path) // ranks_here if run.offload.nvme_path else None
     budgets = SearchLimits(run.parallel.device_memory_budget, run.parallel.host_memory_budget, room)
     choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), used), budgets)
-    return ChosenPlacement(choice.best.settings, (_sentence(choice, budgets), _rates_sentence(used, file)))
+    return ChosenPlacement(choice.best.settings, (*_lines(choice, budgets), _rates_line(used, file)))
 
 
 def with_choice(run: Run, settings: dict[str, Any]) -> Run:
@@ -109,27 +110,42 @@ def with_choice(run: Run, settings: dict[str, Any]) -> Run:
     return applied(run, {**settings, "placement": FLAGS, "placement_rates": None})
 
 
-def _sentence(choice: PlacementChoice, budgets: SearchLimits) -> str:
+def _lines(choice: PlacementChoice, budgets: SearchLimits) -> Iterator[str]:
+    """What was chosen, what it takes, and what the next best would cost."""
     best, other = choice.best, choice.next_best
+    yield _flags(best)
+    computed = best.computed
+    share = f"{computed / best.seconds:.0%}"
+    yield f"predicted: a step of {best.seconds:.3g} s, of which {computed:.3g} s ({share}) are computation"
     peak = best.device
-    limit = "" if budgets.device is None else f" of {size(budgets.device)}"
     stage = f" of stage {peak.stage}" * (best.machine.cluster.axes.pp > 1)
-    words = (
-        f"{_flags(best)}: a predicted step of {best.seconds:.3g} s; the device's memory is fullest{stage} at "
-        f"{peak.instruction}, {size(peak.nbytes)}{limit}"
-    )
-    words += f", and host memory takes {size(best.host)}" if best.host else ""
-    words += f"; {choice.looked_at} steps were simulated"
+    tiers = [f"device {_of(peak.nbytes, budgets.device)}, fullest{stage} at {peak.instruction}"]
+    tiers += [f"host memory {_of(best.host, budgets.host)}"] * (best.host > 0)
+    tiers += [f"disks {size(best.disk)}"] * (best.disk > 0)
+    yield f"takes, of a rank: {'; '.join(tiers)}"
     if other is None:
-        return f"{words}; no other combination keeps to the budgets"
+        yield f"next best: no other combination keeps to the budgets; {choice.looked_at} steps were simulated"
+        return
     more = other.seconds / best.seconds - 1
-    return f"{words}. The next best is {_flags(other)}, with {other.seconds:.3g} s ({more:+.1%})"
+    cost = "as long" if abs(more) < EQUAL else f"{more:.1%} {'longer' if more > 0 else 'shorter, and less simple'}"
+    yield f"next best: {_flags(other)}: {other.seconds:.3g} s, {cost}; {choice.looked_at} steps were simulated"
+
+
+def _of(nbytes: int, budget: int | None) -> str:
+    return size(nbytes) + ("" if budget is None else f" of {size(budget)}")
 
 
 def _flags(step: PlacedStep) -> str:
     return as_flags(dict(step.settings)) or "all on the device, on time, in horizontal order"
 
 
-def _rates_sentence(rates: MachineRates, file: str | None) -> str:
-    numbers = ", ".join(f"{name} {value:.3g}" for name, value in rates.plain().items())
-    return f"rates {'measured now' if file is None else f'of {file}'}, in a second: {numbers}"
+def _rates_line(rates: MachineRates, file: str | None) -> str:
+    """The rates, so that a file of --placement-rates can have them."""
+    numbers = ", ".join(f"{name}: {_rate(name, value)}" for name, value in rates.plain().items())
+    return f"rates {'measured now' if file is None else f'of {file}'}, in a second: {{{numbers}}}"
+
+
+def _rate(name: str, value: float) -> str:
+    if name in ("flops", "beside"):
+        return f"{value:.3g}"
+    return f"{value / 1e9:.3g}GB" if value >= 1e8 else f"{value / 1e6:.3g}MB"

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fused_ops.quantise import BLOCK
-from megazero.config.derive import bucket_size, offloads_parameters, shards_parameters
-from megazero.config.schema import ParallelConfig
+from megazero.config.derive import bucket_size, names_units, offloads_parameters, shards_parameters
+from megazero.config.inventory import unit_of
+from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
@@ -86,6 +87,11 @@ class BucketLayout:
         """Number of elements that belong to parameters."""
         return sum(entry.spec.local_numel for entry in self.entries)
 
+    @property
+    def units(self) -> frozenset[str]:
+        """The units of the model to which its parameters belong, by name."""
+        return frozenset(unit_of(entry.spec.name) for entry in self.entries)
+
     def gaps(self) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) that belong to no parameter: between parameters, and the tail."""
         at = 0
@@ -110,7 +116,8 @@ class Packing:
 
     bucket_size  elements that a bucket holds at most. A parameter is never split, so a larger one makes a larger bucket
     by_unit      no bucket spans two units, and tables (embeddings, a head) have buckets of their own, since backward
-                 does not read them. For parameters that are brought for each use (ZeRO-3, --offload-params)
+                 does not read them. For parameters that are brought for each use (ZeRO-3, --offload-params), and for
+                 state that leaves the device unit by unit
     keep_below   with `by_unit`: parameters of fewer elements stay whole on every rank, in buckets of their own that
                  may span units
     block        each parameter and each rank's part begins at a multiple of so many elements. For messages in blocks
@@ -128,13 +135,14 @@ class Packing:
         return sum(_up(spec.local_numel, self.block) for spec in specs)
 
 
-def packing_of(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> Packing:
+def packing_of(parallel: ParallelConfig, offload: OffloadConfig, replicas: int, *, nccl: bool) -> Packing:
     """How a run's parameters are packed. replicas, nccl: as in `config.derive.bucket_size`."""
     most = bucket_size(parallel, replicas, nccl=nccl)
     quantised = parallel.zero_quantized_weights or parallel.zero_quantized_gradients != "none"
     block = BLOCK if quantised else 1
-    by_unit = shards_parameters(parallel) or offloads_parameters(parallel)
-    return Packing(most, by_unit, parallel.zero3_persist_below, block)
+    if shards_parameters(parallel) or offloads_parameters(parallel):
+        return Packing(most, by_unit=True, keep_below=parallel.zero3_persist_below, block=block)
+    return Packing(most, names_units(parallel, offload), block=block)
 
 
 def pack(

@@ -68,10 +68,11 @@ def run_parts(
 ) -> list[Resting]:
     """Where the trained buckets rest. ranges: what the rank updates of each, which it also stores of its parameters."""
     sizes = [(stop - start) * (not own.kept_whole) for (start, stop), own in zip(ranges, layouts, strict=True)]
-    rests = tiers_of(sizes, offload_of(parallel.offload_params))
-    sums = tiers_of([stop - start for start, stop in ranges], offload_of(parallel.offload_gradients))
+    units = [own.units for own in layouts]
+    rests = tiers_of(sizes, offload_of(parallel.offload_params), units)
+    sums = tiers_of([stop - start for start, stop in ranges], offload_of(parallel.offload_gradients), units)
     most = most_elements(widths, parallel, cfg)
-    parts = parts_of(ranges, offload_of(cfg.offload_optimizer), most, rests, sums)
+    parts = parts_of(ranges, offload_of(cfg.offload_optimizer), most, units, rests, sums)
     return [Resting(*found) for found in zip(parts, rests, sums, strict=True)]
 
 
@@ -89,8 +90,9 @@ def frozen_parts(
     kept = [layout.kept_whole for layout in frozen.plain] + [False] * len(frozen.coded)
     sizes = [(stop - start) * (not stays) for (start, stop), stays in zip(ranges, kept, strict=True)]
     plain = len(frozen.plain)
-    rests = [*tiers_of(sizes[:plain], offload), *tiers_of(sizes[plain:], offload)]
-    parts = parts_of(ranges, Offload(), most, rests)
+    units = [layout.units for layout in (*frozen.plain, *(codes.numbers for codes in frozen.coded))]
+    rests = [*tiers_of(sizes[:plain], offload, units[:plain]), *tiers_of(sizes[plain:], offload, units[plain:])]
+    parts = parts_of(ranges, Offload(), most, units, rests)
     return [Resting(*pair) for pair in zip(parts, rests, strict=True)]
 
 

@@ -83,12 +83,16 @@ def residents_of(ranges: Sequence[Range], resting: Sequence[Resting], most: int)
     return found
 
 
-def tiers_of(sizes: Sequence[int], offload: Offload) -> list[Tier]:
+def tiers_of(sizes: Sequence[int], offload: Offload, units: Sequence[frozenset[str]]) -> list[Tier]:
     """Where the parameters of buckets rest, or their gradients. sizes: bytes of each in forward order; 0 of one that
-    cannot leave.
+    cannot leave. units: to which each belongs.
 
-    Whole buckets leave, the last ones first, until at least the share has left. The next step needs the others first.
+    Whole buckets leave: those that belong to named units alone, or the last ones, until at least the share has left.
+    The next step needs the others first.
     """
+    if offload.units:
+        leave = [size > 0 and offload.names(own) for size, own in zip(sizes, units, strict=True)]
+        return [offload.tier if leaves else Tier.DEVICE for leaves in leave]
     found, total = [Tier.DEVICE] * len(sizes), sum(sizes)
     left = total
     for number in reversed(range(len(sizes))):
@@ -98,31 +102,47 @@ def tiers_of(sizes: Sequence[int], offload: Offload) -> list[Tier]:
 
 
 def parts_of(
-    ranges: Sequence[Range], offload: Offload, most: int, rests: Sequence[Tier] = (), sums: Sequence[Tier] = ()
+    ranges: Sequence[Range],
+    offload: Offload,
+    most: int,
+    units: Sequence[frozenset[str]],
+    rests: Sequence[Tier] = (),
+    sums: Sequence[Tier] = (),
 ) -> list[tuple[Part, ...]]:
     """The parts of each bucket; none for one that needs none (`Resting`).
 
     ranges   what the rank updates of each bucket, in forward order
     offload  of the optimizer state
     most     elements of a part that moves
+    units    to which each bucket belongs
     rests    where the parameters of each bucket rest; default: on the device
     sums     where its gradients are summed; default: on the device
 
-    What stays on the device are the first elements: the next step needs them first. The others have more time.
+    With a share, what stays on the device are the first elements: the next step needs them first. The others have more
+    time.
     """
-    total = sum(stop - start for start, stop in ranges)
-    left = total - round(offload.share * total) if offload else total
     found: list[tuple[Part, ...]] = []
-    home = [Tier.DEVICE] * len(ranges)
-    for (start, stop), tier, gradients in zip(ranges, rests or home, sums or home, strict=True):
-        cut = min(stop, start + _aligned(left))
-        left = max(0, left - (cut - start))
+    home, cuts = [Tier.DEVICE] * len(ranges), _cuts(ranges, offload, units)
+    for (start, stop), cut, tier, gradients in zip(ranges, cuts, rests or home, sums or home, strict=True):
         moves = tier is Tier.DISK or gradients is not Tier.DEVICE
         longest = most if moves else max(1, cut - start)
         stays = [Part(first, last, Tier.DEVICE) for first, last in _pieces(start, cut, longest)]
         leaves = [Part(first, last, offload.tier) for first, last in _pieces(cut, stop, most)]
         found.append((*stays, *leaves) if leaves or moves else ())
     return found
+
+
+def _cuts(ranges: Sequence[Range], offload: Offload, units: Sequence[frozenset[str]]) -> Iterator[int]:
+    """Of each bucket the first element that leaves the device, or its end."""
+    total = sum(stop - start for start, stop in ranges)
+    left = total - round(offload.share * total) if offload else total
+    for (start, stop), own in zip(ranges, units, strict=True):
+        if offload.units:
+            yield start if offload.names(own) else stop
+            continue
+        cut = min(stop, start + _aligned(left))
+        left = max(0, left - (cut - start))
+        yield cut
 
 
 def _pieces(start: int, stop: int, most: int) -> Iterator[Range]:

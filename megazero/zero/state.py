@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megazero.config.dtypes import grad_reduce_dtype
-from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
@@ -80,7 +80,7 @@ class ModelState:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
         row, dtypes = placements(parallel), run_columns(optimizer, parallel, offloading.cfg)
-        packing, sizes = packing_on(grid, parallel), group_sizes(grid.axes, grid.at)
+        packing, sizes = packing_on(grid, parallel, offloading.cfg), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
         still = specs_by_unit(chunks, trained=False)
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
@@ -204,9 +204,9 @@ class ModelState:
             yield
 
 
-def packing_on(grid: ProcessGrid, parallel: ParallelConfig) -> Packing:
+def packing_on(grid: ProcessGrid, parallel: ParallelConfig, offload: OffloadConfig) -> Packing:
     """How parameters are packed on this grid, the same on every rank."""
-    return packing_of(parallel, grid.replicas.size, nccl=grid.world.is_on_device)
+    return packing_of(parallel, offload, grid.replicas.size, nccl=grid.world.is_on_device)
 
 
 def _place(grid: ProcessGrid, group: StateGroup) -> tuple[int, int]:

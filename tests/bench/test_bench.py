@@ -159,13 +159,14 @@ def generate(tmp_path: Path) -> None:
 
 
 def placement(tmp_path: Path) -> None:
-    """Static placements, those with disks left out, beside auto under 80 %, which says what it chose."""
-    found = run_quick("placement", tmp_path, "--device", "cpu")
-    assert found["need"] > 0 and {"all on the device", "--offload-optimizer cpu:0.4"} < found["seconds"].keys()
-    assert not any("nvme" in name for name in found["seconds"])
-    assert all(min(steps) > 0 for turns in found["seconds"].values() for steps in turns)
-    ((told,),) = found["told"].values()
-    assert "--offload-" in told and "The next best is" in told
+    """Static placements under 80 %, those with disks left out, beside auto, which keeps to its budget."""
+    found = run_quick("placement", tmp_path, "--no-disks")
+    (one,) = found["budgets"].values()
+    assert {"auto", "--offload-optimizer cpu:0.4"} < one["seconds"].keys()
+    assert not any("nvme" in name for name in one["seconds"])
+    assert all(min(steps) > 0 for steps in one["seconds"].values())
+    assert 0 < one["taken"]["device"] <= one["limits"][0] < found["need"] and one["taken"]["host"] > 0
+    assert one["settings"]["auto"]["offload_optimizer"].startswith("cpu") and one["rates"]["flops"] > 0
 
 
 CHECKS = (

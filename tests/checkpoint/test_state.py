@@ -49,7 +49,7 @@ def whole(name: str, column: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def held_by_all(run: Run, axes: Axes) -> list[list[FragmentSpec]]:
-    packing = packing_of(run.parallel, axes.dp, nccl=False)
+    packing = packing_of(run.parallel, run.offload, axes.dp, nccl=False)
 
     def held(rank: int) -> list[FragmentSpec]:
         at = axes.coordinates(rank)

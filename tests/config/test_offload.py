@@ -28,8 +28,8 @@ ALLOWED = (
 )
 REFUSED = {
     "--offload-optimizer gpu": "--offload-optimizer gpu: 'gpu' is not one of none, cpu, nvme",
-    "--offload-optimizer cpu:": "--offload-optimizer cpu:: the share '' is not a number",
-    "--offload-optimizer cpu:half": "--offload-optimizer cpu:half: the share 'half' is not a number",
+    "--offload-optimizer cpu:": "--offload-optimizer cpu:: there is neither a share nor a unit behind the colon",
+    "--offload-optimizer cpu:half": "--offload-optimizer cpu:half: there is no half; the units of this model are ",
     "--offload-optimizer cpu:nan": "--offload-optimizer cpu:nan: the share nan is not above 0 and at most 1",
     "--offload-optimizer cpu:0": "--offload-optimizer cpu:0: the share 0 is not above 0 and at most 1",
     "--offload-optimizer cpu:60": "--offload-optimizer cpu:60: the share 60 is not above 0 and at most 1",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import split
 
 import pytest
 
 from megazero.config.dump import dump
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
+from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.plan.rates import MachineRates, read_rates
 
@@ -67,9 +69,15 @@ def problems(*words: str) -> tuple[str, ...]:
         ("optimizer: gpu\n", "optimizer: 'gpu' is not one of none, cpu, nvme"),
         ("optimizer: cpu:1.5\n", "optimizer: the share 1.5 is not above 0 and at most 1"),
         ("optimizer: {tier: cpu, share: half}\n", "optimizer: the share half is not a number"),
-        ("optimizer: {share: 0.5}\n", "optimizer: {'share': 0.5}: the tier is missing; the keys are tier and share"),
-        ("optimizer: {tier: cpu, part: 1}\n", "there is no part; the keys are tier and share"),
-        ("activations: nvme\n", "activations: nvme: this column rests on none or cpu"),
+        (
+            "optimizer: {share: 0.5}\n",
+            "optimizer: {'share': 0.5}: the tier is missing; the keys are tier, and",
+        ),
+        ("optimizer: {tier: cpu, part: 1}\n", "there is no part; the keys are tier, and share or units"),
+        ("optimizer: {tier: cpu, units: head, share: 1}\n", "units leave as a whole: give share or units"),
+        ("optimizer: {tier: cpu, units: [1]}\n", "the units [1] are no names; such as [embedding, blocks 0-5]"),
+        ("optimizer: {tier: cpu, units: []}\n", "the units [] are no names; such as [embedding, blocks 0-5]"),
+        ("optimizer: {tier: none, units: head}\n", "none has no share"),
         ("late_update: 3\n", "late_update: 3 is not true or false"),
         ("micro_batch_order: diagonal\n", "micro_batch_order: diagonal is not one of horizontal, vertical"),
         ("optimiser: cpu\n", "there is no optimiser; did you mean optimizer?"),
@@ -92,6 +100,32 @@ def test_a_table_that_is_not_there(tmp_path: Path) -> None:
 def test_what_a_table_sets_is_checked_like_flags(tmp_path: Path) -> None:
     (problem,) = problems("--placement", written(tmp_path, "optimizer: nvme\n"))
     assert problem.startswith("--offload-optimizer nvme needs --nvme-path DIR")
+
+
+UNITS = "optimizer: {tier: cpu, units: [the embedding, 'blocks 0-1']}\nactivations: {tier: cpu, units: block 1}\n"
+
+
+def test_units_by_name(tmp_path: Path) -> None:
+    """As flags they are the same, and a file of the run has them."""
+    run = parse_run(["--num-layers", "4", "--placement", written(tmp_path, UNITS)], 1)
+    words = "cpu:embedding,blocks 0-1"
+    assert (run.offload.offload_optimizer, run.parallel.offload_activations) == (words, "cpu:block 1")
+    flags = as_flags({"offload_optimizer": words, "offload_activations": "cpu:block 1"})
+    assert run == parse_run(["--num-layers", "4", *split(flags)], 1) and f"'{words}'" in flags
+    config = tmp_path / "run.yaml"
+    config.write_text(dump(run))
+    assert parse_run(["--config", str(config)], 1) == run
+
+
+@pytest.mark.parametrize("name", ["block 4", "blocks 2-9", "blocks 3-1", "blocks 0-99999999999", "embeddings", "norm"])
+@pytest.mark.parametrize("column", ["optimizer", "params", "gradients", "activations"])
+def test_units_that_are_not_there_are_refused_with_those_that_are(column: str, name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"{column}: {{tier: cpu, units: [block 0, {name}]}}\n")
+    (problem,) = problems("--num-layers", "4", "--placement", path)
+    assert problem.startswith(
+        f"--offload-{column} cpu:block 0,{name}: there is no {name}; the units of this model are "
+    )
+    assert "are embedding, blocks 0-3, head, and a share is a number, such as cpu:0.5" in problem
 
 
 def test_flags_that_say_otherwise_are_refused_with_both_names(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ REFUSED = [
             "cpu:0": ("the share 0 is not above 0", "cpu:0.01"),
             "cpu:1.01": ("the share 1.01 is not above 0 and at most 1", "cpu:1"),
             "cpu:nan": ("the share nan is not above 0", "cpu:1e-3"),
-            "cpu:": ("the share '' is not a number", "cpu"),
+            "cpu:": ("there is neither a share nor a unit behind the colon", "cpu"),
             "none:0.5": ("none has no share", "none"),
         }.items()
     ),

@@ -22,8 +22,6 @@ VIRTUAL = {"gpipe": 2, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 TIERS = ("none", "cpu", "cpu:SHARE", "nvme", "nvme:SHARE")
 COLUMNS = ("optimizer", "params", "gradients", "activations")
 """What can leave the device: --offload-NAME has a value of `TIERS`. Each is a field of `Case`."""
-SEARCHED = ("optimizer", "params", "activations")
-"""Columns that --placement auto chooses; the others have their flags beside it."""
 IN_FILES = ("optimizer", "params", "gradients")
 """Columns that a table of --placement has in these cases; the others have their flags beside it."""
 AXES: Axes = {
@@ -153,9 +151,7 @@ class Case(NamedTuple):
         if self.placement == "auto":
             (folder / "rates.yaml").write_text(RATES)
             words += ["--placement", "auto", "--placement-rates", str(folder / "rates.yaml")]
-            given = {f"offload_{column}": tier for column, tier in values.items()}
-            beside = applied(run, given | {"nvme_path": tuple(map(str, folders))})
-            words += ["--device-memory-budget", str(tight_budget(beside, self.ranks))]
+            words += ["--device-memory-budget", str(tight_budget(run, self.ranks))]
         if self.placement == "file":
             table = {key: value for key, value in values.items() if key not in COLUMNS or key in IN_FILES}
             values = {key: value for key, value in values.items() if key not in table}
@@ -172,7 +168,7 @@ def tight_budget(run: Run, ranks: int, part: float = 0.4) -> int:
     """Bytes between what a rank takes on its device with all gone that a search can move, and before the search: below
     their middle, or another part of the way.
     """
-    away = applied(run, {f"offload_{column}": "cpu" for column in SEARCHED})
+    away = applied(run, {f"offload_{column}": "cpu" for column in COLUMNS})
     found = [
         max(peaks.device_bytes for peaks in run_peaks(each, axes_of(each.parallel, ranks), "cpu").every())
         for each in (run, away)
@@ -186,7 +182,7 @@ def fit(values: Values) -> Values | None:
     """The values with those changed that cannot be beside others."""
     found: dict[str, Any] = dict(values)
     if found["placement"] == "auto":
-        found |= dict.fromkeys(SEARCHED, "none") | {"late": False, "order": None}
+        found |= dict.fromkeys(COLUMNS, "none") | {"late": False, "order": None}
     elif all(found[column] == "none" for column in COLUMNS):
         return None
     found["checkpoint"] &= found["optimizer"].startswith("nvme")

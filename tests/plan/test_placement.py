@@ -15,9 +15,11 @@ from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
-from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, SearchLimits, choose_placement
+from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
 from megazero.plan.rates import MachineRates
+from megazero.plan.search_limits import SearchLimits
 from megazero.plan.step_memory import stage_trace
+from megazero.plan.tier_peaks import run_peaks
 from megazero.program.instruction import Lane
 
 CARD = MachineRates(1e12, to_host=10e9, to_device=12e9, update=40e9, update_host=2e9, read=2e9, write=1e9, messages=5e9)
@@ -83,16 +85,27 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
     assert fitted >= 4
 
 
-def test_no_slower_than_anything_on_a_grid() -> None:
-    """All tiers, switches and shares in steps of 20 %, one by one."""
-    of = machine("one rank", more="--nvme-path d")
-    budgets = SearchLimits(device=need(of) * 60 // 100)
-    shares = ("none", *(f"{tier}:{share / 5:g}" for tier in ("cpu", "nvme") for share in range(1, 6)))
-    grid = product(shares, [share for share in shares if "nvme" not in share], *(values for _, values in SWITCHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("percent", [10, 50])
+@pytest.mark.parametrize("rates", [CARD, SLOW_COPIES, replace(CARD, beside=0.1)], ids=["card", "slow copies", "cpu"])
+@pytest.mark.parametrize("layout", ["one rank", "ZeRO-3 on two"])
+@pytest.mark.sampled(cases=2)
+def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, percent: int) -> None:
+    """All tiers and switches, and some shares of the optimizer state and of activations, one by one."""
+    of = machine(layout, rates, more="--nvme-path d")
+    least = min(
+        of.placed({**static("cpu", "cpu"), "offload_gradients": word}).device.nbytes for word in ("none", "cpu")
+    )
+    budgets = SearchLimits(device=least + (need(of) - least) * percent // 100)
+    shares = ("none", "cpu:0.25", "cpu:0.5", "cpu:0.75", "cpu", "nvme:0.5", "nvme")
+    halves, whole = ("none", "cpu:0.5", "cpu", "nvme"), ("none", "cpu", "nvme")
     fits = []
-    for optimizer, activations, late, order in grid:
-        step = of.placed(static(optimizer, activations, late_update=late, micro_batch_order=order))
-        if budgets.hold(step):
+    for optimizer, params, gradients, activations, late, order in product(
+        shares, whole, whole, halves, *(values for _, values in SWITCHES)
+    ):
+        more = {"offload_params": params, "offload_gradients": gradients}
+        step = of.placed(static(optimizer, activations, late_update=late, micro_batch_order=order, **more))
+        if not problems_of(step.run, of.cluster.axes.world_size) and budgets.hold(step):
             fits.append(step.seconds)
     assert len(fits) > 20
     assert chosen(of, budgets).best.seconds <= min(fits) * (1 + EQUAL)
@@ -137,10 +150,13 @@ def test_disks_where_host_memory_is_too_small() -> None:
 def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
     of = machine("two stages", more="--nvme-path d")
     least = min(
-        of.placed({**static("cpu", activations, late_update=late), "offload_params": params}).device.nbytes
+        of.placed(
+            {**static("cpu", activations, late_update=late), "offload_params": params, "offload_gradients": gradients}
+        ).device.nbytes
         for activations in ("none", "cpu")
         for late in (False, True)
         for params in ("none", "cpu")
+        for gradients in ("none", "cpu", "nvme")
     )
     with pytest.raises(ConfigError) as refused:
         choose_placement(of, SearchLimits(device=least // 2))
@@ -173,9 +189,18 @@ def test_a_row_for_every_column_that_a_flag_moves() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
-    """Without what has left the device: on a CPU the trace counts that, and calls activations in host memory apart."""
-    of = machine(layout, more="--nvme-path d")
-    for settings in (static("none"), static("cpu:0.4"), static("nvme", "cpu:0.5"), static("cpu", late_update=True)):
+    """Without what has left the device: on a CPU the trace counts that, and calls activations in host memory apart. And
+    in every tier they are those that budgets of a run are compared with.
+    """
+    of = machine(layout, more="--nvme-path d --num-layers 6")
+    for settings in (
+        static("none"),
+        static("cpu:0.4"),
+        static("nvme", "cpu:0.5"),
+        static("cpu", late_update=True),
+        static("cpu:0.3", offload_gradients="cpu"),
+        static("nvme", "nvme", offload_gradients="nvme", offload_params="cpu"),
+    ):
         run = applied(of.run, settings)
         step = Machine(run, of.cluster, CARD).placed(settings)
         found = []
@@ -184,6 +209,10 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
             found.append(total - state.elsewhere.memory)
         assert step.device.nbytes == max(found)
         assert step.device.stage == found.index(max(found))
+        peaks = run_peaks(run, of.cluster.axes, "cpu").every()
+        assert step.device.nbytes == max(peak.device_bytes for peak in peaks)
+        assert step.host == max(peak.host_bytes for peak in peaks)
+        assert step.disk == max(peak.disk for peak in peaks)
 
 
 def test_where_processors_are_shared_no_more_leaves_than_must() -> None:
@@ -201,15 +230,19 @@ def test_where_processors_are_shared_no_more_leaves_than_must() -> None:
 def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> None:
     """The machine keeps model states and walks by settings. A fresh one has nothing to take them from."""
     shared = machine(layout, more="--nvme-path d")
-    shares = ("none", "cpu:0.3", "nvme")
-    for optimizer, params, activations, late, order in product(
-        shares, shares, ("none", "cpu:0.5"), (False, True), ("horizontal", "vertical")
+    shares, whole = ("none", "cpu:0.3", "nvme"), ("none", "nvme")
+    for params, gradients, activations, late, order, optimizer in product(
+        shares, whole, ("none", "cpu:0.5"), (False, True), ("horizontal", "vertical"), shares
     ):
-        settings = static(optimizer, activations, late_update=late, micro_batch_order=order, offload_params=params)
+        more = {"offload_params": params, "offload_gradients": gradients}
+        settings = static(optimizer, activations, late_update=late, micro_batch_order=order, **more)
         if problems_of(applied(shared.run, settings), shared.cluster.axes.world_size):
             continue
         step, alone = shared.placed(settings), applied(shared.run, settings)
         assert step.states == stage_bytes(alone, shared.cluster.axes), settings
+        if late and order == "vertical":
+            fresh = Machine(shared.run, shared.cluster, CARD).placed(settings)
+            assert (step.device, step.host, step.disk) == (fresh.device, fresh.host, fresh.disk), settings
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from megazero.config.tiers import Tier
-from megazero.pipeline.kept import HostActivations
+from bench.contestants.megazero_meter import in_host_memory
 from megazero.plan.tier_peaks import run_peaks
-from megazero.train.job import Job
 from tests.plan.test_step_memory import MODEL, metered_job
 from tests.ranks import run_ranks
 
@@ -42,21 +40,6 @@ class Tiers(NamedTuple):
     device: int
     host: int
     disk: int
-
-
-def in_host_memory(job: Job) -> tuple[int, int]:
-    """Bytes of what a job has allocated there, and of these the ones that torch's allocator knows."""
-    model, activations = job.state.model, job.activations
-    columns = sum(column.nbytes_in(Tier.HOST) for column in model.columns.values())
-    kept = activations.buffers.nbytes if isinstance(activations, HostActivations) else 0
-    disks = None if activations is None else activations.disks
-    swaps = (model.host.swap, None if disks is None else disks.swap)
-    of_files = sum(swap.memory_bytes for swap in swaps if swap is not None)
-    every = columns + model.host.buffer_bytes + of_files + kept
-    unseen = (
-        of_files + sum(slot.memory.nbytes + slot.sums.nbytes for slot in model.host._slots) + kept * (disks is not None)
-    )
-    return every, every - unseen
 
 
 def tiers_on_rank(rank: int, size: int, flags: list[str]) -> tuple[Tiers, Tiers]:

@@ -18,7 +18,7 @@ from megazero.config.schema import Run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
-from megazero.plan.rates import NAMES
+from megazero.plan.rates import NAMES, read_rates
 from megazero.train import placed
 from megazero.train.dry_run import dry_run_text
 from megazero.train.job import build_job
@@ -109,7 +109,7 @@ def measured(rank: int, size: int, folder: str) -> dict[str, float]:
     run = parse_run([*MODEL, *data, "--placement", "auto", "--nvme-path", folder], size)
     grid = build_grid(axes_of(run.parallel, size), "cpu")
     rates = measured_rates(run, grid)
-    assert placed_run(run, grid, size).told[-1].startswith("rates measured now, in a second: flops ") or rank > 0
+    assert placed_run(run, grid, size).told[-1].startswith("rates measured now, in a second: {flops: ") or rank > 0
     return rates.plain()
 
 
@@ -136,12 +136,17 @@ def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
     auto = searched(tmp_path, "--device-memory-budget", "500KB")
     told = banner_of([*flags, *auto], capsys)
     found = re.search(
-        r"placement (--offload-.*?): a predicted step of [0-9.e-]+ s; the device's memory is fullest", told
+        r"placement (--offload-.*?) predicted: a step of [0-9.e-]+ s, of which [0-9.e-]+ s \(\d+%\) are", told
     )
-    assert found is not None and "KiB of 488 KiB" in told and " steps were simulated. The next best is " in told
-    assert "update_host 2e+09" in told
+    assert found is not None and re.search(r" takes, of a rank: device [\d.]+ KiB of 488 KiB, fullest at \S+", told)
+    assert re.search(r"next best: --.*?: [0-9.e-]+ s, (as long|[\d.]+% longer); \d+ steps were simulated", told)
+    (line,) = re.findall(r"rates of \S+, in a second: (\{.*?\})", told)
+    (tmp_path / "again.yaml").write_text(line)
+    assert read_rates(str(tmp_path / "again.yaml")) == read_rates(str(tmp_path / "rates.yaml")), (
+        "a file has what is told"
+    )
     verdict = dry_run_text(parse_arguments([*flags, *auto, "--validate-only"], 1), 1)
-    assert f"placement {found[1]}: a predicted step" in " ".join(verdict.split())
+    assert f"placement {found[1]} predicted: a step" in " ".join(verdict.split())
     printed = dry_run_text(parse_arguments([*flags, *auto, "--print-config"], 1), 1)
     chosen = parse_run([*flags, *found[1].split()], 1)
     kept, by_hand = (yaml.safe_load(text)["offload"] for text in (printed, dump(chosen)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import build_grid, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, shard
@@ -107,14 +107,16 @@ def test_offsets_and_parts_are_multiples_of_a_block_only_where_messages_are_quan
         sizes = group_sizes(axes, at)
         for words in ({"zero_quantized_weights": True}, {"zero_quantized_gradients": "int4"}):
             parallel = replace(ParallelConfig(zero_stage=1), **words)
-            (bucket,) = pack([[list(SPECS)]], sizes, packing_of(parallel, axes.dp, nccl=False))
+            (bucket,) = pack([[list(SPECS)]], sizes, packing_of(parallel, OffloadConfig(), axes.dp, nccl=False))
             assert all(entry.offset % BLOCK == 0 for entry in bucket.entries)
             assert bucket.numel % (BLOCK * axes.dp) == 0 and bucket.parameters == 25 + 2 * 325 + 3
             covered = [*((entry.offset, entry.stop) for entry in bucket.entries), *bucket.gaps()]
             ends = sorted(covered)
             assert ends[0][0] == 0 and ends[-1][1] == bucket.numel
             assert all(one[1] == other[0] for one, other in pairwise(ends)), "each element once"
-        (plain,) = pack([[list(SPECS)]], sizes, packing_of(ParallelConfig(zero_stage=1), axes.dp, nccl=False))
+        (plain,) = pack(
+            [[list(SPECS)]], sizes, packing_of(ParallelConfig(zero_stage=1), OffloadConfig(), axes.dp, nccl=False)
+        )
         assert [entry.offset for entry in plain.entries] == [0, 325, 650, 675] and plain.used == 678
 
 

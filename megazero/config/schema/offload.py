@@ -13,8 +13,9 @@ class OffloadConfig:
 
     offload_optimizer: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
     """Where master weights and moments rest: on the device (none), in host memory (cpu), or in files on disks (nvme,
-    with --nvme-path). cpu:0.6 moves that share of them. What has left the device is updated by the host's processor.
-    The results are the same either way, but with --zero-quantized-weights and ZeRO stage 1 or 2."""
+    with --nvme-path). cpu:0.6 moves that share of them, cpu:embedding,blocks 0-5 those of these units, as for the other
+    columns too. What has left the device is updated by the host's processor. The results are the same either way, but
+    with --zero-quantized-weights and ZeRO stage 1 or 2."""
     nvme_path: tuple[str, ...] = option((), many=True, metavar="DIR", derived="no folder")
     """Folders for the files of --offload-optimizer, --offload-params, --offload-gradients and --offload-activations
     nvme, which are removed at the end. Each rank has one file in each folder, and they share its bytes in proportion to

@@ -1,0 +1,50 @@
+"""megazero with --placement auto. Its report says what was chosen, and the rates by which."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from bench.contestants.megazero_ import build_megazero, step_of
+from bench.workload import Workload
+from megazero.config.placement import ROWS
+from megazero.mpu.grid import ProcessGrid
+from megazero.plan.rates import MachineRates
+from megazero.train import job as jobs
+from megazero.train import placed
+from megazero.train.job import Job
+
+
+class Step:
+    """One optimizer step."""
+
+    def __init__(self, job: Job, rates: dict[str, float], told: tuple[str, ...]) -> None:
+        self.job, self.rates, self.told, self.step = job, rates, told, step_of(job.trainer)
+
+    def __call__(self) -> Any:
+        return self.step()
+
+    def report(self) -> dict[str, Any]:
+        """The settings of the placement, the rates that were measured, and what the banner says."""
+        settings = {**vars(self.job.run.parallel), **vars(self.job.run.offload)}
+        chosen = {row.field: settings[row.field] for row in ROWS.values()}
+        return {"settings": chosen, "rates": self.rates, "told": self.told}
+
+
+def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
+    found: list[placed.Placed] = []
+    rates: dict[str, float] = {}
+
+    def measured(*of: Any) -> MachineRates:
+        result = placed_rates(*of)
+        rates.update(result.plain())
+        return result
+
+    def chosen(run: Any, grid: ProcessGrid, here: int) -> placed.Placed:
+        found.append(placed_run(run, grid, here))
+        return found[-1]
+
+    placed_rates, placed_run = placed.measured_rates, placed.placed_run
+    with patch.object(placed, "measured_rates", measured), patch.object(jobs, "placed_run", chosen):
+        job = build_megazero(work, list(layout), replicas)
+    return Step(job, rates, found[-1].told)

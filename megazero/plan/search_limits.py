@@ -1,0 +1,67 @@
+"""The budgets of a search for a placement (`plan.placement`), and what is said where nothing keeps to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megazero.config.placement import as_flags
+from megazero.plan.placed_step import PlacedStep
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """Most bytes of a rank; None: no limit.
+
+    device  on its device, in a step
+    host    in host memory, of what has left the device
+    disk    of its swap files
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+
+    def hold(self, step: PlacedStep) -> bool:
+        """Whether the step keeps to all of them."""
+        return self.hold_device(step) and _within(step.host, self.host) and _within(step.disk, self.disk)
+
+    def excess(self, step: PlacedStep) -> tuple[int, int, int]:
+        """Bytes above each of them."""
+        pairs = (step.device.nbytes, self.device), (step.host, self.host), (step.disk, self.disk)
+        device, host, disk = (0 if limit is None else max(0, nbytes - limit) for nbytes, limit in pairs)
+        return device, host, disk
+
+    def hold_device(self, step: PlacedStep) -> bool:
+        return _within(step.device.nbytes, self.device)
+
+
+def _within(nbytes: int, limit: int | None) -> bool:
+    return limit is None or nbytes <= limit
+
+
+def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> str:
+    """Why nothing keeps to the budgets, and what would help. over: what was tried. disks: whether with disks."""
+    more = "" if disks else ", --nvme-path DIR for state on disks"
+    fits = [step for step in over if limits.hold_device(step)]
+    if not fits:
+        least = min(over, key=lambda step: step.device.nbytes)
+        return (
+            f"--device-memory-budget {limits.device:,}: no placement keeps to it; the least that a rank takes is "
+            f"{least.device.nbytes:,} bytes, with {as_flags(dict(least.settings)) or 'all on the device'}, at "
+            f"{least.device.instruction} on stage {least.device.stage}; nearest: that budget, a smaller "
+            "--micro-batch-size, or --recompute-granularity full"
+        )
+    hosted = [step for step in fits if _within(step.host, limits.host)]
+    if limits.host is not None and not hosted:
+        least = min(fits, key=lambda step: step.host)
+        return (
+            f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one "
+            f"with least in host memory takes {least.host:,} bytes there, with {as_flags(dict(least.settings))}; "
+            f"nearest: that budget, a smaller --nvme-buffer-bytes{more}"
+        )
+    least = min(hosted, key=lambda step: step.disk)
+    return (
+        f"--nvme-path: the swap files of a rank have {limits.disk or 0:,} bytes of room, and with "
+        f"{as_flags(dict(least.settings))} they take {least.disk:,}; nearest: a folder more, on another disk"
+    )
