@@ -8,6 +8,9 @@ from torch import Tensor
 HOST_ELEMENTS = 1 << 16
 DEVICE_ELEMENTS = 1 << 24
 
+HALVES = (torch.bfloat16, torch.float16)
+"""The 16-bit dtypes."""
+
 
 def block_elements(device: torch.device) -> int:
     """Number of elements of a temporary in a reference body. On the CPU it grows with torch's threads."""
@@ -16,7 +19,7 @@ def block_elements(device: torch.device) -> int:
 
 def opmath_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are computed: fp32 for 16-bit dtypes, else `dtype`."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def rows_of(x: Tensor, columns: int) -> int:

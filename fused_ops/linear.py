@@ -15,6 +15,7 @@ from torch import Tensor
 from fused_ops.blocks import opmath_dtype
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
+from fused_ops.widened import add_row_product, input_product, lacks_products, weight_product
 
 FEW = 16
 """Up to this many rows the CPU kernel for few rows is used. There it is not slower than torch's product, which is made
@@ -45,7 +46,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 return y
             if bias is not None and _adds_bias(x.dtype):
                 return _biased(x.contiguous(), weight, bias)
+    if lacks_products(x) and not torch.is_grad_enabled():
+        return weight_product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Write x weight^T to `out` [m, n], for x [m, k] and weight [n, k], without autograd."""
+    return weight_product(x, weight, out=out) if lacks_products(x) else torch.mm(x, weight.t(), out=out)
 
 
 def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -79,7 +87,7 @@ def _adds_bias(dtype: torch.dtype) -> bool:
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """grad weight: grad [..., n], weight [n, k] -> [..., k], contiguous, in a storage of its own."""
-    return torch.matmul(grad, weight)
+    return input_product(grad, weight) if lacks_products(grad) else torch.matmul(grad, weight)
 
 
 @torch.no_grad()
@@ -96,7 +104,9 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
             f"weight_gradient_{suffix(grad.dtype)}", *shape, grad, grad.stride(0), x, x.stride(0), into, int(add)
         )
         return
-    if into.dtype != grad.dtype:
+    if lacks_products(grad):
+        add_row_product(grad, x, into, add)
+    elif into.dtype != grad.dtype:
         _widened(grad, x, into, add)
     elif add:
         into.addmm_(grad.t(), x)

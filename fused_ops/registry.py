@@ -9,6 +9,7 @@ import torch
 
 from fused_ops import linear
 from fused_ops.attention import kernel
+from fused_ops.blocks import HALVES
 from fused_ops.native.binding import Library
 from fused_ops.native.library import SUFFIXES, choice, cpu_library, cuda_library, suffix, torch_library
 
@@ -36,7 +37,7 @@ MATRIX_OPS: Mapping[str, Callable[[Library, torch.dtype], str]] = MappingProxyTy
 """Ops whose kernels use torch's block products (compiled at first use) -> a function that tells why a dtype's kernel is
 refused on this machine.
 """
-_DTYPES = MappingProxyType({"attention": tuple(SUFFIXES), "weight_gradient": (torch.bfloat16, torch.float16)})
+_DTYPES = MappingProxyType({"attention": tuple(SUFFIXES), "weight_gradient": HALVES})
 _LAYOUTS = ("as float", "in pairs of rows", "in rows")
 """Layouts of a block product's right operand, by the number that the kernels use."""
 

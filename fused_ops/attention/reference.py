@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.softmax import scaled_causal_alibi_softmax
+from fused_ops.widened import lacks_products, product
 
 
 def reference_attention(
@@ -51,10 +52,17 @@ def _scored(
     rows = query.permute(1, 2, 3, 0, 4).reshape(b * groups, repeats * s, size)
     keys = key.permute(1, 2, 3, 4, 0).reshape(b * groups, size, s)
     values = value.permute(1, 2, 3, 0, 4).reshape(b * groups, s, size)
-    nothing = query.new_empty(()).expand(b * groups, repeats * s, s)
-    scores = torch.baddbmm(nothing, rows, keys, beta=0, alpha=scale).view(b, groups * repeats, s, s)
+    scores = _product(rows, keys, scale).view(b, groups * repeats, s, s)
     probabilities = scaled_causal_alibi_softmax(scores, 1.0, slopes, documents=documents)
     if dropout is not None:
         probabilities = dropout(probabilities)
-    context = torch.bmm(probabilities.view(b * groups, repeats * s, s), values)
+    context = _product(probabilities.view(b * groups, repeats * s, s), values, 1.0)
     return context.view(b, groups, repeats, s, size).permute(3, 0, 1, 2, 4)
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale a b: a [batch, m, k], b [batch, k, n] -> [batch, m, n]."""
+    if lacks_products(a):
+        return product(a, b, scale)
+    nothing = a.new_empty(()).expand(a.shape[0], a.shape[1], b.shape[2])
+    return torch.baddbmm(nothing, a, b, beta=0, alpha=scale)

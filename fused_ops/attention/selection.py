@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from fused_ops.blocks import HALVES
+
 
 class Body(Enum):
     """The bodies of attention. The value is the name in the banner."""
@@ -33,8 +35,6 @@ ASKED: Mapping[str, Body] = MappingProxyType(
     {"flash": Body.FLASH, "flash-attn": Body.PACKAGE, "flex": Body.FLEX, "softmax": Body.SOFTMAX}
 )
 """Values of --attention other than auto -> their bodies."""
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

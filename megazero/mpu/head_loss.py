@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.blocks import opmath_dtype
-from fused_ops.linear import add_weight_gradient, input_gradient, linear, write_or_add
+from fused_ops.linear import add_weight_gradient, input_gradient, linear, linear_into, write_or_add
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import route_gradient, target_of
 
@@ -52,7 +52,7 @@ class LogitsMemory:
             self._kept = None
             with torch.inference_mode(False):  # autograd could not write into an inference tensor later
                 self._kept = x.new_empty(numel)
-        return torch.mm(x, weight.t(), out=self._kept[:numel].view(x.shape[0], weight.shape[0]))
+        return linear_into(x, weight, self._kept[:numel].view(x.shape[0], weight.shape[0]))
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -95,7 +95,7 @@ class _HeadLoss(torch.autograd.Function):
             elif buffer is not None:
                 write(buffer, row.start > 0)
 
-        for row in _blocks(x, weight):
+        for row in blocks_of(x, weight):
             add_block(row)
         ctx.save_for_backward(grad_x, weight, buffer, factor)
         ctx.in_target, ctx.target = target is not None, target_of(weight)
@@ -119,8 +119,8 @@ class _HeadLoss(torch.autograd.Function):
         return grad_x, route_gradient(weight, ctx.target, partial(write_or_add, buffer)), *rest
 
 
-def _blocks(x: Tensor, weight: Tensor) -> list[slice]:
-    """The rows of x in blocks of nearly equal size."""
+def blocks_of(x: Tensor, weight: Tensor) -> list[slice]:
+    """The rows of x in blocks of nearly equal size, each of which is one product with the weight."""
     kind = x.device.type if x.device.type in BLOCK_BYTES else "cuda"
     most = max(LEAST_ROWS[kind], BLOCK_BYTES[kind] // (weight.shape[0] * x.element_size()))
     count = max(1, -(-x.shape[0] // most))

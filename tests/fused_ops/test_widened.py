@@ -1,0 +1,203 @@
+"""16-bit products on a CPU without instructions for them, against float64 and in a whole training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_ops import widened
+from fused_ops.attention.reference import reference_attention
+from fused_ops.blocks import HALVES
+from fused_ops.linear import add_weight_gradient, input_gradient, linear, linear_into
+from fused_ops.widened import (
+    COLUMNS,
+    DEPTH,
+    ROWS,
+    add_row_product,
+    input_product,
+    lacks_products,
+    product,
+    weight_product,
+)
+from megazero.config.parse import parse_run
+from megazero.data.progress import silent
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import build_grid
+from megazero.train.job import build_job
+from megazero.train.prepare import prepare
+from tests.parity.training import data_flags, small_model
+
+SHAPES = [
+    (1, 1, 1),
+    (7, COLUMNS - 1, 33),
+    (40, COLUMNS + 1, 65),
+    (ROWS + 3, 3 * COLUMNS, 40),
+    (5, 40, ROWS + 7),
+    (ROWS + 3, 9, DEPTH + 3),
+]
+"""m, n, k: one block of the result and less, blocks with a rest, whole blocks."""
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def once_rounded(found: Tensor, exact: Tensor, scale: Tensor) -> bool:
+    """scale: the same sums of absolute values, for the error of the fp32 sums."""
+    rounding = torch.finfo(found.dtype).eps / 2 * exact.abs() if found.dtype.itemsize == 2 else 0.0
+    return bool(((found.double() - exact).abs() <= rounding + 2e-6 * scale + 1e-7).all())
+
+
+class Products(TorchDispatchMode):
+    """Writes down matrix products of 16-bit factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow: list[str] = []
+        self.wide = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "mv", "dot"):
+            halves = any(isinstance(given, Tensor) and given.dtype.itemsize == 2 for given in args)
+            self.narrow += [name] if halves else []
+            self.wide += not halves
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without 16-bit products."""
+    monkeypatch.setattr(widened, "_has_products", lambda dtype: False)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Factors that are parts of wider tensors; a bias; three dimensions; a result in given memory."""
+    m, n, k = shape
+    x, weight = drawn(m, k + 1, dtype=dtype, seed=1)[:, :k], drawn(n + 1, k, dtype=dtype, seed=2)[1:]
+    grad, bias = drawn(m, n + 3, dtype=dtype, seed=3)[:, 2 : n + 2], drawn(n, dtype=dtype, seed=4)
+    wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()
+
+    exact, scale = wide_x @ wide_weight.t(), wide_x.abs() @ wide_weight.abs().t()
+    assert once_rounded(weight_product(x.unsqueeze(1), weight).squeeze(1), exact, scale)
+    assert once_rounded(weight_product(x, weight, bias), exact + bias.double(), scale + bias.double().abs())
+    into = torch.full((m, n), torch.nan, dtype=dtype)
+    assert weight_product(x, weight, out=into) is into and once_rounded(into, exact, scale)
+
+    found = input_product(grad.unsqueeze(0), weight)
+    assert found.is_contiguous() and found.shape == (1, m, k)
+    assert once_rounded(found[0], wide_grad @ wide_weight, wide_grad.abs() @ wide_weight.abs())
+
+    for wider in (dtype, torch.float32):
+        total = torch.full((n, k), torch.nan, dtype=wider)
+        exact, scale = wide_grad.t() @ wide_x, wide_grad.abs().t() @ wide_x.abs()
+        add_row_product(grad, x, total, False)
+        assert once_rounded(total, exact, scale)
+        before = total.double()
+        add_row_product(grad, x, total, True)
+        assert once_rounded(total, before + exact, before.abs() + scale)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype) -> None:
+    a, b = (drawn(3, *shape, dtype=dtype, seed=seed).requires_grad_() for seed, shape in enumerate([(5, 7), (7, 4)]))
+    grad = drawn(3, 5, 4, dtype=dtype, seed=9)
+    found = product(a, b, 0.3)
+    found.backward(grad)
+    exact_a, exact_b = (factor.detach().double().requires_grad_() for factor in (a, b))
+    exact = 0.3 * (exact_a @ exact_b)
+    exact.backward(grad.double())
+    assert a.grad is not None and b.grad is not None and exact_a.grad is not None and exact_b.grad is not None
+    for one, other in ((found, exact), (a.grad, exact_a.grad), (b.grad, exact_b.grad)):
+        assert one.dtype == dtype and once_rounded(one.detach(), other.detach(), torch.full_like(other, 10.0))
+
+
+def test_who_lacks_products(without: None) -> None:
+    """Only 16-bit tensors on a CPU: no other dtype, and no other device."""
+    for dtype in HALVES:
+        assert lacks_products(torch.ones(1, dtype=dtype)) and not lacks_products(torch.ones(1, dtype=dtype).to("meta"))
+    assert not any(lacks_products(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.int16))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """Another k, another result, and factors of two dtypes: nothing is left as it was in memory."""
+    x, weight = drawn(30, 6, dtype=torch.bfloat16, seed=1), drawn(30, 9, dtype=torch.bfloat16, seed=2)
+    with pytest.raises(ValueError, match=r"\[30, 6\] times torch.bfloat16 \[9, 30\] does not fit \[30, 30\]"):
+        weight_product(x, weight)
+    with pytest.raises(ValueError, match="does not fit"):
+        add_row_product(x, x, torch.zeros(9, 6), False)
+    with pytest.raises(ValueError, match="float32"):
+        weight_product(x, weight[:, :6].float())
+
+
+def test_memory_grows_with_neither_tokens_nor_vocabulary() -> None:
+    """By torch's allocator. What widens a whole factor would take twice the factor."""
+    grad, weight = (drawn(*shape, dtype=torch.bfloat16, seed=1) for shape in ((3 * DEPTH, DEPTH), (DEPTH, 9000)))
+    sums = torch.zeros(600, 700)
+    with profile(profile_memory=True) as recorded:
+        made = input_product(grad[:600], weight), weight_product(grad[:600], grad)
+        add_row_product(grad[:, :600], grad[:, :700], sums, True)
+    assert recorded.kineto_results is not None
+    sizes = [event.nbytes() for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    assert sorted(size for size in sizes if size > 4096) == sorted(one.nbytes for one in made)
+
+
+def test_this_processor_is_asked() -> None:
+    """As /proc/cpuinfo has it: x86 needs AVX-512 (or later additions to AVX2) for oneDNN's bf16."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if "avx512bw" in flags:
+        assert not lacks_products(torch.ones(1, dtype=torch.bfloat16))
+    elif "avx2" in flags and "avx_ne_convert" not in flags:
+        assert lacks_products(torch.ones(1, dtype=torch.bfloat16)) and lacks_products(torch.ones(1).half())
+
+
+def uses() -> dict[str, Callable[[], object]]:
+    x, weight, grad = (drawn(*shape, dtype=torch.bfloat16, seed=1) for shape in ((40, 24), (32, 24), (40, 32)))
+    mixed = drawn(9, 2, 3 * 8, dtype=torch.bfloat16, seed=2).requires_grad_()
+
+    def attention() -> None:
+        context = reference_attention(mixed, 2, 1, 4, scale=0.5, slopes=None, documents=None)
+        context.backward(torch.ones_like(context))
+
+    return {
+        "linear": torch.no_grad()(lambda: linear(x, weight, None)),
+        "bias": torch.no_grad()(lambda: linear(x, weight, weight[:, 0].contiguous())),
+        "into": lambda: linear_into(x, weight, x.new_empty(40, 32)),
+        "input gradient": lambda: input_gradient(grad, weight),
+        "weight gradient": lambda: add_weight_gradient(grad, x, torch.zeros(32, 24), True),
+        "attention": attention,
+    }
+
+
+@pytest.mark.parametrize("name", uses())
+def test_each_use_multiplies_in_fp32(name: str, without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAZERO_FUSED", "reference")
+    with Products() as products:
+        uses()[name]()
+    assert products.wide and not products.narrow
+
+
+@pytest.mark.parametrize("dropout", ["0", "0.1"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_training_step_has_no_16_bit_product(
+    precision: str, dropout: str, corpus: Path, tmp_path: Path, without: None
+) -> None:
+    """Also where attention draws dropout, which no kernel does."""
+    flags = ["--global-batch-size", "2", "--micro-batch-size", "2", "--train-iters", "2", "--eval-iters", "0"]
+    flags += ["--precision", precision, "--attention-dropout", dropout]
+    prepared = prepare(parse_run([*small_model(2, heads=4), *flags, *data_flags(corpus, tmp_path)[:-2]], 1), 1, silent)
+    trainer = build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu")).trainer
+    trainer.log._sinks = ()
+    with Products() as products:
+        trainer.train_step(stop=False)
+        trainer.after_step()
+    assert products.wide > 10 and not products.narrow, products.narrow
