@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from megazero.config.checks import CheckContext, Found, check
+from megazero.config.conditions import state_on_disks
 from megazero.config.derive import moves_in_parts, tiers
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, offload_of
@@ -102,7 +103,7 @@ def _apex(f: CheckContext) -> Found:
 
 
 def _whole_steps(f: CheckContext) -> Found:
-    if f.run.offload.nvme_checkpoint and f.run.checkpoint.no_save_optim:
+    if f.run.offload.nvme_checkpoint and state_on_disks(f) and f.run.checkpoint.no_save_optim:
         yield (
             "--nvme-checkpoint removes its files once the last step is in a checkpoint of --save, which with "
             "--no-save-optim has no optimizer state to go on from: drop one of them"

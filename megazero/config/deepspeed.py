@@ -113,7 +113,12 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
             if value not in holds or isinstance(value, bool) not in {isinstance(h, bool) for h in holds}:
                 source.problems.append(f"{source.name}: {key} {json.dumps(value)[:200]} is refused: {why}")
         elif key not in (*TRANSLATED, *DETAILS):
-            hint = did_you_mean(key, (*FIELDS, *UNBUILT, *TRANSLATED, *DETAILS))
+            known = (*FIELDS, *UNBUILT, *TRANSLATED, *DETAILS)
+            if any(name.startswith(f"{key}.") for name in known):
+                if value is not None:  # null: without the group, as in DeepSpeed
+                    source.problems.append(f"{source.name}: {key}: {shown(value)} is not a group of settings: {{...}}")
+                continue
+            hint = did_you_mean(key, known)
             source.problems.append(f"{source.name}: there is no {key}{hint}")
     for translate in (_precision, _optimizer, _scheduler, _buckets, _offload, _tensorboard, _accumulation):
         translate(source, keys)
@@ -253,12 +258,20 @@ def _buckets(source: ConfigSource, keys: Mapping[str, Any]) -> None:
 
 def _offload(source: ConfigSource, keys: Mapping[str, Any]) -> None:
     """What leaves the device. nvme_path counts with the device nvme only, as in DeepSpeed. Both groups share them."""
-    paths: dict[Any, str] = {}
+    paths: dict[str, str] = {}
     for group, field in _OFFLOADED.items():
         name = f"zero_optimization.{group}"
         _offload_group(source, keys, name, field)
-        if keys.get(f"{name}.device") == Tier.DISK.value and keys.get(f"{name}.nvme_path") is not None:
-            paths.setdefault(keys[f"{name}.nvme_path"], f"{name}.nvme_path")
+        path = keys.get(f"{name}.nvme_path")
+        if keys.get(f"{name}.device") != Tier.DISK.value or path is None:
+            continue
+        if isinstance(path, str):
+            paths.setdefault(path, f"{name}.nvme_path")
+        else:
+            source.problems.append(
+                f"{source.name}: {name}.nvme_path: {shown(path)} is not a word: the path of one folder"
+            )
+            source.bad.add("nvme_path")
     if paths:
         _put(source, next(iter(paths.values())), "nvme_path", list(paths))
 

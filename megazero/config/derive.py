@@ -105,6 +105,13 @@ def uses_disks(run: Run) -> bool:
     return any(offload.tier is Tier.DISK for offload in tiers(run).values())
 
 
+def whole_steps(offload: OffloadConfig) -> bool:
+    """Whether each optimizer step becomes whole on disks: --nvme-checkpoint, where optimizer state rests there. A file
+    may have the field without. Raises ValueError for a tier that is none.
+    """
+    return offload.nvme_checkpoint and offload_of(offload.offload_optimizer).tier is Tier.DISK
+
+
 def micro_batch_order(parallel: ParallelConfig) -> str:
     """The order of a step's computations: the field, else horizontal, but vertical where parameters rest on disks: then
     each unit is read once for all micro-batches of a pass. Budgets may choose otherwise before the run begins

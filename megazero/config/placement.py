@@ -154,6 +154,9 @@ def read_placement(path: str) -> ConfigSource:
             hint = did_you_mean(str(key).replace("-", "_"), ROWS)
             source.problems.append(f"--placement {path}: there is no {key}{hint or ': ' + ', '.join(ROWS)}")
             continue
+        if row.field in source.settings:
+            source.problems.append(f"--placement {path}: {key} stands twice, once with - and once with _")
+            continue
         try:
             source.put(row.field, _value(row, value), f"{path}: {key}")
         except ValueError as reason:

@@ -43,8 +43,10 @@ class Offload:
         return self.tier.value if self.share == 1.0 else f"{self.tier.value}:{self.share:g}"
 
 
-SLOTS = 4
-"""Parts of buckets on their way at a time: one is read, one updated, one written, and one waits."""
+SLOTS = 6
+"""Parts of buckets on their way at a time: two are read and two written, as each lane of a disk does, one is updated,
+and one waits.
+"""
 ALIGNMENT = 1024
 """A part begins a multiple of this many elements behind the begin of what the rank updates."""
 
@@ -64,9 +66,14 @@ def offload_of(text: str) -> Offload:
     try:
         number = float(share)
     except ValueError:
-        if not share.strip():
-            raise ValueError("there is neither a share nor a unit behind the colon") from None
-        return Offload(tier, units=tuple(map(plain, share.split(","))))
+        words = share.split(",")
+        if not all(map(str.strip, words)):
+            raise ValueError(
+                "there is neither a share nor a unit behind the colon"
+                if len(words) == 1
+                else f"there is no unit between two commas of {share!r}"
+            ) from None
+        return Offload(tier, units=tuple(map(plain, words)))
     if not 0.0 < number <= 1.0:
         raise ValueError(f"the share {share} is not above 0 and at most 1")
     return Offload(tier, number)

@@ -17,6 +17,7 @@ from megazero.config.derive import (
     offloads_gradients,
     pipeline_schedule,
     query_groups,
+    whole_steps,
 )
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
@@ -209,7 +210,7 @@ def reads_ahead(run: Run) -> bool:
     """Whether the first optimizer state is read from disks before the norm is known. Where each step becomes whole on
     disks, a late one is recorded at its norm, and nothing may be under way then.
     """
-    return run.parallel.overlap and not (run.parallel.late_update and run.offload.nvme_checkpoint)
+    return run.parallel.overlap and not (run.parallel.late_update and whole_steps(run.offload))
 
 
 def vertical_order(parallel: ParallelConfig) -> VerticalOrder | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megazero.config.derive import whole_steps
 from megazero.config.schema import Run
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.backend import DiskOptions
@@ -96,7 +97,7 @@ def offloaded_bytes(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> Off
 
 def swap_file_bytes(run: Run, pieces: Mapping[str, int]) -> int:
     """The bytes of a rank's swap files with these pieces, each of them twice with --nvme-checkpoint."""
-    weights, slots = (1.0,) * len(run.offload.nvme_path), 2 if run.offload.nvme_checkpoint else 1
+    weights, slots = (1.0,) * len(run.offload.nvme_path), 2 if whole_steps(run.offload) else 1
     return sum(SwapLayout(pieces, weights, slots).file_bytes) if pieces else 0
 
 

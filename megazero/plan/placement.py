@@ -224,6 +224,8 @@ class _Search:
     def _best(self, leaving: Leaving, fixed: Mapping[str, Any]) -> PlacedStep | None:
         """The fastest of a combination that keeps to the budgets and may be among the two fastest of all."""
         best, at = self._fastest(leaving, fixed, self._grid(leaving, fixed), None, ())
+        if best is None:  # the least that keeps to the device's budget may be too much for the host's memory
+            best, at = self._fastest(leaving, fixed, iter([(WHOLE,) * len(leaving)]), None, ())
         if best is None or not leaving:
             return best
         return self._fastest(leaving, fixed, self._finer(leaving, fixed, at), best, at)[0]
@@ -276,12 +278,14 @@ class _Search:
                 yield from ((share,) for share in ALONE if share > least)
 
     def _finer(self, leaving: Leaving, fixed: Mapping[str, Any], at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Shares around those of the best."""
+        """Shares around those of the best, and all of the first column."""
         steps = FINER[min(len(leaving), 2)]
         if len(leaving) == 1:
             near = (at[0] + step for step in steps if leaving[0][0].field == FIRST)
             yield from ((share,) for share in near if 0 < share <= WHOLE)
             return
+        if at[0] < WHOLE:
+            yield WHOLE, *at[1:]  # nothing of the column is left to be updated on the device
         for number, step in product((n for n in range(1, len(at)) if not leaving[n][0].whole), steps):
             others = [*at[1:]]
             others[number - 1] += step
@@ -296,10 +300,10 @@ class _Search:
 
         if not fits(WHOLE):
             return None
-        if self.budgets.device is None:
+        if self.budgets.tensors is None:
             return 1
         if leaving[0][0].field == FIRST:
-            limit = self.budgets.device
+            limit = self.budgets.tensors
             share = self._placed(leaving, (WHOLE, *others), fixed).least_share(limit)
             while not fits(share):  # where updates on the device fetch gradients, that takes memory
                 nearer = self._placed(leaving, (share, *others), fixed).least_share(limit)

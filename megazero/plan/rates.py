@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,8 @@ class MachineRates:
     read         bytes read from all folders of --nvme-path in a second; None: nothing may rest on disks
     write        bytes written there in a second, until they are durable; None: nothing may rest on disks
     messages     bytes that a rank sends to others in a second; None: messages take no time
+    workspace    bytes of the device that matrix products take for themselves (`train.workspace`), which a search leaves
+                 free; None: nothing is known of it
     beside       the share of its speed, 0 to 1, that a computation keeps while the host's processors update or copy at
                  full speed; and these beside each other. None: computations run elsewhere, and nothing slows them down
     """
@@ -39,6 +41,7 @@ class MachineRates:
     read: float | None = None
     write: float | None = None
     messages: float | None = None
+    workspace: float | None = None
     beside: float | None = None
 
     @property
@@ -81,10 +84,10 @@ def read_rates(path: str) -> MachineRates:
         if key not in NAMES:
             problems.append(f"{named}: there is no {key}{did_you_mean(str(key), NAMES) or ': ' + ', '.join(NAMES)}")
             continue
+        read, what = _OTHERS.get(key, (_rate, "a number above 0 in a second, such as 3e9 or 3GB"))
         try:
-            found[key] = _share(value) if key == "beside" else _rate(value)
+            found[key] = read(value)
         except ValueError:
-            what = "a number from 0 to 1" if key == "beside" else "a number above 0 in a second, such as 3e9 or 3GB"
             problems.append(f"{named}: {key}: {shown(value)} is not {what}")
     missing = [name for name in NEEDED if name not in content]
     problems += [f"{named}: {', '.join(missing)}: missing"] * bool(missing)
@@ -108,3 +111,13 @@ def _rate(value: object) -> float:
     if not 0 < number < float("inf"):
         raise ValueError(value)
     return number
+
+
+def _bytes(value: object) -> float:
+    return 0.0 if value == 0 and not isinstance(value, bool) else _rate(value)
+
+
+_OTHERS: Mapping[str, tuple[Callable[[object], float], str]] = MappingProxyType(
+    {"beside": (_share, "a number from 0 to 1"), "workspace": (_bytes, "a number of bytes, such as 32MB")}
+)
+"""What is no rate: how its value is read, and what it has to be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megazero.config.derive import tiers, uses_disks
+from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.schema import OffloadConfig
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.offloaded import moved_in_step
@@ -69,7 +69,7 @@ def disk_sentence(moved: Mapping[Lane, int], every: Mapping[Lane, int], ranks: i
     """What a step reads and writes. every: bytes of all ranks together."""
     read, written = (size(moved[lane]) for lane in (Lane.FROM_DISK, Lane.TO_DISK))
     whose = f"; all {ranks} ranks read {size(every[Lane.FROM_DISK])} and write {size(every[Lane.TO_DISK])}"
-    whole = "; each step is whole on disks, which takes twice the space" if cfg.nvme_checkpoint else ""
+    whole = "; each step is whole on disks, which takes twice the space" if whole_steps(cfg) else ""
     files = f"files are in {' '.join(cfg.nvme_path)}"
     return f"a step reads {read} and writes {written}{whose * (ranks > 1)}; {files}{whole}"
 

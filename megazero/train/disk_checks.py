@@ -6,7 +6,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from megazero.config.derive import tiers, uses_disks
+from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload, Tier
@@ -49,7 +49,7 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
         return []
     if (kind := devices.kind(run.parallel.device)) == "cpu":
         run = with_order(run, axes, kind)  # the order decides how many activations are away at a time
-    needed, free = swap_bytes(run, axes, here), free_in(folders, checkpoints=run.offload.nvme_checkpoint)
+    needed, free = swap_bytes(run, axes, here), free_in(folders, checkpoints=whole_steps(run.offload))
     if needed <= free:
         return []
     ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"

@@ -35,25 +35,26 @@ def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
     Raises ConfigError with everything that a start would report.
     """
     ranks = parsed.command.world_size or parsed.command.ranks or ranks_here
-    told = [dump(_placed(parsed.run, ranks).run).rstrip()] if parsed.command.print_config else []
+    here = ranks if parsed.command.world_size is None else None
+    told = [dump(_placed(parsed.run, ranks, here).run).rstrip()] if parsed.command.print_config else []
     if parsed.command.validate_only:
-        told.append(_verdict(parsed, ranks))
+        told.append(_verdict(parsed, ranks, here))
     return "\n\n".join(told)
 
 
-def _placed(run: Run, ranks: int) -> Placed:
+def _placed(run: Run, ranks: int, here: int | None) -> Placed:
     """The run with the placement that --placement auto would choose, where the rates are given and the vocabulary is
-    known; else as it is.
+    known; else as it is. here: as in `placed.chosen`.
     """
     known = with_default_vocabulary(run)
     if run.offload.placement != AUTO or run.offload.placement_rates is None or known.model.vocab_size is None:
         return Placed(run)
     axes, kind = axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
-    found = chosen(known, axes, kind, None, ranks, nccl=has_nccl(run.parallel, axes))
+    found = chosen(known, axes, kind, None, here, nccl=has_nccl(run.parallel, axes))
     return Placed(with_choice(run, dict(found.settings)), found.told)
 
 
-def _verdict(parsed: ParsedArguments, ranks: int) -> str:
+def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> str:
     run, problems, left, notes = parsed.run, list[str](), list[str](), [*parsed.notes]
     against, here = machine_problems(run), range(ranks if parsed.command.world_size is None else 0)
     if parsed.command.world_size is None:
@@ -74,7 +75,7 @@ def _verdict(parsed: ParsedArguments, ranks: int) -> str:
     problems += [*budget_problems(run, ranks, tries_cards=True, here=here), *rates_problems(run)]
     if problems:
         raise ConfigError(problems)
-    placed = _placed(with_default_vocabulary(run), ranks)
+    placed = _placed(with_default_vocabulary(run), ranks, placed_here)
     if placed.run.offload.placement == AUTO:
         left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
     return _told(placed, ranks, notes, left)

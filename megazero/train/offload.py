@@ -12,7 +12,7 @@ import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.config.derive import tiers, uses_disks
+from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier
@@ -51,7 +51,7 @@ def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tupl
     try:
         with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
             start = None
-            if run.offload.nvme_checkpoint:
+            if whole_steps(run.offload):
                 start = swap_start(run, grid, pieces, token, prepared.found, prepared.datasets.train.plans)
 
             def act() -> None:

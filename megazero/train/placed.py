@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint
@@ -19,6 +22,8 @@ from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
 from megazero.plan.rates import MachineRates, read_rates
 from megazero.plan.search_limits import SearchLimits
+from megazero.system import device as devices
+from megazero.system import host_memory
 from megazero.telemetry.units import size
 from megazero.train.disk_checks import free_in
 from megazero.train.rates import measured_rates
@@ -90,19 +95,32 @@ class ChosenPlacement:
 
 
 def chosen(
-    run: Run, axes: Axes, kind: str, rates: MachineRates | None, ranks_here: int, *, nccl: bool
+    run: Run, axes: Axes, kind: str, rates: MachineRates | None, ranks_here: int | None, *, nccl: bool
 ) -> ChosenPlacement:
     """The choice for this run. rates: measured ones; None: those of --placement-rates. kind: of device, cpu or cuda.
+    ranks_here: that share this host's memory and its disks; None: the ranks are elsewhere, and these are no limit.
 
     Communicates nothing. Raises ConfigError.
     """
     file = run.offload.placement_rates
     used = read_rates(file) if file is not None else rates
     assert used is not None, "without a file the rates are measured"
-    room = free_in(run.offload.nvme_path) // ranks_here if run.offload.nvme_path else None
-    budgets = SearchLimits(run.parallel.device_memory_budget, run.parallel.host_memory_budget, room)
-    choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), used), budgets)
-    return ChosenPlacement(choice.best.settings, (*_lines(choice, budgets), _rates_line(used, file)))
+    limits = _limits(run, kind, int(used.workspace or 0), ranks_here)
+    choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), used), limits)
+    return ChosenPlacement(choice.best.settings, (*_lines(choice, limits), _rates_line(used, file)))
+
+
+def _limits(run: Run, kind: str, workspace: int, ranks_here: int | None) -> SearchLimits:
+    """The budgets of a run, and what this host has for each of its ranks."""
+    limits = SearchLimits(run.parallel.device_memory_budget, run.parallel.host_memory_budget, workspace=workspace)
+    if ranks_here is None:
+        return limits
+    every, folders = host_memory.limit_bytes(), run.offload.nvme_path
+    own = devices.memory_bytes(torch.device("cpu"))
+    memory = None if every is None else max(0, every // ranks_here - own)
+    there = bool(folders) and all(map(os.path.isdir, folders))
+    room = free_in(folders) // ranks_here if there else None
+    return replace(limits, disk=room, memory=memory, is_one=kind == "cpu")
 
 
 def with_choice(run: Run, settings: dict[str, Any]) -> Run:
@@ -119,7 +137,8 @@ def _lines(choice: PlacementChoice, budgets: SearchLimits) -> Iterator[str]:
     yield f"predicted: a step of {best.seconds:.3g} s, of which {computed:.3g} s ({share}) are computation"
     peak = best.device
     stage = f" of stage {peak.stage}" * (best.machine.cluster.axes.pp > 1)
-    tiers = [f"device {_of(peak.nbytes, budgets.device)}, fullest{stage} at {peak.instruction}"]
+    own = f"{size(budgets.workspace)} of products, " * (budgets.workspace > 0)
+    tiers = [f"device {_of(peak.nbytes, budgets.device)}, {own}fullest{stage} at {peak.instruction}"]
     tiers += [f"host memory {_of(best.host, budgets.host)}"] * (best.host > 0)
     tiers += [f"disks {size(best.disk)}"] * (best.disk > 0)
     yield f"takes, of a rank: {'; '.join(tiers)}"
@@ -141,8 +160,10 @@ def _flags(step: PlacedStep) -> str:
 
 def _rates_line(rates: MachineRates, file: str | None) -> str:
     """The rates, so that a file of --placement-rates can have them."""
-    numbers = ", ".join(f"{name}: {_rate(name, value)}" for name, value in rates.plain().items())
-    return f"rates {'measured now' if file is None else f'of {file}'}, in a second: {{{numbers}}}"
+    given = rates.plain()
+    own = f", and workspace: {given.pop('workspace'):.0f}" if "workspace" in given else ""
+    numbers = ", ".join(f"{name}: {_rate(name, value)}" for name, value in given.items())
+    return f"rates {'measured now' if file is None else f'of {file}'}, in a second: {{{numbers}}}{own}"
 
 
 def _rate(name: str, value: float) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fused_ops.adam import AdamRange, adam_steps, sgd_step
+from fused_ops.linear import linear
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.config.derive import ffn_width
 from megazero.config.dtypes import compute_dtype, state_dtype
@@ -25,6 +26,7 @@ from megazero.system import device as devices
 from megazero.system.copy_thread import CopyThread
 from megazero.system.streams import host_tensor
 from megazero.train.logs import as_config_error
+from megazero.train.workspace import product_workspace
 
 SECONDS = 0.05
 """For each of the `TRIALS` of a measurement, the fastest of which counts."""
@@ -41,10 +43,10 @@ MOST_ROWS = 4096
 
 def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     """The rates of the slowest rank, each while all ranks measure the same. A collective of the world: barriers and
-    all-reduces; between replicas all-reduces of 4 MiB. Takes about a second, and another for each folder of
-    --nvme-path. Raises ConfigError on all ranks where one of these folders fails.
+    all-reduces; between replicas all-reduces of 4 MiB. Takes about a second, another for each folder of --nvme-path,
+    and less than a step for `product_workspace`. Raises ConfigError on all ranks where one of these folders fails.
     """
-    found: dict[str, float] = {}
+    found = {"workspace": -float(product_workspace(run, grid.device))}  # the largest counts, of all else the smallest
     barrier(grid.world)
     product = _product(run, grid.device)
     found["flops"] = per_second(*product, grid.device)
@@ -64,7 +66,8 @@ def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     names = [name for name in NAMES if name in found]
     slowest = torch.tensor([found[name] for name in names], dtype=torch.float64, device=grid.device)
     all_reduce(slowest, grid.world, "min").wait()
-    return rates_of(dict(zip(names, slowest.tolist(), strict=True)))
+    common = dict(zip(names, slowest.tolist(), strict=True))
+    return rates_of({**common, "workspace": -common["workspace"]})
 
 
 class Work(NamedTuple):
@@ -121,8 +124,8 @@ def _product(run: Run, device: torch.device) -> Work:
     hidden, width = run.model.hidden_size, max(1, ffn_width(run.model) // run.parallel.tp)
     dtype = compute_dtype(run.optimizer.precision)
     left = torch.randn(rows, hidden, device=device).to(dtype)
-    right = torch.randn(hidden, width, device=device).to(dtype)
-    return Work(lambda: left @ right, 2.0 * rows * hidden * width)
+    weight = torch.randn(width, hidden, device=device).to(dtype)
+    return Work(torch.no_grad()(lambda: linear(left, weight, None)), 2.0 * rows * hidden * width)
 
 
 def _copies(device: torch.device) -> dict[str, float]:

@@ -215,6 +215,10 @@ def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: b
     if not differs and newer and not same:
         buffers = Change("nvme-buffer-bytes", then.offload.nvme_buffer_bytes, run.offload.nvme_buffer_bytes)
         what, differs = "another layout", [str(one) for one in (*comparison.changes, buffers) if one.old != one.new]
+        # A value that was given then and is left open now is no change (`resume_changes`).
+        differs = differs or [
+            "its parts have other sizes: --bucket-size, for one, may have been given then or now only"
+        ]
     if differs:
         raise DiskError(
             f"{left.path}: has iteration {left.record.last.step} of a run with {what} ({'; '.join(differs)}). To go on "

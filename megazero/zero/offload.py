@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier, offload_of
 from megazero.disk.swap import SwapSpace
@@ -124,7 +125,7 @@ def run_residents(
     """What stays on the device and is written to disks too; nothing without --nvme-checkpoint. Arguments as in
     `run_parts`, which gives `resting`.
     """
-    return residents_of(ranges, resting, most_elements(widths, parallel, cfg)) if cfg.nvme_checkpoint else []
+    return residents_of(ranges, resting, most_elements(widths, parallel, cfg)) if whole_steps(cfg) else []
 
 
 def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[str, int]:

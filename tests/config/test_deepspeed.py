@@ -117,9 +117,10 @@ def test_a_whole_file(tmp_path: Path) -> None:
         ),
         ({"device": "auto", "ratio": 0.3}, "none", ()),
         ({"ratio": 0.3}, "none", ()),
+        (None, "none", ()),
     ],
 )
-def test_offload(content: dict[str, Any], offload: str, folders: tuple[str, ...], tmp_path: Path) -> None:
+def test_offload(content: dict[str, Any] | None, offload: str, folders: tuple[str, ...], tmp_path: Path) -> None:
     aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
     zero = {"stage": 2, "offload_optimizer": content}
     run = parse(tmp_path, {"zero_optimization": zero, "aio": aio}, "--zero-stage", "2")
@@ -180,6 +181,9 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
                 ({"device": "cpu", "ratio": "x"}, "offload_optimizer.ratio: the share 'x' is not a number"),
                 ({"device": "nvme"}, "--offload-optimizer nvme needs --nvme-path DIR"),
                 ({"device": "nvme", "nvme_path": True}, "offload_optimizer.nvme_path: True is not a word"),
+                ({"device": "nvme", "nvme_path": ["/a"]}, "offload_optimizer.nvme_path: ['/a'] is not a word"),
+                ({"device": "nvme", "nvme_path": 3}, "offload_optimizer.nvme_path: 3 is not a word"),
+                ("cpu", "zero_optimization.offload_optimizer: 'cpu' is not a group of settings"),
                 ({"device": "cpu", "super_offload": True}, "nearest: --late-update"),
                 ({"device": "cpu", "cpuadam_cores_perc": 0.5}, "use OMP_NUM_THREADS"),
                 ({"device": "cpu", "pin_memry": True}, "did you mean zero_optimization.offload_optimizer.pin_memory?"),

@@ -29,6 +29,8 @@ ALLOWED = (
 REFUSED = {
     "--offload-optimizer gpu": "--offload-optimizer gpu: 'gpu' is not one of none, cpu, nvme",
     "--offload-optimizer cpu:": "--offload-optimizer cpu:: there is neither a share nor a unit behind the colon",
+    "--offload-optimizer cpu:head,,embedding": "--offload-optimizer cpu:head,,embedding: there is no unit "
+    "between two commas of 'head,,embedding'",
     "--offload-optimizer cpu:half": "--offload-optimizer cpu:half: there is no half; the units of this model are ",
     "--offload-optimizer cpu:nan": "--offload-optimizer cpu:nan: the share nan is not above 0 and at most 1",
     "--offload-optimizer cpu:0": "--offload-optimizer cpu:0: the share 0 is not above 0 and at most 1",
@@ -47,19 +49,19 @@ REFUSED = {
     "--offload-params disk": "--offload-params disk: 'disk' is not one of none, cpu, nvme",
     "--offload-params nvme": "--offload-params nvme needs --nvme-path DIR, a folder for swap files",
     "--offload-params cpu --cuda-graphs": "fixed addresses, which --offload-params cpu does not have: drop one of them",
-    "--offload-params nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 32767": (
-        "with --offload-params nvme are on their way at a time; nearest: --nvme-buffer-bytes 32768"
+    "--offload-params nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 49151": (
+        "with --offload-params nvme are on their way at a time; nearest: --nvme-buffer-bytes 49152"
     ),
     "--offload-gradients disk": "--offload-gradients disk: 'disk' is not one of none, cpu, nvme",
     "--offload-gradients cpu:2": "--offload-gradients cpu:2: the share 2 is not above 0 and at most 1",
     "--offload-gradients nvme": "--offload-gradients nvme needs --nvme-path DIR, a folder for swap files",
     "--offload-gradients cpu --cuda-graphs": "addresses, which --offload-gradients cpu does not have: drop one of them",
-    "--offload-gradients nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 40959": (
-        "with --offload-gradients nvme are on their way at a time; nearest: --nvme-buffer-bytes 40960"
+    "--offload-gradients nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 61439": (
+        "with --offload-gradients nvme are on their way at a time; nearest: --nvme-buffer-bytes 61440"
     ),
-    "--offload-optimizer cpu --precision bf16 --nvme-buffer-bytes 24575": (
-        "--nvme-buffer-bytes 24575 does not hold 4 parts of 1024 elements, which with --offload-optimizer cpu are on "
-        "their way at a time; nearest: --nvme-buffer-bytes 24576"
+    "--offload-optimizer cpu --precision bf16 --nvme-buffer-bytes 36863": (
+        "--nvme-buffer-bytes 36863 does not hold 6 parts of 1024 elements, which with --offload-optimizer cpu are on "
+        "their way at a time; nearest: --nvme-buffer-bytes 36864"
     ),
 }
 

@@ -80,6 +80,7 @@ def problems(*words: str) -> tuple[str, ...]:
         ("optimizer: {tier: none, units: head}\n", "none has no share"),
         ("late_update: 3\n", "late_update: 3 is not true or false"),
         ("micro_batch_order: diagonal\n", "micro_batch_order: diagonal is not one of horizontal, vertical"),
+        ("late-update: true\nlate_update: false\n", "late_update stands twice, once with - and once with _"),
         ("optimiser: cpu\n", "there is no optimiser; did you mean optimizer?"),
         ("weights: cpu\n", "there is no weights: optimizer, params, gradients, activations, "),
         ("[1, 2]\n", "holds no table, but list"),
@@ -165,7 +166,12 @@ def test_rates_of_a_file(tmp_path: Path) -> None:
     assert read_rates(written(tmp_path, RATES)) == MachineRates(1e12, 10e9, 12e9, 40e9, 2e9)
     found = read_rates(written(tmp_path, f"{RATES}read: 3GB\nwrite: 1.5GB\nmessages: 9e9\n"))
     assert found.has_disks and (found.read, found.write, found.messages) == (3e9, 1.5e9, 9e9)
-    assert found.beside is None and read_rates(written(tmp_path, f"{RATES}beside: 0\n")).beside == 0
+    assert [read_rates(written(tmp_path, f"{RATES}workspace: {of}\n")).workspace for of in ("0", "3MB")] == [0, 3e6]
+    assert (
+        found.beside is None
+        and found.workspace is None
+        and read_rates(written(tmp_path, f"{RATES}beside: 0\n")).beside == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,6 +184,8 @@ def test_rates_of_a_file(tmp_path: Path) -> None:
         (RATES.replace("2e9", "true"), "update_host: True is not a number above 0"),
         (RATES.replace("update: 40 GB\n", ""), "update: missing"),
         (f"{RATES}beside: 1.5\n", "beside: 1.5 is not a number from 0 to 1"),
+        (f"{RATES}workspace: -3\n", "workspace: -3 is not a number of bytes, such as 32MB"),
+        (f"{RATES}workspace: false\n", "workspace: False is not a number of bytes"),
         (f"{RATES}beside: true\n", "beside: True is not a number from 0 to 1"),
         (f"{RATES}read: 3GB\n", "read and write go together"),
         ("3\n", "holds no table"),

@@ -44,11 +44,16 @@ NUMBERS = ["--global-batch-size", "16", "--micro-batch-size", "4", "--lr", "3e-3
 LARGE_MICRO_BATCHES = ["--micro-batch-size", "8"]
 """For runs of many steps: what a step costs here grows with their number and hardly with their size."""
 SCALINGS = {"current": ["--fp8"], "delayed": ["--fp8", "delayed", "--fp8-amax-history", "4"]}
-DISTANCE = 0.01
-"""Largest relative difference of the loss from bf16's, as a mean of 20 steps of real text; a single step may be twice
-as far. Measured over 150 steps: 0.7% (current) and 0.4% (delayed), steps 1.1%; fp32 is as far from bf16 (0.6%, steps
-0.8%), and so is bf16 with tp 2 (0.5%, 1.0%).
+DISTANCE = 0.005
+"""Largest relative difference of the loss from bf16's, as a mean of 20 steps of real text and of SEEDS; a single step
+may be twice as far. Measured: 0.1% and 0.2%.
 """
+SEEDS = ("1", "2", "3")
+"""One run alone says little: after 100 steps of six seeds on two processors FP8 was 0.7% below bf16 to 0.7% above, and
+once 1.3% below; fp32 was 0.4% below to 0.3% above. What the seeds have in common is a fault of FP8.
+"""
+OF_A_PROGRESSION = 0.002
+"""The same for each step of the tests' own corpus, which is learnt at once."""
 LAST = 20
 
 
@@ -91,8 +96,8 @@ def test_the_loss_is_near_that_of_16_bits(
         f"{precision}, {scaling}: {found:.5f}, validation {narrow.losses['valid_loss']:.5f}, plain "
         f"{wide.losses['valid_loss']:.5f}"
     )
-    assert 0 < found < DISTANCE / 5
-    assert narrow.losses["valid_loss"] == pytest.approx(wide.losses["valid_loss"], rel=DISTANCE / 5)
+    assert 0 < found < OF_A_PROGRESSION
+    assert narrow.losses["valid_loss"] == pytest.approx(wide.losses["valid_loss"], rel=OF_A_PROGRESSION)
     assert not any(record.skipped for record in narrow.records)
 
 
@@ -119,15 +124,15 @@ def test_the_loss_on_real_text(
         "5000",
     ]
     flags = (*model, *NUMBERS, *LARGE_MICRO_BATCHES, *data, "--train-iters", "100", "--eval-iters", "0")
-    wide, narrow = plain(flags), train(1, [*flags, *SCALINGS[name]])
-    ours, theirs = losses(narrow)[-LAST:].mean(), losses(wide)[-LAST:].mean()
-    print(
-        f"{name}: {ours / theirs - 1:.5f}, steps {distance(narrow, wide):.5f}; loss {losses(wide)[0]:.3f} to "
-        f"{theirs:.3f}"
-    )
-    assert theirs < losses(wide)[0] - 1.5
+    seeded = [(*flags, "--seed", seed) for seed in SEEDS]
+    wide = torch.stack([losses(plain(each)) for each in seeded]).mean(0)
+    narrow = torch.stack([losses(train(1, [*each, *SCALINGS[name]])) for each in seeded]).mean(0)
+    ours, theirs = narrow[-LAST:].mean(), wide[-LAST:].mean()
+    furthest = ((narrow - wide).abs() / wide).max()
+    print(f"{name}: {ours / theirs - 1:.5f}, steps {furthest:.5f}; loss {wide[0]:.3f} to {theirs:.3f}")
+    assert theirs < wide[0] - 1.5
     assert abs(ours / theirs - 1) < DISTANCE
-    assert 0 < distance(narrow, wide) < 2 * DISTANCE
+    assert 0 < furthest < 2 * DISTANCE
 
 
 # --- layouts

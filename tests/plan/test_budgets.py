@@ -151,7 +151,7 @@ def test_the_smallest_share_is_offered() -> None:
 
 
 def test_disks_are_offered_where_host_memory_is_short() -> None:
-    """Four slots and the buffers of the files are in host memory, the state is not."""
+    """The slots and the buffers of the files are in host memory, the state is not."""
     words = (
         "--num-layers 8 --hidden-size 512 --micro-batch-size 1 --nvme-buffer-bytes 20MB --global-batch-size 1 "
         "--offload-optimizer cpu --host-memory-budget 100MB --device-memory-budget 250MB"

@@ -168,6 +168,32 @@ def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
         choose_placement(of, SearchLimits(device=least, host=9))
 
 
+@pytest.mark.parametrize("layout", ["one rank", "two stages"])
+def test_the_workspace_of_products_is_left_free(layout: str) -> None:
+    """A budget with it chooses what the rest of the budget alone does, and an error names both."""
+    of, own = machine(layout), 300_000
+    limit = need(of) * 70 // 100
+    found, alone = chosen(of, SearchLimits(limit + own, workspace=own)), chosen(of, SearchLimits(limit))
+    assert found.best.settings == alone.best.settings and found.looked_at == alone.looked_at
+    assert chosen(of, SearchLimits(limit + own)).best.device.nbytes > limit
+    with pytest.raises(ConfigError, match=r"a rank takes is [\d,]+ bytes, 300,000 of them for matrix products"):
+        choose_placement(of, SearchLimits(device=own + 1000, workspace=own))
+
+
+def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
+    """Where device and host are one memory only disks help. Where they are two the device has what it needs."""
+    of = machine("one rank", more="--nvme-path d --hidden-size 512")
+    everything = need(of)
+    half = SearchLimits(memory=everything * 3 // 4, is_one=True)
+    found = chosen(of, half).best
+    assert found.disk > 0 and found.device.nbytes + found.host <= everything * 3 // 4
+    assert chosen(of, replace(half, memory=everything)).best.disk == 0
+    assert chosen(of, replace(half, is_one=False)).best.disk == 0
+    diskless = Machine(of.run, of.cluster, replace(of.rates, read=None, write=None))
+    with pytest.raises(ConfigError, match=rf"memory has {half.memory:,} bytes for a rank, .*--nvme-path DIR for"):
+        choose_placement(diskless, half)
+
+
 def test_the_same_numbers_give_the_same_choice_and_a_second_best_of_another_kind() -> None:
     found = [chosen(machine("one rank"), SearchLimits(device=1_900_000)) for _ in range(2)]
     assert found[0].best.settings == found[1].best.settings and found[0].looked_at == found[1].looked_at > 10

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.config.tiers import Tier
+from megazero.config.tiers import SLOTS, Tier
 from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Lane, Op
@@ -16,8 +16,8 @@ from megazero.program.times import ChunkTimes
 from tests.program.faults import Fault, again, alter, drop, move, swap
 from tests.program.steps import Model, changed, checked, step_of
 
-MANY = Model(pp=1, micro_batches=2, zero=0, units=(4,), parts=(Tier.DISK,), ahead=True)
-"""Embedding, four blocks and a head, a bucket of one part each: 0 to 5. The first four are read ahead."""
+MANY = Model(pp=1, micro_batches=2, zero=0, units=(6,), parts=(Tier.DISK,), ahead=True)
+"""Embedding, six blocks and a head, a bucket of one part each: 0 to 7. The first six are read ahead."""
 FIRST_AHEAD, LATE_AHEAD, SETTLING_AHEAD = (replace(border, ahead=True) for border in (FIRST, LATE, SETTLING))
 Change = Callable[[list[Instruction]], list[Instruction]]
 LETTERS = {Op.READ_STATE: "r", Op.UPDATE_HOST: "h", Op.WRITE_STATE: "w", Op.NORM: "norm"}
@@ -35,17 +35,19 @@ def words(instructions: tuple[Instruction, ...]) -> str:
     return " ".join(found)
 
 
+ALL = "h0 w0 h1 w1 h2 w2 h3 w3 h4 w4 h5 w5 r6 h6 w6 r7 h7 w7"
+"""All updates, where the first six parts have been read."""
 PLACES = {
     "on time": (
         MANY,
-        "f0 b0 f1 r0 r1 r2 r3 b1 norm h0 w0 h1 w1 h2 w2 h3 w3 r4 h4 w4 r5 h5 w5",
+        f"f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm {ALL}",
     ),
-    "a first step": (replace(MANY, border=FIRST_AHEAD), "f0 b0 f1 r0 r1 r2 r3 b1 norm"),
+    "a first step": (replace(MANY, border=FIRST_AHEAD), "f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm"),
     "late": (
         replace(MANY, border=LATE_AHEAD),
-        "h0 w0 h1 w1 h2 w2 h3 w3 r4 h4 w4 r5 h5 w5 f0 b0 f1 r0 r1 r2 r3 b1 norm",
+        f"{ALL} f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm",
     ),
-    "updates alone": (replace(MANY, border=SETTLING_AHEAD), "h0 w0 h1 w1 h2 w2 h3 w3 r4 h4 w4 r5 h5 w5"),
+    "updates alone": (replace(MANY, border=SETTLING_AHEAD), ALL),
     "behind sums that go to disks": (
         replace(MANY, units=(1,), micro_batches=1, sums=Tier.DISK),
         "f0 b0 s2 b0 s1 s0 r0 r1 r2 norm h0 w0 h1 w1 h2 w2",
@@ -66,7 +68,7 @@ def test_nothing_that_a_computation_needs_waits_behind_them() -> None:
     step = step_of(replace(MANY, rests=Tier.DISK, border=LATE_AHEAD))
     checked(step)
     read = [i.op for i in step.lists[0, 0] if i.lane is Lane.FROM_DISK]
-    assert read[-4:] == [Op.READ_STATE] * 4 and Op.READ_PARAMETERS in read
+    assert read[-SLOTS:] == [Op.READ_STATE] * SLOTS and Op.READ_PARAMETERS in read
 
 
 def test_parts_that_are_read_ahead_come_before_parts_in_host_memory() -> None:
@@ -74,7 +76,7 @@ def test_parts_that_are_read_ahead_come_before_parts_in_host_memory() -> None:
     step = step_of(replace(MANY, parts=(Tier.HOST, Tier.DISK), border=LATE_AHEAD))
     checked(step)
     updates = [(i.buckets[0], i.part) for i in step.lists[0, 0] if i.op is Op.UPDATE_HOST]
-    assert updates[:5] == [(0, 1), (1, 1), (2, 1), (3, 1), (0, 0)]
+    assert updates[: SLOTS + 1] == [*((bucket, 1) for bucket in range(SLOTS)), (0, 0)]
 
 
 FAULTS = {
@@ -84,8 +86,8 @@ FAULTS = {
     "state that was read is written before its update": Fault(
         replace(MANY, border=LATE_AHEAD), 0, swap(UPDATE.format(0), WRITE.format(0)), WRITE.format(0), "optimizer state"
     ),
-    "a fifth part takes a slot before the first has left it": Fault(
-        replace(MANY, border=LATE_AHEAD), 0, move(READ.format(4), UPDATE.format(0)), READ.format(4), "takes slot 0 of 4"
+    "a seventh part takes a slot before the first has left it": Fault(
+        replace(MANY, border=LATE_AHEAD), 0, move(READ.format(6), UPDATE.format(0)), READ.format(6), "takes slot 0 of 6"
     ),
 }
 
@@ -95,7 +97,7 @@ def test_a_planted_fault_is_refused(fault: Fault) -> None:
     fault.assert_refused()
 
 
-@pytest.mark.parametrize("change", [drop(READ.format(1)), alter(READ.format(1), buckets=(4,))])
+@pytest.mark.parametrize("change", [drop(READ.format(1)), alter(READ.format(1), buckets=(6,))])
 def test_what_is_not_read_for_the_next_list_is_named(change: Change) -> None:
     step = step_of(replace(MANY, border=FIRST_AHEAD))
     with pytest.raises(ProgramError, match="nothing makes the optimizer state in host memory of part 0 of bucket 1"):
@@ -113,11 +115,11 @@ def test_lists_on_both_sides_have_to_agree(border: Border) -> None:
 
 @pytest.mark.parametrize("border", [ON_TIME, LATE])
 def test_reads_run_beside_the_last_backward(border: Border) -> None:
-    """Reads alone take time: 1 for a byte, 3 bytes for an element. The backward hides those of the first four parts,
-    and the forwards of the first five units a part of the last two.
+    """Reads alone take time: 1 for a byte, 3 bytes for an element. The backward hides those of the first six parts,
+    and the forwards of the first seven units a part of the last two.
     """
     own = replace(MANY, micro_batches=1, border=border)
-    sizes = (70, 90, 90, 90, 90, 50)
+    sizes = (70, *[90] * 6, 50)
 
     def step(ahead: bool) -> float:
         model = replace(own, ahead=ahead, border=replace(border, ahead=ahead and border.is_late))
@@ -125,7 +127,7 @@ def test_reads_run_beside_the_last_backward(border: Border) -> None:
         times = ChunkTimes((300.0,), (3 * sum(sizes),), per_byte={Lane.FROM_DISK: 1.0})
         return simulate([made.lists[0, 0]], times, [made.shapes[0, 0]], border=model.border, steps=3).step
 
-    waits = [3 * sum(sizes[: at + 1]) - 50 * at for at in range(6)]
+    waits = [3 * sum(sizes[: at + 1]) - 300 / 8 * at for at in range(8)]
     assert step(ahead=False) == pytest.approx(3 * sum(sizes) + 300 + max(waits))
-    left = max(3 * 90 - 50 * 4, 3 * (90 + 50) - 50 * 5)
+    left = max(3 * 90 - 300 / 8 * 6, 3 * (90 + 50) - 300 / 8 * 7)
     assert step(ahead=True) == pytest.approx(3 * sum(sizes) + 300 + left)

@@ -25,7 +25,7 @@ DISK = Model(pp=1, micro_batches=2, zero=0, parts=(Tier.DEVICE, Tier.DISK))
 HOST = replace(DISK, parts=(Tier.HOST,))
 LATE_HOST = replace(HOST, border=LATE)
 LEAVING = Model(pp=1, micro_batches=1, zero=0, units=(4,), leaving=1.0)
-MANY = Model(pp=1, micro_batches=1, zero=0, units=(4,), parts=(Tier.DISK,))
+MANY = Model(pp=1, micro_batches=1, zero=0, units=(6,), parts=(Tier.DISK,))
 PART = "(bucket 1, part {})"
 UNIT = "(micro-batch 0, chunk 0, unit 1)"
 
@@ -156,8 +156,8 @@ FAULTS = {
     "a slot that another part has": (
         MANY,
         late_slots,
-        "read optimizer state (bucket 4, part 0)",
-        "takes slot 0 of 4, which part 0 of bucket 0 has not left",
+        "read optimizer state (bucket 6, part 0)",
+        "takes slot 0 of 6, which part 0 of bucket 0 has not left",
     ),
 }
 
@@ -187,9 +187,9 @@ def test_the_checker_names_the_instruction_that_takes_a_used_slot() -> None:
     """The account of values knows nothing of slots: this list would overwrite a gradient that is still to be used."""
     step = step_of(MANY)
     planted = tuple(late_slots(list(step.lists[0, 0])))
-    with pytest.raises(ProgramError, match="takes slot 0 of 4, which part 0 of bucket 0 has not left") as refused:
+    with pytest.raises(ProgramError, match="takes slot 0 of 6, which part 0 of bucket 0 has not left") as refused:
         checked(changed(step, 0, planted))
-    assert refused.value.number == find(list(planted), "read optimizer state (bucket 4")
+    assert refused.value.number == find(list(planted), "read optimizer state (bucket 6")
 
 
 @pytest.mark.parametrize("seed", range(40))

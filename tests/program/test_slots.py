@@ -15,9 +15,9 @@ from megazero.program.step import settling_list
 from megazero.program.times import ChunkTimes
 from tests.program.steps import Model, Step, step_of
 
-SIX = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(4,), parts=(Tier.DISK,))
-"""Embedding, four blocks and a head: six buckets of 70, 90, 90, 90, 90 and 50 bytes, one part each."""
-SIZES = (70, 90, 90, 90, 90, 50)
+EIGHT = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(6,), parts=(Tier.DISK,))
+"""Embedding, six blocks and a head: eight buckets of 70, six times 90, and 50 bytes, one part each."""
+SIZES = (70, *[90] * 6, 50)
 
 
 def ran(step: Step, per_byte: dict[Lane, float], *, steps: int = 1, forward: float = 100.0) -> SimulationReport:
@@ -29,39 +29,39 @@ def spans(report: SimulationReport, op: Op) -> dict[int, tuple[float, float]]:
     return {s.instruction.buckets[0]: (s.start, s.end) for s in report.messages[0] if s.instruction.op is op}
 
 
-def test_a_read_waits_for_the_slot_of_the_fourth_part_before_it() -> None:
-    """Reads are free, and writes take 3 for each byte: the fifth part is read when the first one is written."""
-    report = ran(step_of(SIX), {Lane.TO_DISK: 1.0})
+def test_a_read_waits_for_the_slot_of_the_sixth_part_before_it() -> None:
+    """Reads are free, and writes take 3 for each byte: the seventh part is read when the first one is written."""
+    report = ran(step_of(EIGHT), {Lane.TO_DISK: 1.0})
     end, written = 300.0, []
     for size in SIZES:
         end += 3 * size
         written.append(end)
     reads, writes = spans(report, Op.READ_STATE), spans(report, Op.WRITE_STATE)
-    assert [writes[bucket][1] for bucket in range(6)] == written
-    assert [reads[bucket][0] for bucket in range(6)] == [300.0] * SLOTS + written[:2]
+    assert [writes[bucket][1] for bucket in range(8)] == written
+    assert [reads[bucket][0] for bucket in range(8)] == [300.0] * SLOTS + written[:2]
 
 
 def test_a_slot_is_free_when_both_the_parameters_and_the_state_have_left_it() -> None:
     """Here the copies to the device take longest, 1 for each byte of parameters. State is written at once."""
-    report = ran(step_of(SIX), {Lane.TO_DEVICE: 10.0, Lane.TO_DISK: 0.5})
+    report = ran(step_of(EIGHT), {Lane.TO_DEVICE: 10.0, Lane.TO_DISK: 0.5})
     copies = spans(report, Op.COPY_PARAMETERS)
     reads = spans(report, Op.READ_STATE)
-    assert reads[4][0] == copies[0][1] == 300 + 10 * (70 // 2)
-    assert reads[5][0] == copies[1][1]
+    assert reads[6][0] == copies[0][1] == 300 + 10 * (70 // 2)
+    assert reads[7][0] == copies[1][1]
 
 
 def test_a_part_in_host_memory_takes_a_slot_too() -> None:
-    step = step_of(replace(SIX, parts=(Tier.HOST,)))
+    step = step_of(replace(EIGHT, parts=(Tier.HOST,)))
     report = ran(step, {Lane.HOST: 1.0})
     gradients, back = spans(report, Op.COPY_GRADIENT), spans(report, Op.COPY_PARAMETERS)
-    assert [gradients[bucket][0] for bucket in range(6)] == [300.0] * SLOTS + [back[0][1], back[1][1]]
+    assert [gradients[bucket][0] for bucket in range(8)] == [300.0] * SLOTS + [back[0][1], back[1][1]]
 
 
 def test_a_slot_goes_on_belonging_to_a_part_of_the_step_before() -> None:
     """What is written at the end of a step holds up the reads of the next one: with writes alone that take time a step
     takes as long as they do.
     """
-    report = ran(step_of(SIX), {Lane.TO_DISK: 10.0}, steps=3, forward=1.0)
+    report = ran(step_of(EIGHT), {Lane.TO_DISK: 10.0}, steps=3, forward=1.0)
     assert report.step == pytest.approx(30 * sum(SIZES))
 
 
@@ -70,7 +70,7 @@ def test_a_step_that_follows_another_waits_for_the_updates(border: object) -> No
     """An update of 90 bytes takes 5 for each. On time the whole of it is before the next forward: nothing computes
     meanwhile. So it is with late updates, where one computation reads all parameters.
     """
-    step = step_of(replace(SIX, units=(1,), parts=(Tier.HOST,), border=border, merged=True, overlap=False))  # type: ignore[arg-type]
+    step = step_of(replace(EIGHT, units=(1,), parts=(Tier.HOST,), border=border, merged=True, overlap=False))  # type: ignore[arg-type]
     report = ran(step, {Lane.HOST: 5.0}, steps=3)
     assert report.step == 300 + 5 * (70 + 90 + 50)
     assert len(report.ends) == 3 and len(report.spans[0]) == 6
@@ -80,7 +80,7 @@ def test_late_updates_lie_beside_the_first_forwards() -> None:
     """Cut into units, the first forward waits for its own bucket only. Of 210 bytes those behind the first one's are
     updated beside a forward that takes long.
     """
-    model = replace(SIX, units=(1,), parts=(Tier.HOST,), border=LATE, leaving=1.0)
+    model = replace(EIGHT, units=(1,), parts=(Tier.HOST,), border=LATE, leaving=1.0)
     report = ran(step_of(model), {Lane.HOST: 0.5}, steps=3)
     assert report.step == pytest.approx(300 + 0.5 * 70 + max(0, 0.5 * 90 - 100 / 3))
 
@@ -100,7 +100,7 @@ def test_several_stages_in_several_steps() -> None:
 
 def test_a_stage_may_have_nothing_to_do() -> None:
     """As where late updates are made alone, and nothing on a stage is trained."""
-    step = step_of(SIX)
+    step = step_of(EIGHT)
     shapes, times = [step.shapes[0, 0], without_state([1])], ChunkTimes((1.0, 1.0), (2.0, 2.0), update=1.0)
     report = simulate([settling_list(shapes[0]), ()], times, shapes, border=SETTLING)
     assert report.spans[1] == () and len(report.ends) == 1

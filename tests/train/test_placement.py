@@ -116,7 +116,7 @@ def measured(rank: int, size: int, folder: str) -> dict[str, float]:
 def test_all_ranks_get_the_rates_of_the_slowest(tmp_path: Path) -> None:
     first, other = run_ranks(2, measured, 2, str(tmp_path))
     assert first == other and set(first) == set(NAMES)
-    assert 0 <= first.pop("beside") <= 1 and min(first.values()) > 0
+    assert 0 <= first.pop("beside") <= 1 and first.pop("workspace") >= 0 and min(first.values()) > 0
     assert list(tmp_path.iterdir()) == [], "files of the measurement are removed"
 
 
@@ -151,6 +151,8 @@ def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
     chosen = parse_run([*flags, *found[1].split()], 1)
     kept, by_hand = (yaml.safe_load(text)["offload"] for text in (printed, dump(chosen)))
     assert kept == by_hand
+    elsewhere = [*flags, *auto, "--nvme-path", str(tmp_path / "not there"), "--print-config"]
+    assert yaml.safe_load(dry_run_text(parse_arguments(elsewhere, 1), 1))["offload"]["placement"] == FLAGS
     unknown = [*flags, "--placement", "auto", "--validate-only"]
     assert "--placement auto: the start measures the machine" in " ".join(
         dry_run_text(parse_arguments(unknown, 1), 1).split()

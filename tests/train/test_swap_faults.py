@@ -200,11 +200,13 @@ def test_another_run(flags: list[str], disks: Path, corpus: Path, tmp_path: Path
         "--lr 2e-3": "other settings (lr 0.001 -> 0.002",
         "--global-batch-size 4": "other settings (global-batch-size 8 -> 4",
         "--precision fp32": "another layout (precision bf16 -> fp32",
-        "--nvme-buffer-bytes 600KB": "another layout (nvme-buffer-bytes 300000 -> 600000",
+        "--nvme-buffer-bytes 600KB": "another layout (nvme-buffer-bytes 450000 -> 600000",
     }.items():
         found = other_settings(flags, *words.split())
         assert head + said in found, found
         assert "the command of that run with --save DIR, then this one with --load DIR" in found
+    unsaid = other_settings(flags, "--bucket-size", "5000")  # given now only, so the settings show no difference
+    assert head + "another layout (its parts have other sizes: --bucket-size, for one" in unsaid, unsaid
     (tmp_path / "more").mkdir()
     found = begin_fails([*flags_of(corpus, tmp_path, WORDS), *whole(tmp_path / "more", disks)])
     assert f"other folders (nvme-path {disks} -> {tmp_path}/more {disks})" in found

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 STEPS = 6
 BATCH = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3", "--eval-iters", "1"]
-SMALL = ["--nvme-buffer-bytes", "300KB"]
+SMALL = ["--nvme-buffer-bytes", "450KB"]
 LARGE, BUCKETS = ["--nvme-buffer-bytes", "4MB"], "--bucket-size 25000"
 """Two pieces, each of more than the 64 KiB in which folders share them."""
 
@@ -193,3 +193,17 @@ def problem_on_rank(rank: int, size: int, flags: list[str]) -> str:
     with pytest.raises(ConfigError) as raised:
         job_on_rank(rank, size, flags)
     return str(raised.value)
+
+
+@pytest.mark.parametrize("words", ["none", "cpu:0.5", "none --offload-params nvme --zero-stage 3"])
+def test_a_file_may_ask_for_whole_steps_where_no_optimizer_state_is_on_disks(
+    words: str, corpus: Path, tmp_path: Path
+) -> None:
+    """As `run.yaml` of a run with --nvme-checkpoint does, beside other flags. The run is the same without."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run.yaml").write_text(f"nvme_checkpoint: true\nnvme_path: [{tmp_path / 'disk'}]\n")
+    slots = SMALL if words != "none" else []
+    flags = [*flags_of(corpus, tmp_path, "--precision bf16"), *slots, "--offload-optimizer", *words.split()]
+    more = ["--nvme-path", str(tmp_path / "disk")] if "nvme" in words else []
+    assert run(2, ["--config", str(tmp_path / "run.yaml"), *flags], set()) == run(2, [*flags, *more], set())
+    assert not list((tmp_path / "disk").iterdir())
