@@ -26,6 +26,10 @@ from bench.workload import Entry, Workload, entry_from, workload_from
 MIB = 1 << 20
 
 
+class Unsupported(Exception):
+    """The contestant does not have what the workload asks for."""
+
+
 class Rank:
     """Executes the commands: each is the method of its name."""
 
@@ -46,6 +50,9 @@ class Rank:
         return {"versions": versions()}
 
     def build(self) -> dict[str, Any]:
+        """Contestants that know more than bf16 say so in PRECISIONS."""
+        if self.work.precision not in getattr(self.module, "PRECISIONS", ("bf16",)):
+            raise Unsupported(f"bench.contestants.{self.entry.module} has no {self.work.precision}")
         self.step = self.module.build(self.work, **self.entry.settings)
         return {}
 
@@ -122,7 +129,7 @@ def caught(replies: TextIO) -> Iterator[None]:
         traceback.print_exc()
         reply = {
             "error": f"{type(error).__name__}: {error}".splitlines()[0][:300],
-            "missing": isinstance(error, ImportError),
+            "missing": isinstance(error, ImportError | Unsupported),
         }
         print(json.dumps(reply), file=replies, flush=True)
 

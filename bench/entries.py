@@ -41,6 +41,12 @@ class Table:
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def in_precision(self, precision: str) -> Table:
+        """The same table with other products, which its title names."""
+        if precision == self.work.precision:
+            return self
+        return replace(self, title=f"{self.title}, {precision}", work=replace(self.work, precision=precision))
+
     def tiny(self) -> Table:
         """The same table with a tiny model and without compilation."""
         work = replace(self.work, layers=2, hidden=64, heads=2, sequence=32, vocabulary=256, micro_batch=2, threads=1)

@@ -2,6 +2,9 @@
 
 Both sides keep their files in folders of one temporary folder (`TMPDIR`), and open them with O_DIRECT. Updates at the
 end of a step and late ones are a table each, so that both meet the peers in turns.
+
+The state of a step is the same with fewer tokens, and the computation is shorter: tables on `FEW_ALONE` say what the
+disks decide, and those with several micro-batches what it takes to bring parameters for each.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bench.entries import ALONE, TWO_BLOCKS, Table, deepspeed, megazero
+from bench.entries import ALONE, FEW, TWO_BLOCKS, Table, deepspeed, megazero
 from bench.workload import Entry
 
 AIO = {
@@ -26,8 +29,10 @@ HOST = {"device": "cpu"}
 BUFFERS = 12
 """Of a group's fp32 values. Three groups are under way, with three tensors and a gradient each."""
 DISKS = {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": BUFFERS}
-AS_MUCH = ("--nvme-buffer-bytes", str(BUFFERS * 4 * SUB_GROUP))
-"""megazero's host memory for what is on its way: that of these buffers."""
+AS_MUCH = ("--nvme-path", "{folder}", "--nvme-buffer-bytes", str(BUFFERS * 4 * SUB_GROUP))
+"""megazero's disks, and its host memory for what is on its way: that of these buffers."""
+WITHIN = ("--device-memory-budget", "2GB", "--host-memory-budget", "1GB", *AS_MUCH)
+"""Less than what DeepSpeed takes with its optimizer state on disks: 3.5 GB in bf16, more in fp32."""
 PARAMETERS = {"device": "nvme", "buffer_count": 12, "buffer_size": ALONE.vocabulary * ALONE.hidden, "max_in_cpu": 0}
 """A buffer holds the largest parameter, and no other host memory has any."""
 
@@ -38,6 +43,7 @@ def infinity(stage: int, name: str, **zero: Any) -> Entry:
     return deepspeed(stage, "", title, replicas=1, zero={"sub_group_size": SUB_GROUP, **zero}, aio=AIO)
 
 
+STATE_ON_DISKS = infinity(3, "NVMe", offload_optimizer=DISKS)
 KINDS = {
     "host": (
         "optimizer state in host memory",
@@ -47,26 +53,50 @@ KINDS = {
     "nvme": (
         "optimizer state on disks",
         ("--offload-optimizer", "nvme", *AS_MUCH),
-        (infinity(3, "NVMe", offload_optimizer=DISKS),),
+        (STATE_ON_DISKS,),
     ),
     "nvme-params": (
         "optimizer state and parameters on disks",
         ("--offload-optimizer", "nvme", "--offload-params", "nvme", *AS_MUCH),
         (infinity(3, "NVMe, parameters too", offload_optimizer=DISKS, offload_param=PARAMETERS, **TWO_BLOCKS),),
     ),
+    "nvme-limit": (
+        "DeepSpeed's optimizer state on disks, megazero's placed by search within less memory than DeepSpeed takes",
+        ("--placement", "auto", *WITHIN),
+        (STATE_ON_DISKS,),
+    ),
 }
 """What rests off the device: the words for it, megazero's flags, the rivals."""
 
 
-def offloaded(kind: str, late: bool) -> Table:
-    """The table of a kind, with late updates of megazero or without."""
+FEW_ALONE = replace(ALONE, name="wide, few tokens, one process", sequence=FEW.sequence)
+"""A quarter of the tokens."""
+ACCUMULATED = replace(FEW_ALONE, name="wide, few tokens, four micro-batches, one process", micro_batches=4)
+"""As many tokens as `ALONE`, in four micro-batches."""
+WORKLOADS = {"": ALONE, "-few": FEW_ALONE, "-accumulated": ACCUMULATED}
+"""By what the names of their tables end with."""
+
+
+def offloaded(kind: str, size: str, late: bool) -> Table:
+    """The table of a kind on a workload, with late updates of megazero or without."""
+    work = WORKLOADS[size]
     where, flags, rivals = KINDS[kind]
     on_time = megazero(f"megazero, {kind}", *flags)
     ours = replace(megazero(f"megazero, {kind}, late", *flags, "--late-update"), note="the updates of the step before")
-    title = f"{where}: one process with 2 threads, BLOOM, 8 layers of 1024, 1 x {ALONE.sequence} tokens"
+    batch = f"{work.samples} x {work.sequence} tokens" + (", one sample at a time" if work.micro_batches > 1 else "")
+    title = f"{where}: one process with 2 threads, BLOOM, 8 layers of 1024, {batch}"
     if late:
-        return Table(f"offload-{kind}-late", title, ALONE, ours, (on_time, *rivals))
-    return Table(f"offload-{kind}", title, ALONE, on_time, rivals)
+        return Table(f"offload-{kind}{size}-late", title, work, ours, (on_time, *rivals))
+    return Table(f"offload-{kind}{size}", title, work, on_time, rivals)
 
 
-OFFLOADED = tuple(offloaded(kind, late) for kind in KINDS for late in (False, True))
+SEARCHED = ("nvme-limit",)
+"""Kinds whose search chooses late updates or not, so that neither is given."""
+_ON_DISKS = [(kind, "-few") for kind in ("nvme", "nvme-limit", "nvme-params")] + [("nvme-params", "-accumulated")]
+_COMPARED = [*((kind, "") for kind in KINDS), *_ON_DISKS]
+OFFLOADED = tuple(
+    offloaded(kind, size, late)
+    for kind, size in _COMPARED
+    for late in (False, True)
+    if not (late and kind in SEARCHED)
+)

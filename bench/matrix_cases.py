@@ -59,7 +59,7 @@ def linear(z: Sizes, part: str, of_head: bool) -> Case:
     x, weight, grad = z.random(z.tokens, z.h), z.random(out, z.h, scale=0.02), z.random(z.tokens, out)
     into = torch.zeros(out, z.h)
     parts: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-        "forward": (lambda: op(x, weight, None), lambda: F.linear(x, weight)),
+        "forward": (torch.no_grad()(lambda: op(x, weight, None)), lambda: F.linear(x, weight)),
         "input gradient": (lambda: input_gradient(grad, weight), lambda: grad @ weight),
         "weight gradient": (lambda: add_weight_gradient(grad, x, into, True), lambda: into.add_(grad.t() @ x)),
     }

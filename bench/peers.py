@@ -2,6 +2,7 @@
 
     python -m bench.peers                       # every table
     python -m bench.peers --tables W1,ZeRO-1    # some
+    python -m bench.peers --precision fp32      # on a CPU without 16-bit products: DeepSpeed alone
     python -m bench.peers --quick               # a tiny model: does everything start?
 
 Results go to bench/results/ (JSON with every sample, a Markdown table, a plot).
@@ -156,6 +157,12 @@ def arguments() -> argparse.Namespace:
         "--tables", default=",".join(table.name for table in TABLES), help="names, with commas: %(default)s"
     )
     parser.add_argument("--only", default="", help="rivals whose name contains this")
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="of products; fp32 is for CPUs without 16-bit products, where torch's are slow (%(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=4, help="turns of each contestant (%(default)s)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no compilation: a smoke test")
@@ -171,7 +178,8 @@ def chosen(args: argparse.Namespace) -> list[Table]:
     tables = [
         replace(known[name], rivals=tuple(r for r in known[name].rivals if args.only in r.name)) for name in names
     ]
-    return [table.tiny() if args.quick else table for table in tables if table.rivals]
+    tables = [table.in_precision(args.precision) for table in tables if table.rivals]
+    return [table.tiny() if args.quick else table for table in tables]
 
 
 def main() -> None:

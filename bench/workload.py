@@ -19,8 +19,10 @@ TUNED = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch. All contestants use AdamW, clipping, bf16 products and fp32 master weights.
+    """A model and its batch. All contestants use AdamW and clipping.
 
+    precision      "bf16" has bf16 products and fp32 master weights; "fp32", which not all contestants know, is for
+                   processors without bf16 products
     micro_batch    samples of one forward pass
     micro_batches  forward passes of one optimizer step on one data-parallel rank
     threads        of one rank
@@ -38,6 +40,7 @@ class Workload:
     ranks: int = 1
     threads: int = 2
     device: str = "cpu"
+    precision: str = "bf16"
     lr: float = 3e-4
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)

@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-1, 2 and 3 with transformers' BLOOM: its bf16 engine with fp32 masters, and its own CPU Adam if that
-can be built. With state in host memory or on disks it needs that Adam, and for disks libaio's headers.
+"""DeepSpeed ZeRO-1, 2 and 3 with transformers' BLOOM: its bf16 engine with fp32 masters or its fp32 one, and its CPU
+Adam if that can be built. With state in host memory or on disks it needs that Adam, and for disks libaio's headers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from bench.contestants.common import decayed, loss_of, own_folder, rank
 from bench.contestants.transformers_ import model_of
 from bench.workload import Batches, Workload
+
+PRECISIONS = ("bf16", "fp32")
 
 
 def optimizer_of(kind: str, parameters: Any, work: Workload) -> Any:
@@ -61,7 +63,7 @@ def build(
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": work.clip,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": work.precision == "bf16"},
         "zero_optimization": {"stage": stage, "overlap_comm": False, **on_disks(zero or {}, own_folder())},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,

@@ -20,6 +20,8 @@ from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from megazero.train.trainer import Trainer
 
+PRECISIONS = ("bf16", "fp32")
+
 
 def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
     """The workload as flags of the program. Flags that the workload does not determine have BLOOM's values."""
@@ -38,7 +40,7 @@ def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:
         "--adam-beta2": work.betas[1],
         "--adam-eps": work.eps,
         "--weight-decay": work.weight_decay,
-        "--precision": "bf16",
+        "--precision": work.precision,
         "--device": work.device,
         "--train-iters": 20_000,
         "--eval-iters": 0,
@@ -57,12 +59,11 @@ def write_words(work: Workload, folder: Path) -> None:
 
 
 def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
-    """The job of this rank. Its process groups exist until the process ends."""
+    """The job of this rank. Its process groups exist until the process ends. "{folder}" in `layout` is its own one."""
     environment = Environment.read()
     folder = own_folder()
     write_words(work, folder)
-    disks = ("--nvme-path", str(folder)) if "nvme" in layout and "--nvme-path" not in layout else ()
-    words = [*flags_of(work, folder, replicas), *layout, *disks]
+    words = [*flags_of(work, folder, replicas), *(word.format(folder=folder) for word in layout)]
     run = parse_run(words, environment.world_size, model_source)
     prepared = prepare(run, environment.world_size, silent)
     return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))

@@ -96,6 +96,7 @@ class Step:
         spent = processor() - self.began
         moved = [now - before for now, before in zip(self._moved(), self.moved, strict=True)]
         self.job.state.model.wait_parameters()
+        self.job.state.model.host.wait()
         found = {
             "spans": list(self.recorder.spans),
             "steps": self.steps,
