@@ -95,8 +95,5 @@ SEARCHED = ("nvme-limit",)
 _ON_DISKS = [(kind, "-few") for kind in ("nvme", "nvme-limit", "nvme-params")] + [("nvme-params", "-accumulated")]
 _COMPARED = [*((kind, "") for kind in KINDS), *_ON_DISKS]
 OFFLOADED = tuple(
-    offloaded(kind, size, late)
-    for kind, size in _COMPARED
-    for late in (False, True)
-    if not (late and kind in SEARCHED)
+    offloaded(kind, size, late) for kind, size in _COMPARED for late in (False, True) if not (late and kind in SEARCHED)
 )

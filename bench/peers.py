@@ -2,7 +2,7 @@
 
     python -m bench.peers                       # every table
     python -m bench.peers --tables W1,ZeRO-1    # some
-    python -m bench.peers --precision fp32      # on a CPU without 16-bit products: DeepSpeed alone
+    python -m bench.peers --precision fp32      # for a CPU without 16-bit products; peers of several ranks have none
     python -m bench.peers --quick               # a tiny model: does everything start?
 
 Results go to bench/results/ (JSON with every sample, a Markdown table, a plot).

@@ -131,12 +131,13 @@ def in_one_process(
     compile: bool | str,
     precision: str,
 ) -> Step:
-    """A step in one process. logits_of: (model, tokens) -> logits. precision "master": bf16 parameters with fp32
-    masters, else fp32 parameters with autocast.
+    """A step in one process. logits_of: (model, tokens) -> logits. precision, of a workload in bf16: "master" for bf16
+    parameters with fp32 masters, else fp32 parameters with autocast.
 
     compile: True for model and loss as one graph, "blocks" for one of a block and one of the loss.
     """
-    master = precision == "master"
+    narrow = work.precision == "bf16"
+    master = narrow and precision == "master"
     model = model.to(torch.bfloat16) if master else model
     optimizer = (MasterAdamW if master else AutocastAdamW)(model.parameters(), work)
 
@@ -145,7 +146,7 @@ def in_one_process(
         compile_blocks(model)
 
     def forward(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(work.device, torch.bfloat16, enabled=not master):
+        with torch.autocast(work.device, torch.bfloat16, enabled=narrow and not master):
             logits = logits_of(model, tokens)
         result: Tensor = loss(logits, labels)
         return result

@@ -20,7 +20,7 @@ from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from megazero.train.trainer import Trainer
 
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 def flags_of(work: Workload, folder: Path, replicas: int) -> list[str]:

@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.contestants.megazero_ import build_megazero
+from bench.contestants.megazero_ import PRECISIONS, build_megazero
 from bench.workload import Workload
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels
 from megazero.train.job import Job
+
+__all__ = ["PARTS", "PRECISIONS", "build"]
 
 PARTS = ("forward", "backward", "loss", "optimizer", "communication", "other")
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from bench.contestants.common import Step, in_one_process
 from bench.workload import Workload
 
+PRECISIONS = ("bf16", "fp32")
+
 
 class Attention(nn.Module):
     """Causal self-attention; eager: scores are written out, which a compiler turns into fewer passes."""

@@ -14,6 +14,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from bench.contestants.common import Step, in_one_process
 from bench.workload import Workload
 
+PRECISIONS = ("bf16", "fp32")
+
 
 def bloom(work: Workload) -> nn.Module:
     """transformers has one attention for BLOOM, the eager one."""
