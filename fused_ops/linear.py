@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_ops.blocks import opmath_dtype
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
-from fused_ops.widened import add_row_product, input_product, lacks_products, weight_product
+from fused_ops.products import add_row_product, input_product, own_products, weight_product
 
 FEW = 16
 """Up to this many rows the CPU kernel for few rows is used. There it is not slower than torch's product, which is made
@@ -29,31 +29,24 @@ a wider result. Products that are rounded to fp16 have an error of 2e-4.
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight^T + bias: x [..., k], weight [n, k], bias [n] or None -> [..., n]. 16-bit sums are fp32."""
+    if x.device.type != "cpu" or not x.numel() or torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
     n, k = weight.shape
-    few = x.numel() <= FEW * k
-    if (
-        x.device.type == "cpu"
-        and x.numel()
-        and (few or bias is not None)
-        and weight.is_contiguous()
-        and not torch.is_grad_enabled()
-    ):
-        library = kernels(x, weight) if bias is None else kernels(x, weight, bias)
-        if library is not None and not library.on_device:
-            if few:
-                y = x.new_empty((*x.shape[:-1], n))
-                library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)
-                return y
-            if bias is not None and _adds_bias(x.dtype):
-                return _biased(x.contiguous(), weight, bias)
-    if lacks_products(x) and not torch.is_grad_enabled():
+    library = (kernels(x, weight) if bias is None else kernels(x, weight, bias)) if weight.is_contiguous() else None
+    if library is not None and not library.on_device and x.numel() <= FEW * k:
+        y = x.new_empty((*x.shape[:-1], n))
+        library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)
+        return y
+    if own_products(x):
         return weight_product(x, weight, bias)
+    if library is not None and not library.on_device and bias is not None and _adds_bias(x.dtype):
+        return _biased(x.contiguous(), weight, bias)
     return F.linear(x, weight, bias)
 
 
 def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """Write x weight^T to `out` [m, n], for x [m, k] and weight [n, k], without autograd."""
-    return weight_product(x, weight, out=out) if lacks_products(x) else torch.mm(x, weight.t(), out=out)
+    return weight_product(x, weight, out=out) if own_products(x) else torch.mm(x, weight.t(), out=out)
 
 
 def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -87,7 +80,7 @@ def _adds_bias(dtype: torch.dtype) -> bool:
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """grad weight: grad [..., n], weight [n, k] -> [..., k], contiguous, in a storage of its own."""
-    return input_product(grad, weight) if lacks_products(grad) else torch.matmul(grad, weight)
+    return input_product(grad, weight) if own_products(grad) else torch.matmul(grad, weight)
 
 
 @torch.no_grad()
@@ -97,6 +90,9 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
     For 16-bit factors and an fp32 `into` the product is not rounded to 16 bits, if there is a kernel for this processor
     or the device has a product with a wider result. On CUDA this is one cuBLAS product that accumulates into `into`.
     """
+    if own_products(grad):
+        add_row_product(grad, x, into, add)
+        return
     library = _library(grad, x, into)
     if library is not None:
         shape = grad.shape[0], grad.shape[1], x.shape[1]
@@ -104,9 +100,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
             f"weight_gradient_{suffix(grad.dtype)}", *shape, grad, grad.stride(0), x, x.stride(0), into, int(add)
         )
         return
-    if lacks_products(grad):
-        add_row_product(grad, x, into, add)
-    elif into.dtype != grad.dtype:
+    if into.dtype != grad.dtype:
         _widened(grad, x, into, add)
     elif add:
         into.addmm_(grad.t(), x)

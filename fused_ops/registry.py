@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from fused_ops import linear
+from fused_ops import linear, products
 from fused_ops.attention import kernel
 from fused_ops.blocks import HALVES
 from fused_ops.native.binding import Library
@@ -55,7 +55,8 @@ def describe(
     """Op -> the body that runs on the device, in words: "avx512 kernel" or "torch reference". fp64 always uses the
     latter.
 
-    dtype  of the tensors; a kernel that is refused for it does not count
+    dtype  of the tensors; a kernel that is refused for it does not count. With a dtype, on a CPU, the products of
+           matrices are an op more
     fp8    include the casts of --fp8, for which only GPUs have a kernel
     """
     kind, _, index = str(device).partition(":")
@@ -71,7 +72,12 @@ def describe(
     if fp8:
         library = libraries[OPS[0]]
         libraries |= dict.fromkeys(FP8_OPS, library if library is not None and library.on_device else None)
-    return {op: REFERENCE if library is None else f"{library.level} kernel" for op, library in libraries.items()}
+    bodies = {op: REFERENCE if library is None else f"{library.level} kernel" for op, library in libraries.items()}
+    if kind == "cpu" and dtype is not None:
+        bodies["product"] = products.body_of(dtype)
+        if products.own_products(torch.empty(0, dtype=dtype, device="cpu")):
+            bodies["weight_gradient"] = bodies["product"]
+    return bodies
 
 
 def refusal(op: str, dtype: torch.dtype | None) -> str:
@@ -96,6 +102,11 @@ def block_products() -> str:
         library.call(f"block_layout_{name}", answer)
         found.append(f"{name} {_LAYOUTS[int(answer)]}")
     return ", ".join(found)
+
+
+def product_bodies() -> str:
+    """How products of each dtype are computed on this CPU."""
+    return ", ".join(f"{name} {products.body_of(dtype)}" for dtype, name in SUFFIXES.items())
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_ops.blocks import opmath_dtype
 from fused_ops.native.library import kernels, suffix
+from fused_ops.products import lacks_products, product
 
 
 def store_keys_values(
@@ -86,11 +87,18 @@ def _reference(
     whole = b == keys.shape[0]
     seen = [(cache if whole else cache.index_select(0, slots))[:, :, :reach] for cache in (keys, values)]
     rows = query.permute(1, 2, 3, 0, 4).reshape(b, groups, repeats * s, head_dim)
-    scores = torch.matmul(rows, seen[0].transpose(2, 3)).view(b, groups, repeats, s, reach).to(dtype) * scale
+    scores = _product(rows, seen[0].transpose(2, 3)).view(b, groups, repeats, s, reach).to(dtype) * scale
     distance = torch.arange(reach, device=mixed.device) - places.t().unsqueeze(2)
     if slopes is not None:
         scores += slopes.to(dtype).view(groups, repeats, 1, 1) * distance.view(b, 1, 1, s, reach)
     scores.masked_fill_(distance.view(b, 1, 1, s, reach) > 0, float("-inf"))
     probabilities = scores.softmax(-1).to(mixed.dtype).view(b, groups, repeats * s, reach)
-    context = torch.matmul(probabilities, seen[1]).view(b, groups, repeats, s, head_dim)
+    context = _product(probabilities, seen[1]).view(b, groups, repeats, s, head_dim)
     return context.permute(3, 0, 1, 2, 4).reshape(s, b, groups * repeats * head_dim)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b for two batch dimensions: [b, g, m, k] and [b, g, k, n] -> [b, g, m, n]."""
+    if lacks_products(a):
+        return product(a.flatten(0, 1), b.flatten(0, 1), 1.0).unflatten(0, a.shape[:2])
+    return torch.matmul(a, b)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fused_ops.products import lacks_products, product
 from fused_ops.softmax import scaled_causal_alibi_softmax
-from fused_ops.widened import lacks_products, product
 
 
 def reference_attention(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fused_ops.blocks import HALVES
+from fused_ops.products import lacks
 
 
 class Body(Enum):
@@ -175,6 +176,9 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
 
 PASSED_OVER: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
     {
+        Body.FLASH: (
+            (lambda c, o: c.kind == "cpu" and lacks(c.dtype), "its products of 16 bits are slow on this processor"),
+        ),
         Body.FLEX: (
             # torch 2.11 to 2.13: blocks of 16 x 16 in the backward, and no tensor cores unless TF32 is allowed.
             (lambda c, o: c.dtype == torch.float32, "its fp32 backward works on blocks of 16"),

@@ -74,11 +74,22 @@ def level() -> str:
 @cache
 def processor_flags() -> frozenset[str]:
     """The flags of this processor in Linux's /proc/cpuinfo, such as `avx512_bf16`; empty elsewhere."""
+    return frozenset(_processor_line("flags").split())
+
+
+@cache
+def processor_vendor() -> str:
+    """The maker of this processor in Linux's /proc/cpuinfo, such as `AuthenticAMD`; empty elsewhere."""
+    return _processor_line("vendor_id").partition(": ")[2]
+
+
+def _processor_line(begin: str) -> str:
+    """The first line of Linux's /proc/cpuinfo that begins so; empty without one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    return next((line for line in lines if line.startswith(begin)), "")
 
 
 @cache

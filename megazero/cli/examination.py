@@ -104,12 +104,14 @@ def _kernels() -> Iterator[Finding]:
         return
     if asked == "reference":
         yield Finding("kernels", "off", "MEGAZERO_FUSED=reference: a step on the CPU takes about twice as long")
+        yield Finding("products", registry.product_bodies())
         return
     for name, load in (("kernels", library.cpu_library), ("matrix kernels", library.torch_library)):
         found = load(asked)
         missing = "every op runs its plain torch body: a step on the CPU takes about twice as long"
         yield Finding(name, f"{found.level}, {found.path}" if found else "none", "" if found else missing)
     yield Finding("block products", registry.block_products() or "none")
+    yield Finding("products", registry.product_bodies())
     for what, why in registry.refusals().items():
         yield Finding(what, "torch's own", f"the kernel is refused: {why}")
     bodies = registry.describe("cpu")

@@ -11,13 +11,11 @@ from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 
 from fused_ops.attention.selection import Body, choose
 from fused_ops.blocks import HALVES
 from fused_ops.linear import input_gradient, linear
-from fused_ops.widened import lacks_products
+from fused_ops.products import lacks_products
 from megazero.config.derive import padded_vocab
 from megazero.config.dtypes import compute_dtype
 from megazero.config.inventory import linears
@@ -25,16 +23,6 @@ from megazero.config.schema import Run
 from megazero.mpu.head_loss import blocks_of
 from megazero.pipeline.build import attention_support, attention_workload
 from megazero.system import device as devices
-
-_MEMORY = ProfilerConfig(
-    ProfilerState.CPU,
-    report_input_shapes=False,
-    profile_memory=True,
-    with_stack=False,
-    with_flops=False,
-    with_modules=False,
-    experimental_config=_ExperimentalConfig(),
-)
 
 
 def product_workspace(run: Run, device: torch.device) -> int:
@@ -97,7 +85,13 @@ def _execute(calls: Iterator[Callable[[], Tensor]]) -> None:
 @torch.no_grad()
 def _given_back(call: Callable[[], Tensor]) -> int:
     """The most bytes that a call has allocated in this thread, without its result."""
-    _enable_profiler_legacy(_MEMORY)  # the newer one writes a line to the terminal for each of its starts and ends
+    # Torch's own interfaces, and no public ones: a torch without them must not break a run that searches nothing.
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
+
+    # Shapes, memory, stacks, FLOPs, modules: memory alone.
+    memory = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(memory)  # the newer one writes a line to the terminal for each of its starts and ends
     try:
         kept = call()
     finally:

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torchs
 
 from fused_ops import attention
-from fused_ops.attention import causal_attention, sdpa
+from fused_ops.attention import causal_attention, sdpa, selection
 from fused_ops.attention import flex as attention_flex
 from fused_ops.attention import trial as attention_trial
 from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
@@ -100,6 +100,17 @@ def test_the_rule(asked: AttentionCase, support: AttentionSupport, body: Body, r
     found = choose(asked, support)
     assert found.body is body
     assert re.search(reason, found.reason), found.reason
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_flash_on_a_cpu_that_multiplies_16_bits_slowly(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto leaves it out for 16 bits; who asks for it gets it."""
+    monkeypatch.setattr(selection, "lacks", lambda dtype: slow and dtype == BF16)
+    decide = choose.__wrapped__  # the cache has this machine's answers
+    chosen = decide(case(**CPU), READY)
+    assert chosen.body is (Body.SOFTMAX if slow else Body.FLASH) and ("slow on this processor" in chosen.reason) == slow
+    assert decide(case(FP32, **CPU), READY).body is Body.FLASH
+    assert decide(case(**CPU), replace(READY, asked="flash")).body is Body.FLASH
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from fused_ops import products
 from fused_ops.native.library import EMULATED
 from tests.fused_ops.levels import CPU_LEVELS
 from tests.fused_ops.processors import PROCESSORS, on_processor
 from tests.parity.training import job_on_rank
+from tests.ranks import run_ranks
 
 MODELS = {
     "GPT-2": ("--position-embedding", "learned"),
@@ -52,12 +56,22 @@ bf16 has one that is 2e-5 off it. Beside 97 or 128 positions its nearest is 1e-3
 """
 
 
-def first_step(folder: Path, corpus: Path, model: str, precision: str) -> tuple[float, float]:
-    """Loss and gradient norm."""
+def flags_of(folder: Path, corpus: Path, model: str, precision: str) -> list[str]:
     scale = ("--loss-scale", "1024") if precision == "fp16" else ()
     data = ("--data-path", str(corpus), "--data-cache-path", str(folder / "cache"))
-    job, recorder = job_on_rank(0, 1, [*SIZE, *MODELS[model], *BATCH, *data, *scale, "--precision", precision])
-    job.fit()
+    return [*SIZE, *MODELS[model], *BATCH, *data, *scale, "--precision", precision]
+
+
+def first_step(folder: Path, corpus: Path, model: str, precision: str) -> tuple[float, float]:
+    """Loss and gradient norm."""
+    return step_on_rank(0, 1, flags_of(folder, corpus, model, precision), None)
+
+
+def step_on_rank(rank: int, size: int, flags: list[str], has: frozenset[torch.dtype] | None) -> tuple[float, float]:
+    """Loss and gradient norm on a processor that has products of these 16-bit dtypes; None: on this one."""
+    with mock.patch.object(products, "_has_products", products._has_products if has is None else has.__contains__):
+        job, recorder = job_on_rank(rank, size, flags)
+        job.fit()
     (record,) = recorder.records
     assert record.grad_norm is not None
     return record.loss, record.grad_norm
@@ -69,9 +83,11 @@ def exact(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
     return cache(lambda model: first_step(tmp_path_factory.getbasetemp(), corpus, model, "fp64"))
 
 
-def compare(found: tuple[float, float], exact: tuple[float, float]) -> None:
+def compare(
+    found: tuple[float, float], exact: tuple[float, float], allowed: tuple[float, float] = (LOSS, NORM)
+) -> None:
     off = [abs(ours / theirs - 1) for ours, theirs in zip(found, exact, strict=True)]
-    assert off[0] < LOSS and off[1] < NORM, f"loss off by {off[0]:.1e}, gradient norm by {off[1]:.1e}"
+    assert off[0] < allowed[0] and off[1] < allowed[1], f"loss off by {off[0]:.1e}, gradient norm by {off[1]:.1e}"
 
 
 @pytest.mark.sampled
@@ -103,3 +119,25 @@ def test_on_other_processors(
     """Whatever layout their block products want, and where they have none."""
     on_processor(processor, tmp_path, monkeypatch)
     compare(first_step(tmp_path_factory.getbasetemp(), corpus, model, precision), exact(model))
+
+
+HAVE = {"no 16-bit products": frozenset[torch.dtype](), "bf16 products": frozenset([torch.bfloat16])}
+"""Processor -> the 16-bit dtypes that torch multiplies fast there."""
+ALLOWED = {"bf16": (2e-4, 3e-3), "fp16": (1e-5, 3e-4)}
+DROPOUT = {"no dropout": (), "dropout": ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")}
+
+
+@pytest.mark.parametrize("dropout", DROPOUT)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("precision", ALLOWED)
+def test_processors_without_products(precision: str, tp: int, dropout: str, corpus: Path, tmp_path: Path) -> None:
+    """16 bits beside float64 on one rank, which draws the same masks."""
+    flags, exactly = (
+        [*flags_of(tmp_path, corpus, "BLOOM", p), *DROPOUT[dropout], "--make-vocab-size-divisible-by", "4"]
+        for p in (precision, "fp64")
+    )
+    exact = step_on_rank(0, 1, exactly, None)
+    for have in HAVE.values():
+        found, *others = run_ranks(tp, step_on_rank, tp, [*flags, "--tp", str(tp)], have)
+        assert all(other == found for other in others)
+        compare(found, exact, ALLOWED[precision])

@@ -35,7 +35,7 @@ template <typename T> struct Gelu {
   }
   MZ_INLINE F share(F x, F bell) {
     F below = tail(magnitude(x), bell);
-    return x > 0.0f ? 1.0f - below : below;
+    return choose(x > 0.0f, 1.0f - below, below);
   }
   MZ_INLINE F value(F x) { return x * share(x, bell(x)); }
   MZ_INLINE F slope(F x) {
@@ -58,8 +58,8 @@ template <typename T> struct GeluTanh {
 };
 
 template <typename T> struct Relu {
-  MZ_INLINE F value(F x) { return x <= 0.0f ? splat(0.0f) : x; }  // NaN is not <= 0
-  MZ_INLINE F back(F x, F grad) { return x <= 0.0f ? splat(0.0f) : grad; }  // stops even an infinite gradient
+  MZ_INLINE F value(F x) { return choose(x <= 0.0f, splat(0.0f), x); }  // NaN is not <= 0
+  MZ_INLINE F back(F x, F grad) { return choose(x <= 0.0f, splat(0.0f), grad); }  // stops even an infinite gradient
 };
 
 template <typename Act, typename T> void forward(int64_t threads, int64_t rows, int64_t columns, T* y, const T* x, const T* bias) {

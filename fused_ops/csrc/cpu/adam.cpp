@@ -33,8 +33,7 @@ MZ_INLINE F adam_lanes(float* w, const G* g, float* m, float* v, const AdamNumbe
   if (k.decay != 0.0f) grad += weight * k.decay;
   first += (grad - first) * k.new1;
   second = second * k.beta2 + (grad * grad) * k.new2;
-  F root = second;
-  for (int i = 0; i < LANES; ++i) root[i] = __builtin_sqrtf(second[i]);
+  F root = square_root(second);
   weight = weight * k.shrink - k.step_size * (first / (root / k.root + k.eps));
   store(m, first, n), store(v, second, n), store(w, weight, n);
   return weight;

@@ -23,9 +23,10 @@ MZ_INLINE F looked_up(const uint8_t* bytes, F numbers) {
   const __m512i halves = _mm512_set_epi32(0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4);
   return (F)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, halves), (__m512)numbers);  // it looks at the lowest 4 bits
 #else
-  F x;
-  for (int i = 0; i < LANES / 2; ++i) x[2 * i] = numbers[bytes[i] >> 4], x[2 * i + 1] = numbers[bytes[i] & 15];
-  return x;
+  float table[LANES], x[LANES];
+  store(table, numbers);
+  for (int i = 0; i < LANES / 2; ++i) x[2 * i] = table[bytes[i] >> 4], x[2 * i + 1] = table[bytes[i] & 15];
+  return load(x);
 #endif
 }
 
@@ -56,10 +57,10 @@ template <typename T>
 MZ_INLINE void decode_8(const uint8_t* codes, int64_t start, int64_t stop, const float* table, float scale, T* out) {
   for (int64_t i = start; i < stop; i += LANES) {
     int64_t lanes = std::min<int64_t>(LANES, stop - i);
-    F x{};
+    float x[LANES] = {};
     for (int64_t j = 0; j < lanes; ++j) x[j] = table[codes[i + j]];
-    if (lanes == LANES) store_exact(out + i, x * scale);
-    else store_exact(out + i, x * scale, lanes);
+    if (lanes == LANES) store_exact(out + i, load(x) * scale);
+    else store_exact(out + i, load(x) * scale, lanes);
   }
 }
 

@@ -39,7 +39,7 @@ MZ_INLINE void dropped_row(int64_t columns, T* y, const T* x, const T* bias, con
   each_vector(columns, [&](int64_t i, int64_t n) MZ_LAMBDA {
     F value = load(x + i, n);
     if (bias) value += load(bias + i, n);
-    value = dropped(mask, i, drop.threshold) ? splat(0.0f) : value * drop.factor;
+    value = choose(dropped(mask, i, drop.threshold), splat(0.0f), value * drop.factor);
     if (residual) value += load(residual + i, n);
     store(y + i, value, n);
   });
@@ -75,7 +75,7 @@ void backward(int64_t threads, int64_t rows, int64_t columns, T* dx, float* dbia
       Mask mask = mask_of(drop.keys[row]);
       each_vector(columns, [&](int64_t i, int64_t n) MZ_LAMBDA {
         F value = load(grad + row * columns + i, n);
-        value = dropped(mask, i, drop.threshold) ? splat(0.0f) : value * drop.factor;
+        value = choose(dropped(mask, i, drop.threshold), splat(0.0f), value * drop.factor);
         store(dx + row * columns + i, value, n);
         store(sums + i, load(sums + i, n) + value, n);
       });

@@ -33,8 +33,8 @@ MZ_INLINE void put_vector(int64_t* p, L x, int64_t n) { memcpy(p, &x, n * 8); }
 
 // A NaN in either operand is propagated.
 struct Sum { template <typename V> MZ_INLINE V of(V a, V b) { return a + b; } };
-struct Max { template <typename V> MZ_INLINE V of(V a, V b) { return (a > b) | (a != a) ? a : b; } };
-struct Min { template <typename V> MZ_INLINE V of(V a, V b) { return (a < b) | (a != a) ? a : b; } };
+struct Max { template <typename V> MZ_INLINE V of(V a, V b) { return choose((a > b) | (a != a), a, b); } };
+struct Min { template <typename V> MZ_INLINE V of(V a, V b) { return choose((a < b) | (a != a), a, b); } };
 
 template <typename Op, typename T> void combine(int64_t threads, int64_t count, int64_t members, const T* const* parts, T* out) {
   parallel_for(count, 1 << 16, (int)threads, [&](int64_t begin, int64_t end) {

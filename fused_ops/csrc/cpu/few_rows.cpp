@@ -13,25 +13,6 @@ constexpr int64_t STEP = 2 * LANES;
 
 template <int M> constexpr int OUTPUTS = M == 8 ? 2 : M == 4 ? 4 : 8;  // at a time
 
-// Lane i is the sum of v[i], in the order of `sum` (halves, quarters, neighbours), for several vectors at once.
-MZ_INLINE F sums_of(const F (&v)[16]) {
-  F half[8], quarter[4], eighth[2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    half[i] = MZ_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-              MZ_SHUFFLE(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-    quarter[i] = MZ_SHUFFLE(half[2 * i], half[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                 MZ_SHUFFLE(half[2 * i], half[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i)
-    eighth[i] = MZ_SHUFFLE(quarter[2 * i], quarter[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-                MZ_SHUFFLE(quarter[2 * i], quarter[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-  return MZ_SHUFFLE(eighth[0], eighth[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         MZ_SHUFFLE(eighth[0], eighth[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
 // How STEP numbers of x and of the weight are held and multiplied: as two vectors of floats, in the order in which T is
 // loaded.
 template <typename T> struct Floats {

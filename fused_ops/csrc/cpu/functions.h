@@ -66,7 +66,7 @@ template <typename T> MZ_INLINE Shares logistic2(F t) {
     return {own, at_most(e, std::numeric_limits<float>::max()) * own};  // not inf * 0
   }
   F e = exp2<T>(below_zero(t)), near = inverse<T>(1.0f + e), far = e * near;
-  return {t < 0.0f ? far : near, t < 0.0f ? near : far};
+  return {choose(t < 0.0f, far, near), choose(t < 0.0f, near, far)};
 }
 
 }  // namespace mz

@@ -5,9 +5,6 @@ using namespace mz;
 
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef int8_t Signed __attribute__((vector_size(16)));
-
 constexpr int64_t BLOCK = 256, VECTORS = BLOCK / LANES, ALIGNMENT = 16;
 constexpr float SMALLEST = std::numeric_limits<float>::min(), LARGEST = std::numeric_limits<float>::max();
 constexpr int32_t INFINITE = 0x7f800000;
@@ -32,13 +29,16 @@ template <typename Body> MZ_INLINE void each_length(int64_t n, const Body& body)
 }
 
 MZ_INLINE I nearest(F x) {
-  for (int i = 0; i < LANES; ++i) x[i] = __builtin_rintf(x[i]);
-  return __builtin_convertvector(x, I);
+  float values[LANES];
+  store(values, x);
+  for (int i = 0; i < LANES; ++i) values[i] = __builtin_rintf(values[i]);
+  return to_int(load(values));
 }
 
 MZ_INLINE void store_bytes(uint8_t* to, I x) {
-  Bytes bytes = __builtin_convertvector(x, Bytes);
-  memcpy(to, &bytes, sizeof bytes);
+  int32_t codes[LANES];
+  memcpy(codes, &x, sizeof codes);
+  for (int i = 0; i < LANES; ++i) to[i] = (uint8_t)codes[i];
 }
 
 // What quantisation loses of the block goes to `error` where that is not null. Codes end with their last 16 bytes.
@@ -50,7 +50,7 @@ template <int BITS, typename T> MZ_INLINE void quantise_block(const T* x, float*
     values[k] = lanes > 0 ? load(x + k * LANES, lanes) : F{};
     if (error && lanes > 0) values[k] += load(error + k * LANES, lanes);
     I bits = as_int(magnitude(values[k]));  // the order of numbers, with NaN above infinity
-    most = bits > most ? bits : most;
+    most = choose(bits > most, bits, most);
   }
   int32_t largest = 0;
   for (int i = 0; i < LANES; ++i) largest = std::max(largest, most[i]);
@@ -67,7 +67,7 @@ template <int BITS, typename T> MZ_INLINE void quantise_block(const T* x, float*
       int64_t at = k + half, lanes = n - at * LANES;
       code[half] = finite ? nearest(values[at] * inverse) : I{};
       if (error && finite && lanes > 0)
-        store(error + at * LANES, values[at] - __builtin_convertvector(code[half], F) * scale, lanes);
+        store(error + at * LANES, values[at] - to_float(code[half]) * scale, lanes);
     }
     if (BITS == 8) store_bytes(codes + k * LANES, code[0]);
     else store_bytes(codes + k * LANES / 2, (code[0] + 8) | ((code[1] + 8) << 4));
@@ -93,14 +93,14 @@ template <int BITS, typename T> void quantise(int64_t threads, int64_t rows, int
 
 template <int BITS> MZ_INLINE F sixteen(const uint8_t* codes, int64_t vector) {
   if (BITS == 8) {
-    Signed bytes;
-    memcpy(&bytes, codes + vector * LANES, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, I), F);
+    float values[LANES];
+    for (int i = 0; i < LANES; ++i) values[i] = (float)(int8_t)codes[vector * LANES + i];
+    return load(values);
   }
-  Bytes bytes;
-  memcpy(&bytes, codes + vector / 2 * LANES, sizeof bytes);
-  I both = __builtin_convertvector(bytes, I);
-  return __builtin_convertvector((vector % 2 ? both >> 4 : both & 15) - 8, F);
+  const uint8_t* pairs = codes + vector / 2 * LANES;  // of this vector and the one before or behind
+  float values[LANES];
+  for (int i = 0; i < LANES; ++i) values[i] = (float)((vector % 2 ? pairs[i] >> 4 : pairs[i] & 15) - 8);
+  return load(values);
 }
 
 // The sum of a block of n elements over `parts` packed rows. It is rounded as on every other level: ranks on other

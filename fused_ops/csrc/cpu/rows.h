@@ -5,7 +5,6 @@
 #include "kernel.h"
 
 #define MZ_LAMBDA __attribute__((always_inline))
-#define MZ_MEMBER inline __attribute__((always_inline))
 
 namespace mz {
 

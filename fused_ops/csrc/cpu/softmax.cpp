@@ -22,15 +22,15 @@ template <typename Body> MZ_INLINE void each_seen(int64_t seen, int64_t keys, co
 }
 
 MZ_INLINE F hide_others(F value, const int64_t* documents, int64_t own, int64_t n) {
-  I same = {};
-  for (int64_t j = 0; j < n; ++j) same[j] = documents[j] == own ? -1 : 0;
-  return same ? value : splat(-INFINITY);
+  float same[LANES] = {};
+  for (int64_t j = 0; j < n; ++j) same[j] = documents[j] == own ? 1.0f : 0.0f;
+  return choose(load(same) != 0.0f, value, splat(-INFINITY));
 }
 
 // scale and slope are those of the scores times log2 e.
 template <typename T>
 MZ_INLINE void forward_row(T* x, float* scratch, int64_t seen, int64_t keys, float scale, float slope, const int64_t* documents) {
-  F top = splat(-INFINITY), distance = __builtin_convertvector(lane(), F) - (float)(seen - 1);
+  F top = splat(-INFINITY), distance = to_float(lane()) - (float)(seen - 1);
   each_seen(seen, keys, [&](int64_t i, int64_t n) MZ_LAMBDA {
     F value = load(x + i, n) * scale + (distance + (float)i) * slope;
     if (documents) value = hide_others(value, documents + i, documents[seen - 1], n);

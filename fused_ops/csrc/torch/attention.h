@@ -47,10 +47,10 @@ class Sight {
   const int32_t* end(int64_t sample) const { return ends.data() + sample * s; }
 };
 
-MZ_INLINE F positions() { return __builtin_convertvector(lane(), F); }
+MZ_INLINE F positions() { return to_float(lane()); }
 MZ_INLINE F within(F x, int64_t j, int64_t low, int64_t high, float other) {  // lanes j.. of a row outside [low, high) replaced
   I at = lane() + (int32_t)j;
-  return (at >= (int32_t)low) & (at < (int32_t)high) ? x : splat(other);
+  return choose((at >= (int32_t)low) & (at < (int32_t)high), x, splat(other));
 }
 
 }  // namespace mz

@@ -3,9 +3,8 @@
 // float). block_gemm.h describes the layouts of left and right operands of M. All sizes here are multiples of EDGE.
 #pragma once
 
-#include <memory>
-#include <new>
-
+#include "../cpu/buffer.h"
+#include "../cpu/transpose.h"
 #include "block_trial.h"
 
 namespace mz {
@@ -15,23 +14,6 @@ template <typename M> constexpr int64_t a_word = 4 / sizeof(M);  // elements
 
 MZ_INLINE int64_t round_down(int64_t n, int64_t unit) { return n / unit * unit; }
 MZ_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// Memory of a thread that is kept for its next call, since fresh pages take longer than the products that use them.
-template <typename V> class Buffer {
-  struct Free { void operator()(V* p) const { ::operator delete(p, std::align_val_t(64)); } };
-  std::unique_ptr<V, Free> memory;
-  int64_t size = 0;
-
- public:
-  V* of(int64_t n) {
-    if (n > size) {
-      memory.reset(static_cast<V*>(::operator new(n * sizeof(V), std::align_val_t(64))));
-      memset(static_cast<void*>(memory.get()), 0, n * sizeof(V));
-      size = n;
-    }
-    return memory.get();
-  }
-};
 
 // --- products -------------------------------------------------------------------------------------------------------
 
@@ -75,41 +57,25 @@ MZ_INLINE void gather(int64_t rows, int64_t columns, const T* from, int64_t ld, 
   memset(static_cast<void*>(to), 0, (all - rows) * wide * sizeof(M));
 }
 
-// Sixteen vectors, transposed in place: in each of four rounds, pairs of vectors exchange every other 1, 2, 4, 8 lanes.
-MZ_INLINE void transpose(U (&v)[LANES]) {
-#define MZ_EXCHANGE(STEP, LOW, HIGH)                   \
-  for (int i = 0; i < LANES; ++i)                      \
-    if (!(i & STEP)) {                                 \
-      U low = MZ_SHUFFLE(v[i], v[i + STEP], LOW);      \
-      v[i + STEP] = MZ_SHUFFLE(v[i], v[i + STEP], HIGH); \
-      v[i] = low;                                      \
-    }
-#define MZ_LIST(...) __VA_ARGS__
-  MZ_EXCHANGE(1, MZ_LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30), MZ_LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-  MZ_EXCHANGE(2, MZ_LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29), MZ_LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-  MZ_EXCHANGE(4, MZ_LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27), MZ_LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-  MZ_EXCHANGE(8, MZ_LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), MZ_LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-#undef MZ_LIST
-#undef MZ_EXCHANGE
-}
-
-// Calls put(column, words) for the transpose of 4-byte words [rows, columns]: words of sixteen rows, one column each.
+// Calls put(row, column, words) for the transpose of 4-byte words [rows, columns]: a register of words of one column.
 template <typename Put> MZ_INLINE void each_column(int64_t rows, int64_t columns, const void* from, int64_t ld, const Put& put) {
   const uint32_t* words = static_cast<const uint32_t*>(from);
-  for (int64_t i = 0; i < rows; i += LANES)
-    for (int64_t j = 0; j < columns; j += LANES) {
-      U v[LANES];
-      for (int k = 0; k < LANES; ++k) memcpy(&v[k], words + (i + k) * ld + j, sizeof(U));
+  for (int64_t i = 0; i < rows; i += NATIVE)
+    for (int64_t j = 0; j < columns; j += NATIVE) {
+      NativeU v[NATIVE];
+#pragma GCC unroll 16
+      for (int k = 0; k < NATIVE; ++k) memcpy(&v[k], words + (i + k) * ld + j, sizeof v[k]);
       transpose(v);
-      for (int k = 0; k < LANES; ++k) put(i, j + k, v[k]);
+#pragma GCC unroll 16
+      for (int k = 0; k < NATIVE; ++k) put(i, j + k, v[k]);
     }
 }
 
 // Tile [k, m] -> left operand [m, k]. A word of two 16-bit values gives a lane to each of two rows.
 template <typename M> MZ_INLINE void to_left_transposed(int64_t m, int64_t k, const M* tile, M* to) {
-  each_column(k, m / a_word<M>, tile, m / a_word<M>, [&](int64_t i, int64_t j, U v) {
+  each_column(k, m / a_word<M>, tile, m / a_word<M>, [&](int64_t i, int64_t j, NativeU v) {
     if constexpr (sizeof(M) == 2) {
-      H low = __builtin_convertvector(v & 0xffffu, H), high = __builtin_convertvector(v >> 16, H);
+      NativeH low = __builtin_convertvector(v & 0xffffu, NativeH), high = __builtin_convertvector(v >> 16, NativeH);
       memcpy(to + 2 * j * k + i, &low, sizeof low), memcpy(to + (2 * j + 1) * k + i, &high, sizeof high);
     } else {
       memcpy(to + j * k + i, &v, sizeof v);
@@ -122,7 +88,7 @@ template <typename M> MZ_INLINE void to_left_transposed(int64_t m, int64_t k, co
 template <typename M> MZ_INLINE void to_right_transposed(int64_t k, int64_t n, const M* tile, M* to) {
   if constexpr (!in_pairs<M>) return to_left_transposed(k, n, tile, to);
   uint32_t* words = reinterpret_cast<uint32_t*>(to);
-  each_column(n, k / 2, tile, k / 2, [&](int64_t i, int64_t j, U v) { memcpy(words + j * n + i, &v, sizeof v); });
+  each_column(n, k / 2, tile, k / 2, [&](int64_t i, int64_t j, NativeU v) { memcpy(words + j * n + i, &v, sizeof v); });
 }
 
 }  // namespace mz

@@ -1,4 +1,4 @@
-"""16-bit products on a CPU without instructions for them, against float64 and in a whole training step."""
+"""Products that torch computes slowly on a CPU: every body against float64, and in a whole training step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_ops import widened
+from fused_ops import products
+from fused_ops.attention.cached import cached_attention
 from fused_ops.attention.reference import reference_attention
 from fused_ops.blocks import HALVES
 from fused_ops.linear import add_weight_gradient, input_gradient, linear, linear_into
-from fused_ops.widened import (
+from fused_ops.native import library
+from fused_ops.products import (
     COLUMNS,
     DEPTH,
     ROWS,
     add_row_product,
     input_product,
     lacks_products,
+    own_products,
     product,
     weight_product,
 )
@@ -32,6 +35,7 @@ from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
+from tests.fused_ops.levels import CPU_LEVELS, the_same_for_any_threads
 from tests.parity.training import data_flags, small_model
 
 SHAPES = [
@@ -41,8 +45,23 @@ SHAPES = [
     (ROWS + 3, 3 * COLUMNS, 40),
     (5, 40, ROWS + 7),
     (ROWS + 3, 9, DEPTH + 3),
+    (780, 70, 520),
+    (13, 31, 0),
 ]
-"""m, n, k: one block of the result and less, blocks with a rest, whole blocks."""
+"""m, n, k: one block of the result and less, blocks with a rest, whole blocks; nothing to sum. In the kernel a tile has
+at most 768 x 512 elements, and 512 of k are packed at a time.
+"""
+PLAIN = "reference"
+
+
+@pytest.fixture(params=[PLAIN, *CPU_LEVELS])
+def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The plain body, or the kernel of an instruction set."""
+    name: str = request.param
+    monkeypatch.setenv("MEGAZERO_FUSED", name)
+    if name != PLAIN and library.cpu_library(name) is None:
+        pytest.skip("no compiler, no kernels")
+    return name
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int) -> Tensor:
@@ -75,13 +94,14 @@ class Products(TorchDispatchMode):
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without 16-bit products."""
-    monkeypatch.setattr(widened, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(products, "_has_products", lambda dtype: False)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", (torch.float32, *HALVES))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype, body: str) -> None:
     """Factors that are parts of wider tensors; a bias; three dimensions; a result in given memory."""
+    assert (products._kernel(drawn(1, dtype=dtype, seed=1)) is None) == (body == PLAIN)
     m, n, k = shape
     x, weight = drawn(m, k + 1, dtype=dtype, seed=1)[:, :k], drawn(n + 1, k, dtype=dtype, seed=2)[1:]
     grad, bias = drawn(m, n + 3, dtype=dtype, seed=3)[:, 2 : n + 2], drawn(n, dtype=dtype, seed=4)
@@ -108,7 +128,7 @@ def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype) -> None:
+def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype, body: str) -> None:
     a, b = (drawn(3, *shape, dtype=dtype, seed=seed).requires_grad_() for seed, shape in enumerate([(5, 7), (7, 4)]))
     grad = drawn(3, 5, 4, dtype=dtype, seed=9)
     found = product(a, b, 0.3)
@@ -119,6 +139,47 @@ def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype) -> None:
     assert a.grad is not None and b.grad is not None and exact_a.grad is not None and exact_b.grad is not None
     for one, other in ((found, exact), (a.grad, exact_a.grad), (b.grad, exact_b.grad)):
         assert one.dtype == dtype and once_rounded(one.detach(), other.detach(), torch.full_like(other, 10.0))
+
+
+def test_any_number_of_threads_gives_the_same_bits(body: str) -> None:
+    """Tiles of other sizes, and a sum in several packings."""
+    if body == PLAIN:
+        pytest.skip("the plain body's sums are torch's")
+    grad, weight = drawn(1200, 1100, dtype=torch.bfloat16, seed=1), drawn(1100, 300, dtype=torch.bfloat16, seed=2)
+    the_same_for_any_threads(lambda: [input_product(grad, weight), weight_product(weight, weight)])
+
+
+@pytest.mark.parametrize("strange", ["sum", "stride", "batch"])
+def test_a_wrong_kernel_is_refused(strange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial notices a missing summand, another line's stride, and the first matrix in place of the second."""
+    monkeypatch.setenv("MEGAZERO_FUSED", "auto")
+    kernel = library.cpu_library("auto")
+    if kernel is None:
+        pytest.skip("no compiler, no kernels")
+    call = kernel.call
+
+    def wrong(name: str, numbers: tuple[int, ...], *rest: Any) -> None:
+        places = {"sum": (3, -1), "stride": (9, 1), "batch": (4, -numbers[4])}
+        at, more = places[strange]
+        call(name, (*numbers[:at], numbers[at] + more, *numbers[at + 1 :]), *rest)
+
+    refusal = products.refusal.__wrapped__
+    assert refusal(kernel, torch.bfloat16) == ""
+    monkeypatch.setattr(kernel, "call", wrong)
+    assert "off by" in refusal(kernel, torch.bfloat16)
+
+
+def test_fp32_is_computed_here_on_amd_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both makers' answers, whatever this machine is; never without a kernel."""
+    x = torch.ones(3, 3)
+    monkeypatch.setenv("MEGAZERO_FUSED", "auto")
+    for faster in (True, False):
+        monkeypatch.setattr(products, "_is_faster", lambda faster=faster: faster)
+        assert own_products(x) == (faster and library.cpu_library("auto") is not None)
+        assert not own_products(x.double()) and not own_products(x.to("meta"))
+    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    monkeypatch.setenv("MEGAZERO_FUSED", PLAIN)
+    assert not own_products(x)
 
 
 def test_who_lacks_products(without: None) -> None:
@@ -139,8 +200,9 @@ def test_what_does_not_fit_is_refused() -> None:
         weight_product(x, weight[:, :6].float())
 
 
-def test_memory_grows_with_neither_tokens_nor_vocabulary() -> None:
+def test_memory_grows_with_neither_tokens_nor_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's allocator. What widens a whole factor would take twice the factor."""
+    monkeypatch.setenv("MEGAZERO_FUSED", PLAIN)
     grad, weight = (drawn(*shape, dtype=torch.bfloat16, seed=1) for shape in ((3 * DEPTH, DEPTH), (DEPTH, 9000)))
     sums = torch.zeros(600, 700)
     with profile(profile_memory=True) as recorded:
@@ -178,18 +240,55 @@ def uses() -> dict[str, Callable[[], object]]:
     }
 
 
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The dtypes of the factors that the kernel has multiplied."""
+    calls: list[str] = []
+    call = products._call
+
+    def counted(library: Any, a: Tensor, *rest: Any) -> None:
+        calls.append(str(a.dtype))
+        call(library, a, *rest)
+
+    monkeypatch.setattr(products, "_call", counted)
+    return calls
+
+
+@pytest.mark.parametrize("choice", [PLAIN, "auto"])
 @pytest.mark.parametrize("name", uses())
-def test_each_use_multiplies_in_fp32(name: str, without: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGAZERO_FUSED", "reference")
-    with Products() as products:
+def test_each_use_multiplies_in_fp32(
+    name: str, choice: str, without: None, kernel_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAZERO_FUSED", choice)
+    with Products() as seen:
         uses()[name]()
-    assert products.wide and not products.narrow
+    kernel = choice == "auto" and library.cpu_library("auto") is not None
+    assert (kernel_calls if kernel else seen.wide) and not seen.narrow
+
+
+def test_attention_on_a_cache_without_a_kernel_multiplies_in_fp32(
+    without: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as where torch multiplies 16 bits, up to one rounding of the scores."""
+
+    def context() -> Tensor:
+        mixed = drawn(3, 2, 2 * 3 * 8, dtype=torch.bfloat16, seed=1)
+        keys, values = (drawn(2, 2, 5, 8, dtype=torch.bfloat16, seed=seed) for seed in (2, 3))
+        places = torch.arange(2), torch.tensor([1, 2])
+        return cached_attention(mixed, keys, values, *places, 5, 2, 1, 8, scale=0.3, slopes=None)
+
+    monkeypatch.setenv("MEGAZERO_FUSED", PLAIN)
+    with Products() as seen:
+        here = context()
+    assert seen.wide and not seen.narrow
+    monkeypatch.setattr(products, "_has_products", lambda dtype: True)
+    assert torch.allclose(here.float(), context().float(), rtol=0.03, atol=0.02)
 
 
 @pytest.mark.parametrize("dropout", ["0", "0.1"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_training_step_has_no_16_bit_product(
-    precision: str, dropout: str, corpus: Path, tmp_path: Path, without: None
+    precision: str, dropout: str, corpus: Path, tmp_path: Path, without: None, kernel_calls: list[str]
 ) -> None:
     """Also where attention draws dropout, which no kernel does."""
     flags = ["--global-batch-size", "2", "--micro-batch-size", "2", "--train-iters", "2", "--eval-iters", "0"]
@@ -197,7 +296,7 @@ def test_a_training_step_has_no_16_bit_product(
     prepared = prepare(parse_run([*small_model(2, heads=4), *flags, *data_flags(corpus, tmp_path)[:-2]], 1), 1, silent)
     trainer = build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu")).trainer
     trainer.log._sinks = ()
-    with Products() as products:
+    with Products() as seen:
         trainer.train_step(stop=False)
         trainer.after_step()
-    assert products.wide > 10 and not products.narrow, products.narrow
+    assert len(kernel_calls) + seen.wide > 10 and not seen.narrow, seen.narrow
