@@ -59,16 +59,18 @@ def samples(
     """The memory at every instruction of a list. spare: the pool's buffers at its begin."""
     walk = _Walk(scope, sizes, spare)
     for number, i in enumerate(instructions):
-        walk.forget()
-        yield walk.run(number, i)
+        walk.moments.forget()
+        walk.run(number, i)
+        yield walk.moments.sample
 
 
 def peak(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes, spare: Sequence[int] = ()) -> Sample:
     """The first instruction at which most bytes are alive, with every allocation. spare: as in `samples`."""
-    walk = _Walk(scope, sizes, spare, with_places=True)
-    found = [walk.run(number, i) for number, i in enumerate(instructions)]
-    assert found, "a list without instructions"
-    return found[-1]
+    assert instructions, "a list without instructions"
+    walk = _Walk(scope, sizes, spare, _Moments(scope, with_places=True))
+    for number, i in enumerate(instructions):
+        walk.run(number, i)
+    return walk.moments.sample
 
 
 class Fullest(NamedTuple):
@@ -86,26 +88,78 @@ def fullest(instructions: Sequence[Instruction], scope: Scope, sizes: StepBytes)
     does = [effects(i, scope) for i in instructions]
     spare: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     while True:
-        walk = _Count(scope, sizes, spare[0], does)
+        counts = _Counts(scope)
+        walk = _Walk(scope, sizes, spare[0], counts)
         walk.account.host.spare += spare[1]
         for number, i in enumerate(instructions):
-            walk.step(number, i)
+            walk.run(number, i, does[number])
         before = spare
         spare = tuple(sorted(walk.account.pool.spare)), tuple(sorted(walk.account.host.spare))
         if spare == before:
-            return Fullest(walk.most, instructions[walk.number], sum(spare[1]))
+            return Fullest(counts.most, instructions[counts.fullest], sum(spare[1]))
+
+
+class _Moments:
+    """The moments at which a walk looks at its account, and of these the one with most bytes.
+
+    They are no part of the walk. Else what looks for it, such as `StateMemory`, would be in a cycle with the walk,
+    which only a collection frees.
+
+    account    that of the walk
+    at         number of the instruction that runs, and itself
+    most       bytes of the fullest moment; -1: there was none
+    """
+
+    def __init__(self, scope: Scope, *, with_places: bool = False) -> None:
+        self.account, self.with_places = MemoryAccount(scope.shape), with_places
+        self.at: tuple[int, Instruction] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the moment with most bytes."""
+        self.most = -1
+        self._sample: Sample | None = None
+
+    @property
+    def sample(self) -> Sample:
+        """The moment with most bytes since `forget`."""
+        assert self._sample is not None
+        return self._sample
+
+    def look(self, working: int = 0) -> None:
+        """A moment, with the bytes that exist at this moment only."""
+        total = self.account.total(working)
+        if total > self.most:
+            self.most = total
+            self._keep(working)
+
+    def _keep(self, working: int) -> None:
+        """Keep what there is at this moment."""
+        assert self.at is not None, "no instruction runs yet"
+        self._sample = self.account.sample(*self.at, working, with_places=self.with_places)
+
+
+class _Counts(_Moments):
+    """Moments of which the number of bytes alone is kept, and the number of the instruction."""
+
+    fullest = 0
+
+    def _keep(self, working: int) -> None:
+        assert self.at is not None, "no instruction runs yet"
+        self.fullest = self.at[0]
 
 
 class _Walk:
     """The account of one rank on its way through its list."""
 
-    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], *, with_places: bool = False) -> None:
-        self.scope, self.shape, self.sizes, self.with_places = scope, scope.shape, sizes, with_places
-        self.account = account = MemoryAccount(scope.shape)
+    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], moments: _Moments | None = None) -> None:
+        self.scope, self.shape, self.sizes = scope, scope.shape, sizes
+        self.moments = moments or _Moments(scope)
+        self._look, self.account = self.moments.look, self.moments.account
+        account = self.account
         account.pool.spare += spare
         self.copies = ActivationCopies(account, scope, sizes)
-        self.state = StateMemory(account, sizes, self._look)
-        self.forget()
+        self.state = StateMemory(account, sizes, self.moments.look)
         for number, bucket in enumerate(self.shape.buckets):
             stored = 0 if bucket.is_loaded else bucket.stored_bytes
             account.hold(account.of_bucket(MemoryColumn.PARAMETERS, number), stored)
@@ -120,21 +174,10 @@ class _Walk:
         account.hold(Place(MemoryColumn.OFFLOADED), sizes.host)
         account.hold(Place(MemoryColumn.LOGITS), sizes.logits)
 
-    def forget(self) -> None:
-        """Forget the moment with most bytes."""
-        self._most = -1
-        self._sample: Sample | None = None
-
-    def run(self, number: int, i: Instruction) -> Sample:
-        """Allocate and free what an instruction does; returns the moment with most bytes since `forget`."""
-        self.step(number, i)
-        assert self._sample is not None
-        return self._sample
-
-    def step(self, number: int, i: Instruction) -> None:
-        """Allocate and free what an instruction does."""
-        self._at = number, i
-        does = self._effects(number, i)
+    def run(self, number: int, i: Instruction, does: Effects | None = None) -> None:
+        """Allocate and free what an instruction does. does: its effects, if they are known."""
+        self.moments.at = number, i
+        does = does or effects(i, self.scope)
         for value in does.needs:
             if value[0] is Thing.PARAMETERS:  # what was gathered in blocks, or loaded to be gathered, is read
                 self.state.arrived(value[1])
@@ -165,16 +208,6 @@ class _Walk:
         elif i.op in COPIES:
             self.copies.run(i)
         self._look()
-
-    def _effects(self, number: int, i: Instruction) -> Effects:
-        return effects(i, self.scope)
-
-    def _look(self, working: int = 0) -> None:
-        """A moment, with the bytes that exist at this moment only."""
-        total = self.account.total(working)
-        if total > self._most:
-            self._most = total
-            self._sample = self.account.sample(*self._at, working, with_places=self.with_places)
 
     # --- computations ----------------------------------------------------------------------------------------------
 
@@ -254,22 +287,3 @@ class _Walk:
     def _border(value: Value) -> Place:
         part = "gradient" if value[0] is Thing.HIDDEN_GRADIENT else ""
         return Place(MemoryColumn.HIDDEN, value[1], value[2], value[3], part=part)
-
-
-class _Count(_Walk):
-    """A walk that looks for the number of bytes alone. does: what the instructions do.
-
-    number: of the instruction at which most are alive.
-    """
-
-    def __init__(self, scope: Scope, sizes: StepBytes, spare: Sequence[int], does: Sequence[Effects]) -> None:
-        self.most, self.number, self._does = -1, 0, does
-        super().__init__(scope, sizes, spare)
-
-    def _effects(self, number: int, i: Instruction) -> Effects:
-        return self._does[number]
-
-    def _look(self, working: int = 0) -> None:
-        total = self.account.total(working)
-        if total > self.most:
-            self.most, self.number = total, self._at[0]

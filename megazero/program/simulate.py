@@ -34,10 +34,10 @@ from megazero.program.meetings import Meetings, Message
 from megazero.program.processors import SHARED_LANES, Processors
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape, without_state
-from megazero.program.simulated_rank import SimulatedRank
+from megazero.program.simulated_rank import RankWork, SimulatedRank
 from megazero.program.span import Span
 from megazero.program.times import ChunkTimes
-from megazero.program.traffic import message_bytes, moved_bytes, updated_bytes
+from megazero.program.traffic import message_bytes, updated_bytes
 from megazero.program.values import Value, describe
 
 IN_FLIGHT = 2
@@ -141,8 +141,6 @@ class _Simulation:
             rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
             rank.ends += [0.0] * (steps * rank.is_done)  # a list without instructions
         self.meetings = Meetings(shapes, times.message)
-        self.actions = {Lane.COMPUTE: self._compute, Lane.STAGES: self._transfer}
-        self.actions |= dict.fromkeys(LOCAL_LANES, self._move)
 
     def run(self, pick: Callable[[list[int]], int] | None) -> None:
         able = deque(rank.number for rank in self.ranks)
@@ -179,18 +177,18 @@ class _Simulation:
     def _advance(self, rank: SimulatedRank, *, one: bool) -> Message | None:
         """Run a rank until it is done or blocked; returns the message that blocks it. one: at most one instruction."""
         while not rank.is_done:
-            i = rank.current
-            does = rank.effects
+            work = rank.work
             start = rank.clock
-            for values in (does.needs, does.takes):
+            for values in (work.does.needs, work.does.takes):
                 for value in values:
                     made = self._made(rank, value)
                     if isinstance(made, Message):
                         if made.end is None:
                             return made
                         made = made.end
-                    start = max(start, made)
-            message = self.actions.get(i.lane, self._communicate)(rank, i, does, start)
+                    if made > start:
+                        start = made
+            message = _ACTIONS.get(work.lane, _Simulation._communicate)(self, rank, rank.current, work, start)
             if message is not None:
                 return message
             rank.next += 1
@@ -209,11 +207,11 @@ class _Simulation:
             raise ProgramError(what, f"stage {rank.number}", rank.next, rank.current)
         return made
 
-    def _compute(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> None:
+    def _compute(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         if i.is_compute:
             units = rank.scope.units_of(i)
-            work = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
-            rank.clock = rank.processors.end(start, work)
+            alone = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
+            rank.clock = rank.processors.end(start, alone)
             rank.spans.append(Span(i, start, rank.clock))
         elif i.op is Op.UPDATE:
             size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
@@ -223,47 +221,48 @@ class _Simulation:
         else:
             rank.clock = start  # what is freed is waited for
         rank.processors.forget(rank.clock)
-        self._write(rank, does, rank.clock)
+        self._write(rank, work.does, rank.clock)
 
-    def _transfer(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> None:
+    def _transfer(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         """Post one end of a message between stages."""
         # A send follows its computation, and a receive reads nothing: both are posted at the rank's clock.
         message = self.meetings.transfer(rank.number, rank.next, i, rank.clock, rank.messages)
-        self._write(rank, does, message)
+        self._write(rank, work.does, message)
 
-    def _communicate(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> Message | None:
+    def _communicate(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> Message | None:
         shape = rank.scope.shape
         crosses = self.meetings.crosses(rank.number, i)
         if crosses and rank.last is not None and rank.last.end is None:
             return rank.last
-        before = rank.lanes.get(i.lane)
+        before = rank.lanes.get(work.lane)
         if before is not None:
             if before.end is None:
                 return before
             start = max(start, before.end)
         size = message_bytes(i, shape)
-        duration = self.times.per_byte.get(i.lane, 0.0) * size + self.times.latency * (size > 0)
+        duration = self.times.per_byte.get(work.lane, 0.0) * size + self.times.latency * (size > 0)
         message = self.meetings.collective(rank.number, rank.next, i, start, duration, rank.messages)
-        rank.lanes[i.lane] = message
+        rank.lanes[work.lane] = message
         rank.last = message if crosses else rank.last
-        self._write(rank, does, message)
+        self._write(rank, work.does, message)
         if i.op is Op.REDUCE and shape.buckets[i.buckets[0]].lends_gradient:
             self._limit(rank, i.buckets[0], message)
         return None
 
-    def _move(self, rank: SimulatedRank, i: Instruction, does: Effects, start: float) -> None:
+    def _move(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         """Work on a lane of the rank's own: it waits for what it reads, the lane and a slot, and nobody for it."""
-        before = rank.lanes.get(i.lane)
-        start = max(start, 0.0 if before is None or before.end is None else before.end, rank.slots.begins(i))
-        work = self.times.per_byte.get(i.lane, 0.0) * moved_bytes(i, rank.scope.shape)
-        end = start + work
-        if i.lane in SHARED_LANES:
-            end = rank.processors.end(start, work)
+        before = rank.lanes.get(work.lane)
+        free = 0.0 if before is None or before.end is None else before.end
+        start = max(start, free, rank.slots.begins(i, work.way))
+        alone = self.times.per_byte.get(work.lane, 0.0) * work.moved
+        end = start + alone
+        if work.lane in SHARED_LANES:
+            end = rank.processors.end(start, alone)
             rank.processors.take(start, end)
-        rank.slots.ran(i, end)
-        rank.lanes[i.lane] = message = Message("", end)
+        rank.slots.ran(i, work.way, end)
+        rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
-        self._write(rank, does, message)
+        self._write(rank, work.does, message)
         if i.op is Op.STORE_GRADIENT or i.op is Op.COPY_GRADIENT:
             buckets = [bucket for bucket, _ in rank.in_flight]
             if i.buckets[0] in buckets and rank.scope.shape.buckets[i.buckets[0]].sums_leave:
@@ -291,6 +290,16 @@ class _Simulation:
         peaks = tuple(int(peak_activations(rank.instructions)) for rank in self.ranks)
         messages = tuple(tuple(sorted(rank.messages, key=_by_end)) for rank in self.ranks)
         return SimulationReport(makespan, longest, bubble, busy, peaks, spans, messages, self.ends())
+
+
+_ACTIONS = {
+    Lane.COMPUTE: _Simulation._compute,
+    Lane.STAGES: _Simulation._transfer,
+    **dict.fromkeys(LOCAL_LANES, _Simulation._move),
+}
+"""By lane what runs an instruction of it; of all others `_communicate`. (Bound methods in a simulation would be a cycle
+with its lists in it, which only a collection frees.)
+"""
 
 
 def _by_end(span: Span) -> tuple[float, float, str]:

@@ -5,15 +5,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
-from megazero.program.instruction import Instruction, Lane
+from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
 from megazero.program.meetings import Message
 from megazero.program.processors import Processors
 from megazero.program.scope import Scope
-from megazero.program.slots import Slots
+from megazero.program.slots import Slots, way_through
 from megazero.program.span import Span
+from megazero.program.traffic import moved_bytes
 from megazero.program.values import Thing, Value
+
+
+class RankWork(NamedTuple):
+    """What an instruction of a rank is, in every step alike.
+
+    does  what it reads and writes
+    lane  where it runs
+    way   what its part does with the slot that it uses (`slots.way_through`)
+    moved bytes that it moves on a lane of the rank's own
+    """
+
+    does: Effects
+    lane: Lane
+    way: tuple[Op, ...]
+    moved: int
 
 
 @dataclass
@@ -27,7 +44,7 @@ class SimulatedRank:
     last       its last collective over several stages
     slots      those of the parts that are on their way
     processors those of its host
-    does       the effects of its instructions, as far as it has come: they are the same in every step
+    works      those of its instructions, as far as it has come
     ends       when its last computation of each step ended
     """
 
@@ -42,20 +59,22 @@ class SimulatedRank:
     in_flight: deque[tuple[int, Message]] = field(default_factory=deque)
     last: Message | None = None
     slots: Slots = field(init=False)
-    does: list[Effects] = field(default_factory=list)
+    works: list[RankWork] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.scope.shape, self.scope.held_at_start)
+        self.slots = Slots(self.scope.held_at_start)
 
     @property
-    def effects(self) -> Effects:
-        """Those of the current instruction."""
-        if self.next == len(self.does):
-            self.does.append(effects(self.current, self.scope))
-        return self.does[self.next]
+    def work(self) -> RankWork:
+        """That of the current instruction."""
+        if self.next == len(self.works):
+            i, lane, shape = self.current, self.current.lane, self.scope.shape
+            moved = moved_bytes(i, shape) if lane in LOCAL_LANES else 0
+            self.works.append(RankWork(effects(i, self.scope), lane, way_through(i, shape), moved))
+        return self.works[self.next]
 
     @property
     def is_done(self) -> bool:

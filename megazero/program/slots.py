@@ -70,17 +70,19 @@ class _Turns:
 
 
 class Slots:
-    """The slots of a rank. shape: its model state. taken: the parts that have one at the start, in turn."""
+    """The slots of a rank. taken: the parts that have one at the start, in turn."""
 
-    def __init__(self, shape: RankShape, taken: Sequence[PartKey] = ()) -> None:
-        self._shape = shape
+    def __init__(self, taken: Sequence[PartKey] = ()) -> None:
         self._rings = {ring: _Turns() for ring in (False, True)}
         self._rings[False].taken = {key: slot for slot, key in enumerate(taken)}
         self._rings[False].turns = len(taken)
 
-    def begins(self, i: Instruction) -> float:
-        """The time before which an instruction cannot start, because its part has no slot yet."""
-        if not way_through(i, self._shape):
+    def begins(self, i: Instruction, way: tuple[Op, ...]) -> float:
+        """The time before which an instruction cannot start, because its part has no slot yet.
+
+        way: the instruction's `way_through`.
+        """
+        if not way:
             return 0.0
         ring, key = self._rings[ring_of(i)], (i.buckets[0], i.part)
         if key not in ring.taken:
@@ -90,9 +92,8 @@ class Slots:
             ring.turns += 1
         return ring.begins[ring.taken[key]]
 
-    def ran(self, i: Instruction, end: float) -> None:
-        """An instruction of a part ends at this time."""
-        way = way_through(i, self._shape)
+    def ran(self, i: Instruction, way: tuple[Op, ...], end: float) -> None:
+        """An instruction of a part ends at this time. way: as in `begins`."""
         if not way:
             return
         ring, key = self._rings[ring_of(i)], (i.buckets[0], i.part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from itertools import product
@@ -29,6 +30,8 @@ MODEL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --data-path x "
     "--micro-batch-size 1 --precision bf16 --nvme-buffer-bytes 1MB --placement auto"
 )
+LARGE = "--hidden-size 512 --nvme-buffer-bytes 8MB"
+"""More state than the buffers of files take, 32 MiB, in few parts: each is an instruction of every simulated step."""
 LAYOUTS = {
     "one rank": ("--global-batch-size 4", 1),
     "ZeRO-1 on two": ("--global-batch-size 8 --zero-stage 1", 2),
@@ -73,10 +76,10 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
     """
     of = machine(layout, rates)
     most, least = need(of), of.placed(static("cpu", "cpu")).device.nbytes
+    statics = [of.placed(static(share, other)) for share in TEN for other in ("none", share)]
     fitted = 0
     for percent, floor in product((40, 60, 80), (0, least)):
         budgets = SearchLimits(device=floor + (most - floor) * percent // 100)
-        statics = [of.placed(static(share, other)) for share in TEN for other in ("none", share)]
         fits = [step.seconds for step in statics if budgets.hold(step)]
         assert not budgets.hold(of.placed(static("none")))
         if fits:
@@ -132,8 +135,7 @@ def test_the_first_column_gives_way_as_far_as_it_must_and_no_further() -> None:
 
 
 def test_disks_where_host_memory_is_too_small() -> None:
-    """Its buffers alone take 32 MiB, so the model is large enough to have more state than that."""
-    of = machine("one rank", more="--nvme-path d --hidden-size 512")
+    of = machine("one rank", more=f"--nvme-path d {LARGE}")
     device = of.placed(static("nvme")).device.nbytes
     roomy = chosen(of, SearchLimits(device)).best
     assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host > of.placed(static("nvme")).host
@@ -182,7 +184,7 @@ def test_the_workspace_of_products_is_left_free(layout: str) -> None:
 
 def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
     """Where device and host are one memory only disks help. Where they are two the device has what it needs."""
-    of = machine("one rank", more="--nvme-path d --hidden-size 512")
+    of = machine("one rank", more=f"--nvme-path d {LARGE}")
     everything = need(of)
     half = SearchLimits(memory=everything * 3 // 4, is_one=True)
     found = chosen(of, half).best
@@ -204,6 +206,19 @@ def test_the_same_numbers_give_the_same_choice_and_a_second_best_of_another_kind
         return {name: str(value).partition(":")[0] for name, value in step.settings}
 
     assert kind(best) != kind(other)
+
+
+def test_a_search_makes_no_cycles() -> None:
+    """It runs without collections of cyclic garbage, so what is in a cycle would stay until its end."""
+    of = machine("one rank")
+    budgets = SearchLimits(device=need(of) * 60 // 100)
+    gc.collect()
+    gc.disable()
+    try:
+        found = choose_placement(of, budgets)
+        assert gc.collect() < found.looked_at > 10, "not as much as an object of each simulated step"
+    finally:
+        gc.enable()
 
 
 def test_a_row_for_every_column_that_a_flag_moves() -> None:
