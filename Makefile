@@ -1,7 +1,7 @@
 # make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU; FLAGS="--train-iters 20")
 # make check      after each change: lint, types and the quick tests; under 3 minutes once the rest is installed
 # make test       install into .venv and run all that a change can break, lint and types too (SEED=n: draw the samples of an earlier run again)
-# make test-all   every test and every case of every grid; layouts without compiled kernels, too; hours
+# make test-all   every test and every case of every grid, judged by DeepSpeed, Megatron-core and lm-eval, too; hours
 # make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
 # make fuzz       damaged files for every reader, for some minutes (MINUTES=10 TARGET="yaml manifest"); failures go to tests/fuzz/found
 # make gpu-test   all tests that need an NVIDIA GPU, with the installed torch; 8 minutes, no network
@@ -34,6 +34,10 @@ $(VENV)/.installed-test: $(INSTALL_FROM)
 	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" test
 	@touch $@ $(VENV)/.installed
 
+$(VENV)/.installed-test-all: $(INSTALL_FROM)
+	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" test-all
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
+
 $(VENV)/.installed-lint: $(INSTALL_FROM)
 	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" lint
 	@touch $@ $(VENV)/.installed
@@ -60,7 +64,7 @@ check: $(VENV)/.installed-test
 test: $(VENV)/.installed-test
 	$(RUN_TESTS) $(PYTEST)
 
-test-all: $(VENV)/.installed-test
+test-all: $(VENV)/.installed-test-all
 	MEGAZERO_FUSED=reference $(RUN_TESTS) tests/parity tests/zero tests/pipeline
 	$(RUN_TESTS) --depth all $(PYTEST)
 

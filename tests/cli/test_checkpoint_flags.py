@@ -4,8 +4,6 @@ help.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -87,19 +85,3 @@ def test_the_doctor_helps(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         doctor.main(["--nonsense"])
     assert left.value.code == 2
-
-
-@pytest.mark.slow
-def test_the_harness_helps() -> None:
-    """What our model takes, and lm_eval's own help."""
-    pytest.importorskip("lm_eval")
-    done = subprocess.run(
-        [sys.executable, "-m", "megazero.harness", "--help"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for words in (
-        "--model megazero --model_args path=runs/bloom",
-        "tp, pp           ranks that share the model",
-        "usage: ",
-    ):
-        assert words in done.stdout

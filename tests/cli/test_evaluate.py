@@ -27,11 +27,11 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid, single_process_grid
 from tests.convert.hf_models import in_double
 from tests.evaluation.hf_folder import CASES, CONTEXT, VOCABULARY, folder_of, text
+from tests.evaluation.rolling import rolling_windows
 from tests.parity.float64 import in_float64
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
-utils = pytest.importorskip("lm_eval.utils")
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "evaluate.py"
 TEXTS = [text(words, words) for words in (1, 5, 200, 17, 60, 2, 33)] + ["", "Größe: 5 µm\n"]
 END = 1
@@ -87,7 +87,7 @@ def their_losses(ids: list[list[int]], stride: int, prefix: int | None) -> list[
         for document in ids:
             known, rest = (prefix, document) if prefix is not None else (document[0] if document else 0, document[1:])
             total, count = 0.0, 0
-            for before, after in utils.get_rolling_token_windows(rest, known, CONTEXT, CONTEXT - stride + 1):
+            for before, after in rolling_windows(rest, known, CONTEXT, stride):
                 logits = model(torch.tensor([before])).logits[0, -len(after) :]
                 total += float(F.cross_entropy(logits, torch.tensor(after), reduction="sum"))
                 count += len(after)

@@ -289,28 +289,56 @@ def defaults_of(function: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
-def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
-    """Compared with DeepSpeed's own code, not with our table."""
+DEFAULTS: dict[str, Any] = {
+    "adam": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "warmup_num_steps": 1000,
+    "warmup_max_lr": 0.001,
+    "clip_grad": 1.0,
+    "loss_scale": {"loss_scale": 0, "initial_scale_power": 16, "window": 1000, "hysteresis": 2, "min": 1},
+}
+"""What DeepSpeed 0.19.8 takes for missing keys: its own code says so in `test_the_defaults_are_deepspeeds`."""
+
+
+@pytest.mark.exhaustive
+def test_the_defaults_are_deepspeeds() -> None:
+    """Read from its own code."""
     deepspeed = pytest.importorskip("deepspeed")
     from deepspeed.ops.adam.fused_adam import FusedAdam
     from deepspeed.runtime import constants, lr_schedules
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
+    adam, scale = defaults_of(FusedAdam.__init__), DeepSpeedFP16Config(enabled=True)
+    assert {
+        "adam": {name: adam[name] for name in ("lr", "betas", "eps", "weight_decay")},
+        "warmup_num_steps": defaults_of(lr_schedules.WarmupLR.__init__)["warmup_num_steps"],
+        "warmup_max_lr": defaults_of(lr_schedules.WarmupDecayLR.__init__)["warmup_max_lr"],
+        "clip_grad": constants.GRADIENT_CLIPPING_DEFAULT,
+        "loss_scale": {
+            "loss_scale": scale.loss_scale,
+            "initial_scale_power": scale.initial_scale_power,
+            "window": scale.loss_scale_window,
+            "hysteresis": scale.hysteresis,
+            "min": scale.min_loss_scale,
+        },
+    } == DEFAULTS, deepspeed.__version__
+
+
+def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
+    """Compared with what DeepSpeed's own code has, not with our table."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
     content = {"optimizer": {"type": "Adam"}, "scheduler": scheduler, "fp16": {"enabled": True}}
     run = parse(tmp_path, content, "--train-iters", "5000")
-    o, s, theirs = run.optimizer, run.schedule, defaults_of(FusedAdam.__init__)
-    adam = (s.lr, (o.adam_beta1, o.adam_beta2), o.adam_eps, o.weight_decay)
-    assert adam == tuple(theirs[name] for name in ("lr", "betas", "eps", "weight_decay")), deepspeed.__version__
-    assert s.lr_warmup_iters == defaults_of(lr_schedules.WarmupLR.__init__)["warmup_num_steps"] == 1000
-    assert o.clip_grad == constants.GRADIENT_CLIPPING_DEFAULT
-    scale = DeepSpeedFP16Config(enabled=True)
-    assert o.loss_scale is None and scale.loss_scale == 0
+    o, s, scale = run.optimizer, run.schedule, DEFAULTS["loss_scale"]
+    adam = {"lr": s.lr, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
+    assert adam == DEFAULTS["adam"]
+    assert s.lr_warmup_iters == DEFAULTS["warmup_num_steps"] == 1000
+    assert o.clip_grad == DEFAULTS["clip_grad"]
+    assert o.loss_scale is None and scale["loss_scale"] == 0
     assert (o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
-        2**scale.initial_scale_power,
-        scale.loss_scale_window,
-        scale.hysteresis,
-        scale.min_loss_scale,
+        2 ** scale["initial_scale_power"],
+        scale["window"],
+        scale["hysteresis"],
+        scale["min"],
     )
     sgd = parse(tmp_path, {"optimizer": {"type": "SGD"}})
     theirs = defaults_of(torch.optim.SGD.__init__)
@@ -323,7 +351,7 @@ def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
     decay = parse(
         tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}, "--train-iters", "5000"
     )
-    assert decay.schedule.lr == defaults_of(lr_schedules.WarmupDecayLR.__init__)["warmup_max_lr"]
+    assert decay.schedule.lr == DEFAULTS["warmup_max_lr"]
 
 
 def test_what_the_user_says_lies_over_deepspeeds_defaults(tmp_path: Path) -> None:

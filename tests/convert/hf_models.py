@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.numbers import bell
 from tests.parity.float64 import in_float64
 
 VOCABULARY = 93
@@ -100,9 +101,7 @@ def random_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(
-                (parameter if parameter.dim() == 1 else 0.0) + 0.2 * torch.randn(parameter.shape, generator=generator)
-            )
+            parameter.copy_((parameter if parameter.dim() == 1 else 0.0) + 0.2 * bell(parameter.shape, generator))
     return model.to(dtype).eval()
 
 

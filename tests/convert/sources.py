@@ -12,6 +12,7 @@ import torch
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition, parameter_specs
+from tests.numbers import bell
 
 BLOOM = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True
@@ -29,7 +30,7 @@ class Made(Source):
     def read(self, name: str, column: str = WEIGHT) -> torch.Tensor:
         entry = self.entries[name]
         random = torch.Generator().manual_seed(zlib.crc32(f"{name} {column}".encode()))
-        values = 0.1 * torch.randn(entry.shape, generator=random, dtype=torch.float64)
+        values = 0.1 * bell(entry.shape, random)
         values = values.square() if column == "exp_avg_sq" else values + ("norm.weight" in name and column == WEIGHT)
         return values.to(entry.columns[column])
 

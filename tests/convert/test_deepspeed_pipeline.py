@@ -1,5 +1,5 @@
 """What is written in BLOOM's layout, opened by DeepSpeed's pipeline engine itself: stages, ZeRO partitions and
-tensor-parallel parts.
+tensor-parallel parts. `test_accepted.py` holds that the same is written still.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from torch import Tensor
 
 from megazero.config.derive import padded_vocab
 from megazero.convert.formats import TargetOptions
-from megazero.convert.megatron_deepspeed.stages import plan
 from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
 from megazero.convert.source import MOMENTS, WEIGHT, ConversionError
+from tests.convert.accepted import TIED, UNTIED, balances, begins, trained, write
 from tests.convert.bloom_files import Layout, layer_tensors, stage_parameters
-from tests.convert.sources import BLOOM, Made, made
+from tests.convert.sources import Made, made
 
 UNREAD = "tied_modules.embed.word_embeddings.norm."
 """Of the last stage's copy of the embedding DeepSpeed reads no layer file and shares the table only; the copy's norm is
 not used there.
 """
 COLUMNS = (WEIGHT, *MOMENTS)
-MODEL = replace(BLOOM, hidden_size=16, num_attention_heads=4, vocab_size=256)
-UNTIED = replace(MODEL, num_layers=3, untie_embeddings_and_output_weights=True)
 SCRIPT = Path(__file__).with_name("deepspeed_pipeline.py")
 
 
@@ -67,12 +65,8 @@ class Case:
 
 
 CASES = {
-    "tied-tp2-pp2": Case(
-        made(MODEL, precision="bf16", moments=True), TargetOptions(tp=2, pp=2), Layout(2, (1, 1), rows=256)
-    ),
-    "untied-pp2-dp2": Case(
-        made(UNTIED, precision="bf16", moments=True), TargetOptions(pp=2, dp=2), Layout(1, (2, 1), 2, rows=256)
-    ),
+    "tied-tp2-pp2": Case(trained(TIED), TargetOptions(tp=2, pp=2), Layout(2, (1, 1), rows=256)),
+    "untied-pp2-dp2": Case(trained(UNTIED), TargetOptions(pp=2, dp=2), Layout(1, (2, 1), 2, rows=256)),
 }
 
 
@@ -96,20 +90,15 @@ def ranks(folder: Path, size: int) -> list[dict[str, Any]]:
     return [torch.load(folder / f"read-{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(cases=1)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
+def test_the_pipeline_engine_opens_it(name: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
+    case = CASES[name]
     wanted = case.wanted
     assert padded_vocab(case.source.model, wanted.tp) == case.layout.rows
-    write_megatron_deepspeed(case.source, tmp_path / "checkpoint", wanted, lambda count: None)
-    ends = int(case.tied)
-    weights = {
-        (tuple([0, ends, 0] + [1] * layers + [0, 0, ends]), pp): layers
-        for layers in range(1, 12)
-        for pp in range(1, layers + 2 * ends + 1)
-    }
+    write(name, tmp_path / "checkpoint")
+    weights = balances(int(case.tied))
     sizes = {"tp": wanted.tp, "pp": wanted.pp, "dp": wanted.dp}
     torch.save({**sizes, "tied": case.tied, "specs": case.specs(), "to balance": list(weights)}, tmp_path / "job.pt")
     for rank, read in enumerate(ranks(tmp_path, wanted.tp * wanted.pp * wanted.dp)):
@@ -123,9 +112,8 @@ def test_the_pipeline_engine_opens_it(case: Case, tmp_path: Path) -> None:
             if rank < wanted.tp * wanted.dp or not name.startswith(UNREAD):
                 assert torch.equal(read["bf16"][name], value.bfloat16()), (rank, name)
         for (counted, pp), parts in read["balanced"].items():
-            model = replace(case.source.model, num_layers=weights[counted, pp])
-            begins = [sum(counted[: stage.start]) for stage in plan(model, TargetOptions(pp=pp)).stages]
-            assert begins == [sum(counted[:start]) for start in parts[:-1]], (model.num_layers, pp)
+            ours = begins(replace(case.source.model, num_layers=weights[counted, pp]), counted, pp)
+            assert ours == [sum(counted[:start]) for start in parts[:-1]], (weights[counted, pp], pp)
 
 
 def test_no_stage_without_a_block_where_the_head_is_untied(tmp_path: Path) -> None:

@@ -1,25 +1,20 @@
 """What is written in BLOOM's layout, read by DeepSpeed's own code: its view of a checkpoint, ds_to_universal and
-zero_to_fp32.
+zero_to_fp32. `test_accepted.py` holds that the same is written still.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.convert.formats import TargetOptions
-from megazero.convert.megatron_deepspeed.writer import write_megatron_deepspeed
 from megazero.convert.source import MOMENTS, WEIGHT
+from tests.convert.accepted import write
 from tests.convert.bloom_files import BLOCK, EMBEDDING, FINAL
-from tests.convert.sources import BLOOM, made
-from tests.convert.test_megatron_deepspeed import LLAMA
 
-MODEL = replace(BLOOM, num_layers=3, hidden_size=16, num_attention_heads=4)
 NAMES = {f"tied_modules.embed.{key}": name for key, name, _ in EMBEDDING if "position" not in key}
 NAMES |= {f"{number + 3}.{key}": f"blocks.{number}.{name}" for number in range(3) for key, name, _ in BLOCK}
 NAMES |= {f"7.{key}": name for key, name, _ in FINAL}
@@ -56,14 +51,10 @@ torch.save(facts, os.path.join(single, "facts.pt"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_deepspeed_reads_what_is_written(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    source = made(MODEL, moments=True, precision="bf16")
-    write_megatron_deepspeed(source, tmp_path / "parallel", TargetOptions(tp=2, pp=2, dp=2), lambda count: None)
-    write_megatron_deepspeed(source, tmp_path / "single", TargetOptions(dp=3), lambda count: None)
-    llama = made(LLAMA, moments=True, precision="bf16")
-    write_megatron_deepspeed(llama, tmp_path / "gated", TargetOptions(tp=2, pp=2, dp=2), lambda count: None)
+    source, _, llama = (write(name, tmp_path / name) for name in ("parallel", "single", "gated"))
     parallel, single, gated = (tmp_path / name / "global_step7" for name in ("parallel", "single", "gated"))
     universal = tmp_path / "parallel" / "global_step7_universal"
     done = subprocess.run(

@@ -1,24 +1,20 @@
 """What is written as a universal checkpoint, read by DeepSpeed: its engine, and its slices for tensor-parallel ranks.
 
-And what DeepSpeed makes, read here.
+And what DeepSpeed makes, read here. `test_accepted.py` holds that the same is written still.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.convert.convert import convert
-from megazero.convert.formats import TargetOptions
-from megazero.convert.registry import format_table, open_source
-from megazero.data.progress import silent
-from tests.convert.sources import made
-from tests.convert.test_universal import BLOOM, COLUMNS, LLAMA, same
+from megazero.convert.registry import open_source
+from tests.convert.accepted import write
+from tests.convert.test_universal import COLUMNS, same
 
 PARTS = {
     "input_layernorm": "attention_norm",
@@ -78,15 +74,11 @@ def slices(name, whole, world, gated):
     return whole.chunk(world)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_deepspeed_reads_and_is_read(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    bloom = made(replace(BLOOM, num_attention_heads=4), precision="bf16", moments=True)
-    llama = made(LLAMA, precision="bf16", moments=True)
-    table = format_table()
-    for kind, source in {"universal": bloom, "llama": llama, "consolidated": bloom}.items():
-        convert(source, table["universal" if kind == "llama" else kind], tmp_path / kind, TargetOptions(), silent)
-    convert(bloom, table["megatron-deepspeed"], tmp_path / "zero-files", TargetOptions(tp=2, pp=2, dp=2), silent)
+    names = ("universal", "llama", "consolidated", "zero-files")
+    bloom, llama, *_ = (write(name, tmp_path / name) for name in names)
     folders = {"universal/global_step7_universal/zero": bloom, "llama/global_step7_universal/zero": llama}
     expected = {folder: {column: wholes(source, column) for column in COLUMNS} for folder, source in folders.items()}
     gated = {folder: source.model.activation == "swiglu" for folder, source in folders.items()}

@@ -19,7 +19,7 @@ ELSEWHERE: Mapping[str, str] = {
     r"docker build ": "tests/examples/test_container.py::test_what_is_copied_can_be_installed",
     r"docker run ": "tests/examples/test_container.py::test_what_is_copied_is_enough_to_train_with",
     r"kubectl ": "tests/examples/test_kubernetes.py::test_its_command_is_valid_on_its_ranks",
-    r"megazero harness run ": "tests/evaluation/test_harness.py::test_simple_evaluate",
+    r"megazero harness run ": "tests/evaluation/test_lm_eval.py::test_simple_evaluate",
     r"(python|torchrun .*) examples/own": "tests/examples/test_own_program.py::test_it_trains_under_torchrun",
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
 }
