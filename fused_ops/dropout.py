@@ -25,7 +25,9 @@ def _arguments(keys: Tensor | None, p: float) -> tuple[Tensor | None, float, int
 
 
 def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
-    library = kernels(x) if x.numel() else None
+    if not x.numel():  # rows without columns cannot be counted
+        return torch.empty_like(x)
+    library = kernels(x)
     if library is not None:
         return _forward(library, x, None, None, keys, p)
     out = torch.mul(x, 1.0 / (1.0 - p)).contiguous()
