@@ -32,7 +32,8 @@ COPY fused_ops fused_ops
 COPY megazero megazero
 COPY tools tools
 COPY examples examples
-RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} -e ".[$EXTRAS]"
+# An image runs on other processors than the one that builds it.
+RUN MEGAZERO_LEVELS=all pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url $TORCH_INDEX} -e ".[$EXTRAS]"
 
 # Not root. The home folder holds what is cached: the default corpus, index files, compiled kernels.
 RUN useradd --create-home --uid 10001 megazero

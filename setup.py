@@ -1,5 +1,4 @@
-"""What is installed: two packages, the training script, and the CPU kernels compiled for this machine's kind of
-processor.
+"""What is installed: two packages, the training script, and compiled CPU kernels.
 
 Names, versions and dependencies stand in pyproject.toml. Nothing but setuptools, the standard library and
 fused_ops/native/compile.py may be imported here: pip builds in an environment of its own that has no torch, and the
@@ -28,10 +27,23 @@ def compiling() -> ModuleType:
     return module
 
 
+def levels_to_compile(native: ModuleType, editable: bool) -> tuple[str, ...]:
+    """The instruction set levels for which kernels are compiled now."""
+    asked = os.environ.get("MEGAZERO_LEVELS") or ("" if editable else "all")
+    levels = native.levels_of_this_machine_type() if asked == "all" else tuple(filter(None, asked.split(",")))
+    if unknown := set(levels) - set(native.LEVELS):
+        raise ValueError(f"MEGAZERO_LEVELS={asked}: {sorted(unknown)} are not among {', '.join(native.LEVELS)} and all")
+    return levels or native.levels_of_this_processor()
+
+
 class BuildKernels(build_ext):
-    """Compiles every instruction set level, and for the cards of MEGAZERO_CUDA (compute capabilities, "8.0,9.0") the
-    CUDA kernels, which are otherwise compiled at first use. Without a compiler it says so and goes on: the ops then run
-    their torch bodies.
+    """Compiles CPU kernels, and for the cards of MEGAZERO_CUDA (compute capabilities, "8.0,9.0") the CUDA kernels. What
+    is not compiled here is compiled at first use. Without a compiler it says so and goes on: the ops then run their
+    torch bodies.
+
+    An editable install stays on this machine and gets the kernels of its processor. A wheel may go to another one, also
+    the wheel that `pip install .` makes, as nothing tells it from that of `pip wheel`: it gets the kernels of all
+    instruction set levels. MEGAZERO_LEVELS names other ones ("avx2,generic"), or `all`.
     """
 
     def run(self) -> None:
@@ -44,7 +56,7 @@ class BuildKernels(build_ext):
             for capability in os.environ.get("MEGAZERO_CUDA", "").replace(".", "").split(",")
             if capability
         ]
-        levels = [native.cpu_target(level) for level in native.levels_of_this_machine_type()]
+        levels = [native.cpu_target(level) for level in levels_to_compile(native, editable)]
         for targets, without in (
             (levels, "CPU kernels, a step on a CPU takes about twice as long"),
             (cards, "CUDA kernels"),

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from fused_ops.blocks import HALVES
 from fused_ops.known import disagreement, known_numbers
-from fused_ops.native.library import Library, kernels, processor_vendor, suffix
+from fused_ops.native.compile import processor_vendor
+from fused_ops.native.library import Library, kernels, suffix
 
 ROWS, COLUMNS, DEPTH = 512, 512, 2048
 """Of a block of the plain body's result, and how much of k is summed at a time: 4 MiB of each factor. The fp32 product

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import megazero
-from fused_ops.native.compile import compiler, cpu_target, levels_of_this_machine_type
+from fused_ops.native.compile import compiler, cpu_target, levels_of_this_machine_type, levels_of_this_processor
 from megazero.system.device import cuda_available
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,18 +80,20 @@ def test_the_installed_torch_is_the_pinned_one() -> None:
     assert importlib.metadata.version("torch").split("+")[0] == constraints()["torch"]
 
 
-@pytest.mark.slow
-def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None:
-    """What pip does in its own environment: setuptools and nothing else. -S -I hides every installed package but those
-    named. The compiler is a stand-in that links what it is told and compiles nothing: installing the tests has compiled
-    the kernels.
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What git has of the project, and no compiled kernels."""
+    source = tmp_path_factory.mktemp("clone") / "source"
+    left = ".git", ".venv", "runs", "tests", "__pycache__", "_kernels", ".mypy_cache", ".hypothesis", "*.egg-info"
+    return Path(shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*left)))
+
+
+def isolated_build(clone: Path, folder: Path, kind: str, **variables: str) -> None:
+    """What pip does in its own environment, where setuptools is and nothing else: build a wheel into the folder, of the
+    kind `wheel` or `editable`. -S -I hides every installed package but those named. The compiler is a stand-in that
+    links what it is told and compiles nothing: installing the tests has compiled the kernels.
     """
-    source = tmp_path / "source"
-    tracked = shutil.ignore_patterns(
-        ".git", ".venv", "runs", "tests", "__pycache__", ".mypy_cache", ".hypothesis", "*.egg-info"
-    )
-    shutil.copytree(ROOT, source, ignore=tracked)
-    only = tmp_path / "only"
+    only = folder / "only"
     only.mkdir()
     site = Path(importlib.metadata.distribution("setuptools").locate_file(""))  # type: ignore[arg-type]
     for found in site.iterdir():
@@ -99,25 +101,30 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
             (only / found.name).symlink_to(found)
     build = (
         f"import site, sys; site.addsitedir({str(only)!r}); import setuptools.build_meta as b; "
-        f"assert not b.get_requires_for_build_wheel(); b.build_wheel({str(tmp_path)!r}); assert 'torch' not in "
-        "sys.modules"
+        f"assert not b.get_requires_for_build_{kind}(); b.build_{kind}({str(folder)!r}); "
+        "assert 'torch' not in sys.modules"
     )
-    nothing = tmp_path / "nothing"
+    nothing = folder / "nothing"
     nothing.write_text(
         f'#!/bin/sh\ncase "$*" in *-shared*) exec {compiler()} "$@";; esac\n'
         f'for output; do :; done\nexec {compiler()} -x c++ -fPIC -c /dev/null -o "$output"\n'
     )
     nothing.chmod(0o755)
-    environment = {**os.environ, "CXX": str(nothing)}
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", build],
-        cwd=source,
-        env=environment,
+        cwd=clone,
+        env={**os.environ, "CXX": str(nothing), **variables},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_isolated_build_makes_the_wheel_without_torch(clone: Path, tmp_path: Path) -> None:
+    """A wheel may go to another machine, so it has kernels for all levels."""
+    isolated_build(clone, tmp_path, "wheel")
     (wheel,) = tmp_path.glob("megazero-*.whl")
     with zipfile.ZipFile(wheel) as opened:
         inside = opened.namelist()
@@ -133,6 +140,22 @@ def test_an_isolated_build_makes_the_wheel_without_torch(tmp_path: Path) -> None
     assert {"megazero/cli/main.py", "fused_ops/csrc/cpu/vec.h", "fused_ops/csrc/cuda/emulation.h"} <= packed
     assert "Requires-Dist: torch>=" in about["METADATA"] and wheel.name.startswith(f"megazero-{megazero.__version__}-")
     assert "megazero = megazero.cli.main:main" in about["entry_points.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "levels"),
+    [("", levels_of_this_processor()), ("all", levels_of_this_machine_type()), ("generic", ("generic",))],
+    ids=["its own", "all", "named"],
+)
+def test_an_editable_install_compiles_for_its_processor(
+    asked: str, levels: tuple[str, ...], clone: Path, tmp_path: Path
+) -> None:
+    """It stays where it is. MEGAZERO_LEVELS asks for other levels, as for an image that many machines run."""
+    made = clone / "fused_ops/_kernels"
+    shutil.rmtree(made, ignore_errors=True)
+    isolated_build(clone, tmp_path, "editable", MEGAZERO_LEVELS=asked)
+    assert {path.stem for path in made.glob("*.so")} == {f"cpu_{level}" for level in levels}
 
 
 def files_of(package: str) -> set[str]:

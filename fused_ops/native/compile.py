@@ -18,8 +18,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,6 +43,14 @@ LEVELS = {
     "generic": (),
 }
 """Instruction set level -> compiler flags, best first."""
+_AVX512 = frozenset({"avx512vl", "avx512bw", "avx512dq", "fma"})
+NEEDED: Mapping[str, frozenset[str]] = {
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": frozenset({"avx2", "fma"}),
+    "generic": frozenset(),
+}
+"""Instruction set level -> the flags in Linux's /proc/cpuinfo by which torch, and for bf16 `library.level`, know it."""
 
 CUDA_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 EMULATION_FLAGS = (
@@ -159,8 +168,36 @@ class Target:
 
 
 def levels_of_this_machine_type() -> tuple[str, ...]:
-    """The levels that processors of this architecture may have. The level of this processor is found at run time."""
+    """The levels that processors of this architecture may have."""
     return tuple(LEVELS) if platform.machine().lower() in ("x86_64", "amd64") else ("generic",)
+
+
+def levels_of_this_processor() -> tuple[str, ...]:
+    """The level of this processor, without torch, which decides at run time (`library.level`); all that it may be where
+    the system does not tell.
+    """
+    flags, possible = processor_flags(), levels_of_this_machine_type()
+    return (next(level for level in possible if NEEDED[level] <= flags),) if flags else possible
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """The flags of this processor in Linux's /proc/cpuinfo, such as `avx512_bf16`; empty elsewhere."""
+    return frozenset(_processor_line("flags").split())
+
+
+def processor_vendor() -> str:
+    """The maker of this processor in Linux's /proc/cpuinfo, such as `AuthenticAMD`; empty elsewhere."""
+    return _processor_line("vendor_id").partition(": ")[2]
+
+
+def _processor_line(begin: str) -> str:
+    """The first line of Linux's /proc/cpuinfo that begins so; empty without one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith(begin)), "")
 
 
 def cpu_target(level: str) -> Target:

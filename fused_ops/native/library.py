@@ -19,7 +19,7 @@ from fused_ops.native import compile as compiling
 from fused_ops.native.binding import Library
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
-from fused_ops.native.compile import CompileError, Target
+from fused_ops.native.compile import CompileError, Target, processor_flags
 from fused_ops.native.cuda import CudaLibrary
 
 EMULATED = "emulated"
@@ -69,27 +69,6 @@ def level() -> str:
     """The best level of this processor. torch does not report AVX-512's bf16 conversions, so Linux's flags are used."""
     found = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "generic")
     return "avx512_bf16" if found == "avx512" and "avx512_bf16" in processor_flags() else found
-
-
-@cache
-def processor_flags() -> frozenset[str]:
-    """The flags of this processor in Linux's /proc/cpuinfo, such as `avx512_bf16`; empty elsewhere."""
-    return frozenset(_processor_line("flags").split())
-
-
-@cache
-def processor_vendor() -> str:
-    """The maker of this processor in Linux's /proc/cpuinfo, such as `AuthenticAMD`; empty elsewhere."""
-    return _processor_line("vendor_id").partition(": ")[2]
-
-
-def _processor_line(begin: str) -> str:
-    """The first line of Linux's /proc/cpuinfo that begins so; empty without one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith(begin)), "")
 
 
 @cache

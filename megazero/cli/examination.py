@@ -76,7 +76,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    flags = library.processor_flags()
+    flags = compiling.processor_flags()
     units = [name for name, flag in UNITS.items() if flag in flags]
     slow = (
         "" if {"amx_bf16", "avx512_bf16"} & flags else "no unit for bf16 products: bf16 saves memory here, but no time"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from fused_ops.native import cache as kept
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from fused_ops.native.compile import LEVELS, CompileError, cpu_target
+
+AVX512 = {"avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512dq"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,35 @@ def test_the_level_of_a_processor(monkeypatch, capability, flags, expected):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(library, "processor_flags", lambda: frozenset(flags))
     assert library.level() == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({*AVX512, "avx512_bf16"}, "avx512_bf16"),
+        (AVX512, "avx512"),
+        ({"avx512f", "avx512_bf16", "avx2", "fma"}, "avx2"),
+        ({"avx2", "fma"}, "avx2"),
+        ({"avx2", "sse2"}, "generic"),
+    ],
+)
+def test_set_up_knows_a_level_by_the_flags_by_which_torch_does(monkeypatch, flags, expected):
+    monkeypatch.setattr(compiling, "processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(compiling.platform, "machine", lambda: "x86_64")
+    assert compiling.levels_of_this_processor() == (expected,)
+
+
+def test_where_the_system_does_not_tell_set_up_compiles_all_that_may_run(monkeypatch):
+    monkeypatch.setattr(compiling, "processor_flags", frozenset)
+    for machine, possible in (("x86_64", tuple(LEVELS)), ("aarch64", ("generic",))):
+        monkeypatch.setattr(compiling.platform, "machine", lambda machine=machine: machine)
+        assert compiling.levels_of_this_processor() == possible
+
+
+def test_set_up_and_a_run_agree_on_the_level_of_this_processor():
+    """Set-up has no torch. Where they differ a run compiles its own level at first use."""
+    assert library.level() in compiling.levels_of_this_processor()
+    assert not sys.platform.startswith("linux") or len(compiling.levels_of_this_processor()) == 1
 
 
 def test_levels_are_choices():
@@ -63,6 +95,18 @@ def test_an_installed_library_is_taken_if_it_was_made_of_these_sources(cache, mo
     monkeypatch.setattr(kept, "INSTALLED", installed.parent)
     monkeypatch.setattr(compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
     assert (kept.find_or_build(target) == installed) == (recorded == "its own")
+
+
+def test_a_level_that_is_not_installed_is_compiled_at_first_use(cache, monkeypatch):
+    """As on another machine of a cluster that shares the folder of an editable install."""
+    installed = cache / "installed" / "cpu_avx2.so"
+    installed.parent.mkdir()
+    installed.touch()
+    compiling.digest_file(installed).write_text(cpu_target("avx2").digest())
+    monkeypatch.setattr(kept, "INSTALLED", installed.parent)
+    monkeypatch.setattr(compiling, "build", lambda targets, folder, work: (folder / f"{targets[0].name}.so").touch())
+    found = kept.find_or_build(cpu_target("generic"))
+    assert found.name == "cpu_generic.so" and found.exists() and installed.parent not in found.parents
 
 
 def test_without_a_compiler_what_another_machine_compiled_serves(cache, monkeypatch):
