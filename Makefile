@@ -1,8 +1,9 @@
 # make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU; FLAGS="--train-iters 20")
 # make check      after each change: lint, types and the quick tests; under 3 minutes once the rest is installed
-# make test       install into .venv and run all that a change can break, lint and types too (SEED=n: draw the samples of an earlier run again)
+# make test       install into .venv and run all that a change can break, lint and types too; the same cases in each run (SEED=n: other ones)
 # make test-all   every test and every case of every grid, judged by DeepSpeed, Megatron-core and lm-eval, too; hours
-# make parity     many generated layouts against one process (LAYOUTS=200 SEED=0)
+# make explore    make test with new cases again and again; prints the command that repeats a failure (HOURS=2 PYTEST=tests/parity)
+# make parity     many generated layouts against one process (LAYOUTS=200 SEED=n)
 # make fuzz       damaged files for every reader, for some minutes (MINUTES=10 TARGET="yaml manifest"); failures go to tests/fuzz/found
 # make gpu-test   all tests that need an NVIDIA GPU, with the installed torch; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU compared with torch and transformers; 8 minutes, no network
@@ -15,11 +16,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 LAYOUTS ?= 200
+HOURS ?= 2
 MINUTES ?= 10
 SEED ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install pretrain check test test-all parity fuzz gpu-test gpu-bench bench docs lint clean
+.PHONY: help install pretrain check test test-all explore parity fuzz gpu-test gpu-bench bench docs lint clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -56,7 +58,8 @@ pretrain: $(VENV)/.installed
 	@PATH="$(abspath $(VENV))/bin:$$PATH" examples/pretrain_stdlib.sh $(FLAGS)
 
 # pytest runs one process for each core. The tests of a file stay in one process and share their set-up. tests/conftest.py has the order.
-RUN_TESTS = $(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -ra --cpu 15 $(if $(SEED),--seed $(SEED))
+TO_PYTEST = -n auto --dist loadfile --no-loadscope-reorder -ra --cpu 15 $(if $(SEED),--seed $(SEED))
+RUN_TESTS = $(VENV)/bin/python -m pytest $(TO_PYTEST)
 
 check: $(VENV)/.installed-test
 	$(RUN_TESTS) --depth check $(PYTEST)
@@ -67,6 +70,9 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test-all
 	MEGAZERO_FUSED=reference $(RUN_TESTS) tests/parity tests/zero tests/pipeline
 	$(RUN_TESTS) --depth all $(PYTEST)
+
+explore: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.explore --hours $(HOURS) $(TO_PYTEST) $(PYTEST)
 
 parity: $(VENV)/.installed-test
 	$(RUN_TESTS) --layouts $(LAYOUTS) tests/parity/test_layouts.py tests/parity/test_kernels.py $(PYTEST)

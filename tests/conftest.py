@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from tests.corpus import write_corpus
 from tests.costs import Costs
+from tests.ranks import seed_global_generators
+from tests.repeats import Repeats, fix_examples, fix_the_order_of_sets, seed_of_the_repository
 from tests.sampling import thinned
 from tests.skips import SkipsAreFailures, in_ci
 
@@ -30,10 +29,6 @@ LONGEST = (
 """Folders whose files run first. Processes of pytest share the files, so a long file must not be the last to start."""
 BYTES_PER_WORKER = 4 * 2**30
 
-# Hypothesis must not fail an example because a busy machine makes it slow.
-settings.register_profile("megazero", deadline=None)
-settings.load_profile("megazero")
-
 
 # A shell that starts the tests in the background makes them ignore signals that some tests send. Child processes would
 # inherit that.
@@ -48,10 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--depth", choices=("check", "test", "all"), default="test", help="how much runs: see docs/testing.md"
     )
     group.addoption(
-        "--seed", type=int, metavar="N", help="draws the samples and layouts again that a run with this seed drew"
+        "--seed", type=int, metavar="N", help="draws other samples, layouts and examples than the seed in tests/seed"
     )
     group.addoption(
         "--layouts", type=int, metavar="N", help="how many generated layouts each test of tests/parity tries"
+    )
+    group.addoption(
+        "--failures", type=Path, metavar="FILE", help="add the commands that repeat the failures to this file"
     )
     group.addoption(
         "--cpu", type=int, metavar="N", help="list the N tests, files and rooms that took most processor time"
@@ -59,21 +57,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.seed is None:  # processes that share the tests must draw alike
-        config.option.seed = getattr(config, "workerinput", {}).get("seed", random.SystemRandom().randrange(1_000_000))
-    if config.option.cpu is not None:
-        config.pluginmanager.register(Costs(config.option.cpu), "costs")
+    option = config.option
+    if option.seed is None:
+        option.seed = seed_of_the_repository()
+    fix_examples(option.seed)  # before test modules are imported: their own settings are changes of these
+    fix_the_order_of_sets(option.seed)
+    if not hasattr(config, "workerinput"):  # the process that is told of all tests
+        config.pluginmanager.register(Repeats(config), "repeats")
+    if option.cpu is not None:
+        config.pluginmanager.register(Costs(option.cpu), "costs")
     if in_ci():
         config.pluginmanager.register(SkipsAreFailures(), "skips")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"--depth {config.option.depth} --seed {config.option.seed}"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["seed"] = node.config.option.seed
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,6 +83,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_WORKER))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seed_global_generators(item.config.option.seed)
 
 
 @pytest.hookimpl(trylast=True)

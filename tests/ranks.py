@@ -19,6 +19,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import tempfile
 import traceback
@@ -46,6 +47,7 @@ def serve(pipe: Connection) -> None:
             return
         rank, size, store_path, function, args = job
         torch.set_num_threads(1)
+        seed_global_generators(0)
         be_deterministic(False)  # the job before may have asked for it
         try:
             store = dist.FileStore(store_path, size)
@@ -69,6 +71,16 @@ def be_deterministic(strict: bool) -> None:
 
     if strict != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(strict)
+
+
+def seed_global_generators(seed: int) -> None:
+    """A test must not see what was drawn before it: which tests have run in its process depends on the others."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what libraries draw from is meant
+    torch.manual_seed(seed)
 
 
 class _Pool:

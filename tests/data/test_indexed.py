@@ -181,7 +181,7 @@ def test_merge_widens_and_keeps_order(tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     changes=st.lists(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=8)), max_size=3),
     cut=st.integers(0, 122) | st.none(),

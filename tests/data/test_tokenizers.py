@@ -121,7 +121,7 @@ def lists_of_merges(draw) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(merges=lists_of_merges(), ids=st.lists(st.integers(0, 3), max_size=60))
 def test_pairs_are_joined_as_the_original_joins_them(merges, ids):
     assert apply_merges(ids, merges) == joined_in_passes(list(ids), merges)

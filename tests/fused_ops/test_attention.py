@@ -164,7 +164,7 @@ def test_the_reference_equals_the_specification(sloped, run):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=30)
 @given(
     s=st.integers(1, 400),
     b=st.integers(1, 3),

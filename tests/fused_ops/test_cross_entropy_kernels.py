@@ -110,7 +110,7 @@ def test_nan_and_inf_as_in_the_reference(level, monkeypatch, dtype):
     assert all(same_kind(*pair) for pair in zip(found, expected, strict=True))
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 20),
     columns=st.integers(0, 5000),

@@ -104,7 +104,7 @@ def test_documents_in_any_order_and_no_rows(level):
     assert scaled_causal_alibi_softmax(empty, 1.0, None).shape == empty.shape
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     b=st.integers(1, 3),
     n=st.integers(1, 7),

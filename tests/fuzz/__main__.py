@@ -15,6 +15,7 @@ import torch
 
 from tests.fuzz.search import corpus, search, tried, within_bounds
 from tests.fuzz.targets import all_targets
+from tests.repeats import fix_examples
 
 
 def main() -> int:
@@ -30,6 +31,7 @@ def main() -> int:
     torch.set_num_threads(1)
     args.found.mkdir(parents=True, exist_ok=True)
     seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed
+    fix_examples(seed)
     end, findings, drawn = time.monotonic() + 60 * args.minutes, 0, 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, within_bounds():
         targets = {
