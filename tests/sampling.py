@@ -4,6 +4,8 @@ A test with the mark `sampled` has a grid of parameters. A sample of strength 2 
 two parameters; a sample of strength 1, by `sampled(strength=1)`, contains every value of each parameter. A fault nearly
 always depends on one or two values. Faults of three are left to other seeds and to `make test-all`, which also runs the
 tests with the mark `exhaustive`. `sampled(cases=3)` is for expensive cases that are similar: this many of them run.
+
+`make check` runs a sample of strength 1 of every grid, or of a test with the mark `few(cases=2)` so many cases.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import pytest
 
 from fused_ops.native.compile import LEVELS
 from fused_ops.native.library import EMULATED, level
+from megazero.system.device import cuda_available
 
 STRENGTHS = {"check": (1, 0), "test": (2, 1)}
-"""By depth: the strength for a sampled test, and for the slow cases of any test on emulated CUDA kernels. At depth
-`all` everything runs.
+"""By depth: the strength for a sampled test (at depth `check` for any), and for the slow cases of any test on emulated
+CUDA kernels. At depth `all` everything runs.
 """
 
 OF_LEVELS = ("level", "cpu_level")
@@ -102,6 +105,8 @@ def _belongs(item: pytest.Item, depth: str, left_out: set[str]) -> bool:
         and left_out & {item.callspec.params.get(name) for name in OF_LEVELS}
     ):
         return False
+    if depth == "check" and item.get_closest_marker("gpu") and not cuda_available():
+        return False  # it would be skipped
     if depth == "check" and item.get_closest_marker("slow"):
         return item.get_closest_marker("lint") is not None
     return depth == "all" or item.get_closest_marker("exhaustive") is None
@@ -119,8 +124,11 @@ def _share(item: pytest.Function, depth: str) -> Share | None:
     if item.get_closest_marker("gpu"):  # a run on a GPU runs all of them
         return None
     of_sampled, of_emulated = STRENGTHS[depth]
-    mark = item.get_closest_marker("sampled")
+    mark, few = item.get_closest_marker("sampled"), item.get_closest_marker("few")
+    cases = mark.kwargs.get("cases") if mark else None
     strength = min(of_sampled, mark.kwargs.get("strength", 2)) if mark else None
     if EMULATED in (item.callspec.params.get("level"), item.callspec.params.get("cuda_level")):
         return Share(of_emulated if strength is None else min(strength, of_emulated))
-    return None if mark is None or strength is None else Share(strength, mark.kwargs.get("cases"))
+    if depth == "check":
+        return Share(of_sampled, few.kwargs["cases"] if few else cases)
+    return None if strength is None else Share(strength, cases)

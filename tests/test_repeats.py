@@ -17,12 +17,13 @@ from tests.repeats import SEED_FILE, seed_of_the_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTING = """
-import json, sys
+import json, re, sys
 import pytest
 
 class Listing:
     def pytest_collection_finish(self, session):
-        self.items = [(item.nodeid, str(item.callspec.params.get("case")) if hasattr(item, "callspec") else "")
+        text = lambda item: re.sub(" at 0x[0-9a-f]+", "", str(item.callspec.params.get("case", "")))
+        self.items = [(item.nodeid, text(item) if hasattr(item, "callspec") else "")
                       for item in session.items]
 
 listing = Listing()

@@ -52,7 +52,9 @@ def test_the_seed_alone_decides() -> None:
 
 @pytest.mark.slow
 def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
-    """A grid of 12, sampled or not; one of which two cases are drawn; one on kernels of two levels; what is slow."""
+    """A grid of 12, sampled or not; grids of which two cases are drawn, at any depth or for a check; one on kernels of
+    two levels; what is slow.
+    """
     items = pytester.getitems(
         """
         import pytest
@@ -64,6 +66,7 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
         def test_all(a, b, c): ...
         def test_some(a, b, c): ...
         def test_two(a, c): ...
+        def test_few(b, c): ...
         def test_level(a, level): ...
         def test_plain(): ...
         @pytest.mark.slow
@@ -73,6 +76,7 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
         def test_lint(): ...
         test_all, test_some = on(grid, test_all), on([*grid, pytest.mark.sampled], test_some)
         test_two = on([grid[0], grid[2], pytest.mark.sampled(cases=2)], test_two)
+        test_few = on([*grid[1:], pytest.mark.few(cases=2)], test_few)
         test_level = on([grid[0], pytest.mark.parametrize("level", ["reference", "emulated"])], test_level)
         """
     )
@@ -85,12 +89,19 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
         return found
 
     once = {"test_plain": 1, "test_slow": 1, "test_lint": 1}
-    assert counts("all") == {"test_all": 12, "test_some": 12, "test_two": 6, "test_level": 2, "emulated": 2} | once
-    assert counts("test") == {"test_all": 12, "test_some": 6, "test_two": 2, "test_level": 2, "emulated": 2} | once
+    assert (
+        counts("all")
+        == {"test_all": 12, "test_some": 12, "test_two": 6, "test_few": 6, "test_level": 2, "emulated": 2} | once
+    )
+    assert (
+        counts("test")
+        == {"test_all": 12, "test_some": 6, "test_two": 2, "test_few": 6, "test_level": 2, "emulated": 2} | once
+    )
     assert counts("check") == {
-        "test_all": 12,
+        "test_all": 3,
         "test_some": 3,
         "test_two": 2,
+        "test_few": 2,
         "test_level": 2,
         "test_plain": 1,
         "test_lint": 1,

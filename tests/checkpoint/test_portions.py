@@ -56,6 +56,7 @@ def test_the_files_are_those_of_a_resident_state(tmp_path: Path, most: int) -> N
     assert mine.most_alive == 1 and mine.closed == 1
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("most", SIZES)
 def test_every_rank_writes_the_bytes_of_whole_fragments(tmp_path: Path, most: int) -> None:
     """In blocks of 64 bytes, so that portions end within blocks, and tp ranks write parts of portions."""
@@ -106,6 +107,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize("layout", AWAY, ids=str)
 @pytest.mark.parametrize("most", SIZES[1:])
 def test_any_layout_reads_portion_by_portion(saved: Path, layout: Layout, most: int) -> None:

@@ -102,6 +102,7 @@ def test_dp_is_reported():
     assert [str(change) for change in found.changes] == ["dp 2 -> 3"]
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize(
     "change, override",
     [

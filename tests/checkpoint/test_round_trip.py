@@ -35,6 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("read", range(len(LAYOUTS)))
 @pytest.mark.parametrize("written", range(len(LAYOUTS)))
@@ -42,6 +43,7 @@ def test_every_pair_of_layouts(saved, written, read):
     expect(saved[written], LAYOUTS[read], global_values(LAYOUTS[0], torch.float32), torch.float32)
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float64, torch.float32])
 def test_any_precision_into_any_other(tmp_path, stored, wanted):

@@ -119,6 +119,7 @@ def test_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.rotary_base" in inspect(capsys, root, "--all")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_byte_of_every_file_counts(root: Path, threads: int) -> None:
     """Wherever a bit of a payload or a header is turned, verification finds it, and names the file;
@@ -278,6 +279,7 @@ def test_differences_count_bits() -> None:
     assert narrow.equal == 1 and narrow.largest == abs(float(torch.tensor(0.1)) - float(torch.tensor(0.1).bfloat16()))
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("elements", [1, 5, 37, 1000])
 def test_windows_of_any_layout(root: Path, values: Values, elements: int) -> None:
     folder = root / "iter_0000007"

@@ -104,6 +104,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"megazero {megazero.__version__}\n"
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("words", ["draw-schedule", "prepare-data --help"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_leaves_ends_a_command_quietly(words: str, unbuffered: str) -> None:

@@ -83,6 +83,7 @@ def test_heads_of_their_own_width_offset_positions_and_biases_apart(activation: 
 FLAGS = ("embedding_layernorm", "untie_embeddings_and_output_weights", "disable_bias_linear")
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize("position", ["learned", "alibi", "rotary", "none"])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

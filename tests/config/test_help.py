@@ -35,6 +35,7 @@ def entries(text: str) -> dict[str, str]:
     return {flag: " ".join(lines) for flag, lines in found.items() if flag}
 
 
+@pytest.mark.slow
 def test_help_all_has_every_flag_with_its_sentence_its_default_and_its_other_names() -> None:
     told, known_flags = entries(help_text(everything=True)), [*options_of(CommandOptions, ""), *run_options().values()]
     assert set(told) == {known.flag for known in known_flags}

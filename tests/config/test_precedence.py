@@ -87,6 +87,7 @@ def again(run: Run, folder: Path, *words: str, world_size: int | None = None) ->
     return parse_run(["--config", write(folder, dump(run)), *words], world_size)
 
 
+@pytest.mark.few(cases=5)
 @pytest.mark.parametrize("name", [*presets(), None])
 def test_a_dumped_preset_reproduces_itself(name: str | None, tmp_path: Path) -> None:
     run = parse_run(["--preset", name] if name else [], None)

@@ -36,6 +36,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("name", WAYS)
 def test_logits_survive_a_chain_of_formats(tmp_path: Path, name: str) -> None:
     case = CASES[name]

@@ -37,6 +37,7 @@ def check(name: str, found: Answer, theirs: MegatronTensor) -> None:
     assert text == generated, name
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(name: str, theirs: MegatronTensor) -> None:
     found = answer(str(theirs[name][0]), single_process_grid("cpu"), prompts(), NEW)

@@ -59,6 +59,7 @@ def same_tensors(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         assert torch.equal(mine[key].view(torch.uint8), tensor.view(torch.uint8)), key
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize(("case", "dtype"), TRIPS)
 def test_bit_for_bit(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = saved(case, tmp_path / "theirs", dtype)
@@ -117,6 +118,7 @@ def torch_files(
     return folder
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("name", ["bloom, 12 heads", "gpt2, inner width", "llama, grouped", "opt"])

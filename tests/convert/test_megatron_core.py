@@ -76,6 +76,7 @@ def test_a_state_that_only_its_own_layout_can_read(tmp_path: Path) -> None:
         as_they_are_there(opened, {"model": weights["model"]}, {"weight": "model"})
 
 
+@pytest.mark.slow
 def test_its_torch_format_keeps_the_optimizer_in_our_order(tmp_path: Path) -> None:
     """Nothing in such a file says which state is whose; the optimizer that wrote it does."""
     (theirs,) = run_ranks(1, train_and_save, str(tmp_path), GPT, 1, 1, "torch")

@@ -47,6 +47,7 @@ def globals_of(model: Any, *columns: str) -> dict[str, dict[str, torch.Tensor]]:
 EVERYTHING = (WEIGHT, *MOMENTS)
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize(
     "model", [BLOOM4, GPT, replace(BLOOM4, untie_embeddings_and_output_weights=True)], ids=["bloom", "gpt", "untied"]
 )
@@ -124,6 +125,7 @@ WRITTEN = [
 ]
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize(("model", "wanted"), WRITTEN)
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "weights"])
 def test_what_is_written_is_read_again(tmp_path: Path, model: Any, wanted: TargetOptions, moments: bool) -> None:

@@ -53,6 +53,7 @@ BOMBS: dict[str, Callable[[], tuple[bytes, str]]] = {
 }
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("name", list(BOMBS))
 def test_small_files_stay_small(name: str) -> None:
     data, said = BOMBS[name]()

@@ -205,6 +205,7 @@ def save_dist(
     return inside
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize(
     ("stacked", "fused", "whole"), [(True, True, False), (False, False, False), (True, False, True)]
 )
@@ -227,6 +228,7 @@ def test_weights(tmp_path: Path, model: ModelConfig, stacked: bool, fused: bool,
         )
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize(
     ("model", "stacked", "optimizer"),
     [(GPT, True, "flat"), (LLAMA, True, "whole"), (LLAMA, True, "flat"), (GPT, False, "flat")],

@@ -56,6 +56,7 @@ def test_generation_blocks_give_the_tokens_and_masks_of_transformers(marked: Pat
         assert conversation.loss_mask.any()
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tokenizer_and_template_gives_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     """Also where text begins or ends as a special token does."""
@@ -250,6 +251,7 @@ FORGERIES = [
 ]
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("text", FORGERIES)
 def test_text_forges_no_special_token(text: str, marked: Path, plain: Path, tmp_path: Path) -> None:
     """As many special tokens as with harmless text, and the text itself unchanged."""

@@ -132,6 +132,7 @@ def _same(weights, size):
     assert np.array_equal(mine["dataset_index"], dataset) and np.array_equal(mine["dataset_sample_index"], item)
 
 
+@pytest.mark.few(cases=8)
 @pytest.mark.parametrize("seed", range(40))
 def test_blend_equals_plain_loop(seed):
     choose = np.random.RandomState(seed)
@@ -142,6 +143,7 @@ def test_blend_equals_plain_loop(seed):
     _same(weights.tolist(), int(choose.choice([0, 1, 2, 100, 4095, 4096, 20_000])))
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(
     "weights", [[0.6, 0.3, 0.1], [1, 1], [1] * 7, [0.999, 0.0005, 0.0005], [1.0, *[1e-5] * 10], [3, 1, 1e-3, 1e-4]]
 )

@@ -45,6 +45,7 @@ def _decoded(prefix, tokenizer, *, eod: bool) -> list[str]:
     return [tokenizer.decode(row) for row in rows]
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("eod", [False, True])
 def test_jsonl_decodes_to_its_input(tmp_path, workers, eod, monkeypatch):

@@ -54,6 +54,7 @@ def test_time_ends(case: str) -> None:
     refused(ENDLESS[case], "it takes more than 1 s")
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("case", HUGE)
 def test_size_ends(case: str) -> None:
     refused(*HUGE[case])

@@ -64,6 +64,7 @@ def slots(folder: Path, options: DiskOptions) -> tuple[int, list[set[int]]]:
     return whole, others
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_one_whole_step(tmp_path: Path, options: DiskOptions, way: str) -> None:
     """At random moments within steps and between them. Some must hit a step of which not all pieces are written."""
     chance = random.Random(way)

@@ -74,6 +74,7 @@ def test_a_section_that_is_none() -> None:
         options_in("layout")
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_drawings_are_pictures(name: str) -> None:
     picture = ElementTree.fromstring(DRAWINGS[name]())

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| **")]
 
@@ -40,5 +42,6 @@ def test_what_the_glossary_names_is_there() -> None:
         assert not rest or f"class {rest[0]}" in text, name
 
 
+@pytest.mark.slow
 def test_one_name_for_one_class() -> None:
     assert {name for name, count in Counter(classes()).items() if count > 1} == set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from megazero.data.train_bpe import train_bpe
 from tests.corpus import write_corpus
 from tests.data.chats import write_lines
 from tests.effects.look import FACETS, Seen, first_difference, look
-from tests.effects.rows import BASES, ROWS, Row
+from tests.effects.rows import BASES, ROWS, SEARCHES, Row
 from tests.ranks import run_ranks
 
 Lines = tuple[str, str]
@@ -94,7 +95,14 @@ def seen(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ca
     return find
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.words[2:])
+def cases() -> list[Any]:
+    """The rows; those on two ranks, which run in one world, and those that search for a placement are slow."""
+    costly = [row.base == "ranks" or row.given.startswith(SEARCHES) for row in ROWS]
+    return [pytest.param(row, marks=[pytest.mark.slow] * slow) for row, slow in zip(ROWS, costly, strict=True)]
+
+
+@pytest.mark.few(cases=40)
+@pytest.mark.parametrize("row", cases(), ids=lambda row: row.words[2:])
 def test_two_runs_differ_first_where_the_flag_acts(row: Row, seen: Callable[[str], Seen]) -> None:
     known = run_options()[row.field]
     assert row.words.split()[0] in (*known.flags, *known.negations)

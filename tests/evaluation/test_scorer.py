@@ -81,6 +81,7 @@ def likely(shape: ModelConfig, count: int) -> list[Window]:
     return [Window(row, 4) for row in [*ids, *wrong]]
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("size", [1, 3, 64])
 def test_one_process(name: str, size: int) -> None:
@@ -180,6 +181,7 @@ def cold_scores_on_rank(rank: int, size: int, run: Run, windows: list[Window]) -
         return scores_on_rank(rank, size, run, 3, windows), len(warmed)
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("layout", ["zb-v", "tp2-pp2"])
 def test_a_warm_up_scores_nothing(layout: str) -> None:
     """Its hidden states are made up: scores are the same, and each shape of messages warms up once."""

@@ -44,6 +44,7 @@ def step_of(master, grad, m, v, number, *, lr=1e-2, decay=0.1, decoupled=True, m
     )
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_is_torchs_over_many_steps(path, decoupled, decay):

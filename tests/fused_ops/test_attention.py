@@ -125,6 +125,7 @@ def compiled() -> None:
         pytest.skip("no compiler, no kernels")
 
 
+@pytest.mark.few(cases=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("s", "b", "groups", "repeats", "d"),

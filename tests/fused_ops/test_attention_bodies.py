@@ -189,6 +189,7 @@ def in_eager(
 SHAPES = [(1, 1, 1, 1, 8), (50, 2, 3, 2, 20), (130, 1, 6, 1, 16), (257, 2, 1, 3, 8), (256, 1, 5, 1, 8)]
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("run", [0, 1, 40, 300])
 @pytest.mark.parametrize("sloped", [False, True])
@@ -238,6 +239,7 @@ def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, mo
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [True, False])
 def test_the_compiler_does_not_choose_the_strides_of_the_blocks(
     gradients: bool, with_gradients: None, monkeypatch: pytest.MonkeyPatch

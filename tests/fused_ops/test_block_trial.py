@@ -57,6 +57,7 @@ def test_a_product_that_is_wrong_is_refused(fault: str, tmp_path: Path, monkeypa
         assert linear.refusal(found, dtype) == ""
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_the_ops_are_right_on_each_processor(

@@ -253,6 +253,7 @@ def test_queries_in_another_order_of_memory_are_found(kernel: Any) -> None:
     assert copies(kernel, by_heads, SHAPES[1], BF16) == ["the context"]
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("length", [1, BLOCK, 2 * BLOCK, 300, 2048])
 @pytest.mark.parametrize("documents", [False, True])
 def test_flex_waits_for_nothing(length: int, documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:

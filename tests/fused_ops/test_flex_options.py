@@ -45,6 +45,7 @@ def test_a_block_that_the_sequence_does_not_fill_is_a_jump() -> None:
     assert [contiguous(*pair) for pair in zip(lists[::2], lists[1::2], strict=True)] == [True, True, False, True]
 
 
+@pytest.mark.slow
 def test_they_are_set_for_one_document_only(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, bool]] = []
     original: Any = torchs.flex_attention

@@ -200,6 +200,7 @@ def test_what_does_not_fit_is_refused() -> None:
         weight_product(x, weight[:, :6].float())
 
 
+@pytest.mark.slow
 def test_memory_grows_with_neither_tokens_nor_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's allocator. What widens a whole factor would take twice the factor."""
     monkeypatch.setenv("MEGAZERO_FUSED", PLAIN)

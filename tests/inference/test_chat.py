@@ -123,6 +123,7 @@ def on_rank(rank: int, folder: Path) -> str:
     return converse(folder, LINES, build_grid(axes, torch.device("cpu")), "--json", "--system", "be brief")
 
 
+@pytest.mark.slow
 def test_a_conversation_has_the_tokens_of_transformers(model: Path) -> None:
     """Each answer stands in the next question; some end with the template's token, at which no file of the model ends a
     text.

@@ -49,6 +49,7 @@ def whole(stage: Stage, ids: Sequence[int]) -> Tensor:
         return stage.eval().logits(None, MicroBatch(tokens, tokens, None, torch.zeros(1, dtype=torch.int64)))[:, 0]
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("cached", [True, False])
 def test_greedy_takes_the_largest_logit(name: str, cached: bool) -> None:

@@ -85,6 +85,7 @@ def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path]) -> None:
     assert (ours - theirs).abs().max() < TOLERANCE.get(family, 1e-10) * scale
 
 
+@pytest.mark.few(cases=1)
 def test_merged_is_what_peft_merges(trained: tuple[str, Path, Path]) -> None:
     family, base, checkpoint = trained
     with in_float64():

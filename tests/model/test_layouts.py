@@ -89,6 +89,7 @@ def test_faults_08_and_28_layout_equals_one_process(size: int) -> None:
         assert apart < 1e-10, (name, where, apart)
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_fault_25_recompute_is_bitwise_the_same(name: str) -> None:
     """Dropout draws the same masks in the recomputation without any saved random state."""

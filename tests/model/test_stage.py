@@ -116,6 +116,7 @@ def start(rank: int, size: int, models: list[ModelConfig], seed: int) -> list[li
     return results
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_fault_24_initial_values_do_not_depend_on_the_layout(size: int) -> None:
     """Bitwise: the same on tp ranks and stages as in one process; tp ranks hold no equal shards; tied

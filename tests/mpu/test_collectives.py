@@ -48,6 +48,7 @@ def every_collective(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str
     return results, group.traffic
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_values_and_bytes(size, dtype):
@@ -94,6 +95,7 @@ def exchanged(rank: int, size: int, dtype: torch.dtype, n: int, shared: bool) ->
     return output, group.traffic
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(("shared", "n"), [(True, 1), (True, 700_001), (False, 5)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("size", [2, 3])

@@ -38,6 +38,7 @@ def connected(
     return used, {ranks: count for ranks, count in traffic.items() if count}
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(
     "axes",
     [

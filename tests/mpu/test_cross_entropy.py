@@ -47,6 +47,7 @@ def local(rank: int, logits: Tensor, labels: Tensor, width: int, size: int, e: f
     return loss.detach(), leaf.grad, dict(group.traffic)
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("z", [0.0, 1e-2])
 @pytest.mark.parametrize("e", [0.0, 0.1])
@@ -78,6 +79,7 @@ def test_fault_28_equals_the_dense_formula(vocab, width, size, e, z):
         assert traffic == ({} if size == 1 else {("all_reduce", torch.float64): 2 * 8 * count * (1 + sums)})
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_infinite_logits(size):
     """-inf takes no part, even where it is all that a rank holds; a label of -inf costs infinitely much; +inf shows as

@@ -139,6 +139,7 @@ def sums(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return tensor, small
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_sums_are_the_same_bits_everywhere(dtype):
     parts = [torch.randn(50_000, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
@@ -232,6 +233,7 @@ def nothing_shared(rank: int, monkeyed: str) -> bool:
         return True
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("monkeyed", ["host", "clone", "memory", "kernels", "flag"])
 def test_where_nothing_is_shared_the_backend_carries_it(monkeyed):
     assert run_ranks(2, nothing_shared, monkeyed) == [True, True]

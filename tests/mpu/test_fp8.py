@@ -419,6 +419,7 @@ def parallel_on_rank(
     return [y, back], gradients_of(network), scales.found, dict(within)
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("history", [0, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_layers_have_the_scales_of_one_rank(sequence_parallel: bool, history: int) -> None:

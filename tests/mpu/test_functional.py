@@ -101,6 +101,7 @@ def gradient_error(rank: int, size: int, name: str) -> float:
     return worst
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", FUNCTIONS)

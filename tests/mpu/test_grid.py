@@ -85,6 +85,7 @@ def sums_of_ranks(rank: int, axes: Axes, guest_backend: str | None = None) -> di
     return sums
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(
     "axes",
     [
@@ -104,6 +105,7 @@ def test_groups_talk_to_their_members_only(axes):
     check_sums(axes, run_ranks(axes.world_size, sums_of_ranks, axes))
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("axes", [Axes(pp=3, dp=2), Axes(pp=3, dp=2, shard_size=1), Axes(pp=3, dp=2, shard_size=2)])
 def test_groups_beside_a_callers_group_are_made_by_all_in_one_order(axes):
     """Ranks of the middle stage make the groups of the tied embedding too, as often as its own ranks."""
@@ -133,6 +135,7 @@ def shapes() -> Iterator[Axes]:
         yield from (Axes(pp, dp, cp, tp, size) for size in range(1, dp * cp + 1) if dp * cp % size == 0)
 
 
+@pytest.mark.slow
 def test_neighbours_and_the_ranks_across_divide_those_that_hold_the_same_parameters():
     """Each set of neighbours and each shard once; neighbours are on one stage and follow each other on the dp axis."""
     for axes in shapes():

@@ -82,6 +82,7 @@ def test_one_rank_equals_the_dense_formula(block_rows: int, known: bool, masked:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_fault_28_tp_equals_the_dense_formula(tp: int) -> None:
     """A vocabulary that tp does not divide, and a last rank with padding alone."""

@@ -61,6 +61,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_names_rank_group_position_and_both_launches(fault: str) -> None:
     found, wanted = differences(run_ranks(3, toy, fault)), FAULTS[fault]
@@ -174,6 +175,7 @@ def planted(rank: int, flags: list[str], name: str) -> Trace:
     return found
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("name", ["", *PLANTS])
 def test_a_fault_of_the_program_is_found(name: str, corpus: Path, tmp_path: Path) -> None:
     traces = run_ranks(2, planted, [*FLAGS, *data_flags(corpus, tmp_path)], name)
@@ -184,6 +186,7 @@ def test_a_fault_of_the_program_is_found(name: str, corpus: Path, tmp_path: Path
         check(traces)
 
 
+@pytest.mark.slow
 def test_a_run_with_saves_and_its_resume_launch_in_one_order(corpus: Path, tmp_path: Path) -> None:
     """With NCCL's ways of the program; the second run resumes with another schedule and saves in the background."""
     flags = [*FLAGS, "--pp", "2", "--tp", "2", "--save", str(tmp_path / "saved"), *data_flags(corpus, tmp_path)]
@@ -238,6 +241,7 @@ def launches_named(source: str) -> Iterator[str]:
                 )
 
 
+@pytest.mark.slow
 def test_nothing_is_launched_past_the_recorder() -> None:
     found = {}
     for path in sorted((ROOT / "megazero").rglob("*.py")):

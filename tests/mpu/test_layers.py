@@ -153,6 +153,7 @@ CASES += [Case(tp, sp, packed=False) for tp, sp in itertools.product((1, 2), (Fa
 CASES += [Case(2, True, world=4), Case(2, False, world=4)]
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fault_08_equal_to_torchs_own_layers(case):
     results: list[Result] = run_ranks(case.world or case.tp, parallel, case)

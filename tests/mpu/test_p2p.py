@@ -87,6 +87,7 @@ def ordered_body(rank: int, axes: Axes) -> None:
     channels.flush()
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(
     "axes", [Axes(pp=2), Axes(pp=2, dp=2), Axes(pp=3, dp=2), Axes(pp=3, tp=2), Axes(pp=4), Axes(pp=5)]
 )

@@ -49,6 +49,7 @@ def gathered(rank: int, size: int, n: int, dtype: torch.dtype, shared: bool, ins
     return output, group.traffic
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(("n", "shared", "inside"), [(1, True, False), (257, True, True), (5000, False, True)])
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [2, 3])
@@ -77,6 +78,7 @@ def scattered(
     return output, inside.clone(), group.traffic
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize(("k", "shared"), [(1, True), (257, False), (3000, True)])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [FP32, torch.float16, torch.float64])
@@ -107,6 +109,7 @@ def feedback(rank: int, size: int, k: int, bits: int, steps: int, keep: bool) ->
     return total, error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "bits"), [(2, 4), (3, 8)])
 def test_error_feedback_loses_nothing_over_fifty_steps(size, bits):
     """What is missing after the steps is what is kept: of one step, not of fifty."""

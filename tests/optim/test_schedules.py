@@ -36,6 +36,7 @@ def test_lines_of_the_bloom_log() -> None:
         assert (step.consumed_samples, f"{step.lr:.3E}") == (samples, rate)
 
 
+@pytest.mark.slow
 def test_bloom_by_counting() -> None:
     """Every iteration until the rate is lowest, with the formulas as they were published."""
     progress, consumed = StepPlan(bloom()), 0

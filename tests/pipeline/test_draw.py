@@ -116,6 +116,7 @@ def test_both_parts_of_a_split_backward_are_drawn():
     assert len(grounds) == 12  # 3 kinds x 2 chunks x 2 shades
 
 
+@pytest.mark.slow
 def test_the_tool_takes_published_times():
     words = ["--pp", "8", "-m", "24", "--profile", "18.522", "18.086", "9.337", "0.601", "--fit"]
     told = [run_tool("--schedule", name, *words).stdout for name in ("1f1b", "zb-h1", "zb-v")]
@@ -146,6 +147,7 @@ def test_the_lanes_of_activations_that_leave():
     assert "goes with --zero-stage" in run_tool("--offload-activations", "0.5").stderr
 
 
+@pytest.mark.slow
 def test_the_lanes_of_a_whole_step():
     words = ["--pp", "1", "-m", "1", "--zero-stage", "3", "--blocks", "1", "--width", "70", "--update-time", "0"]
     done = run_tool(*words, "--gather-time", "0.5")
@@ -186,6 +188,7 @@ def test_the_lanes_of_a_whole_step():
     assert done.returncode == 2 and "--zero-shard-size 3 does not divide --dp 4" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_lanes_of_updates_in_host_memory():
     model = ["--pp", "1", "-m", "1", "--zero-stage", "0", "--dp", "1", "--blocks", "1"]
     words = [*model, "--width", "100", "--gather-time", "0.5"]

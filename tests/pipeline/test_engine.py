@@ -430,6 +430,7 @@ def memory_body(rank: int, pp: int, virtual: int, m: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize(("pp", "virtual", "m"), [(3, 1, 6), (2, 2, 4), (2, 3, 5)])
 def test_outputs_go_after_the_send_and_inputs_after_the_backward(pp, virtual, m):
     found = run_ranks(pp, memory_body, pp, virtual, m)

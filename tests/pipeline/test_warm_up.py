@@ -70,6 +70,7 @@ def cases() -> list[tuple[str, int, int, int]]:
     return [(name, pp, m, chunks) for name, chunks in SCHEDULES for pp in range(2, 9) for m in range(1, 17)]
 
 
+@pytest.mark.slow
 def test_every_schedule_ends_where_its_computations_are_warm() -> None:
     for name, pp, m, chunks in cases():
         schedule = make_schedule(name, pp, m, chunks)
@@ -131,6 +132,7 @@ def trained(
     return [float(record.loss) for record in recorder.records], recorder.losses, weights
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_warm_up_leaves_no_trace(layout: str, corpus: Path, tmp_path: Path) -> None:
     """Every loss, validation losses and the weights have the same bits with and without one."""

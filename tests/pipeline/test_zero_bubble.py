@@ -110,6 +110,7 @@ def test_bubbles_at_the_published_profiles():
         assert max(reports["zb-v"].peak_activations) == 2 * p, "chunks of half a stage"
 
 
+@pytest.mark.slow
 def test_the_same_order_of_bubbles_at_any_likely_profile():
     source = random.Random(5)
     for _ in range(20):
@@ -122,6 +123,7 @@ def test_the_same_order_of_bubbles_at_any_likely_profile():
         assert bubbles == sorted(bubbles, reverse=True), (p, m, profile)
 
 
+@pytest.mark.slow
 def test_uneven_chunks_and_long_messages_are_no_deadlock():
     source = random.Random(3)
     for name, p, m in source.sample(SIZES, 30):

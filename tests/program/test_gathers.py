@@ -152,6 +152,7 @@ def test_every_use_is_covered_within_the_budget(
     assert first == sorted(first), "the lane works in the order of the uses"
 
 
+@pytest.mark.few(cases=6)
 @pytest.mark.parametrize(("name", "pp", "virtual"), LAYOUTS)
 def test_a_step_gathers_little_more_than_the_least(name: str, pp: int, virtual: int) -> None:
     """At most 1.05 times the least bytes, for 1 to 16 micro-batches and budgets from one unit to everything."""

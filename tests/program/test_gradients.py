@@ -121,6 +121,7 @@ def test_a_tied_bucket_is_reduced_once_where_two_stages_meet() -> None:
         assert found.index(f"R{tied}") > max(at for at, word in enumerate(found) if word.startswith("B"))
 
 
+@pytest.mark.slow
 def test_every_reduction_leaves_once(seed: int) -> None:
     """What goes to the host are the reductions' own gradients: first a store, then additions, one count."""
     source, seen = random.Random(seed), Counter[Tier]()

@@ -99,6 +99,7 @@ def away(instructions: Sequence[Instruction]) -> None:
         assert sum(j.is_compute for j in order[own[Op.RETURN] : end]) == 1
 
 
+@pytest.mark.slow
 def test_drawn_steps_are_legal_and_keep_to_their_share(seed: int) -> None:
     source = random.Random(seed)
     left = 0

@@ -96,6 +96,7 @@ def occupied(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
     source = random.Random(seed)
     written = 0

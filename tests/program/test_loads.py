@@ -119,6 +119,7 @@ def test_late_updates_stand_before_the_loads() -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_gather_has_its_own_loads(seed: int) -> None:
     """Each part once, one gather ahead at most, each read right before its load; so bytes are those of gathers."""
     source, seen = random.Random(seed), Counter[Tier]()

@@ -137,6 +137,7 @@ def test_what_is_gathered_and_reduced_does_not_grow_with_the_micro_batches(pp: i
             assert all(gathers[bucket] >= passes + 1 for bucket in buckets[1:-2])
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize(("name", "virtual"), SCHEDULES)
 def test_a_step_gathers_little_more_than_the_least(name: str, virtual: int) -> None:
     """As in horizontal order: at most 1.05 times the least bytes, for budgets from one unit to everything."""
@@ -218,6 +219,7 @@ def hangs(name: str, chunks: int, most: int | None, rule: str) -> set[tuple[int,
     return found
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
 def test_messages_end(name: str, chunks: int) -> None:
     """On streams always; in one hardware queue with one group, and not always with groups of three: a receive can lie

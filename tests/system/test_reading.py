@@ -60,6 +60,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_are_counted_before_they_are_made(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of a text beforehand is what it takes, and not many times as much: else bounds would refuse real

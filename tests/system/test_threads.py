@@ -64,6 +64,7 @@ subprocess.run([*wrapper, sys.executable, "-c", {RANK!r}], env=ranks, check=True
 """
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["", "behind a script"])
 @pytest.mark.parametrize(("user", "given"), [(None, "None"), ("1", "1"), ("3", "3"), ("4,2", "4"), ("x", "None")])
 def test_a_users_number_counts_and_torchruns_does_not(user: str | None, given: str, wrapped: bool) -> None:

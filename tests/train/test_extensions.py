@@ -118,6 +118,7 @@ def test_a_run_takes_both(corpus: Path, tmp_path: Path) -> None:
     assert told == ["from 1", *(f"{number} {rate!r}" for number, rate in enumerate(expected, 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("package")
 def test_help_messages_and_files_know_what_is_added(tmp_path: Path) -> None:
     text = help_text(everything=True)

@@ -140,6 +140,7 @@ def opened_on_rank(rank: int, paths: list[str]) -> str:
         return source.path.name
 
 
+@pytest.mark.slow
 def test_all_ranks_start_with_the_checkpoint_that_rank_0_found(checkpoint: Path, tmp_path: Path) -> None:
     """Another becomes the newest while they look; folders that are called otherwise on each node stay as they are."""
     for name in ("iter_0000002", "iter_0000004"):

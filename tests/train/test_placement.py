@@ -51,6 +51,7 @@ def trained(rank: int, size: int, flags: Sequence[str]) -> tuple[str, Run, list[
     return told, job.run, [record.loss for record in recorder.records], weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "budget"), [("--zero-stage 0", "500KB"), ("--zero-stage 2", "400KB"), ("--pp 2", "330KB")]
 )
@@ -113,6 +114,7 @@ def measured(rank: int, size: int, folder: str) -> dict[str, float]:
     return rates.plain()
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_rates_of_the_slowest(tmp_path: Path) -> None:
     first, other = run_ranks(2, measured, 2, str(tmp_path))
     assert first == other and set(first) == set(NAMES)

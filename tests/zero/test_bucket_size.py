@@ -57,6 +57,7 @@ def trained(rank: int, size: int, flags: list[str], nccl: bool) -> tuple[list[Bu
     )
 
 
+@pytest.mark.slow
 def test_a_run_with_nccl_has_larger_buckets_and_its_checkpoint_opens(corpus: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--save", str(tmp_path / "saved"), *data_flags(corpus, tmp_path / "cache")]
     counts = []

@@ -162,6 +162,7 @@ def test_sharded_gradients_keep_a_few_buckets_of_whole_gradients() -> None:
         assert (0 < got["spare"] <= limit) if case.zero_stage >= 2 else got["spare"] == 0, (case, got["spare"], limit)
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("wanted", ["bf16", "fp16", "fp32"])
 def test_fault_13_the_dtype_that_travels_is_the_one_asked_for(wanted: str) -> None:
     """DS#5170: fp32 sums were reduced in bf16.

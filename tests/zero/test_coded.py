@@ -130,6 +130,7 @@ def test_without_messages_the_budget_is_one_unit() -> None:
     assert one_unit(listed, shape) < two_units(listed, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_filling_takes_the_codes_and_a_few_copies_of_a_matrix(zero: int) -> None:
     large = "--hidden-size 256 --num-attention-heads 4 --num-query-groups 4 --num-layers 24"

@@ -47,6 +47,7 @@ def test_building_with_sharded_parameters_takes_the_shards_alone(rank, precision
     assert taken.peak <= held + CONSTANT
 
 
+@pytest.mark.slow
 def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     """Its embedding alone, in fp32, is larger than the bound leaves room for."""
     words = "--zero-stage 3 --precision bf16 --offload-optimizer nvme --offload-params nvme --offload-gradients nvme"

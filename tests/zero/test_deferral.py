@@ -59,6 +59,7 @@ def gradients(state: ModelState) -> list[torch.Tensor]:
     return [column.view(i, 0, bucket.layout.used).clone() for i, bucket in enumerate(state.buckets)]
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("zero_stage", STAGES)
 @pytest.mark.parametrize("tied", [True, False])

@@ -97,6 +97,7 @@ def test_hybrid_shards(axes: Axes) -> None:
     )
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("axes", [Axes(), Axes(dp=2), Axes(pp=2, dp=2)], ids=str)
 def test_virtual_stages(axes: Axes) -> None:
     """At pp 1 two chunks share the embedding: gradients that arrive while another chunk is armed only accumulate."""
