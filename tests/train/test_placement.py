@@ -130,6 +130,7 @@ def banner_of(flags: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +162,7 @@ def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_tells_how_its_choice_differs(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
