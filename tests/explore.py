@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,10 +26,11 @@ PASSED, FAILED = 0, 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__, allow_abbrev=False)
     parser.add_argument("--hours", type=float, default=0.0, help="rounds with new seeds until then; else one round")
     parser.add_argument("--seed", type=int, help="of the first round; a random one without it")
     args, words = parser.parse_known_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the round, whose status ends the rounds
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     end, rounds, status = time.monotonic() + 3600 * args.hours, 0, PASSED
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +40,7 @@ def main() -> int:
             status = one_round(seed + rounds, failures, words)
             rounds += 1
         commands = failures.read_text()
-    print(f"\n{rounds} rounds from seed {seed}, {len(commands.splitlines())} failures", flush=True)
+    print(f"\nrounds: {rounds}, from seed {seed}; failures: {len(commands.splitlines())}", flush=True)
     print(commands, end="", flush=True)
     return status if status not in (PASSED, FAILED) else FAILED if commands else PASSED
 
@@ -47,7 +49,7 @@ def one_round(seed: int, failures: Path, words: list[str]) -> int:
     """Run pytest on the cases of a seed, and return its status."""
     # A path in a word of its own would decide, with the tests' paths, which configuration pytest reads.
     command = [sys.executable, "-m", "pytest", f"--seed={seed}", f"--failures={failures}", *words]
-    return subprocess.run(command, env={**os.environ, HASH_SEED: str(seed)}, check=False).returncode
+    return subprocess.run(command, env={**os.environ, HASH_SEED: str(seed % 2**32)}, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -126,13 +126,13 @@ def test_exploring_prints_the_command_that_repeats_a_failure(tmp_path: Path) -> 
     (tmp_path / "pytest.ini").write_text("[pytest]\n")  # the folder to which names of tests are relative
     explored = run(tmp_path, sys.executable, "-m", "tests.explore", "--seed", "7", "-n", "1", status=1)
     commands = [line for line in explored.splitlines() if " -m pytest " in line]
-    assert "1 rounds from seed 7, 2 failures" in explored and len(commands) == 4, "of the round, and at the end"
+    assert "rounds: 1, from seed 7; failures: 2\n" in explored and len(commands) == 4, "of the round, and at the end"
     assert set(commands[:2]) == set(commands[2:])
     again = [run(tmp_path, "bash", "-c", command, status=1) for command in commands[2:]]
     assert all("1 failed" in output and "passed" not in output for output in again)
     assert {*drawn(again[0]), *drawn(again[1])} == {*drawn(explored)}
     calm = run(tmp_path, sys.executable, "-m", "tests.explore", "--seed", "8", "-k", "odd")
-    assert "0 failures" in calm and " -m pytest " not in calm
+    assert "failures: 0\n" in calm and " -m pytest " not in calm
 
 
 def test_the_seed_is_a_number_in_a_file_of_its_own() -> None:
