@@ -97,6 +97,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has_products", lambda dtype: False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", (torch.float32, *HALVES))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype, body: str) -> None:
