@@ -21,6 +21,7 @@ from megazero.program.step import Lists
 from megazero.train.trainer import Trainer
 from tests.launches import COLLECTIVES, RULES, Launch, Line, Trace, check, deadlock, differences, recorded_launches
 from tests.parity.training import data_flags, job_on_rank, recorded_on_rank, small_model
+from tests.parity.ways import Way
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +194,7 @@ def test_a_run_with_saves_and_its_resume_launch_in_one_order(corpus: Path, tmp_p
     flags += ["--save-interval", "1", "--eval-interval", "1", "--sequence-parallel"]
     more = ["--load", str(tmp_path / "saved"), "--train-iters", "3", "--async-save", "--pipeline-schedule", "zb-h1"]
     for words in (flags, [*flags, *more]):
-        traces = [found for _, found in run_ranks(4, recorded_on_rank, 4, words, "auto", True)]
+        traces = [found for _, found in run_ranks(4, recorded_on_rank, 4, words, "auto", Way(as_nccl=True))]
         check(traces)
         kinds = {event.what.partition(",")[0] for event in traces[0]["MainThread"] if isinstance(event, Launch)}
         assert kinds >= {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}

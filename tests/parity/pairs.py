@@ -7,7 +7,7 @@ two values.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -16,6 +16,7 @@ Values = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Fit = Callable[[Values], Values | None]
 """From drawn values to those of a case: changed where they do not go together; None where there is no such case."""
+Cost = Callable[[Values], float]
 DRAWS = 60
 """Cases that are drawn for each that is chosen."""
 TRIES = 400
@@ -33,36 +34,49 @@ def all_pairs(axes: Axes) -> list[Pair]:
     return [(one, other) for first, second in combinations(named, 2) for one in first for other in second]
 
 
-def drawn(axes: Axes, fit: Fit, source: random.Random, pair: Pair | None = None) -> Values | None:
-    """The values of a case that has this pair, if one draw gives such a case."""
-    values = {name: source.choice(of) for name, of in axes.items()} | dict(pair or ())
-    found = fit(values)
-    return found if found is not None and all(found[name] == value for name, value in pair or ()) else None
+def drawn(axes: Axes, fit: Fit, source: random.Random, wanted: Iterable[tuple[str, Any]] = ()) -> Values | None:
+    """The values of a case that has the wanted ones, if one draw gives such a case."""
+    given = dict(wanted)
+    found = fit({name: source.choice(of) for name, of in axes.items()} | given)
+    return found if found is not None and all(found[name] == value for name, value in given.items()) else None
 
 
-def covering(axes: Axes, fit: Fit, source: random.Random) -> Iterator[Values]:
-    """Cases without end. Each has a pair that is new, as long as there is one, and of some that are drawn with this
-    pair the most others.
+def covering(
+    axes: Axes, fit: Fit, source: random.Random, required: Sequence[Values] = (), cost: Cost = lambda values: 1.0
+) -> Iterator[Values]:
+    """Cases without end: first one with each of the required values. Each other has a pair that is new, as long as
+    there is one. Of some that are drawn with these values or this pair, it has the most other pairs that are new for
+    its cost.
     """
     missing = set(all_pairs(axes))
+    waiting = [*required]
     while True:
         # Sorted, because the order of a set of strings differs from process to process.
-        pair = source.choice(sorted(missing, key=repr)) if missing else None
-        found = [values for _ in range(DRAWS) if (values := drawn(axes, fit, source, pair)) is not None]
-        if not found:
-            found = [values for _ in range(TRIES) if (values := drawn(axes, fit, source, pair)) is not None][:1]
-        if not found:
-            missing -= {pair} if pair is not None else set()
+        pair = source.choice(sorted(missing, key=repr)) if missing and not waiting else ()
+        wanted = waiting.pop(0).items() if waiting else pair
+        draws = [values for _ in range(DRAWS) if (values := drawn(axes, fit, source, wanted)) is not None]
+        if not draws:
+            draws = [values for _ in range(TRIES) if (values := drawn(axes, fit, source, wanted)) is not None][:1]
+        if not draws:
+            assert wanted == pair, f"no case has the required {dict(wanted)}"
+            missing.discard(wanted)
             continue
-        best = max(found, key=lambda values: len(pairs(values) & missing))
+        best = max(draws, key=lambda values: len(pairs(values) & missing) / cost(values))
         missing -= pairs(best)
         yield best
 
 
-def table(axes: Axes, fit: Fit, seed: int, count: int) -> list[Values]:
-    """`count` different cases, those with the most new pairs first."""
+def table(
+    axes: Axes,
+    fit: Fit,
+    seed: int,
+    count: int,
+    required: Sequence[Values] = (),
+    cost: Cost = lambda values: 1.0,
+) -> list[Values]:
+    """`count` different cases: one with each of the required values, then those with the most new pairs first."""
     chosen: list[Values] = []
-    for values in covering(axes, fit, random.Random(seed)):
+    for values in covering(axes, fit, random.Random(seed), required, cost):
         chosen += [values] * (values not in chosen)
         if len(chosen) == count:
             break

@@ -23,8 +23,9 @@ from megazero.mpu import fp8 as module
 from megazero.telemetry.record import StepRecord
 from megazero.train.prepare import prepare
 from tests.parameters import Piece, assemble, values_of
-from tests.parity.training import Outcome, data_flags, job_on_rank, train
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train
 from tests.parity.training import train_on_rank as trained_on_rank
+from tests.plan.meter import metered
 from tests.ranks import run_ranks
 from tests.reference import REFERENCE, needs_reference
 
@@ -408,3 +409,22 @@ def compiled_on_rank(rank: int, flags: list[str]) -> tuple[list[StepRecord], lis
     torch._dynamo.utils.counters.clear()
     records, _, pieces = trained_on_rank(rank, 1, flags, "auto")
     return records, pieces, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def left_on_rank(rank: int, size: int, words: list[str]) -> int:
+    """Bytes that are there after two steps and were not there after the job was built."""
+    job, _ = job_on_rank(rank, size, words)
+    _, taken = metered(lambda: [job.trainer.train_step(stop=False) for _ in range(2)])
+    job.state.model.wait_parameters()
+    return taken.left
+
+
+@pytest.mark.slow
+def test_under_zero_3_no_copy_of_a_weight_is_left_after_a_step(corpus: Path, tmp_path: Path) -> None:
+    """The copies were whole on every rank, where ZeRO-3 shards the weights."""
+    shape = "--hidden-size 32 --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --precision bf16"
+    given = [*small_model(3, heads=2), *shape.split(), "--zero-stage", "3", "--train-iters", "3"]
+    given += data_flags(corpus, tmp_path)
+    without, narrow = (run_ranks(2, left_on_rank, 2, [*given, *more]) for more in ([], ["--fp8", "current"]))
+    matrix = 3 * 32 * 32
+    assert max(b - a for a, b in zip(without, narrow, strict=True)) < matrix, "less than one of the matrices"

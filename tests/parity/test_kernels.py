@@ -13,6 +13,7 @@ import pytest
 from tests.parity.conftest import Reference
 from tests.parity.layouts import Case, Model
 from tests.parity.training import train, worst
+from tests.parity.ways import Way
 
 # Keys' biases have no gradient but what is rounded; a larger epsilon keeps Adam from blowing that up to a full step.
 NUMBERS = ["--adam-eps", "1e-3", "--train-iters"]
@@ -25,7 +26,7 @@ def check(case: Case, steps: str, fused: str, flags_of: Flags, reference: Refere
     # Next to ReLU's kink a rounding decides whether a unit learns at all.
     tolerance = AT_A_KINK if case.model.activation == "relu" else TOLERANCE
     flags = [*flags_of(case.model, "fp32", more), *case.layout_flags()]
-    found = train(case.ranks, flags, fused, as_nccl=case.as_nccl)
+    found = train(case.ranks, flags, fused, way=Way(as_nccl=case.as_nccl))
     differences = worst(found, reference(case.model, more))
     assert all(value < tolerance for value in differences.values()), (fused, differences)
 

@@ -12,6 +12,7 @@ import pytest
 from tests.parity.conftest import Reference
 from tests.parity.layouts import MODELS, REQUIRED, Case, Model, cases
 from tests.parity.training import train, worst
+from tests.parity.ways import Way
 
 STEPS = ["--train-iters", "4"]
 TOLERANCE = 1e-9
@@ -23,7 +24,7 @@ def test_layout_equals_one_process(
     case: Case, flags_of: Callable[[Model, str, list[str]], list[str]], reference: Reference
 ) -> None:
     flags = [*flags_of(case.model, "fp64", STEPS), *case.layout_flags()]
-    found = train(case.ranks, flags, as_nccl=case.as_nccl)
+    found = train(case.ranks, flags, way=Way(as_nccl=case.as_nccl))
     differences = worst(found, reference(case.model, STEPS))
     assert all(value < TOLERANCE for value in differences.values()), differences
 

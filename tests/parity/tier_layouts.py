@@ -1,6 +1,7 @@
 """Layouts with model state and activations off the device: every two values of every axis, on a few models.
 
-What leaves the device is said by flags, by a table in a file, or found by --placement auto under a budget.
+What leaves the device is said by flags, by a table in a file, or found by --placement auto under a budget. `without` is
+the same layout without all that is to change no bit of it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazero.config.checks_offload import least_buffer
 from megazero.config.parse import parse_run
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
+from megazero.plan.gathered import largest_unit
 from megazero.plan.tier_peaks import run_peaks
 from megazero.train.init_from import model_source
 from tests.parity.pairs import Axes, Values, table
+from tests.parity.ways import FP16, Way
 
 MAX_RANKS = 8
 VIRTUAL = {"gpipe": 2, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
@@ -24,14 +28,38 @@ COLUMNS = ("optimizer", "params", "gradients", "activations")
 """What can leave the device: --offload-NAME has a value of `TIERS`. Each is a field of `Case`."""
 IN_FILES = ("optimizer", "params", "gradients")
 """Columns that a table of --placement has in these cases; the others have their flags beside it."""
+UNITS = {
+    "optimizer": "[the embedding, blocks 1-2]",
+    "params": "[block 1, block 3]",
+    "gradients": "[embedding, block 1]",
+    "activations": "[block 0, block 2]",
+}
+"""Units that leave alone, by column, where a table names units."""
+NUMBERS = {
+    "fp64": "--precision fp64",
+    "fp32": "--precision fp32",
+    "bf16": "--precision bf16",
+    "fp16": FP16,
+    "fp8": "--precision bf16 --fp8 delayed --hidden-size 48 --ffn-hidden-size 96 --seq-length 16",
+}
+RULES = {"adamw": "", "adam": "--optimizer adam", "sgd": "--optimizer sgd --sgd-momentum 0.9"}
+MESSAGES = {
+    "exact": "",
+    "bf16": "--grad-reduce-dtype bf16",
+    "weights": "--zero-quantized-weights",
+    "int8": "--zero-quantized-gradients int8",
+    "int4": "--zero-quantized-gradients int4 --zero-gradient-error-feedback",
+}
 AXES: Axes = {
     **dict.fromkeys(COLUMNS, TIERS),
     "share": (0.25, 0.6),
+    "units": (False, False, True),
     "late": (False, True),
     "order": (None, "horizontal", "vertical", "vertical in threes"),
     "placement": ("flags", "flags", "file", "auto"),
     "checkpoint": (False, True),
     "folders": (1, 2),
+    "parts": ("small", "small", "large"),
     "tp": (1, 2),
     "sequence_parallel": (False, True),
     "pp": (1, 2, 3),
@@ -39,30 +67,91 @@ AXES: Axes = {
     "zero": (0, 1, 2, 3),
     "shard": (None, 1, 2),
     "regather": ("micro-batch", "step"),
+    "gathered": ("two", "one", "all"),
+    "persist": (0, 100),
+    "messages": ("exact", "exact", "exact", *MESSAGES),
     "schedule": tuple(VIRTUAL),
-    "recompute": ("none", "selective", "full"),
-    "accumulation": (1, 4, 7),
+    "recompute": ("none", "selective", "full", "full"),
+    "shard_inputs": (False, True),
+    "accumulation": (1, 2, 4),
     "bucket": (500, 4000, 8_388_608),
     "overlap": (True, False),
-    "carrier": ("shared memory", "gloo", "as NCCL"),
+    "carrier": ("shared memory", "gloo", "as NCCL", "late"),
+    "slow": (False, True),
+    "resumes": (False, False, True),
+    "background": (False, True),
+    "numbers": ("fp64", "fp64", "fp64", *NUMBERS),
+    "rule": ("adamw", "adamw", *RULES),
+    "clip": (0.5, 0.5, 0.0),
     "heads": (3, 6),
     "layers": (4, 5),
     "tied": (True, False),
     "dropout": (True, False),
-    "lora": (False, True),
+    "lora": ("none", "none", "whole", "8 bits", "4 bits"),
 }
+REQUIRED: tuple[Values, ...] = (
+    {"params": "nvme", "optimizer": "nvme", "late": True, "order": None, "accumulation": 4, "pp": 2, "slow": True},
+    {
+        "gradients": "cpu",
+        "zero": 2,
+        "dp": 2,
+        "tp": 1,
+        "tied": False,
+        "accumulation": 4,
+        "numbers": "fp16",
+        "late": True,
+    },
+    {"shard_inputs": True, "carrier": "late", "zero": 1, "numbers": "bf16", "messages": "bf16"},
+    {"carrier": "late", "zero": 3, "pp": 2, "late": True},
+    {"order": "vertical in threes", "zero": 1, "dp": 2, "tied": False, "gradients": "none", "accumulation": 4},
+    {"numbers": "fp8", "zero": 3, "dp": 2},
+    {"messages": "int4", "zero": 2, "late": True, "resumes": True, "numbers": "fp32"},
+    {"zero": 3, "dp": 2, "shard": 1, "gathered": "one", "regather": "step"},
+    {"units": True, "zero": 1, "params": "nvme", "gradients": "cpu", "numbers": "fp64"},
+    {"gradients": "nvme", "clip": 0.0, "zero": 3, "tied": False, "tp": 1, "parts": "small", "accumulation": 4},
+    {"optimizer": "nvme:SHARE", "zero": 0, "parts": "small", "slow": True, "resumes": True, "numbers": "fp16"},
+    {"placement": "auto", "folders": 2},
+)
+"""Combinations that must be among the first cases."""
+ACTIVATIONS = 600_000
+"""Bytes that hold what the largest unit keeps of a micro-batch, as often as is needed."""
+NO_BIT: Values = {
+    "activations": "none",
+    "late": False,
+    "checkpoint": False,
+    "regather": "micro-batch",
+    "gathered": "two",
+    "overlap": False,
+    "shard_inputs": False,
+    "slow": False,
+    "resumes": False,
+    "background": False,
+}
+"""Values of axes whose other values change no bit of any layout."""
+TO_ITSELF: Values = {"units": False, "slow": False, "resumes": False, "numbers": "fp64", "messages": "exact"}
+"""What a layout has that is compared with one process only: what a search chooses may change bits."""
 RATES = "{flops: 1e10, to_host: 2GB, to_device: 2GB, update: 4GB, update_host: 1GB, read: 500MB, write: 300MB}\n"
 
 
 class Case(NamedTuple):
-    """A model and a layout.
+    """A model, a layout, and how it runs.
 
-    share              of the columns that leave in part
-    order              of the micro-batches; None: not given
-    folders            of the swap files
-    carrier            of the collectives of ranks
+    share       of the columns that leave in part
+    units       whether `UNITS` of the columns leave, and no others
+    order       of the micro-batches; None: not given
+    folders     of the swap files
+    parts       of buckets, which pass through slots: small ones take turns in them
+    gathered    budget of gathered parameters, in units
+    messages    what travels of gradients and parameters
+    carrier     of the collectives of ranks; late: results come as late as they may
+    slow        whether lanes are delayed
+    resumes     whether the run goes on from a checkpoint of `without`
+    background  whether checkpoints are written beside the training
+    numbers     the precision; fp16: with steps that overflow, and are skipped
+    rule        the optimizer
+    lora        of adapters: the base
     sequence_parallel, shard, regather, ...
-                       as the flags of these names
+                as the flags of these names
     """
 
     optimizer: str
@@ -70,11 +159,13 @@ class Case(NamedTuple):
     gradients: str
     activations: str
     share: float
+    units: bool
     late: bool
     order: str | None
     placement: str
     checkpoint: bool
     folders: int
+    parts: str
     tp: int
     sequence_parallel: bool
     pp: int
@@ -82,17 +173,27 @@ class Case(NamedTuple):
     zero: int
     shard: int | None
     regather: str
+    gathered: str
+    persist: int
+    messages: str
     schedule: str
     recompute: str
+    shard_inputs: bool
     accumulation: int
     bucket: int
     overlap: bool
     carrier: str
+    slow: bool
+    resumes: bool
+    background: bool
+    numbers: str
+    rule: str
+    clip: float
     heads: int
     layers: int
     tied: bool
     dropout: bool
-    lora: bool
+    lora: str
 
     @property
     def ranks(self) -> int:
@@ -109,8 +210,44 @@ class Case(NamedTuple):
         words += [f"by-{self.placement}"] * (self.placement != "flags") + ["late"] * self.late
         words += [f"{self.order}"] * (self.order is not None) + ["ckpt"] * self.checkpoint
         words += [f"tp{self.tp}-pp{self.pp}-dp{self.dp}-z{self.zero}-{self.schedule}-acc{self.accumulation}"]
-        words += [f"re-{self.recompute}"] * (self.recompute != "none") + ["lora"] * self.lora
+        words += [f"re-{self.recompute}"] * (self.recompute != "none") + [f"lora-{self.lora}"] * (self.lora != "none")
+        words += [self.numbers, *[self.messages] * (self.messages != "exact"), *["resumes"] * self.resumes]
         return "-".join(word.replace(" ", "-") for word in words)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its numbers are those of one process in float64."""
+        return self.numbers == "fp64" and self.messages == "exact"
+
+    @property
+    def norm_alone_differs(self) -> bool:
+        """Whether the norm has other last bits than that of `without`: a sum of parts, of gradients on disks."""
+        return self.gradients.startswith("nvme") and self.without().gradients == "none"
+
+    def without(self) -> Case:
+        """The layout without all that is to change no bit: loss, norm and weights are the same."""
+        changes: Values = {**NO_BIT, "order": self.resolved_order()}
+        # With ZeRO-3, and where units have names, a bucket holds one unit. Other buckets have other sums of the norm.
+        alike = self.zero == 3 or not self.units
+        # ZeRO-2 and 3 reduce each micro-batch's gradient, wherever its sum rests.
+        added_alike = self.zero > 1 and self.tp == 1 and self.shard is None and not (self.tied and self.pp > 1)
+        changes |= {"carrier": "shared memory"} if self.carrier == "late" else {}
+        changes |= {"optimizer": "none"} if alike else {}
+        changes |= {"params": "none"} if self.zero == 3 else {}
+        if alike and added_alike and (self.gradients.startswith("cpu") or not self.clip):
+            changes["gradients"] = "none"
+        if self.zero < 2 and not self.tied and self.gradients == "none":
+            changes["order"] = "horizontal"
+        return self._replace(**changes)
+
+    def resolved_order(self) -> str:
+        """The order of the micro-batches, the default one too."""
+        return self.order or ("vertical" if self.params.startswith("nvme") else "horizontal")
+
+    def way(self) -> Way:
+        """How ranks run it."""
+        infinite = frozenset({3} if self.numbers == "fp16" else ())
+        return Way(self.carrier == "as NCCL", self.carrier == "late", 1 if self.slow else None, infinite=infinite)
 
     def tier(self, column: str) -> str:
         """What --offload-COLUMN says."""
@@ -137,7 +274,30 @@ class Case(NamedTuple):
         words += f"--micro-batch-size {self.batch // (self.dp * self.accumulation)}"
         words += f" --zero-shard-size {self.shard}" * (self.shard is not None)
         words += " --sequence-parallel" * self.sequence_parallel + " --no-overlap" * (not self.overlap)
-        return [*words.split(), *["--no-shared-memory"] * (self.carrier != "shared memory")]
+        words += " --shard-recompute-inputs" * self.shard_inputs + f" --zero3-persist-below {self.persist}"
+        words += f" {MESSAGES[self.messages]}" + " --zero-quantized-weights" * (
+            self.messages == "int4" and self.zero > 0
+        )
+        return [*words.split(), *["--no-shared-memory"] * (self.carrier in ("gloo", "as NCCL"))]
+
+    def budget_flags(self, run: Run) -> list[str]:
+        """The flags of how much is gathered at any time. run: that without them, and with nothing off the device."""
+        if self.gathered == "two":
+            return []
+        brought = applied(run, {"offload_params": "cpu"}) if self.params != "none" else run
+        # Where each rank has whole parameters, there is nothing to gather.
+        one = max(1, largest_unit(brought, axes_of(run.parallel, self.ranks))[0])
+        return ["--zero3-gathered-bytes", str(one if self.gathered == "one" else 10**9)]
+
+    def buffer_flags(self, run: Run) -> list[str]:
+        """The flags of the memory through which parts and activations pass. run: that without them."""
+        columns = self.optimizer, self.gradients, self.params.replace("cpu", "none")
+        moves, kept = any(not tier.startswith("none") for tier in columns), self.activations.startswith("nvme")
+        if not moves and not kept and self.placement != "auto":
+            return []
+        least = least_buffer(applied(run, {f"offload_{column}": self.tier(column) for column in COLUMNS}))
+        small = max(least, ACTIVATIONS if kept or self.checkpoint else 0)
+        return ["--nvme-buffer-bytes", str(small if self.parts == "small" else 4_000_000)]
 
     def offload_flags(self, folder: Path, run: Run) -> list[str]:
         """The flags of what lies where. folder: for swap files and tables. run: that without them."""
@@ -145,17 +305,20 @@ class Case(NamedTuple):
         folders = [folder / f"disk{number}" for number in range(self.folders)] if self.uses_disks() else []
         for each in folders:
             each.mkdir()
-        if folders:
-            words += ["--nvme-path", *map(str, folders), "--nvme-buffer-bytes", "4MB"]
+        words += ["--nvme-path", *map(str, folders)] if folders else []
+        words += self.buffer_flags(run)
         values = self.placed()
         if self.placement == "auto":
             (folder / "rates.yaml").write_text(RATES)
             words += ["--placement", "auto", "--placement-rates", str(folder / "rates.yaml")]
             words += ["--device-memory-budget", str(tight_budget(run, self.ranks))]
         if self.placement == "file":
-            table = {key: value for key, value in values.items() if key not in COLUMNS or key in IN_FILES}
+            table = {key: value for key, value in values.items() if self.units or key not in COLUMNS or key in IN_FILES}
             values = {key: value for key, value in values.items() if key not in table}
-            lines = [f"{key}: {str(value).lower()}\n" for key, value in table.items()]
+            if self.units:
+                named = {key: f"{{tier: {table[key]}, units: {UNITS[key]}}}" for key in COLUMNS if key in table}
+                table |= named
+            lines = [f"{key}: {value if key in COLUMNS else str(value).lower()}\n" for key, value in table.items()]
             (folder / "placement.yaml").write_text("".join(lines))
             words += ["--placement", str(folder / "placement.yaml")] * bool(lines)
         for key, value in values.items():
@@ -182,23 +345,45 @@ def fit(values: Values) -> Values | None:
     """The values with those changed that cannot be beside others."""
     found: dict[str, Any] = dict(values)
     if found["placement"] == "auto":
-        found |= dict.fromkeys(COLUMNS, "none") | {"late": False, "order": None}
+        found |= dict.fromkeys(COLUMNS, "none") | {"late": False, "order": None} | TO_ITSELF
     elif all(found[column] == "none" for column in COLUMNS):
+        return None
+    if found["tp"] * found["pp"] * found["dp"] > MAX_RANKS or found["heads"] % found["tp"]:
         return None
     found["checkpoint"] &= found["optimizer"].startswith("nvme")
     found["sequence_parallel"] &= found["tp"] > 1
-    if found["tp"] * found["pp"] * found["dp"] > MAX_RANKS:
-        return None
+    found["shard_inputs"] &= found["tp"] > 1 and found["recompute"] == "full" and not found["sequence_parallel"]
+    found["units"] &= found["placement"] == "file"
+    if found["units"]:
+        found |= {column: found[column].partition(":")[0] for column in COLUMNS}
     if found["shard"] is not None and found["shard"] >= found["dp"]:
         found["shard"] = None
     if found["zero"] < 3 and found["params"] == "none":
-        found["regather"] = "micro-batch"
-    return None if found["heads"] % found["tp"] else found
+        found |= {"regather": "micro-batch", "gathered": "two", "persist": 0}
+    if found["placement"] == "auto":  # a budget says nothing of what a search chooses
+        found |= {"gathered": "two", "parts": "large"}
+    if found["dp"] == 1 or (found["messages"] == "weights" and found["zero"] == 0):
+        found["messages"] = "exact"
+    if found["messages"] == "bf16" and found["numbers"] != "bf16":
+        found["messages"] = "exact"
+    if found["numbers"] == "fp8":  # of a larger model
+        found |= {"lora": "none", "parts": "large"}
+    if found["carrier"] == "late" and (found["dp"] == 1 or not found["overlap"]):
+        found["carrier"] = "gloo"
+    return found
+
+
+def cost(values: Values) -> float:
+    """What a case costs, about: eight ranks take twice what none would. One that says more, because it is compared with
+    one process to the last digits, counts as cheap.
+    """
+    ranks = values["tp"] * values["pp"] * values["dp"]
+    return float(ranks + 8) * (1 if Case(**values).is_exact else 1.5)
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """`count` different cases, those with the most pairs that are new first."""
-    return (Case(**values) for values in table(AXES, fit, seed, count))
+    """`count` different cases, those with the most pairs that are new for their cost first."""
+    return (Case(**values) for values in table(AXES, fit, seed, count, REQUIRED, cost))
 
 
 def whole_run(flags: list[str], ranks: int) -> Run:

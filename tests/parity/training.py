@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from megazero.config.derive import micro_batch_order
@@ -15,13 +17,14 @@ from megazero.config.schema import Run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.connect import connect
-from megazero.mpu.grid import Group, build_grid
+from megazero.mpu.grid import build_grid
 from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from tests.launches import ONE_QUEUE, RULES, Trace, check, recorded_launches
 from tests.parameters import Piece, assemble, values_of, worst_difference
+from tests.parity.ways import PLAIN, Way
 from tests.ranks import run_ranks
 
 
@@ -86,14 +89,15 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
 
 def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> OfRank:
     """Train to the end."""
-    return _trained(rank, size, flags, fused)[0]
+    return _trained(rank, size, flags, fused, PLAIN)[0]
 
 
-def _trained(rank: int, size: int, flags: list[str], fused: str) -> tuple[OfRank, Run]:
+def _trained(rank: int, size: int, flags: list[str], fused: str, way: Way) -> tuple[OfRank, Run]:
     """The results, and the run as it was resolved."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, way.around():
         patch.setenv("MEGAZERO_FUSED", fused)
         job, recorder = job_on_rank(rank, size, flags)
+        way.begin(job, rank)
         job.fit()
     job.state.model.tier.budget = None  # it is training's: here all parameters are whole at once
     with job.state.model.reading():
@@ -102,33 +106,43 @@ def _trained(rank: int, size: int, flags: list[str], fused: str) -> tuple[OfRank
     return (recorder.records, recorder.losses, weights), job.run
 
 
-def recorded_on_rank(
-    rank: int, size: int, flags: list[str], fused: str, as_nccl: bool
-) -> tuple[tuple[OfRank, Run], Trace]:
-    """`train_on_rank`, the run as it was resolved, and its launches. as_nccl: gloo carries what the program does with
-    NCCL: every group connected before the first step, a warm-up, channels of two ranks, and flat reduce-scatters.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if as_nccl:
-            patch.setattr(Group, "is_on_host", False)
-        with recorded_launches() as trace:
-            return _trained(rank, size, flags, fused), trace
+def recorded_on_rank(rank: int, size: int, flags: list[str], fused: str, way: Way) -> tuple[tuple[OfRank, Run], Trace]:
+    """`train_on_rank`, the run as it was resolved, and its launches."""
+    with recorded_launches() as trace:
+        return _trained(rank, size, flags, fused, way), trace
 
 
-def train(size: int, flags: list[str], fused: str | None = None, *, as_nccl: bool = False) -> Outcome:
+def train(size: int, flags: list[str], fused: str | None = None, *, way: Way = PLAIN) -> Outcome:
     """The results of a run on `size` ranks. fused: the value of MEGAZERO_FUSED; None: that of the environment.
 
     Fails if replicas of a parameter are not equal to the bit, or if ranks launch collectives or messages in orders with
-    which NCCL could hang (`tests.launches`). as_nccl: as in `recorded_on_rank`.
+    which NCCL could hang (`tests.launches`).
     """
     fused = fused or os.environ.get("MEGAZERO_FUSED", "auto")
-    results = run_ranks(size, recorded_on_rank, size, flags, fused, as_nccl)
+    results = run_ranks(size, recorded_on_rank, size, flags, fused, way)
     ((records, losses, _), run), _ = results[0]
     # Several chunks on a stage, and vertical order, may hang in one hardware queue: see
     # tests/pipeline/test_one_queue.py and tests/program/test_vertical.py.
     may_hang = run.parallel.virtual_stages > 1 or micro_batch_order(run.parallel) == "vertical"
-    check([trace for _, trace in results], RULES.keys() - {ONE_QUEUE} if may_hang else RULES)
+    if not way.late:  # what comes late is waited for where it is launched
+        check([trace for _, trace in results], RULES.keys() - {ONE_QUEUE} if may_hang else RULES)
     return Outcome(records, losses, assemble([pieces for ((_, _, pieces), _), _ in results]), run)
+
+
+def unequal(ours: Outcome, theirs: Outcome, norm: float = 0.0) -> list[str]:
+    """What is not the same to the bit: a step's numbers, validation losses, weights. norm: relative difference that
+    gradient norms may have.
+    """
+    names = [
+        f"{key} of step {one.iteration}: {getattr(one, key)!r} and {getattr(other, key)!r}"
+        for one, other in zip(ours.records, theirs.records, strict=True)
+        for key in ("iteration", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+        if repr(getattr(one, key)) != repr(getattr(other, key))  # NaN is NaN
+        and not (key == "grad_norm" and math.isclose(one.grad_norm, other.grad_norm, rel_tol=norm))
+    ]
+    names += [f"losses: {ours.losses} and {theirs.losses}"] * (ours.losses != theirs.losses)
+    assert ours.weights.keys() == theirs.weights.keys()
+    return names + [name for name, weight in theirs.weights.items() if not torch.equal(ours.weights[name], weight)]
 
 
 def worst(ours: Outcome, theirs: Outcome) -> dict[str, float]:

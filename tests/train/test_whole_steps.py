@@ -11,9 +11,10 @@ from torch import nn
 from megazero.config.parse import ConfigError
 from megazero.zero.host_parts import HostParts
 from tests.parameters import values_of
-from tests.parity.test_late_update import FP16, UNTIED, Evaluations, Told, digest, spoil
 from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.parity.ways import FP16, UNTIED, spoil
 from tests.ranks import run_ranks
+from tests.train.told import Evaluations, Told, digest
 
 STEPS = 6
 BATCH = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3", "--eval-iters", "1"]
@@ -78,7 +79,7 @@ def bits_on_rank(rank: int, size: int, flags: list[str], infinite: set[int], die
     begins, told = job.trainer.position.iteration, Evaluations()
     job.trainer.log._sinks = (told,)
     if rank == size - 1:
-        spoil(job, infinite)
+        spoil(job, frozenset(infinite))
     with pytest.MonkeyPatch.context() as patch:
         if dies:
             write, at, made = HostParts.write, job.trainer, [0]

@@ -1,0 +1,107 @@
+"""What a run of a test is beside its flags: how its ranks communicate, how fast threads are, and which steps fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import sleep
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from megazero.mpu.fp8 import Fp8
+from megazero.mpu.gradient import GradientTarget, Write
+from megazero.mpu.grid import Group
+from megazero.mpu.parameter import Parameter
+from megazero.train.job import Job
+from megazero.zero.host_parts import HostParts
+from tests.late import late_collectives
+
+FP16 = "--precision fp16 --hysteresis 1 --loss-scale-window 2 --initial-loss-scale 1048576"
+"""The scale doubles after two steps, and then it overflows."""
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ranks run. Only `infinite` may change a number.
+
+    as_nccl   gloo carries what the program does with NCCL: every group connected before the first step, a warm-up,
+              channels of two ranks, and flat reduce-scatters
+    late      results of collectives come as late as they may (`tests.late`)
+    delays    seed of delays on every lane of model state; None: no delays
+    copies    copies of FP8 weights stay, as where no parameters are gathered
+    infinite  steps in which a gradient of the last rank is infinite
+    """
+
+    as_nccl: bool = False
+    late: bool = False
+    delays: int | None = None
+    copies: bool = False
+    infinite: frozenset[int] = frozenset()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The context in which a rank builds its job and trains."""
+        with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+            if self.as_nccl:
+                patch.setattr(Group, "is_on_host", False)
+            if self.copies:
+                kept = property(lambda self: True, lambda self, value: None)
+                patch.setattr(Fp8, "keeps_weights", kept, raising=False)
+            calls = stack.enter_context(late_collectives()) if self.late else [1]
+            yield
+            assert calls, "no collective has been late"
+
+    def begin(self, job: Job, rank: int) -> None:
+        """Change a job that has been built."""
+        if self.infinite and rank == job.grid.world.size - 1:
+            spoil(job, self.infinite)
+        if self.delays is not None:
+            delay(job.state.model.host, random.Random(1000 * self.delays + rank))
+
+
+PLAIN = Way()
+
+
+class InfAt:
+    """The gradient target of a parameter that makes some steps' gradients infinite."""
+
+    def __init__(self, job: Job, target: GradientTarget, steps: frozenset[int]) -> None:
+        self.job, self.target, self.steps = job, target, steps
+
+    def add(self, write: Write) -> None:
+        """What `mpu.gradient.GradientTarget.add` does, and then perhaps the fault."""
+
+        def write_and_spoil(into: Tensor, add: bool) -> None:
+            write(into, add)
+            if self.job.trainer.position.iteration + 1 in self.steps:
+                into.fill_(float("inf"))
+
+        self.target.add(write_and_spoil)
+
+
+def spoil(job: Job, steps: frozenset[int]) -> None:
+    """Have the last matrix of this rank make these steps infinite."""
+    matrices = [p for p in nn.ModuleList(job.stages).parameters() if isinstance(p, Parameter) and p.dim() == 2]
+    trained = [matrix for matrix in matrices if matrix.gradient_target is not None]
+    trained[-1].gradient_target = InfAt(job, trained[-1].gradient_target, steps)
+
+
+def delay(host: HostParts, chance: random.Random) -> None:
+    """Have some of what lanes do take longer."""
+
+    def slow(lane: Any) -> None:
+        submit = lane.submit
+
+        def after_a_while(work: Callable[..., Any], *rest: Any, **more: Any) -> Any:
+            sleep(chance.choice((0, 0, 0.004)))
+            return work(*rest, **more)
+
+        lane.submit = lambda work, *rest, **more: submit(after_a_while, work, *rest, **more)
+
+    for lane in (host.lanes.to_host._thread, host.lanes.to_device._thread, host.lanes.updates):
+        slow(lane)

@@ -1,0 +1,92 @@
+"""Parts of buckets on their way between tiers: slots, what waits for what, and gradients that disks have damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import current_thread
+
+import pytest
+
+from megazero.config.tiers import SLOTS
+from megazero.disk.errors import SwapDamaged
+from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.ranks import run_ranks
+
+WORDS = "--micro-batch-size 1 --global-batch-size 8 --train-iters 6 --precision bf16 --micro-batch-order horizontal"
+SMALL = "--nvme-buffer-bytes 300KB"
+"""Parts of 1024 to 5120 elements."""
+
+
+def flags_of(words: str, corpus: Path, cache: Path) -> list[str]:
+    return [*small_model(3, heads=6), *WORDS.split(), *data_flags(corpus, cache), *words.split()]
+
+
+def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], int, int]:
+    """For each bucket its number of parts; turns of the slots in a run; bytes written to disks."""
+    job, _ = job_on_rank(rank, size, flags)
+    host = job.state.model.host
+    job.fit()
+    assert host.swap is not None
+    job.close()
+    return [len(parts) for parts in host.parts], host._turns, host.swap.bytes_written
+
+
+@pytest.mark.slow
+def test_the_slots_are_taken_in_turn_and_every_part_is_written(corpus: Path, tmp_path: Path) -> None:
+    flags = flags_of(f"--offload-optimizer nvme --nvme-path {tmp_path} {SMALL}", corpus, tmp_path)
+    ((parts, turns, written),) = run_ranks(1, parts_on_rank, 1, flags)
+    assert min(parts) > SLOTS and turns == 6 * sum(parts)
+    elements = 12 * 1024 * (sum(parts) - len(parts))
+    assert written > (1 + 6) * elements  # once when weights are made, and in every step
+
+
+def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Path, tmp_path: Path) -> None:
+    """What a load waits for is waited for on its lane; the program waits where it reads them."""
+    job, _ = job_on_rank(0, 1, flags_of("--offload-params cpu", corpus, tmp_path))
+    model, waiting = job.state.model, list[str]()
+    model.host._arriving[1].append(lambda: waiting.append(current_thread().name))
+    model.actions.load(1, -1)
+    model.actions.gather(1)
+    model.actions.ready([0])
+    assert current_thread().name not in waiting
+    model.actions.ready([1])
+    assert waiting[0].startswith("to-device") and model.host.arriving(1) == ()
+    model.actions.release(1)
+    job.close()
+
+
+def test_a_slot_is_not_taken_twice(corpus: Path, tmp_path: Path) -> None:
+    """Parts are read into a few slots. One more would overwrite the first, which nobody has loaded."""
+    words = f"--offload-params nvme --nvme-path {tmp_path} --nvme-buffer-bytes 100KB"
+    job, _ = job_on_rank(0, 1, flags_of(words, corpus, tmp_path))
+    resting = job.state.model.resting
+    for part in range(SLOTS):
+        resting.read((0, part))
+    with pytest.raises(AssertionError, match="bucket 0, part 0: parameters has not been loaded"):
+        resting.read((0, SLOTS))
+    job.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["to add to it", "for its update"])
+def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_path: Path) -> None:
+    """In a sum that is added to, and in one that is used."""
+    words = f"--offload-gradients nvme --nvme-path {tmp_path} --global-batch-size {2 if what == 'to add to it' else 1}"
+    job, _ = job_on_rank(0, 1, flags_of(f"{words} {SMALL}", corpus, tmp_path))
+    swap, gradients = job.state.model.host.disks, job.state.model.gradients
+    read = gradients._read
+
+    def flipped(key: tuple[int, int], op: object) -> None:
+        swap._newest[f"bucket {key[0]}, part {key[1]}: gradient"].request.wait()  # type: ignore[union-attr]
+        with swap.paths[0].open("r+b") as file:
+            extent = swap._layout.extents(f"bucket {key[0]}, part {key[1]}: gradient", 0)[0]
+            file.seek(extent.offset)
+            byte = file.read(1)[0]
+            file.seek(extent.offset)
+            file.write(bytes([byte ^ 1]))
+        read(key, op)  # type: ignore[arg-type]
+
+    gradients._read = flipped  # type: ignore[method-assign]
+    with pytest.raises(SwapDamaged, match=r"part \d+: gradient' of .* bytes has the checksum"):
+        job.fit()
+    job.close()
