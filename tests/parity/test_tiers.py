@@ -151,11 +151,13 @@ CANNOT_MEET = {
     ("dp", 2): {("shard", 2)},
     ("carrier", "late"): {("overlap", False)},
     ("messages", "weights"): {("zero", 0)},
+    ("messages", "feedback"): {("resumes", True)},
     ("messages", "bf16"): {("numbers", numbers) for numbers in NUMBERS if numbers != "bf16"},
     ("numbers", "fp8"): {("parts", "small"), *(("lora", base) for base in {*AXES["lora"]} - {"none"})},
 }
 """What a value of an axis excludes. The search sets what it chooses, and may change bits; units are named in files;
-only optimizer state on disks is a checkpoint; twelve ranks are too many; one rank sends nothing.
+only optimizer state on disks is a checkpoint; twelve ranks are too many; one rank sends nothing; what blocks have lost
+is in no checkpoint.
 """
 
 

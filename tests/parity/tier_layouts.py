@@ -48,7 +48,8 @@ MESSAGES = {
     "bf16": "--grad-reduce-dtype bf16",
     "weights": "--zero-quantized-weights",
     "int8": "--zero-quantized-gradients int8",
-    "int4": "--zero-quantized-gradients int4 --zero-gradient-error-feedback",
+    "int4": "--zero-quantized-gradients int4",
+    "feedback": "--zero-quantized-gradients int4 --zero-gradient-error-feedback",
 }
 AXES: Axes = {
     **dict.fromkeys(COLUMNS, TIERS),
@@ -90,16 +91,27 @@ AXES: Axes = {
     "lora": ("none", "none", "whole", "8 bits", "4 bits"),
 }
 REQUIRED: tuple[Values, ...] = (
-    {"params": "nvme", "optimizer": "nvme", "late": True, "order": None, "accumulation": 4, "pp": 2, "slow": True},
+    {
+        "params": "nvme",
+        "optimizer": "nvme",
+        "zero": 3,
+        "late": True,
+        "order": None,
+        "accumulation": 4,
+        "numbers": "fp16",
+        "messages": "feedback",
+    },
     {
         "gradients": "cpu",
         "zero": 2,
         "dp": 2,
         "tp": 1,
         "tied": False,
+        "shard": None,
+        "units": False,
         "accumulation": 4,
         "numbers": "fp16",
-        "late": True,
+        "messages": "feedback",
     },
     {"shard_inputs": True, "carrier": "late", "zero": 1, "numbers": "bf16", "messages": "bf16"},
     {"carrier": "late", "zero": 3, "pp": 2, "late": True},
@@ -366,6 +378,7 @@ def fit(values: Values) -> Values | None:
         found["messages"] = "exact"
     if found["messages"] == "bf16" and found["numbers"] != "bf16":
         found["messages"] = "exact"
+    found["resumes"] &= found["messages"] != "feedback"  # no checkpoint has what blocks have lost
     if found["numbers"] == "fp8":  # of a larger model
         found |= {"lora": "none", "parts": "large"}
     if found["carrier"] == "late" and (found["dp"] == 1 or not found["overlap"]):
