@@ -387,11 +387,11 @@ def fit(values: Values) -> Values | None:
 
 
 def cost(values: Values) -> float:
-    """What a case costs, about: eight ranks take twice what none would. One that says more, because it is compared with
+    """What a case costs, about: four ranks take twice what none would. One that says more, because it is compared with
     one process to the last digits, counts as cheap.
     """
     ranks = values["tp"] * values["pp"] * values["dp"]
-    return float(ranks + 8) * (1 if Case(**values).is_exact else 1.5)
+    return float(ranks + 4) * (1 if Case(**values).is_exact else 1.5)
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
