@@ -46,7 +46,7 @@ RULES = {"adamw": "", "adam": "--optimizer adam", "sgd": "--optimizer sgd --sgd-
 MESSAGES = {
     "exact": "",
     "bf16": "--grad-reduce-dtype bf16",
-    "weights": "--zero-quantized-weights",
+    "weights": "--zero-quantized-weights",  # of int4 and feedback too
     "int8": "--zero-quantized-gradients int8",
     "int4": "--zero-quantized-gradients int4",
     "feedback": "--zero-quantized-gradients int4 --zero-gradient-error-feedback",
@@ -74,7 +74,7 @@ AXES: Axes = {
     "schedule": tuple(VIRTUAL),
     "recompute": ("none", "selective", "full", "full"),
     "shard_inputs": (False, True),
-    "accumulation": (1, 2, 4),
+    "accumulation": (1, 2, 5),
     "bucket": (500, 4000, 8_388_608),
     "overlap": (True, False),
     "carrier": ("shared memory", "gloo", "as NCCL", "late"),
@@ -97,7 +97,7 @@ REQUIRED: tuple[Values, ...] = (
         "zero": 3,
         "late": True,
         "order": None,
-        "accumulation": 4,
+        "accumulation": 5,
         "numbers": "fp16",
         "messages": "feedback",
     },
@@ -109,18 +109,18 @@ REQUIRED: tuple[Values, ...] = (
         "tied": False,
         "shard": None,
         "units": False,
-        "accumulation": 4,
+        "accumulation": 5,
         "numbers": "fp16",
         "messages": "feedback",
     },
     {"shard_inputs": True, "carrier": "late", "zero": 1, "numbers": "bf16", "messages": "bf16"},
     {"carrier": "late", "zero": 3, "pp": 2, "late": True},
-    {"order": "vertical in threes", "zero": 1, "dp": 2, "tied": False, "gradients": "none", "accumulation": 4},
+    {"order": "vertical in threes", "zero": 1, "dp": 2, "tied": False, "gradients": "none", "accumulation": 5},
     {"numbers": "fp8", "zero": 3, "dp": 2},
     {"messages": "int4", "zero": 2, "late": True, "resumes": True, "numbers": "fp32"},
     {"zero": 3, "dp": 2, "shard": 1, "gathered": "one", "regather": "step"},
     {"units": True, "zero": 1, "params": "nvme", "gradients": "cpu", "numbers": "fp64"},
-    {"gradients": "nvme", "clip": 0.0, "zero": 3, "tied": False, "tp": 1, "parts": "small", "accumulation": 4},
+    {"gradients": "nvme", "clip": 0.0, "zero": 3, "tied": False, "tp": 1, "parts": "small", "accumulation": 5},
     {"optimizer": "nvme:SHARE", "zero": 0, "parts": "small", "slow": True, "resumes": True, "numbers": "fp16"},
     {"placement": "auto", "folders": 2},
 )
@@ -258,8 +258,12 @@ class Case(NamedTuple):
 
     def way(self) -> Way:
         """How ranks run it."""
-        infinite = frozenset({3} if self.numbers == "fp16" else ())
-        return Way(self.carrier == "as NCCL", self.carrier == "late", 1 if self.slow else None, infinite=infinite)
+        return Way(
+            as_nccl=self.carrier == "as NCCL",
+            late=self.carrier == "late",
+            delays=1 if self.slow else None,
+            infinite=frozenset({3} if self.numbers == "fp16" else ()),
+        )
 
     def tier(self, column: str) -> str:
         """What --offload-COLUMN says."""
@@ -287,9 +291,9 @@ class Case(NamedTuple):
         words += f" --zero-shard-size {self.shard}" * (self.shard is not None)
         words += " --sequence-parallel" * self.sequence_parallel + " --no-overlap" * (not self.overlap)
         words += " --shard-recompute-inputs" * self.shard_inputs + f" --zero3-persist-below {self.persist}"
-        words += f" {MESSAGES[self.messages]}" + " --zero-quantized-weights" * (
-            self.messages == "int4" and self.zero > 0
-        )
+        words += f" {MESSAGES[self.messages]}"
+        # Without ZeRO no parameters travel.
+        words += " --zero-quantized-weights" * (self.messages in ("int4", "feedback") and self.zero > 0)
         return [*words.split(), *["--no-shared-memory"] * (self.carrier in ("gloo", "as NCCL"))]
 
     def budget_flags(self, run: Run) -> list[str]:
