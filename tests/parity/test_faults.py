@@ -130,6 +130,23 @@ def train_with_overflow(rank: int, size: int, flags: list[str], spoiled: int, va
     return seen
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_fault_14_every_precision_clips(precision: str, corpus: Path, tmp_path: Path) -> None:
+    """DS#3790: a step of plain SGD moves the weights by the rate times the maximum norm, and not by the gradient."""
+    rate, most = 8.0, 0.05
+    numbers = ["--precision", precision, "--global-batch-size", "4", "--micro-batch-size", "2", "--train-iters", "1"]
+    optimizer = ["--optimizer", "sgd", "--sgd-momentum", "0", "--weight-decay", "0", "--clip-grad", str(most)]
+    scale = ["--initial-loss-scale", "256"] if precision == "fp16" else []
+    flags = [*MODEL, *numbers, *optimizer, *scale, *data_flags(corpus, tmp_path / "cache")]
+    still, moved = (train(1, [*flags, "--lr", str(lr)]) for lr in (1e-12, rate))
+    assert moved.records[0].grad_norm > 4 * most
+    squares = [
+        (moved.weights[name].double() - weight.double()).square().sum() for name, weight in still.weights.items()
+    ]
+    assert float(torch.stack(squares).sum().sqrt()) == pytest.approx(rate * most, rel=0.05)
+
+
 def _state(optimizer: ShardedOptimizer) -> list[Tensor]:
     tensors = []
     for fragment in held_fragments(optimizer):

@@ -1,4 +1,4 @@
-"""`python -m tests.planted`: plant the faults of the table one by one; status 1 if a test misses the one that it names."""
+"""`python -m tests.planted`: plant the table's faults one by one; status 1 if a test misses the one that it is for."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ FAULTS = (
         "megazero/model/head.py",
         "std=self.layout.std,",
         "std=self.layout.output_std,",
-        "tests/model/test_stage.py::test_two_stages_equal_one",
+        "tests/model/test_stage.py::test_fault_24_initial_values_do_not_depend_on_the_layout",
     ),
     Fault(
         3,
@@ -245,7 +245,7 @@ FAULTS = (
         "megazero/train/trainer.py",
         "clip_grad=self.run.optimizer.clip_grad,",
         'clip_grad=self.run.optimizer.clip_grad * (self.run.optimizer.precision != "bf16"),',
-        "tests/parity/test_precision.py::test_bf16_and_fp16_follow_fp32",
+        IN_A_RUN + "test_fault_14_every_precision_clips",
     ),
     Fault(
         14,
@@ -426,7 +426,7 @@ FAULTS = (
         "megazero/model/stage.py",
         "made(Block(number, layout))",
         "made(Block(number - spec.blocks.start, layout))",
-        "tests/model/test_stage.py::test_names_are_places",
+        "tests/model/test_stage.py::test_fault_24_initial_values_do_not_depend_on_the_layout",
     ),
     Fault(
         25,

@@ -66,16 +66,32 @@ class Copy:
             self._write(path, sound)
 
     def _write(self, path: Path, text: str) -> None:
-        """Python takes a compiled file for current whose source has the same length and was written in the same second."""
+        """Write the file, and remove what Python has compiled of it.
+
+        It would take that for current if the text is as long as the one before and was written in the same second.
+        """
         path.write_text(text)
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
     def test(self, tests: Sequence[str]) -> Verdict:
         """Run these tests in the copy until one fails."""
         self.report.unlink(missing_ok=True)
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=native", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--tb=native",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+        ]
         words += [f"--junit-xml={self.report}", *OPTIONS, *tests]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))
+        }
         before = _child_seconds()
         status, output = _run(words, self.folder, environment)
         seconds = _child_seconds() - before

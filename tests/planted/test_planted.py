@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
 from tests.planted.faults import FAULTS, Fault
-from tests.planted.plant import ROOT, Copy, faulty, is_of_a_test
+from tests.planted.plant import ROOT, Copy, faulty
 
 ROWS = [pytest.param(fault, id=f"{fault.number:02} {fault.name}") for fault in FAULTS]
 
@@ -42,4 +41,6 @@ def test_the_table_is_true(fault: Fault) -> None:
 
 
 def test_names_are_unique() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) and {fault.number for fault in FAULTS} <= {*range(1, 31)}
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) and {fault.number for fault in FAULTS} <= {
+        *range(1, 31)
+    }
