@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from tests.planted.faults import FAULTS, Fault
-from tests.planted.plant import ROOT, Copy, faulty
+from tests.planted.plant import ROOT, Copy, faulty, is_of_a_test
 
 ROWS = [pytest.param(fault, id=f"{fault.number:02} {fault.name}") for fault in FAULTS]
 
@@ -44,3 +44,20 @@ def test_names_are_unique() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) and {fault.number for fault in FAULTS} <= {
         *range(1, 31)
     }
+
+
+@pytest.mark.parametrize(
+    ("raised", "path", "counts"),
+    [
+        ("AssertionError: assert 1 == 2", "tests/fused_ops/test_softmax.py", True),
+        ("AssertionError: a bucket is reduced twice", "megazero/zero/reducer.py", False),
+        ("AssertionError: no kernel", "fused_ops/adam.py", False),
+        ("ImportError: no module", "tests/zero/toy.py", False),
+    ],
+)
+def test_what_counts_as_caught(raised: str, path: str, counts: bool) -> None:
+    """An assertion of a test, also on a rank, whose traceback comes behind that of the pool."""
+    here = f'Traceback (most recent call last):\n  File "/tmp/x/checkout/{path}", line 4, in f\n    f()\n{raised}\n'
+    pool = 'Traceback (most recent call last):\n  File "/tmp/x/checkout/tests/ranks.py", line 9, in run\n    raise\n'
+    assert is_of_a_test(here) is counts
+    assert is_of_a_test(f"{pool}RuntimeError: rank 1 of 2 failed:\n{here}") is counts
