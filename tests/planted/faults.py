@@ -26,14 +26,10 @@ class Fault(NamedTuple):
     test: str
 
 
-IN_THE_STATE = "tests/zero/test_faults.py::"
 IN_A_STEP = "tests/zero/test_parity.py::"
 IN_A_RUN = "tests/parity/test_faults.py::"
 LAYOUTS = "tests/parity/test_layouts.py::test_layout_equals_one_process"
-COUNTED_ONCE = IN_THE_STATE + "test_fault_04_05_06_each_element_counts_once_in_the_norm"
 ONE_OVERFLOW = IN_A_RUN + "test_fault_15_one_ranks_overflow_skips_the_step_on_all"
-VALID_TOKENS = IN_A_RUN + "test_fault_16_17_of_any_degree_and_unequal_numbers_of_valid_tokens"
-RESUMES = "tests/parity/test_resume.py::test_fault_27_30_three_resumes_in_a_row_are_bitwise"
 CROSS_ENTROPY = "tests/mpu/test_cross_entropy.py::test_fault_28_equals_the_dense_formula"
 HEAD_LOSS = "tests/mpu/test_head_loss.py::test_one_rank_equals_the_dense_formula"
 
@@ -67,50 +63,12 @@ FAULTS = (
     ),
     Fault(
         4,
-        "tied weight twice in the norm",
-        "A tied embedding counts twice in the gradient norm (Megatron-LM).",
-        "megazero/zero/optimizer.py",
-        "for views, there in zip(self._counted, elsewhere, strict=True):",
-        "for views, there in zip([v * (1 + self.state.buckets[n].layout.group.spans_stages)"
-        " for n, v in enumerate(self._counted)], elsewhere, strict=True):",
-        COUNTED_ONCE,
-    ),
-    Fault(
-        4,
         "tied gradient doubled",
         "The gradient of a tied embedding is doubled (torchtitan).",
         "megazero/mpu/layers.py",
         "return None, route_gradient(weight, ctx.target, partial(embedding_gradient, ids, grads[0]))",
         "return None, route_gradient(weight, ctx.target, partial(embedding_gradient, ids, grads[0] * 2))",
         "tests/parity/test_transformers_training.py::test_five_steps_equal_transformers",
-    ),
-    Fault(
-        5,
-        "replicas counted tp times",
-        "Parameters that are replicated over tp count once for each tp rank in the norm (Megatron-LM).",
-        "megazero/zero/counted.py",
-        "if counted == (fragment.spec.tp_sharded or tp == 0):",
-        "if counted:",
-        COUNTED_ONCE,
-    ),
-    Fault(
-        5,
-        "shards counted on tp rank 0",
-        "Parameters that are sharded over tp count on the first tp rank only (DeepSpeed).",
-        "megazero/zero/counted.py",
-        "if counted == (fragment.spec.tp_sharded or tp == 0):",
-        "if counted == (tp == 0):",
-        COUNTED_ONCE,
-    ),
-    Fault(
-        6,
-        "norm of the first chunk",
-        "The norm is that of a rank's first model chunk only (torchtitan).",
-        "megazero/zero/optimizer.py",
-        "for views, there in zip(self._counted, elsewhere, strict=True):",
-        "for views, there in zip([v * (self.state.buckets[n].layout.chunk == 0)"
-        " for n, v in enumerate(self._counted)], elsewhere, strict=True):",
-        COUNTED_ONCE,
     ),
     Fault(
         6,
@@ -120,15 +78,6 @@ FAULTS = (
         "self.grad_norm = squares.sqrt() * unscale",
         "self.grad_norm = self.optimizer.sum_of_squares().sqrt() * unscale",
         LAYOUTS,
-    ),
-    Fault(
-        7,
-        "norm in bf16",
-        "The squares of a bucket are rounded to bf16, so that the norm depends on the partition (torchtitan).",
-        "megazero/zero/optimizer.py",
-        "for squares in (*map(sum_of_squares, views), *there.counted):",
-        "for squares in (*(sum_of_squares(view).bfloat16() for view in views), *there.counted):",
-        IN_THE_STATE + "test_fault_07_the_norm_of_bf16_does_not_depend_on_the_partition",
     ),
     Fault(
         8,
@@ -147,15 +96,6 @@ FAULTS = (
         "partial = sequence_parallel and group.size > 1",
         "partial = False",
         "tests/mpu/test_layers.py::test_fault_08_equal_to_torchs_own_layers",
-    ),
-    Fault(
-        8,
-        "partial sums averaged",
-        "Partial gradients are averaged over tp, not summed (gpt-neox).",
-        "megazero/zero/leaving.py",
-        "view.copy_(total)",
-        "view.copy_(total / tp.size)",
-        IN_A_STEP + "test_fault_08_partial_gradients_are_summed_over_tp",
     ),
     Fault(
         9,
@@ -203,42 +143,6 @@ FAULTS = (
         "tests/optim/test_loss_scale.py::test_fault_12_there_is_none_outside_fp16",
     ),
     Fault(
-        12,
-        "gradients never zeroed",
-        "The gradients of a step are added to those of the step before (DeepSpeed).",
-        "megazero/zero/reducer.py",
-        "write(into, entry in self._arrived[index])",
-        "write(into, True)",
-        IN_A_STEP + "test_data_parallel",
-    ),
-    Fault(
-        13,
-        "reduction in bf16",
-        "Gradients that are summed in fp32 are reduced in the dtype of the parameters (DeepSpeed).",
-        "megazero/zero/reducer.py",
-        "self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype",
-        "self.buckets, self.column, self.state, self.dtype = buckets, column, state, buckets[0].parameters[0].dtype",
-        "tests/zero/test_bytes.py::test_fault_13_the_sum_is_that_of_the_dtype",
-    ),
-    Fault(
-        13,
-        "bf16 travels by default",
-        "In a bf16 run gradients travel in bf16 although nobody asked for that (DeepSpeed).",
-        "megazero/config/dtypes.py",
-        'return state_dtype(precision) if wanted == "auto" else _DTYPES[wanted]',
-        'return compute_dtype(precision) if wanted == "auto" else _DTYPES[wanted]',
-        "tests/zero/test_bytes.py::test_traffic_is_that_of_the_arithmetic",
-    ),
-    Fault(
-        14,
-        "small gradients grow",
-        "A gradient below the maximum norm is scaled up to it (DeepSpeed).",
-        "megazero/optim/clip.py",
-        "return (max_norm / (wide + 1e-6)).clamp(max=1.0)",
-        "return max_norm / (wide + 1e-6)",
-        "tests/optim/test_clip.py::test_fault_14_norm_after_clipping_is_at_most_the_maximum",
-    ),
-    Fault(
         14,
         "no clipping in bf16",
         "Clipping is off in bf16 runs (DeepSpeed).",
@@ -257,15 +161,6 @@ FAULTS = (
         ONE_OVERFLOW,
     ),
     Fault(
-        14,
-        "a rank without gradients",
-        "Where a parameter has got no gradient, the reduction takes what was in the memory (Megatron-LM).",
-        "megazero/zero/reducer.py",
-        "whole[entry.offset : entry.stop].zero_()",
-        "whole[entry.offset : entry.stop].mul_(1)",
-        IN_THE_STATE + "test_fault_14_ranks_without_gradients",
-    ),
-    Fault(
         15,
         "overflow of one rank",
         "Each rank decides by its own gradients whether it skips the step (DeepSpeed).",
@@ -277,39 +172,12 @@ FAULTS = (
     ),
     Fault(
         15,
-        "overflow of a replica",
-        "Nobody looks at replicas of gradients that do not count in the norm (DeepSpeed).",
-        "megazero/zero/optimizer.py",
-        "total += 0.0 * squares",
-        "total += 0.0",
-        IN_THE_STATE + "test_fault_15_one_ranks_overflow_skips_the_step_on_all",
-    ),
-    Fault(
-        15,
         "loss scale quartered",
         "The loss scale falls twice at one overflow (DeepSpeed).",
         "megazero/optim/loss_scale.py",
         "halved = torch.clamp(self.scale * 0.5, min=self.minimum).minimum(self.scale)",
         "halved = torch.clamp(self.scale * 0.25, min=self.minimum).minimum(self.scale)",
         "tests/optim/test_loss_scale.py::test_fault_15_with_hysteresis_1_every_overflow_halves_once",
-    ),
-    Fault(
-        16,
-        "tokens counted tp times",
-        "The loss is divided by the tokens of all tp ranks, which have the same ones (DeepSpeed).",
-        "megazero/train/trainer.py",
-        "return self.engine.has_loss and self.grid.at.tp == 0",
-        "return self.engine.has_loss",
-        VALID_TOKENS,
-    ),
-    Fault(
-        17,
-        "masked tokens in the mean",
-        "Gradients are divided by all positions, not by the tokens that count (torchtitan).",
-        "megazero/train/step_end.py",
-        "unscale = self.positions / (self.all_tokens * self.scale)",
-        "unscale = 1.0 / self.scale",
-        VALID_TOKENS,
     ),
     Fault(
         17,
@@ -319,33 +187,6 @@ FAULTS = (
         "shares = share.expand_as(rows.losses) if counted is None else torch.where(counted[row], share, 0.0)",
         "shares = share.expand_as(rows.losses)",
         HEAD_LOSS,
-    ),
-    Fault(
-        19,
-        "forward does not wait",
-        "Forward reads parameters whose gather is still under way (DeepSpeed).",
-        "megazero/zero/actions.py",
-        "self.gatherer.ready(buckets)",
-        "pass",
-        IN_THE_STATE + "test_fault_19_forward_waits_for_the_parameters_it_reads",
-    ),
-    Fault(
-        19,
-        "reduction not waited for",
-        "A result is taken from a reduction that is still under way (DeepSpeed).",
-        "megazero/zero/reducer.py",
-        "reduction.handle.wait()",
-        "pass",
-        IN_A_STEP + "test_data_parallel",
-    ),
-    Fault(
-        19,
-        "bucket tail reduced",
-        "The unused tail of a bucket is updated with what was in the memory (DeepSpeed).",
-        "megazero/zero/optimizer.py",
-        "(layout.decayed, layout.used, 0.0)",
-        "(layout.decayed, layout.numel, 0.0)",
-        IN_A_STEP + "test_fault_19_unused_memory_is_poisoned",
     ),
     Fault(
         20,
@@ -364,15 +205,6 @@ FAULTS = (
         "self.loss_sum += output.detach()",
         "self.loss_sum = output.detach().double()",
         "tests/pipeline/test_engine.py::test_fault_20_every_output_meets_its_own_labels_and_every_rank_knows_the_loss",
-    ),
-    Fault(
-        21,
-        "norms decay",
-        "Normalisations, that of the embedding too, have weight decay (BLOOM).",
-        "megazero/mpu/parameter.py",
-        "return self in (ParameterKind.MATRIX, ParameterKind.EMBEDDING)",
-        "return self in (ParameterKind.MATRIX, ParameterKind.EMBEDDING, ParameterKind.NORM)",
-        "tests/zero/test_layout.py::test_fault_21_decayed_parameters_of_gpt_and_bloom",
     ),
     Fault(
         22,
@@ -438,24 +270,6 @@ FAULTS = (
         "tests/model/test_layouts.py::test_fault_25_recompute_is_bitwise_the_same",
     ),
     Fault(
-        25,
-        "positions drop alike on tp",
-        "Under sequence parallelism each tp rank drops the same positions of its part.",
-        "megazero/mpu/random.py",
-        "return group.index * local_length if sequence_parallel else 0",
-        "return 0",
-        LAYOUTS,
-    ),
-    Fault(
-        25,
-        "heads drop alike on tp",
-        "Each tp rank drops the same probabilities of its heads.",
-        "megazero/model/dropout.py",
-        "self.head_offset = layout.tp.index * (layout.model.num_attention_heads // layout.tp.size)",
-        "self.head_offset = 0",
-        LAYOUTS,
-    ),
-    Fault(
         26,
         "resharding shifts a box",
         "A box of a saved tensor is read one element further where its layout has changed (BLOOM).",
@@ -463,33 +277,6 @@ FAULTS = (
         "yield ((first, last), *((0, n) for n in extents[1:]))",
         "yield ((first - 1, last - 1), *((0, n) for n in extents[1:]))",
         "tests/checkpoint/test_reshard.py::test_sub_boxes_are_the_flat_range_in_order",
-    ),
-    Fault(
-        27,
-        "no gather after a load",
-        "Parameters are not gathered after a load, and the run goes on with another model (Megatron-LM).",
-        "megazero/zero/portions.py",
-        "state.gatherer.gather(index)",
-        "pass",
-        IN_THE_STATE + "test_fault_27_parameters_are_gathered_after_a_load",
-    ),
-    Fault(
-        27,
-        "step count not restored",
-        "The optimizer's number of steps begins anew at a resume (Megatron-LM).",
-        "megazero/train/state.py",
-        'self.optimizer.step_count.fill_(progress["optimizer_steps"])',
-        "self.optimizer.step_count.fill_(0.0)",
-        RESUMES,
-    ),
-    Fault(
-        27,
-        "data begin anew",
-        "A resumed run begins with the data's first sample again (torchtitan).",
-        "megazero/train/resume.py",
-        "position = TrainingPosition.read(found.progress)",
-        'position = TrainingPosition(int(found.progress["iteration"]))',
-        RESUMES,
     ),
     Fault(
         28,
@@ -526,14 +313,5 @@ FAULTS = (
         "write(buffer, row.start > 0)",
         "write(buffer, False)",
         HEAD_LOSS,
-    ),
-    Fault(
-        30,
-        "first loss counted twice",
-        "The first loss after a resume counts twice in what is logged (Megatron-LM).",
-        "megazero/train/trainer.py",
-        "loss=end.loss_sum / end.all_tokens,",
-        "loss=end.loss_sum / end.all_tokens * (2 if self.steps_here == 0 and now.iteration > 1 else 1),",
-        RESUMES,
     ),
 )
