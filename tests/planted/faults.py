@@ -26,10 +26,13 @@ class Fault(NamedTuple):
     test: str
 
 
+IN_THE_STATE = "tests/zero/test_faults.py::"
 IN_A_STEP = "tests/zero/test_parity.py::"
 IN_A_RUN = "tests/parity/test_faults.py::"
 LAYOUTS = "tests/parity/test_layouts.py::test_layout_equals_one_process"
+COUNTED_ONCE = IN_THE_STATE + "test_fault_04_05_06_each_element_counts_once_in_the_norm"
 ONE_OVERFLOW = IN_A_RUN + "test_fault_15_one_ranks_overflow_skips_the_step_on_all"
+VALID_TOKENS = IN_A_RUN + "test_fault_16_17_of_any_degree_and_unequal_numbers_of_valid_tokens"
 CROSS_ENTROPY = "tests/mpu/test_cross_entropy.py::test_fault_28_equals_the_dense_formula"
 HEAD_LOSS = "tests/mpu/test_head_loss.py::test_one_rank_equals_the_dense_formula"
 
@@ -63,12 +66,31 @@ FAULTS = (
     ),
     Fault(
         4,
+        "tied weight twice in the norm",
+        "A tied embedding counts twice in the gradient norm (Megatron-LM).",
+        "megazero/zero/optimizer.py",
+        "for views, there in zip(self._counted, elsewhere, strict=True):",
+        "for views, there in zip([v * (1 + self.state.buckets[n].layout.group.spans_stages)"
+        " for n, v in enumerate(self._counted)], elsewhere, strict=True):",
+        COUNTED_ONCE,
+    ),
+    Fault(
+        4,
         "tied gradient doubled",
         "The gradient of a tied embedding is doubled (torchtitan).",
         "megazero/mpu/layers.py",
         "return None, route_gradient(weight, ctx.target, partial(embedding_gradient, ids, grads[0]))",
         "return None, route_gradient(weight, ctx.target, partial(embedding_gradient, ids, grads[0] * 2))",
         "tests/parity/test_transformers_training.py::test_five_steps_equal_transformers",
+    ),
+    Fault(
+        5,
+        "replicas counted tp times",
+        "Parameters that are replicated over tp count once for each tp rank in the norm (Megatron-LM).",
+        "megazero/zero/counted.py",
+        "if counted == (fragment.spec.tp_sharded or tp == 0):",
+        "if counted:",
+        COUNTED_ONCE,
     ),
     Fault(
         6,
@@ -178,6 +200,15 @@ FAULTS = (
         "halved = torch.clamp(self.scale * 0.5, min=self.minimum).minimum(self.scale)",
         "halved = torch.clamp(self.scale * 0.25, min=self.minimum).minimum(self.scale)",
         "tests/optim/test_loss_scale.py::test_fault_15_with_hysteresis_1_every_overflow_halves_once",
+    ),
+    Fault(
+        16,
+        "tokens counted tp times",
+        "The loss is divided by the tokens of all tp ranks, which have the same ones (DeepSpeed).",
+        "megazero/train/trainer.py",
+        "return self.engine.has_loss and self.grid.at.tp == 0",
+        "return self.engine.has_loss",
+        VALID_TOKENS,
     ),
     Fault(
         17,
