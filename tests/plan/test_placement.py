@@ -67,6 +67,7 @@ def chosen(of: Machine, budgets: SearchLimits) -> PlacementChoice:
 TEN = tuple(f"cpu:{tenths / 10:g}" for tenths in range(1, 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [CARD, SLOW_COPIES, SLOW_UPDATES], ids=["card", "slow copies", "slow updates"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sampled(cases=3)
@@ -121,6 +122,7 @@ def test_without_budgets_everything_stays_on_a_device_that_updates_quickly() -> 
     assert found.run.offload.offload_optimizer.startswith("cpu")
 
 
+@pytest.mark.slow
 def test_the_first_column_gives_way_as_far_as_it_must_and_no_further() -> None:
     """With copies that take long, every hundredth of the state costs time."""
     of = machine("one rank", replace(CARD, update_host=1e7))
@@ -134,6 +136,7 @@ def test_the_first_column_gives_way_as_far_as_it_must_and_no_further() -> None:
     assert not budgets.hold_device(less) and best.device.nbytes <= limit < less.device.nbytes
 
 
+@pytest.mark.slow
 def test_disks_where_host_memory_is_too_small() -> None:
     of = machine("one rank", more=f"--nvme-path d {LARGE}")
     device = of.placed(static("nvme")).device.nbytes
@@ -149,6 +152,7 @@ def test_disks_where_host_memory_is_too_small() -> None:
         choose_placement(of, replace(budgets, disk=99))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
     of = machine("two stages", more="--nvme-path d")
     least = min(
@@ -170,6 +174,7 @@ def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
         choose_placement(of, SearchLimits(device=least, host=9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one rank", "two stages"])
 def test_the_workspace_of_products_is_left_free(layout: str) -> None:
     """A budget with it chooses what the rest of the budget alone does, and an error names both."""
@@ -182,6 +187,7 @@ def test_the_workspace_of_products_is_left_free(layout: str) -> None:
         choose_placement(of, SearchLimits(device=own + 1000, workspace=own))
 
 
+@pytest.mark.slow
 def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
     """Where device and host are one memory only disks help. Where they are two the device has what it needs."""
     of = machine("one rank", more=f"--nvme-path d {LARGE}")
@@ -196,6 +202,7 @@ def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
         choose_placement(diskless, half)
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_choice_and_a_second_best_of_another_kind() -> None:
     found = [chosen(machine("one rank"), SearchLimits(device=1_900_000)) for _ in range(2)]
     assert found[0].best.settings == found[1].best.settings and found[0].looked_at == found[1].looked_at > 10
@@ -256,6 +263,7 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
         assert step.disk == max(peak.disk for peak in peaks)
 
 
+@pytest.mark.slow
 def test_where_processors_are_shared_no_more_leaves_than_must() -> None:
     """The device updates as slowly as its host. With processors of its own the host would update half of the state
     beside it. On the same ones that gains nothing, and late updates do not either.

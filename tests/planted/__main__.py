@@ -16,6 +16,8 @@ def main() -> int:
     parser.add_argument("--row", type=int, nargs="*", help="rows of the table; all without it")
     parser.add_argument("--verbose", action="store_true", help="show what pytest says where a fault is missed")
     args = parser.parse_args()
+    if without := sorted({*(args.row or ())} - {fault.number for fault in FAULTS}):
+        parser.error(f"--row: the table has no fault of row {', '.join(map(str, without))}")
     faults = [fault for fault in FAULTS if not args.row or fault.number in args.row]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Copy(Path(folder))

@@ -14,7 +14,7 @@ class Fault(NamedTuple):
     path     the file that is changed
     line     text of one line, which occurs once in the file
     planted  the text that takes its place
-    test     path and function of the test; where the grid of its parameters is sampled, as `--seed 0` draws it
+    test     path and function of the test; where its grid is sampled, one of the cases of `make test` catches it
     """
 
     number: int

@@ -20,7 +20,8 @@ from tests.planted.faults import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path("fused_ops/_kernels")
-OPTIONS = ("--depth", "test", "--seed", "0")
+OPTIONS = ("--depth", "test")
+"""With the repository's seed, as in `make test`."""
 SECONDS = 600
 """The longest that one run of pytest may take. A fault may make ranks wait for each other."""
 OF_THE_PROGRAM = re.compile("/checkout/(megazero|fused_ops)/")
