@@ -37,12 +37,16 @@ def model_arguments() -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run lm_eval's command line. The help is ours, followed by lm_eval's."""
+    """Run lm_eval's command line. The help is ours, followed by lm_eval's where the package is installed."""
     sys.argv = ["megazero harness", *argv]  # lm_eval reads it
     if not argv or {"-h", "--help"} & {*argv[:1]}:
         ours = command_parser("harness", DESCRIPTION, EXAMPLES).format_help()
         say(f"{ours}\nWhat --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n")
-        from lm_eval.__main__ import cli_evaluate
+        try:
+            from lm_eval.__main__ import cli_evaluate
+        except ImportError:
+            say("(The package is not installed here: pip install 'lm_eval>=0.4.9')\n")
+            return 0
 
         def theirs() -> None:
             with suppress(SystemExit):  # status 0, after the help

@@ -55,8 +55,8 @@ PLAIN = "reference"
 
 
 @pytest.fixture(params=[PLAIN, *CPU_LEVELS])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The plain body, or the kernel of an instruction set."""
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The plain body, or the kernel of an instruction set. Samples know the name."""
     name: str = request.param
     monkeypatch.setenv("MEGAZERO_FUSED", name)
     if name != PLAIN and library.cpu_library(name) is None:
@@ -100,9 +100,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", (torch.float32, *HALVES))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype, body: str) -> None:
+def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype, level: str) -> None:
     """Factors that are parts of wider tensors; a bias; three dimensions; a result in given memory."""
-    assert (products._kernel(drawn(1, dtype=dtype, seed=1)) is None) == (body == PLAIN)
+    assert (products._kernel(drawn(1, dtype=dtype, seed=1)) is None) == (level == PLAIN)
     m, n, k = shape
     x, weight = drawn(m, k + 1, dtype=dtype, seed=1)[:, :k], drawn(n + 1, k, dtype=dtype, seed=2)[1:]
     grad, bias = drawn(m, n + 3, dtype=dtype, seed=3)[:, 2 : n + 2], drawn(n, dtype=dtype, seed=4)
@@ -129,7 +129,7 @@ def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype, body: str) -> None:
+def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype, level: str) -> None:
     a, b = (drawn(3, *shape, dtype=dtype, seed=seed).requires_grad_() for seed, shape in enumerate([(5, 7), (7, 4)]))
     grad = drawn(3, 5, 4, dtype=dtype, seed=9)
     found = product(a, b, 0.3)
@@ -142,10 +142,12 @@ def test_a_product_of_batches_and_its_gradients(dtype: torch.dtype, body: str) -
         assert one.dtype == dtype and once_rounded(one.detach(), other.detach(), torch.full_like(other, 10.0))
 
 
-def test_any_number_of_threads_gives_the_same_bits(body: str) -> None:
+@pytest.mark.parametrize("cpu_level", CPU_LEVELS)
+def test_any_number_of_threads_gives_the_same_bits(cpu_level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of other sizes, and a sum in several packings."""
-    if body == PLAIN:
-        pytest.skip("the plain body's sums are torch's")
+    monkeypatch.setenv("MEGAZERO_FUSED", cpu_level)
+    if library.cpu_library(cpu_level) is None:
+        pytest.skip("no compiler, no kernels")
     grad, weight = drawn(1200, 1100, dtype=torch.bfloat16, seed=1), drawn(1100, 300, dtype=torch.bfloat16, seed=2)
     the_same_for_any_threads(lambda: [input_product(grad, weight), weight_product(weight, weight)])
 

@@ -125,7 +125,7 @@ REQUIRED: tuple[Values, ...] = (
     {"placement": "auto", "folders": 2},
 )
 """Combinations that must be among the first cases."""
-ACTIVATIONS = 600_000
+ACTIVATIONS = 700_000
 """Bytes that hold what the largest unit keeps of a micro-batch, as often as is needed."""
 NO_BIT: Values = {
     "activations": "none",
