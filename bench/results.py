@@ -28,8 +28,12 @@ INSTRUCTION_SETS = (
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy", "matplotlib")
 
 
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MEGAZERO_FUSED")
+"""Environment variables with which a processor answers like one that has fewer instructions."""
+
+
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, memory and the instruction sets that matter here."""
+    """Processor, cores this process may use, memory, the instruction sets that matter here, and limits on them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = facts.get("flags", facts.get("Features", "")).split()
@@ -42,6 +46,7 @@ def machine() -> dict[str, Any]:
         "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
+        "limited_by": {name: os.environ[name] for name in LIMITS if name in os.environ},
     }
 
 
