@@ -16,19 +16,24 @@ import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PROPERTY = "cpu_seconds"
+ATTEMPTS = 100
+"""A kernel may have no file of children, so that reading fails each time."""
 
 
-def _tree_seconds(pid: int) -> float:
+def tree_seconds(pid: int) -> float:
     """Processor seconds of a process, of children that it has waited for, and of all living descendants."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        children = [
-            child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-        ]
-    except OSError:  # it has ended; its time counts for its parent, once that has waited for it
-        return 0.0
-    fields = stat.rpartition(")")[2].split()
-    return sum(int(ticks) for ticks in fields[11:15]) / TICKS + sum(_tree_seconds(int(child)) for child in children)
+    process = Path(f"/proc/{pid}")
+    for _ in range(ATTEMPTS):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            threads = (process / "task").iterdir()
+            children = [child for thread in threads for child in (thread / "children").read_text().split()]
+        except OSError:
+            if process.exists():
+                continue  # a thread has ended, and its children are another thread's now
+            break
+        return sum(int(ticks) for ticks in fields[11:15]) / TICKS + sum(tree_seconds(int(child)) for child in children)
+    return 0.0  # it has ended; its time counts for its parent, once that has waited for it
 
 
 class Costs:
@@ -40,7 +45,7 @@ class Costs:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
         if self.before is None:
-            self.before = _tree_seconds(os.getpid())
+            self.before = tree_seconds(os.getpid())
         yield
 
     @pytest.hookimpl(hookwrapper=True)
@@ -48,7 +53,7 @@ class Costs:
         """Measure once for each test, at its end, because a measurement reads /proc for every descendant."""
         outcome = yield
         if call.when == "teardown" and self.before is not None:
-            now = _tree_seconds(os.getpid())
+            now = tree_seconds(os.getpid())
             outcome.get_result().user_properties.append((PROPERTY, now - self.before))  # type: ignore[attr-defined]
             self.before = now
 

@@ -8,12 +8,13 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
-from tests.costs import Costs
+from tests.costs import Costs, tree_seconds
 from tests.ranks import run_ranks
 from tests.sampling import levels_left_out, sample, thinned
 from tests.skips import SkipsAreFailures, in_ci
@@ -152,6 +153,24 @@ def test_costs_count_what_runs_below(pytester: pytest.Pytester) -> None:
     pytester.inline_run(test, plugins=[costs]).assertoutcome(passed=2)
     spent = {name.partition("::")[2]: seconds for name, seconds in costs.seconds.items()}
     assert spent["test_below"] >= 0.45 and spent["test_idle"] < 0.2
+
+
+def test_costs_do_not_depend_on_threads_that_end() -> None:
+    """A process whose thread ends while it is looked at has not ended, and neither have its children."""
+    ended = threading.Event()
+
+    def start_others() -> None:
+        while not ended.is_set():
+            threading.Thread(target=ended.wait, args=(1e-4,)).start()
+
+    starter = threading.Thread(target=start_others)
+    starter.start()
+    try:
+        seconds = [tree_seconds(os.getpid()) for _ in range(300)]
+    finally:
+        ended.set()
+        starter.join()
+    assert seconds == sorted(seconds) and seconds[0] > 0
 
 
 def identity(rank: int) -> tuple[int, int]:
