@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from bench.entries import Table
-from bench.field import TABLES
 from bench.harness import Contestant, Unavailable
+from bench.script import add_tables, tables_of
 from bench.workload import Entry, Workload
 
 LR = 3e-3
@@ -78,13 +78,11 @@ def compare(table: Table, steps: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="ZeRO-3", help="tables of bench/peers.py, with commas: %(default)s")
+    add_tables(parser, ["ZeRO-3"])
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps (%(default)s); batches repeat after 8")
     parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
     args = parser.parse_args()
-    wanted = [table for table in TABLES if table.name in args.tables.split(",")]
-    tables = [table.tiny() if args.quick else table for table in wanted]
-    agreed = [compare(table, args.steps) for table in tables]
+    agreed = [compare(table, args.steps) for table in tables_of(args)]
     sys.exit(0 if all(agreed) else 1)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
+from bench.script import parser_of, report
 from bench.workload import TUNED, Workload
 
 LARGE = Workload("200M", layers=12, hidden=1024, heads=16, vocabulary=50304, micro_batch=4, micro_batches=2)
@@ -142,13 +143,11 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def main() -> None:
     """Print one table and write its numbers to a file; status 1 if the limit is exceeded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
+    parser = parser_of(__doc__)
     parser.add_argument("--saves", type=int, default=5, help="saves of each way")
     parser.add_argument("--every", type=int, default=5, help="steps from save to save")
     parser.add_argument("--samples", type=int, default=LARGE.samples, help="of one step")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     parser.add_argument("--child", choices=tuple(WAYS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     work = TINY if args.quick else replace(LARGE, micro_batches=args.samples // LARGE.micro_batch)
@@ -158,8 +157,7 @@ def main() -> None:
     found = {way: in_process(way, args) for way in WAYS}
     text = results.table(("step", "count", "seconds", "of a plain step"), rows(found))
     settings = {"workload": asdict(work), "saves": args.saves, "every": args.every, "limit": LIMIT}
-    path = results.write("async-save-quick" if args.quick else "async-save", settings, {"ways": found}, args.results)
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "async-save", settings, {"ways": found}, text)
     print(f"{text}\n\n{path}", flush=True)
     seconds = found["async"]["seconds"]
     ratio = statistics.median(seconds["saving"]) / normal(seconds)

@@ -12,7 +12,6 @@ make control groups.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,6 +24,7 @@ from bench import results
 from bench.contestants.megazero_ import flags_of, write_words
 from bench.held import Held, disk_bytes, run_held
 from bench.recorded import PARTS
+from bench.script import parser_of, report
 from bench.workload import Workload
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
@@ -166,22 +166,19 @@ def rows(name: str, found: dict[str, Any]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = [shown.work.name for shown in DEMONSTRATIONS]
     parser.add_argument("--only", choices=names, default="1b", help="%(default)s")
     parser.add_argument("--folder", type=Path, help="for swap files: an empty folder is made there and removed")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     args = parser.parse_args()
     shown = next(shown for shown in DEMONSTRATIONS if shown.work.name == args.only)
     shown = TINY if args.quick else shown
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="megazero-demonstration-") as folder:
         found = demonstrate(shown, Path(folder))
-    kind = f"demonstration-{shown.work.name}"
-    path = results.write(kind, {"work": asdict(shown.work), "flags": [*shown.off, *shown.flags]}, found, args.results)
-    text = results.table(("what", "found"), rows(shown.work.name, found))
-    path.with_suffix(".md").write_text(f"{text}\n\n{found['without']['text']}\n")
-    print(text, found["without"]["text"], path, sep="\n\n")
+    settings = {"work": asdict(shown.work), "flags": [*shown.off, *shown.flags]}
+    text = f"{results.table(('what', 'found'), rows(shown.work.name, found))}\n\n{found['without']['text']}"
+    path = report(args, f"demonstration-{shown.work.name}", settings, found, text)
+    print(text, path, sep="\n\n")
 
 
 if __name__ == "__main__":

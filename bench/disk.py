@@ -19,7 +19,6 @@ median, chosen after the fact, reads and writes each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
@@ -35,6 +34,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bench import results
+from bench.script import parser_of, report
 from megazero.config.options import bytes_of
 from megazero.config.tiers import SLOTS
 from megazero.disk.backend import DiskOptions, open_backend
@@ -204,12 +204,10 @@ HEADINGS = ("", "read GB/s", "of the best fio", "s/GB", "write GB/s", "of the be
 
 def main() -> None:
     """Print one table and write its numbers to a file; status 1 if io_uring has less than the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "small files, one round: a smoke test")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the files are made and removed")
     parser.add_argument("--bytes", type=bytes_of, default=70 * PIECE, help="of each of two files: %(default)s")
     parser.add_argument("--rounds", type=int, default=6, help="%(default)s")
-    parser.add_argument("--quick", action="store_true", help="small files, one round: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     args = parser.parse_args()
     turn = PIECE if args.quick else args.bytes // AREAS // PIECE * PIECE
     rounds = 1 if args.quick else args.rounds
@@ -223,8 +221,7 @@ def main() -> None:
     data: dict[str, Any] = {
         name: {("write" if write else "read"): vars(one) for write, one in own.items()} for name, own in found.items()
     }
-    path = results.write("disk-quick" if args.quick else "disk", settings, {"rows": data}, args.results)
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "disk", settings, {"rows": data}, text)
     print(f"{text}\n\n{path}", flush=True)
     ours = found[rows[0].name]
     shares = [share(ours[write], found[best_of(found, write)][write]) for write in (False, True)]

@@ -7,19 +7,18 @@ Milliseconds are those of the slowest rank, medians over alternating turns. GB/s
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench import results
+from bench.script import parser_of, report
 from megazero.mpu import collectives
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, build_grid
@@ -77,9 +76,7 @@ HEADINGS = ("collective", "bytes", "shared memory ms", "gloo ms", "GB/s", "times
 
 def main() -> None:
     """Print one table, and write its numbers to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one call of each: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    parser = parser_of(__doc__, "one call of each: a smoke test")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -90,11 +87,8 @@ def main() -> None:
     found = [result for size in SIZES for result in compared(ours, theirs, size, args.quick)]
     if ours.index == 0:
         settings = {"ranks": ours.size, "turns": TURNS, "seconds": SECONDS}
-        path = results.write(
-            "exchange-quick" if args.quick else "exchange", settings, {"collectives": found}, args.results
-        )
         text = results.table(HEADINGS, [row(result) for result in found])
-        path.with_suffix(".md").write_text(text + "\n")
+        path = report(args, "exchange", settings, {"collectives": found}, text)
         print(f"{text}\n\n{path}", flush=True)
     collectives.barrier(theirs)
     os._exit(0)  # gloo's threads may still wait for the other ranks

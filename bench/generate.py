@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import results
+from bench.script import parser_of, report
 from megazero.convert.loading import load
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
@@ -127,9 +127,8 @@ def finish(args: argparse.Namespace, found: Sequence[Result]) -> None:
     """Write the JSON, the table and the plot."""
     settings = {"threads": args.threads, "rounds": args.rounds, "prompt": args.prompt, "new": args.new}
     contents = {"generation": [asdict(result) | {"ratio": result.ratio} for result in found]}
-    path = results.write("generate-quick" if args.quick else "generate", settings, contents, args.results)
     text = results.table(HEADINGS, [result.row() for result in found])
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "generate", settings, contents, text)
     bars = [(f"{result.model} {result.dtype}, batch {result.batch}", result.ratio) for result in found]
     results.plot(
         path.with_suffix(".png"), "Generation: our tokens per second over transformers'", "times faster", {"": bars}
@@ -138,7 +137,7 @@ def finish(args: argparse.Namespace, found: Sequence[Result]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "a tiny model, one round: a smoke test")
     parser.add_argument(
         "--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)"
     )
@@ -147,8 +146,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=64, help="tokens of a continuation (%(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="rows at once (1 8)")
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.new, args.prompt = 1, 8, 8

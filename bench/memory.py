@@ -1,7 +1,7 @@
 """An account of the memory of a training step of megazero: every MiB of the peak that `bench/peers.py` compares.
 
     python -m bench.memory                     # W1 and W2
-    python -m bench.memory --layouts ZeRO-1,tp # other tables of peers.py; the rank that holds most
+    python -m bench.memory --tables ZeRO-1,tp  # other tables of peers.py; the rank that holds most
     python -m bench.memory --quick             # a tiny model: does it start?
 
 Memory is the resident set above that after the imports. The allocations of a step are listed by function, at the moment
@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from bench import results
 from bench.entries import Table
-from bench.field import TABLES
 from bench.harness import Contestant
+from bench.script import add_tables, parser_of, report, tables_of
 
 STEPS = 5
 """Steps before the account, since the layout of the heap changes in the first steps."""
@@ -55,24 +54,21 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", default="W1,W2", help="tables of peers.py: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    parser = parser_of(__doc__)
+    add_tables(parser, ["W1", "W2"])
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.layouts.split(",")]
+    tables = tables_of(args)
     found = {table.name: account(table) for table in tables}
     settings = {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}
-    path = results.write("memory-quick" if args.quick else "memory", settings, {"layouts": found}, args.results)
-    texts = [
+    text = "\n\n".join(
         f"{name}\n\n{results.table(('what', 'MiB', 'of the peak'), rows(values))}" for name, values in found.items()
-    ]
-    path.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
-    print("\n\n".join(texts), json.dumps(results.machine()), path, sep="\n\n")
+    )
+    path = report(args, "memory", settings, {"layouts": found}, text)
+    print(text, json.dumps(results.machine()), path, sep="\n\n")
 
 
 if __name__ == "__main__":

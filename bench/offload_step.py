@@ -37,6 +37,7 @@ from bench.contestants.megazero_lanes import COPIES, MAIN, READS, UPDATES, WRITE
 from bench.field import megazero
 from bench.harness import Contestant
 from bench.overlap import Span, merged, shared
+from bench.script import parser_of, report
 from bench.workload import Workload
 
 MEMORY, LATE = "in memory", "late"
@@ -212,9 +213,8 @@ def shown(way: str, row: Row) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("."), help="where swap files are made")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
     parser.add_argument("--ranks", type=int, default=1, help="%(default)s")
     parser.add_argument("--threads", type=int, default=1, help="of a rank: %(default)s")
     parser.add_argument("--layers", type=int, default=24, help="%(default)s")
@@ -228,7 +228,6 @@ def arguments() -> argparse.Namespace:
         "--bucket-size", type=int, help="of the ways on disks (default: a block, which a unit waits for)"
     )
     parser.add_argument("--trace", type=Path, help="a JSON file for the lanes of the last late turn")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
 
 
@@ -242,8 +241,7 @@ def measured(work: Workload, args: argparse.Namespace) -> bool:
     text = results.table(HEADINGS, [shown(way, row) for way, row in rows.items()])
     settings = {"workload": asdict(work), "buffer": args.nvme_buffer_bytes, "limit": LIMIT, "hidden": LEAST_HIDDEN}
     data = {"ways": {way: [asdict(turn) for turn in turns] for way, turns in found.items()}}
-    path = results.write("offload-step-quick" if args.quick else "offload-step", settings, data, args.results)
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "offload-step", settings, data, text)
     late = rows[LATE]
     met = late.over <= LIMIT and late.hidden >= LEAST_HIDDEN
     print(f"{work.samples * work.sequence:,} tokens of a rank\n\n{text}\n\n{path}")

@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from bench import results
 from bench.case import Case, Sizes
 from bench.op_cases import CASES
+from bench.script import add_turns, parser_of, report, say
 from megazero.system.allocator import restart_with_settings
 
 
@@ -118,20 +118,13 @@ def row(case: Case, timing: Timing) -> list[str]:
     return [case.name, case.shape, f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", *ratios]
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "tiny tensors, one repetition: a smoke test")
     parser.add_argument("--only", default="", help="ops whose name contains this")
     parser.add_argument(
         "--threads", type=int, default=len(results.cores()), help="of torch and the kernels (%(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.25, help="of a turn (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="tiny tensors, one repetition: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    add_turns(parser, 3, 0.25)
     return parser.parse_args()
 
 
@@ -172,9 +165,8 @@ def finish(
     ]
     settings = {"threads": args.threads, "rounds": args.rounds, "seconds": args.seconds}
     contents = {"limits": asdict(limits), "ops": rows, "skipped": skipped}
-    path = results.write("ops-quick" if args.quick else "ops", settings, contents, args.results)
     text = results.table(HEADINGS, [row(case, timing) for case, timing in found])
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "ops", settings, contents, text)
     results.plot(
         path.with_suffix(".png"),
         "Ops: torch's time over ours",

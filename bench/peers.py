@@ -14,13 +14,13 @@ import argparse
 import json
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench import results
 from bench.entries import Table
 from bench.field import TABLES
 from bench.harness import Contestant, Match, Plan, Unavailable, play
+from bench.script import add_tables, add_turns, parser_of, plan_of, report, say, tables_of
 from bench.workload import Entry
 
 
@@ -31,10 +31,6 @@ class Row:
     rival: Entry
     match: Match | None
     reason: str = ""
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def run_table(table: Table, plan: Plan) -> list[Row]:
@@ -152,10 +148,8 @@ def bars(found: dict[Table, list[Row]]) -> dict[str, list[tuple[str, float]]]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tables", default=",".join(table.name for table in TABLES), help="names, with commas: %(default)s"
-    )
+    parser = parser_of(__doc__, "a tiny model, one round, no compilation: a smoke test")
+    add_tables(parser, [table.name for table in TABLES])
     parser.add_argument("--only", default="", help="rivals whose name contains this")
     parser.add_argument(
         "--precision",
@@ -163,33 +157,25 @@ def arguments() -> argparse.Namespace:
         default="bf16",
         help="of products; fp32 is for CPUs without 16-bit products, where torch's are slow (%(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each contestant (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one round, no compilation: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    add_turns(parser, 4)
     return parser.parse_args()
 
 
 def chosen(args: argparse.Namespace) -> list[Table]:
-    known = {table.name: table for table in TABLES}
-    names = args.tables.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"no such table: {', '.join(unknown)}; there are {', '.join(known)}")
     tables = [
-        replace(known[name], rivals=tuple(r for r in known[name].rivals if args.only in r.name)) for name in names
+        replace(table, rivals=tuple(rival for rival in table.rivals if args.only in rival.name))
+        for table in tables_of(args)
     ]
-    tables = [table.in_precision(args.precision) for table in tables if table.rivals]
-    return [table.tiny() if args.quick else table for table in tables]
+    return [table.in_precision(args.precision) for table in tables if table.rivals]
 
 
 def main() -> None:
     args = arguments()
-    plan = Plan(1, 0.0, 1) if args.quick else Plan(args.rounds, args.seconds)
+    plan = plan_of(args)
     say(json.dumps(results.machine()))
     found = {table: run_table(table, plan) for table in chosen(args)}
     text = as_text(found)
-    path = results.write("peers-quick" if args.quick else "peers", asdict(plan), as_json(found), args.results)
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "peers", asdict(plan), as_json(found), text)
     results.plot(
         path.with_suffix(".png"),
         "megazero and its peers on one machine",

@@ -33,6 +33,7 @@ from bench import results
 from bench.contestants.megazero_ import flags_of
 from bench.entries import megazero
 from bench.harness import Contestant
+from bench.script import parser_of, report, say
 from bench.workload import Workload
 from megazero.config.parse import parse_run
 from megazero.config.placement import applied, as_flags
@@ -183,10 +184,6 @@ def fits(step: PlacedStep, limits: tuple[int, int]) -> bool:
     return step.device.nbytes <= limits[0] and step.host <= limits[1]
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 HEADS = ("placement", "seconds", "of the best", "simulated", "off", "device, MiB", "host, MiB")
 
 
@@ -224,7 +221,7 @@ def verdict(percent: int, found: Budget, machine: Machine) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "a tiny model and one budget: a smoke test")
     for name in ("layers", "hidden", "sequence", "micro_batches", "threads"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(MODEL, name), help="%(default)s")
     parser.add_argument("--percent", type=int, nargs="+", default=[40, 60, 80], help="budgets: %(default)s")
@@ -233,8 +230,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--folder", type=Path, default=Path("."), help="for swap files, on a disk")
     parser.add_argument("--no-disks", action="store_true", help="no placement uses disks")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one budget: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
 
 
@@ -265,9 +260,7 @@ def main() -> None:
             texts.append(f"{verdict(percent, one, rated)}\n\n{results.table(HEADS, rows(one, rated))}")
             settings = {"workload": asdict(bench.work), "buffer": bench.buffer, **asdict(length), "limit": LIMIT}
             data = {"need": need, "budgets": {name: asdict(each) for name, each in found.items()}}
-            kind = "placement-quick" if args.quick else "placement"
-            path = results.write(kind, settings, data, args.results, path)
-            path.with_suffix(".md").write_text("\n\n".join(texts) + "\n")
+            path = report(args, "placement", settings, data, "\n\n".join(texts), path)
             print(texts[-1], path, sep="\n\n", end="\n\n", flush=True)
     # a tiny model's times say nothing, but its bytes do
     sys.exit(0 if all(one.is_kept if args.quick else one.is_met for one in found.values()) else 1)

@@ -14,22 +14,17 @@ import argparse
 import json
 import statistics
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from bench import results
 from bench.contestants.megazero_split import PARTS
 from bench.entries import Table
-from bench.field import TABLES
 from bench.harness import Contestant, Plan
+from bench.script import add_tables, add_turns, parser_of, plan_of, report, say, tables_of
 from bench.train import Turns, busiest
 
 WIDE, NARROW = "fp32", ("bf16", "fp16")
 HEADINGS = ("milliseconds", "step", "times fp32 (turns)", *PARTS, "tokens/s", "peak MiB", "of fp32's")
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def compare(table: Table, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -70,19 +65,16 @@ def row(name: str, values: dict[str, Any], wide: dict[str, Any]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default="W1,W2", help="tables of peers.py (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each precision (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
+    parser = parser_of(__doc__, "a tiny model, one turn: a smoke test")
+    add_tables(parser, ["W1", "W2"])
+    add_turns(parser, 5)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    plan = Plan(1, 0.0, 1) if args.quick else Plan(args.rounds, args.seconds)
-    tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.tables.split(",")]
+    plan = plan_of(args)
+    tables = tables_of(args)
     say(json.dumps(results.machine()))
     found = {table.name: compare(table, plan) for table in tables}
     rows = [
@@ -91,10 +83,7 @@ def main() -> None:
         for precision, values in by_precision.items()
     ]
     text = results.table(HEADINGS, rows)
-    path = results.write(
-        "precisions-quick" if args.quick else "precisions", asdict(plan), {"tables": found}, args.results
-    )
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "precisions", asdict(plan), {"tables": found}, text)
     say(f"\n{text}\n\n{path}")
 
 

@@ -18,7 +18,6 @@ Samples are short and micro-batches small, so that the model state is most of it
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from bench import results
 from bench.contestants.megazero_ import flags_of
 from bench.entries import megazero
 from bench.harness import Contestant, Unavailable
+from bench.script import parser_of, report
 from bench.workload import Workload
 from megazero.config.parse import ConfigError, parse_run
 from megazero.mpu.axes import axes_of
@@ -133,11 +133,9 @@ def row(name: str, ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas: %(default)s")
     parser.add_argument("--model", choices=tuple(MODELS), default="400M", help="%(default)s")
-    parser.add_argument("--quick", action="store_true", help="a tiny model: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     args = parser.parse_args()
     work = MODELS[args.model]
     if args.quick:
@@ -157,12 +155,9 @@ def main() -> None:
             print(f"{name}: left out: {reason}", flush=True)
     settings = {"work": asdict(work), "steps": STEPS}
     data = {"layouts": found, "left_out": left_out}
-    path = results.write(
-        "state-memory-quick" if args.quick else f"state-memory-{work.name}", settings, data, args.results
-    )
     text = results.table(HEADINGS, [row(name, ranks) for name, ranks in found.items()])
     notes = "\n".join(f"* {name} left out: {' '.join(reason.split())}" for name, reason in left_out.items())
-    path.with_suffix(".md").write_text(f"{text}\n\n{notes}\n")
+    path = report(args, f"state-memory-{work.name}", settings, data, f"{text}\n\n{notes}")
     print(text, notes, json.dumps(results.machine()), path, sep="\n\n")
 
 

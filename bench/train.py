@@ -1,7 +1,7 @@
 """The time of the parts of a training step of megazero, in one process and on every two-rank layout.
 
     python -m bench.train                     # every layout
-    python -m bench.train --layouts W1,tp     # some
+    python -m bench.train --tables W1,tp      # some
     python -m bench.train --before ../old     # in turns with another checkout: the gain of a change, by layout
     python -m bench.train --quick             # a tiny model: does everything start?
 
@@ -23,10 +23,7 @@ from bench.contestants.megazero_split import PARTS
 from bench.entries import Table
 from bench.field import TABLES
 from bench.harness import ROOT, Contestant, Plan, Unavailable
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+from bench.script import add_tables, add_turns, parser_of, plan_of, report, say, tables_of
 
 
 @dataclass
@@ -113,27 +110,22 @@ COMPARED = "times as fast as before (turns)"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--layouts", default=",".join(table.name for table in TABLES), help="tables of peers.py: %(default)s"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn, at least one step (%(default)s)")
+    parser = parser_of(__doc__, "a tiny model, one turn: a smoke test")
+    add_tables(parser, [table.name for table in TABLES])
+    add_turns(parser, 3)
     parser.add_argument(
         "--before",
         type=Path,
         metavar="CHECKOUT",
         help="another checkout with its kernels compiled, which takes turns with this one",
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, one turn: a smoke test")
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the results")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    plan = Plan(1, 0.0, 1) if args.quick else Plan(args.rounds, args.seconds)
-    tables = [table.tiny() if args.quick else table for table in TABLES if table.name in args.layouts.split(",")]
+    plan = plan_of(args)
+    tables = tables_of(args)
     say(json.dumps(results.machine()))
     before = args.before.resolve() if args.before else None
     found = {table.name: split(table, plan, before) for table in tables}
@@ -143,8 +135,7 @@ def main() -> None:
     settings = asdict(plan) | {
         "layouts": {table.name: {"work": asdict(table.work), "entry": asdict(table.ours)} for table in tables}
     }
-    path = results.write("train-quick" if args.quick else "train", settings, {"layouts": found}, args.results)
-    path.with_suffix(".md").write_text(text + "\n")
+    path = report(args, "train", settings, {"layouts": found}, text)
     bars = {
         f"{name}: {values['tokens_per_second']:,.0f} tokens/s": [
             (part, busiest(values["parts_by_rank"])[part] * 1e3) for part in PARTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from bench.harness import Contestant, Match, Samples, Unavailable
 from bench.held import run_held
 from bench.op_cases import CASES
 from bench.recorded import PARTS
+from bench.script import tables_of
 from bench.workload import Entry, Workload, entry_from, to_json, workload_from
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +66,7 @@ def offloaded_peers(tmp_path: Path) -> None:
 
 def train(tmp_path: Path) -> None:
     """The parts of a pipeline whose ranks wait for each other, and the same checkout's turns beside it."""
-    found = run_quick("train", tmp_path, "--layouts", "pp", "--before", str(ROOT))
+    found = run_quick("train", tmp_path, "--tables", "pp", "--before", str(ROOT))
     layout = found["layouts"]["pp"]
     assert "skipped" not in layout, layout
     assert len(layout["parts_by_rank"]) == 2
@@ -100,7 +102,7 @@ def memory(tmp_path: Path) -> None:
     """The account adds up to the peak that the kernel tells of the process, on one process and on two that share
     memory.
     """
-    found = run_quick("memory", tmp_path, "--layouts", "W1,tp")
+    found = run_quick("memory", tmp_path, "--tables", "W1,tp")
     for name in ("W1", "tp"):
         layout = found["layouts"][name]
         parts, tensors = layout["parts"], layout["tensors"]
@@ -312,3 +314,8 @@ def test_everybody_of_a_table_trains_as_many_tokens() -> None:
 def test_a_table_is_aligned() -> None:
     lines = results.table(("name", "ms"), [["a", "1"], ["longer", "1,234"]]).splitlines()
     assert len({len(line) for line in lines}) == 1 and lines[2] == "| a      |     1 |"
+
+
+def test_a_table_that_is_not_there_is_named() -> None:
+    with pytest.raises(SystemExit, match="--tables: no such table: W9; there are W1, "):
+        tables_of(argparse.Namespace(tables="W1,W9", quick=False))
