@@ -7,6 +7,7 @@ purpose, the programs have to judge the new files: `python -m tests.convert.acce
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,8 @@ import pytest
 
 from tests.convert.accepted import TIED, UNTIED, WRITTEN, balances, begins, digests, write
 from tests.convert.accepted import recorded as accepted
-from tests.convert.written_there import recorded as written_there
 
-CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -27,13 +27,18 @@ def test_what_is_written_was_read_by_the_program(name: str, tmp_path: Path) -> N
     assert [path for path in found if found[path] != wanted[path]] == []
 
 
-@pytest.mark.parametrize("versions", [accepted()["versions"], written_there()["versions"]], ids=["read", "written"])
-def test_the_versions_are_those_that_are_installed_to_judge(versions: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "recording", ["convert/accepted.json", "convert/written_there.json", "evaluation/harness_answers.json"]
+)
+def test_the_versions_are_those_that_are_installed_to_judge(recording: str) -> None:
     """Where a version is raised the programs have to be asked again."""
-    pins = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line.partition(";")[0])
-    assert {name: versions[name] for name in ("deepspeed", "megatron-core")} == {
-        name: pins[name] for name in ("deepspeed", "megatron-core")
+    recorded = json.loads((TESTS / recording).read_text())["versions"]
+    lines = [line.partition(";")[0].strip() for line in (TESTS.parent / "constraints.txt").read_text().splitlines()]
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    judges = {
+        name: pins[name.replace("_", "-")] for name in recorded if name in ("deepspeed", "megatron-core", "lm_eval")
     }
+    assert judges and {name: recorded[name] for name in judges} == judges
 
 
 @pytest.mark.parametrize("ends", [0, 1], ids=["untied", "tied"])
