@@ -115,14 +115,14 @@ def flags_for(folder: Path, data: list[Path], cache: Path, *more: str) -> list[s
     return ["--init-from", str(folder), *files, *numbers, "--eval-iters", "1", "--sample-tokens", "1", *more]
 
 
-def their_loss(folder: Path, records: list[dict[str, Any]]) -> tuple[float, int]:
-    """Summed loss of the learned tokens, and how many they are."""
+def theirs(folder: Path, records: list[dict[str, Any]]) -> tuple[float, float]:
+    """The mean loss of the learned tokens, and the norm of its gradient."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    with in_float64(), torch.no_grad():
+    with in_float64():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager"
         ).eval()
-        total, count = 0.0, 0
+        total, count = torch.zeros(()), 0
         for record in records:
             written = tokenizer.apply_chat_template(
                 record["messages"], return_dict=True, return_assistant_tokens_mask=True
@@ -132,22 +132,24 @@ def their_loss(folder: Path, records: list[dict[str, Any]]) -> tuple[float, int]
                 torch.tensor(written["assistant_masks"], dtype=torch.bool),
             )
             losses = F.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
-            total += float(losses[learned[1:]].sum())
+            total = total + losses[learned[1:]].sum()
             count += int(learned[1:].sum())
-    return total, count
+        mean = total / count
+        mean.backward()
+        return float(mean.detach()), float(torch.nn.utils.get_total_norm(p.grad for p in model.parameters()))
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_every_conversation_alone(folder: Path, data: list[Path], tmp_path: Path) -> None:
-    """One epoch is one step: its loss is the mean over the learned tokens of all conversations."""
+def test_a_step_is_that_of_every_conversation_alone(folder: Path, data: list[Path], tmp_path: Path) -> None:
+    """One epoch is one step: its loss and gradient are the means over the learned tokens of all conversations."""
     records = conversations(20, 1)
     flags = flags_for(folder, data, tmp_path, "--train-iters", "1", "--eval-iters", "0")
     samples = samples_in(flags)
     assert 4 < samples < 20, "several conversations share a sample"
     words = [*flags, "--global-batch-size", str(samples), "--micro-batch-size", "1"]
-    total, count = their_loss(folder, records)
+    loss, norm = theirs(folder, records)
     (record,) = train(1, words).records
-    assert record.loss == pytest.approx(total / count, rel=1e-9)
+    assert record.loss == pytest.approx(loss, rel=1e-9) and record.grad_norm == pytest.approx(norm, rel=1e-9)
 
 
 def samples_in(flags: list[str]) -> int:
