@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from megazero.mpu.grid import build_grid
 from megazero.mpu.parameter import StateGroup
 from megazero.zero.placement import Column
 from megazero.zero.storage import Bucket
+from tests.parameters import parameters_of
 from tests.ranks import run_ranks
 from tests.stages import STAGES
 from tests.zero.toy import Case, build
 
-# bytes per parameter: weights, gradients, optimizer
-BYTES = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp32": (4, 4, 8), "fp64": (8, 8, 16)}
-PRECISIONS = ("fp64", "fp32", "bf16")
+BYTES = {"bf16": (2, 4, 12), "fp32": (4, 4, 8), "fp64": (8, 8, 16)}
+"""Of a parameter: weights, gradients, optimizer state."""
 N = 4
 
 
@@ -50,9 +51,7 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
             {
                 "bytes": here.state.bytes(),
                 "dtypes": {column.value: stored.dtype for column, stored in here.state.columns.items()},
-                "parameters": sum(
-                    p.numel() for p in {id(p): p for chunk in here.chunks for p in chunk.parameters()}.values()
-                ),
+                "parameters": sum(parameter.numel() for parameter in parameters_of(here.chunks)),
                 "gathered": sum(
                     bucket.layout.numel * gathers_of(bucket, case.accumulation)
                     for bucket in here.state.buckets
@@ -68,116 +67,64 @@ def measure(rank: int, cases: list[Case]) -> list[dict]:
     return results
 
 
-def cases(bucket_size: int, shard_size: int | None = None) -> list[Case]:
-    axes = Axes(dp=N, shard_size=shard_size)
+@pytest.mark.slow
+@pytest.mark.parametrize(("bucket_size", "shard_size"), [(80, None), (100_000, None), (80, 1), (80, 2)])
+def test_a_step_holds_and_sends_what_the_arithmetic_says(bucket_size: int, shard_size: int | None) -> None:
+    """Bytes of m micro-batches: stage 0 2gP; 1 (g+p)P; 2 (m*g+p)P; 3 (m*g+2m*p)P but for what `gathers_of` says.
+
+    Of K neighbours each has a K-th. They reduce and gather as N ranks would; one sum of a K-th goes across. Under
+    ZeRO-0 a reduce-scatter and an all-gather around that sum take the place of the all-reduce.
+    """
+    axes, k = Axes(dp=N, shard_size=shard_size), shard_size or N
     base = Case(axes, accumulation=3, bucket_size=bucket_size, samples=24)
-    return [replace(base, zero_stage=stage, precision=precision) for precision in PRECISIONS for stage in STAGES]
+    cases = [replace(base, zero_stage=stage, precision=precision) for precision in BYTES for stage in STAGES]
+    for results in run_ranks(N, measure, cases):
+        for case, measured in zip(cases, results, strict=True):
+            (p, g, o), stage, m, total = BYTES[case.precision], case.zero_stage, case.accumulation, measured["padded"]
+            parameters = measured["parameters"]
+            assert 0 <= total - parameters <= (N - 1) * math.ceil(parameters / 20), "at most N - 1 elements a bucket"
+            sizes, dtypes = measured["bytes"], measured["dtypes"]
+            columns = sizes.pop("parameter"), sizes.pop("gradient"), sum(sizes.values())
+            shares = [1.0 if stage < first else 1 / k for first in (3, 2, 1)]
+            assert columns == tuple(each * total * share for each, share in zip((p, g, o), shares, strict=True)), case
 
+            wide = torch.float64 if case.precision == "fp64" else torch.float32
+            narrow = torch.bfloat16 if case.precision == "bf16" else wide
+            assert dtypes.pop("parameter") == narrow and {*dtypes.values()} == {wide}
+            assert ("master" in dtypes) == (case.precision == "bf16")
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bucket_size", [80, 100_000])
-def test_bytes_are_those_of_the_arithmetic(bucket_size: int) -> None:
-    for found in run_ranks(N, measure, cases(bucket_size)):
-        for case, got in zip(cases(bucket_size), found, strict=True):
-            p, g, k = BYTES[case.precision]
-            stage, size, padding = case.zero_stage, got["parameters"], got["padded"] - got["parameters"]
-            assert 0 <= padding <= (N - 1) * math.ceil(size / 20), "at most N - 1 elements a bucket"
-            share = [1.0 if stage < first else 1 / N for first in (3, 2, 1)]
-            held = got["bytes"]
-            optimizer = sum(held.get(column, 0) for column in ("master", "exp_avg", "exp_avg_sq"))
-            total = got["padded"]
-            assert (held["parameter"], held["gradient"], optimizer) == (
-                p * total * share[0],
-                g * total * share[1],
-                k * total * share[2],
-            ), case
-            exact = (p * share[0] + g * share[1] + k * share[2]) * size
-            assert exact <= sum(held.values()) <= exact + (p + g + k) * padding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard_size", [1, 2])
-def test_bytes_and_traffic_of_hybrid_shards(shard_size: int) -> None:
-    """Of K neighbours each has a K-th. They reduce and gather as N ranks would; one sum of a K-th goes across.
-
-    Under ZeRO-0 a reduce-scatter and an all-gather around that sum take the place of the all-reduce.
-    """
-    layouts = cases(80, shard_size)
-    for found in run_ranks(N, measure, layouts):
-        for case, got in zip(layouts, found, strict=True):
-            p, g, k = BYTES[case.precision]
-            stage, total, m = case.zero_stage, got["padded"], case.accumulation
-            share = [1.0 if stage < first else 1 / shard_size for first in (3, 2, 1)]
-            held = got["bytes"]
-            assert held.pop("parameter") == p * total * share[0] and held.pop("gradient") == g * total * share[1], case
-            assert sum(held.values()) == k * total * share[2], case
-            wide, narrow = got["dtypes"]["gradient"], got["dtypes"]["parameter"]
+            whole = {("all_reduce", wide): 2 * g * total}
+            if shard_size is not None:
+                whole = {("reduce_scatter", wide): g * total, ("all_gather", wide): g * total}
             inside = {
-                0: {("reduce_scatter", wide): g * total, ("all_gather", wide): g * total},
+                0: whole,
                 1: {("reduce_scatter", wide): g * total, ("all_gather", narrow): p * total},
                 2: {("reduce_scatter", wide): m * g * total, ("all_gather", narrow): p * total},
-                3: {("reduce_scatter", wide): m * g * total, ("all_gather", narrow): p * got["gathered"]},
+                3: {("reduce_scatter", wide): m * g * total, ("all_gather", narrow): p * measured["gathered"]},
             }[stage]
-            assert got["traffic"] == (inside if shard_size > 1 else {}), case
-            assert got["across"] == {("all_reduce", wide): 2 * g * total / shard_size}, case
+            assert measured["traffic"] == (inside if k > 1 else {}), case
+            assert measured["across"] == ({} if k == N else {("all_reduce", wide): 2 * g * total / k}), case
+
+            # With overlap a backward has a few buckets of whole gradients; the toy's all arrive in reverse order.
+            spare, limit = measured["spare"], 5 * measured["largest"] * g
+            assert 0 < spare <= limit if stage >= 2 else spare == 0, (case, spare, limit)
 
 
-@pytest.mark.slow
-def test_dtypes_are_those_claimed() -> None:
-    for case, got in zip(cases(80), run_ranks(N, measure, cases(80))[0], strict=True):
-        wide = torch.float64 if case.precision == "fp64" else torch.float32
-        narrow = torch.bfloat16 if case.precision == "bf16" else wide
-        assert got["dtypes"].pop("parameter") == narrow
-        assert set(got["dtypes"].values()) == {wide}
-        assert ("master" in got["dtypes"]) == (case.precision == "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bucket_size", [80, 100_000])
-def test_traffic_is_that_of_the_arithmetic(bucket_size: int) -> None:
-    """Stage 0 2gP; 1 (g+p)P; 2 (m*g+p)P; 3 (m*g+2m*p)P but for what `gathers_of` says; nothing else travels over dp."""
-    for found in run_ranks(N, measure, cases(bucket_size)):
-        for case, got in zip(cases(bucket_size), found, strict=True):
-            p, g, _ = BYTES[case.precision]
-            wide = got["dtypes"]["gradient"]
-            narrow = got["dtypes"]["parameter"]
-            total, m = got["padded"], case.accumulation
-            expected = {
-                0: {("all_reduce", wide): 2 * g * total},
-                1: {("reduce_scatter", wide): g * total, ("all_gather", narrow): p * total},
-                2: {("reduce_scatter", wide): m * g * total, ("all_gather", narrow): p * total},
-                3: {("reduce_scatter", wide): m * g * total, ("all_gather", narrow): p * got["gathered"]},
-            }[case.zero_stage]
-            assert got["traffic"] == expected, case
-
-
-@pytest.mark.slow
-def test_sharded_gradients_keep_a_few_buckets_of_whole_gradients() -> None:
-    """During a backward with overlap; the toy's parameters all arrive in reverse order.
-
-    None are kept by the other stages.
-    """
-    for case, got in zip(cases(80), run_ranks(N, measure, cases(80))[0], strict=True):
-        limit = 5 * got["largest"] * BYTES[case.precision][1]
-        assert (0 < got["spare"] <= limit) if case.zero_stage >= 2 else got["spare"] == 0, (case, got["spare"], limit)
-
-
-@pytest.mark.few(cases=1)
-@pytest.mark.parametrize("wanted", ["bf16", "fp16", "fp32"])
-def test_fault_13_the_dtype_that_travels_is_the_one_asked_for(wanted: str) -> None:
+def test_fault_13_the_dtype_that_travels_is_the_one_asked_for() -> None:
     """DS#5170: fp32 sums were reduced in bf16.
 
     Here fp32 travels unless a narrower dtype is asked for, and the sum stays fp32.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     for axes in (Axes(dp=2), Axes(dp=4, shard_size=2)):
-        asked = [Case(axes, stage, precision="bf16", grad_reduce_dtype=wanted) for stage in STAGES]
-        for found in run_ranks(axes.world_size, measure, asked):
-            for case, got in zip(asked, found, strict=True):
+        cases = [Case(axes, s, precision="bf16", grad_reduce_dtype=wanted) for s, wanted in product(STAGES, dtypes)]
+        for results in run_ranks(axes.world_size, measure, cases):
+            for case, measured in zip(cases, results, strict=True):
                 gathers = {"all_gather"} if case.zero_stage > 0 else set()  # of parameters
-                travelled = got["traffic"].keys() | got["across"].keys()
-                assert {d for operation, d in travelled if operation not in gathers} == {dtype}, case
-                assert got["dtypes"]["gradient"] == torch.float32
+                launched = measured["traffic"].keys() | measured["across"].keys()
+                travelled = {dtype for operation, dtype in launched if operation not in gathers}
+                assert travelled == {dtypes[case.grad_reduce_dtype]}, case
+                assert measured["dtypes"]["gradient"] == torch.float32
 
 
 def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
