@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from megazero.cli.draw_schedule import main
 from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
 from megazero.program.simulate import simulate
@@ -73,37 +77,6 @@ def test_colours_tell_forward_from_backward_and_one_chunk_from_another():
     assert len({ground for ground, _ in grounds}) == 8  # 2 directions x 2 chunks x 2 shades
 
 
-def run_tool(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(TOOL), *words], capture_output=True, text=True, timeout=60)
-
-
-def test_the_tool():
-    done = run_tool(
-        "--pp", "4", "--micro-batches", "8", "--virtual-stages", "2", "--schedule", "interleaved", "--width", "100"
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
-        "interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.79%; 57 units of time for 48 of work\n"
-    )
-    assert done.stdout.isascii()
-    assert "\x1b[" in run_tool("--color", "always").stdout
-    listed = run_tool("--pp", "2", "-m", "1", "--list", "1").stdout.splitlines()
-    assert listed[0] == "   0  receive hidden states (micro-batch 0, chunk 0, from stage 0)" and len(listed) == 4
-    rows = run_tool("--forward-only").stdout.split("forward")[0]
-    assert "|F7" in rows and "|B" not in rows
-
-
-def test_the_tool_refuses_what_cannot_be():
-    for words, message in (
-        (("--pp", "0"), "0 stages"),
-        (("--forward-time", "0"), "above 0"),
-        (("--list", "9"), "the stages are 0 to 3"),
-        (("--schedule", "zigzag"), "invalid choice"),
-    ):
-        done = run_tool(*words)
-        assert done.returncode == 2 and message in done.stderr
-
-
 def test_both_parts_of_a_split_backward_are_drawn():
     assert picture("zb-h1", 2, 2, width=60).splitlines()[:5] == [
         "         0           2           4           6",
@@ -116,102 +89,132 @@ def test_both_parts_of_a_split_backward_are_drawn():
     assert len(grounds) == 12  # 3 kinds x 2 chunks x 2 shades
 
 
-@pytest.mark.slow
+class Ended(NamedTuple):
+    """How the tool ended, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run_tool(words: str) -> Ended:
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(words.split())
+        except SystemExit as refused:
+            status = int(str(refused.code))
+    return Ended(status, out.getvalue(), err.getvalue())
+
+
+def printed(words: str) -> str:
+    """What the tool prints if nothing is wrong."""
+    status, out, err = run_tool(words)
+    assert (status, err) == (0, "")
+    return out
+
+
+def test_the_tool():
+    words = "--pp 4 --micro-batches 8 --virtual-stages 2 --schedule interleaved --width 100"
+    script = [sys.executable, str(TOOL), *words.split()]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == printed(words) and done.stdout.isascii()
+    assert done.stdout.startswith(
+        "interleaved: 4 stages, 2 chunks each, 8 micro-batches\nbubble 15.79%; 57 units of time for 48 of work\n"
+    )
+    assert "\x1b[" in printed("--color always")
+    listed = printed("--pp 2 -m 1 --list 1").splitlines()
+    assert listed[0] == "   0  receive hidden states (micro-batch 0, chunk 0, from stage 0)" and len(listed) == 4
+    rows = printed("--forward-only").split("forward")[0]
+    assert "|F7" in rows and "|B" not in rows
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pp 0", "0 stages"),
+        ("--forward-time 0", "above 0"),
+        ("--list 9", "the stages are 0 to 3"),
+        ("--schedule zigzag", "invalid choice"),
+        ("--schedule zb-v --virtual-stages 3", "zb-v has 2 chunks per stage, not 3"),
+        ("--weight-time 2", "a part of --backward-time 2"),
+        ("--zero-stage 0 --offload-activations 1.5", "a share, 0 to 1"),
+        ("--zero-stage 0 --offload-activations 1 --forward-only", "--offload-activations is for training"),
+        ("--offload-activations 0.5", "goes with --zero-stage"),
+        ("--late-update", "--late-update goes with --zero-stage"),
+        ("--zero-stage 3 --late-update --forward-only", "--late-update is for training"),
+        ("--zero-stage 3 --vertical-group-size 2", "goes with --micro-batch-order vertical"),
+        ("--zero-stage 3 --micro-batch-order vertical --vertical-group-size 0", "must be at least 1"),
+        ("--micro-batch-order vertical", "--micro-batch-order vertical goes with --zero-stage"),
+        ("--zero-stage 3 --dp 4 --zero-shard-size 3", "--zero-shard-size 3 does not divide --dp 4"),
+        ("--offload-optimizer cpu", "--offload-optimizer cpu goes with --zero-stage"),
+        ("--zero-stage 1 --disk-time 2", "--disk-time 2.0 goes with nvme for --offload-optimizer"),
+        ("--zero-stage 1 --host-update-time 2", "--host-update-time 2.0 goes with --offload-optimizer or --offl"),
+    ],
+)
+def test_the_tool_refuses_what_cannot_be(words, message):
+    status, _, err = run_tool(words)
+    assert status == 2 and message in err
+
+
 def test_the_tool_takes_published_times():
-    words = ["--pp", "8", "-m", "24", "--profile", "18.522", "18.086", "9.337", "0.601", "--fit"]
-    told = [run_tool("--schedule", name, *words).stdout for name in ("1f1b", "zb-h1", "zb-v")]
-    bubbles = [float(found) for text in told for found in re.findall(r"bubble ([\d.]+)%", text)]
+    words = "--pp 8 -m 24 --profile 18.522 18.086 9.337 0.601 --fit"
+    told = [printed(f"--schedule {name} {words}") for name in ("1f1b", "zb-h1", "zb-v")]
+    bubbles = [float(share) for text in told for share in re.findall(r"bubble ([\d.]+)%", text)]
     assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] == 24.31
-    done = run_tool("--schedule", "zb-v", "--virtual-stages", "3")
-    assert done.returncode == 2 and "zb-v has 2 chunks per stage, not 3" in done.stderr
-    done = run_tool("--weight-time", "2")
-    assert done.returncode == 2 and "a part of --backward-time 2" in done.stderr
 
 
 def test_the_lanes_of_activations_that_leave():
-    words = ["--pp", "1", "-m", "1", "--zero-stage", "0", "--dp", "1", "--blocks", "2", "--width", "80"]
-    words += ["--offload-activations", "1", "--update-time", "0"]
-    done = run_tool(*words)
-    assert done.returncode == 0, done.stderr
-    rows = {line[:12].strip(): line[12:] for line in done.stdout.splitlines() if line.startswith(("stage", "  "))}
+    words = "--pp 1 -m 1 --zero-stage 0 --dp 1 --blocks 2 --width 80 --offload-activations 1 --update-time 0"
+    out = printed(words)
+    rows = {line[:12].strip(): line[12:] for line in out.splitlines() if line.startswith(("stage", "  "))}
     # Of four units the first two leave; the copies back end before the backward that needs them.
-    assert [len(re.findall("[OI]0?", rows[name].strip())) for name in ("to host", "to device")] == [2, 2], done.stdout
-    assert "O activations to the host  I and back" in done.stdout and "bubble 0.00%" in done.stdout
-    listed = run_tool(*words, "--list", "0").stdout
+    assert [len(re.findall("[OI]0?", rows[name].strip())) for name in ("to host", "to device")] == [2, 2], out
+    assert "O activations to the host  I and back" in out and "bubble 0.00%" in out
+    listed = printed(f"{words} --list 0")
     assert listed.count("copy activations to host memory") == listed.count("free activations") == 2
-    slow = run_tool(*words, "--copy-time", "2").stdout
-    assert "bubble 0.00%" not in slow, "the device waits for the copy before it frees"
-    for more, says in ((["1.5"], "a share, 0 to 1"), (["1", "--forward-only"], "for training")):
-        done = run_tool(*words, "--offload-activations", *more)
-        assert done.returncode == 2 and says in done.stderr
-    assert "goes with --zero-stage" in run_tool("--offload-activations", "0.5").stderr
+    assert "bubble 0.00%" not in printed(f"{words} --copy-time 2"), "the device waits for the copy before it frees"
 
 
-@pytest.mark.slow
 def test_the_lanes_of_a_whole_step():
-    words = ["--pp", "1", "-m", "1", "--zero-stage", "3", "--blocks", "1", "--width", "70", "--update-time", "0"]
-    done = run_tool(*words, "--gather-time", "0.5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1f1b: 1 stages, 1 micro-batches, ZeRO-3 on 4 replicas\n")
-    lanes = [line[12:].rstrip() for line in done.stdout.splitlines() if line.startswith(("stage 0", "  shards"))]
+    words = "--pp 1 -m 1 --zero-stage 3 --blocks 1 --width 70 --update-time 0"
+    out = printed(f"{words} --gather-time 0.5")
+    assert out.startswith("1f1b: 1 stages, 1 micro-batches, ZeRO-3 on 4 replicas\n")
+    lanes = [line[12:].rstrip() for line in out.splitlines() if line.startswith(("stage 0", "  shards"))]
     computes, messages = "".join(lanes[::2]), "".join(lanes[1::2])
     assert re.findall(r"[A-Z]\d", messages) == ["G0", "G1", "G2", "G1", "G0", "R2", "R1", "R0"]
     assert computes.index("|F0") == messages.index("|G1"), "the first unit starts with the second gather"
-    assert "G gather of a bucket's parameters  R reduction of its gradients" in done.stdout
-    assert "\x1b[" in run_tool(*words, "--color", "always").stdout
-    listed = run_tool(*words, "--list", "0").stdout.splitlines()
-    assert listed[:3] == ["   0  gather parameters (bucket 0)", "   1  gather parameters (bucket 1)", listed[2]]
+    assert "G gather of a bucket's parameters  R reduction of its gradients" in out
+    assert "\x1b[" in printed(f"{words} --color always")
+    listed = printed(f"{words} --list 0").splitlines()
+    assert listed[:2] == ["   0  gather parameters (bucket 0)", "   1  gather parameters (bucket 1)"]
     assert listed[-1].endswith("update (buckets 0, 1, 2)")
-    late = run_tool(*words, "--late-update", "--list", "0").stdout.splitlines()
+    late = printed(f"{words} --late-update --list 0").splitlines()
     assert late[:2] == ["   0  update (bucket 0)", "   1  gather parameters (bucket 0)"]
     assert late[-1].endswith("  norm") and sum("update" in line for line in late) == 3
-    assert run_tool(*words, "--late-update").returncode == 0
-    done = run_tool("--late-update")
-    assert done.returncode == 2 and "--late-update goes with --zero-stage" in done.stderr
-    done = run_tool(*words, "--late-update", "--forward-only")
-    assert done.returncode == 2 and "--late-update is for training" in done.stderr
-    turned = run_tool(*words, "--micro-batch-order", "vertical", "--micro-batches", "2", "--list", "0").stdout
+    assert printed(f"{words} --late-update")
+    turned = printed(f"{words} --micro-batch-order vertical --micro-batches 2 --list 0")
     assert [line[6:] for line in turned.splitlines()[2:4]] == [
         f"forward (micro-batch {number}, chunk 0, unit 0)" for number in (0, 1)
     ]
-    done = run_tool(*words, "--micro-batch-order", "vertical", "--micro-batches", "3", "--vertical-group-size", "2")
-    assert "3 micro-batches in 2 groups, vertical" in done.stdout
-    for wrong, says in (
-        (("--vertical-group-size", "2"), "goes with --micro-batch-order vertical"),
-        (("--micro-batch-order", "vertical", "--vertical-group-size", "0"), "must be at least 1"),
-    ):
-        done = run_tool(*words, *wrong)
-        assert done.returncode == 2 and says in done.stderr
-    done = run_tool("--micro-batch-order", "vertical")
-    assert done.returncode == 2 and "--micro-batch-order vertical goes with --zero-stage" in done.stderr
-    done = run_tool(*words, "--dp", "4", "--zero-shard-size", "3")
-    assert done.returncode == 2 and "--zero-shard-size 3 does not divide --dp 4" in done.stderr
+    in_groups = printed(f"{words} --micro-batch-order vertical --micro-batches 3 --vertical-group-size 2")
+    assert "3 micro-batches in 2 groups, vertical" in in_groups
 
 
-@pytest.mark.slow
 def test_the_lanes_of_updates_in_host_memory():
-    model = ["--pp", "1", "-m", "1", "--zero-stage", "0", "--dp", "1", "--blocks", "1"]
-    words = [*model, "--width", "100", "--gather-time", "0.5"]
-    there = [*words, "--offload-optimizer", "nvme", "--host-update-time", "1", "--disk-time", "1"]
-    done = run_tool(*there)
-    assert done.returncode == 0, done.stderr
+    words = "--pp 1 -m 1 --zero-stage 0 --dp 1 --blocks 1 --width 100 --gather-time 0.5"
+    on_disks = f"{words} --offload-optimizer nvme --host-update-time 1 --disk-time 1"
+    out = printed(on_disks)
     rows: dict[str, str] = {}
-    for line in done.stdout.splitlines():  # bands follow each other
+    for line in out.splitlines():  # bands follow each other
         rows[line[:12].strip()] = rows.get(line[:12].strip(), "") + line[12:].ljust(88)
     labels = {"from disk": "r", "to host": "h", "host": "H", "to device": "d", "to disk": "w"}
     for lane, letter in labels.items():
         assert re.findall(r"[a-zA-Z]\d", rows[lane]) == [f"{letter}{bucket}" for bucket in range(3)]
     assert rows["host"].index("|H1") == rows["to device"].index("|d0") == rows["to disk"].index("|w0")
-    assert "H update there  d parameters back  w state written" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    cpu = run_tool(*words, "--offload-optimizer", "cpu").stdout
+    assert "H update there  d parameters back  w state written" in out
+    assert max(map(len, out.splitlines())) <= 100
+    cpu = printed(f"{words} --offload-optimizer cpu")
     assert "to host" in cpu and "to disk" not in cpu
-    late = run_tool(*there, "--late-update", "--list", "0").stdout.splitlines()
-    assert late[:2] == ["   0  read optimizer state (bucket 0, part 0)", late[1]] and late[-1].endswith("  norm")
-    for more, said in {
-        "--offload-optimizer cpu": "--offload-optimizer cpu goes with --zero-stage",
-        "--zero-stage 1 --disk-time 2": "--disk-time 2.0 goes with nvme for --offload-optimizer",
-        "--zero-stage 1 --host-update-time 2": "--host-update-time 2.0 goes with --offload-optimizer or --offl",
-    }.items():
-        done = run_tool(*more.split())
-        assert done.returncode == 2 and said in done.stderr
+    late = printed(f"{on_disks} --late-update --list 0").splitlines()
+    assert late[0] == "   0  read optimizer state (bucket 0, part 0)" and late[-1].endswith("  norm")
