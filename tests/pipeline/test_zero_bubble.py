@@ -1,5 +1,5 @@
-"""ZB-H1 and ZB-V: complete, without deadlock, within their memory, with the bubble of theory and of the published
-profiles.
+"""ZB-H1 and ZB-V: the bubble of theory and of the published profiles, and the order of the parts of a backward. That
+they are complete and end within their memory, tests/pipeline/test_schedule.py shows.
 """
 
 from __future__ import annotations
@@ -10,69 +10,21 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.pipeline.schedule import CHUNKS, forward_only, make_schedule, stage_schedule
+from megazero.pipeline.schedule import CHUNKS, make_schedule, stage_schedule
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op
 from megazero.program.live_passes import peak_activations
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.times import profiled_times, uniform_times
+from tests.pipeline.test_schedule import SPLIT
 from tests.program.steps import check_schedule
 from tests.reference import REFERENCE, needs_reference
 
-NAMES = [name for name, chunks in CHUNKS.items() if chunks is not None]
-SIZES = [(name, p, m) for name in NAMES for p in range(1, 13) for m in range(1, 40)]
-
-
-def chunks_of(name: str) -> int:
-    return CHUNKS[name] or 1
-
 
 def run(name: str, p: int, m: int, *profile: float) -> SimulationReport:
-    """A simulation with a whole stage's (forward, backward of inputs, of weights, message); default: the chunks' are 1,
-    1, 1, 0.
-    """
-    v = chunks_of(name)
-    return simulate(make_schedule(name, p, m, v), profiled_times(p, v, *(profile or (v, v, v, 0.0))))
-
-
-def check(name: str, p: int, m: int) -> None:
-    v = chunks_of(name)
-    schedule = make_schedule(name, p, m, v)
-    check_schedule(schedule, m)
-    report = run(name, p, m)
-    work = 3 * m * v
-    if m >= p:  # nothing is shorter: the last stage has nothing to do for p - 1 forwards
-        assert report.makespan == work + p - 1
-    if name == "zb-v" and m >= 2 * p - 1:
-        assert report.own_bubble == 0.0
-    assert all(peak == min(m, p) * v for peak in report.peak_activations)
-    evaluation = [forward_only(stage) for stage in schedule]
-    check_schedule(evaluation, m)
-    assert set(simulate(evaluation, uniform_times(p * v)).peak_activations) == {1}
-
-
-@pytest.mark.slow
-def test_sampled_sizes(seed):
-    for size in random.Random(seed).sample(SIZES, 60):
-        check(*size)
-
-
-@pytest.mark.exhaustive
-def test_every_size():
-    for size in SIZES:
-        check(*size)
-
-
-@pytest.mark.slow
-def test_the_order_in_which_stages_get_to_run_does_not_matter():
-    source = random.Random(2)
-    for name, p, m in source.sample(SIZES, 20):
-        schedule = make_schedule(name, p, m, chunks_of(name))
-        times = uniform_times(
-            p * chunks_of(name), source.random(), 1 + source.random(), source.random(), source.random()
-        )
-        for lists in (schedule, [forward_only(stage) for stage in schedule]):
-            assert simulate(lists, times, pick=source.choice) == simulate(lists, times)
+    """A simulation with a whole stage's (forward, backward of inputs, of weights, message)."""
+    v = CHUNKS[name] or 1
+    return simulate(make_schedule(name, p, m, v), profiled_times(p, v, *profile))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (8, 24), (5, 40)])
@@ -126,15 +78,15 @@ def test_the_same_order_of_bubbles_at_any_likely_profile():
 @pytest.mark.slow
 def test_uneven_chunks_and_long_messages_are_no_deadlock():
     source = random.Random(3)
-    for name, p, m in source.sample(SIZES, 30):
-        count = p * chunks_of(name)
+    for name, p, m, v in source.sample(SPLIT, 30):
+        count = p * v
         forward = tuple(source.uniform(0.1, 3) for _ in range(count))
         times = replace(
             uniform_times(count, message=source.uniform(0, 5)),
             forward=forward,
             weight=tuple(source.uniform(0, 2) for _ in forward),
         )
-        assert simulate(make_schedule(name, p, m, chunks_of(name)), times).makespan > 0
+        assert simulate(make_schedule(name, p, m, v), times).makespan > 0
 
 
 def test_the_middle_of_the_v_hands_over_on_its_stage():
@@ -165,8 +117,8 @@ def test_the_middle_of_the_v_hands_over_on_its_stage():
 
 
 def test_the_weights_come_in_the_order_of_their_inputs():
-    for name, p, m in random.Random(4).sample(SIZES, 20):
-        for stage in make_schedule(name, p, m, chunks_of(name)):
+    for size in random.Random(4).sample(SPLIT, 20):
+        for stage in make_schedule(*size):
             inputs, weights = ([i for i in stage if i.op is op] for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
             assert [(i.micro_batch, i.chunk) for i in inputs] == [(i.micro_batch, i.chunk) for i in weights]
             assert weights[-1].chunk == 0, "a weight that both chunks of a stage use is complete with chunk 0"
