@@ -108,14 +108,17 @@ class _Pool:
         for nursery in self.nurseries:
             nursery.close()
 
-    def run(self, size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    def run(
+        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], awaited: int | None = None
+    ) -> list[Any]:
+        """awaited: how many ranks are waited for, the first ones; None: all. The others end with the pool."""
         self.grow(size)
         with tempfile.TemporaryDirectory() as folder:
             pipes = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:size])}
             for pipe, rank in pipes.items():
                 pipe.send_bytes(pickle.dumps((rank, size, os.path.join(folder, "store"), function, args)))
             results: list[Any] = [None] * size
-            waiting = dict(pipes)
+            waiting = dict(list(pipes.items())[:awaited])
             while waiting:
                 ready = wait(list(waiting), timeout=SECONDS)
                 if not ready:
@@ -131,7 +134,7 @@ class _Pool:
                     if not good:
                         self.discard()
                         raise RuntimeError(f"rank {rank} of {size} failed:\n{results[rank]}")
-        self.discard(KEPT)
+        self.discard(KEPT if awaited is None else 0)
         return results
 
 
@@ -145,3 +148,14 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     Raises RuntimeError with the traceback of the first failing rank, TimeoutError after `SECONDS` without a result.
     """
     return _POOL.run(size, function, args)
+
+
+def last_words(size: int, function: Callable[..., Any], *args: Any) -> str:
+    """The error with which function(0, *args) ends on rank 0, in words, whatever the other ranks do: they may die or
+    never answer.
+    """
+    try:
+        _POOL.run(size, function, args, awaited=1)
+    except RuntimeError as error:
+        return str(error).rstrip().rpartition("\n")[2]
+    raise AssertionError("rank 0 ended without an error")
