@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
-from megazero.mpu.grid import build_grid, single_rank_group
+from megazero.mpu.grid import Group, build_grid, single_rank_group
 from tests.ranks import run_ranks
 
 
@@ -17,8 +17,17 @@ def mine(rank: int, n: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-8, 8, (n,), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def every_collective(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], Counter]:
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+
+
+def every_collective(rank: int, size: int) -> list[tuple[dict[str, Tensor], Counter]]:
+    """By dtype."""
     group = build_grid(Axes(tp=size)).tp
+    return [collectives_in(dtype, rank, size, group) for dtype in DTYPES]
+
+
+def collectives_in(dtype: torch.dtype, rank: int, size: int, group: Group) -> tuple[dict[str, Tensor], Counter]:
+    group.traffic.clear()
     n = 6 * size
     results = {}
     for op in ("sum", "max", "min"):
@@ -45,31 +54,27 @@ def every_collective(rank: int, size: int, dtype: torch.dtype) -> tuple[dict[str
     broadcast(tensor, group, size - 1).wait()
     results["broadcast"] = tensor
     barrier(group)
-    return results, group.traffic
+    return results, Counter(group.traffic)
 
 
 @pytest.mark.few(cases=3)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_values_and_bytes(size, dtype):
-    n = 6 * size
-    all_of = torch.stack([mine(rank, n, dtype) for rank in range(size)])
-    gathered = torch.cat([mine(rank, 6, dtype) for rank in range(size)])
-    for rank, (results, traffic) in enumerate(run_ranks(size, every_collective, size, dtype)):
-        assert torch.equal(results["sum"], all_of.sum(0, dtype=dtype))
-        assert torch.equal(results["max"], all_of.amax(0)) and torch.equal(results["min"], all_of.amin(0))
-        assert torch.equal(results["gather"], gathered) and torch.equal(results["gather in place"], gathered)
-        share = all_of.sum(0, dtype=dtype)[rank * 6 : rank * 6 + 6]
-        assert torch.equal(results["scatter"], share) and torch.equal(results["scatter in place"], share)
-        assert torch.equal(results["broadcast"], all_of[size - 1])
-        whole = n * dtype.itemsize
-        counted = {
-            "all_reduce": 3 * 2 * whole,
-            "all_gather": 2 * whole,
-            "reduce_scatter": 2 * whole,
-            "broadcast": whole,
-        }
-        assert traffic == ({} if size == 1 else {(name, dtype): count for name, count in counted.items()})
+def test_values_and_bytes(size):
+    n, ranks = 6 * size, run_ranks(size, every_collective, size)
+    for number, dtype in enumerate(DTYPES):
+        all_of = torch.stack([mine(rank, n, dtype) for rank in range(size)])
+        gathered = torch.cat([mine(rank, 6, dtype) for rank in range(size)])
+        for rank, by_dtype in enumerate(ranks):
+            results, traffic = by_dtype[number]
+            assert torch.equal(results["sum"], all_of.sum(0, dtype=dtype))
+            assert torch.equal(results["max"], all_of.amax(0)) and torch.equal(results["min"], all_of.amin(0))
+            assert torch.equal(results["gather"], gathered) and torch.equal(results["gather in place"], gathered)
+            share = all_of.sum(0, dtype=dtype)[rank * 6 : rank * 6 + 6]
+            assert torch.equal(results["scatter"], share) and torch.equal(results["scatter in place"], share)
+            assert torch.equal(results["broadcast"], all_of[size - 1])
+            whole = n * dtype.itemsize
+            counts = {"all_reduce": 6, "all_gather": 2, "reduce_scatter": 2, "broadcast": 1} if size > 1 else {}
+            assert traffic == {(name, dtype): count * whole for name, count in counts.items()}
 
 
 def test_a_group_of_one_copies_and_sends_nothing():
@@ -86,25 +91,35 @@ def test_a_group_of_one_copies_and_sends_nothing():
     assert not group.traffic
 
 
-def exchanged(rank: int, size: int, dtype: torch.dtype, n: int, shared: bool) -> tuple[Tensor, Counter]:
-    group = build_grid(Axes(tp=size), shared_memory=shared).tp
-    assert (group.exchange is not None) == shared
-    source, output = mine(rank, n * size, dtype), torch.full((n * size,), 99, dtype=dtype)
-    all_to_all(output, source, group).wait()
-    assert torch.equal(source, mine(rank, n * size, dtype))
-    return output, group.traffic
+EXCHANGES = [
+    (dtype, shared, n)
+    for dtype in (torch.float64, torch.bfloat16, torch.uint8)
+    for shared, n in ((True, 1), (True, 700_001), (False, 5))
+]
 
 
-@pytest.mark.few(cases=2)
-@pytest.mark.parametrize(("shared", "n"), [(True, 1), (True, 700_001), (False, 5)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
+def exchanged(rank: int, size: int) -> list[tuple[Tensor, Counter]]:
+    groups = {shared: build_grid(Axes(tp=size), shared_memory=shared).tp for shared in (True, False)}
+    results = []
+    for dtype, shared, n in EXCHANGES:
+        group = groups[shared]
+        assert (group.exchange is not None) == shared
+        group.traffic.clear()
+        source, output = mine(rank, n * size, dtype), torch.full((n * size,), 99, dtype=dtype)
+        all_to_all(output, source, group).wait()
+        assert torch.equal(source, mine(rank, n * size, dtype))
+        results.append((output, Counter(group.traffic)))
+    return results
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_to_all_sends_each_part_to_its_rank(size, dtype, n, shared):
+def test_all_to_all_sends_each_part_to_its_rank(size):
     """Also more than the slots of the shared memory hold."""
-    for rank, (output, traffic) in enumerate(run_ranks(size, exchanged, size, dtype, n, shared)):
-        wanted = [mine(other, n * size, dtype)[rank * n : rank * n + n] for other in range(size)]
-        assert torch.equal(output, torch.cat(wanted))
-        assert traffic == {("all_to_all", dtype): n * size * dtype.itemsize}
+    for rank, results in enumerate(run_ranks(size, exchanged, size)):
+        for (dtype, _, n), (output, traffic) in zip(EXCHANGES, results, strict=True):
+            wanted = [mine(other, n * size, dtype)[rank * n : rank * n + n] for other in range(size)]
+            assert torch.equal(output, torch.cat(wanted))
+            assert traffic == {("all_to_all", dtype): n * size * dtype.itemsize}
 
 
 def two_at_once(rank: int) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
 from megazero.mpu.axes import Axes
-from megazero.mpu.grid import build_grid, single_rank_group
+from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.quantized import all_gather_quantized, all_reduce_quantized, reduce_scatter_quantized
 from tests.ranks import run_ranks
 
@@ -40,61 +41,78 @@ def rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.abs() * torch.finfo(dtype).eps
 
 
-def gathered(rank: int, size: int, n: int, dtype: torch.dtype, shared: bool, inside: bool) -> tuple[Tensor, Counter]:
-    group = build_grid(Axes(dp=size), shared_memory=shared).dp
-    output, piece = torch.full((size * n,), math.nan, dtype=dtype), drawn(rank, n, dtype)
-    if inside:
-        piece = output[rank * n : rank * n + n].copy_(piece)
-    all_gather_quantized(output, piece, group).wait()
-    return output, group.traffic
+def groups_of(size: int) -> dict[bool, Group]:
+    """By whether they share memory."""
+    return {shared: build_grid(Axes(dp=size), shared_memory=shared).dp for shared in (True, False)}
 
 
-@pytest.mark.few(cases=2)
-@pytest.mark.parametrize(("n", "shared", "inside"), [(1, True, False), (257, True, True), (5000, False, True)])
-@pytest.mark.parametrize("dtype", [FP32, torch.bfloat16, torch.float64])
+WAYS = ((1, True, False), (257, True, True), (5000, False, True))
+"""Elements, whether memory is shared, and whether the piece is within the whole."""
+GATHERS = list(product((FP32, torch.bfloat16, torch.float64), WAYS))
+
+
+def gathered(rank: int, size: int) -> list[tuple[Tensor, Counter]]:
+    groups, results = groups_of(size), []
+    for dtype, (n, shared, inside) in GATHERS:
+        groups[shared].traffic.clear()
+        output, piece = torch.full((size * n,), math.nan, dtype=dtype), drawn(rank, n, dtype)
+        if inside:
+            piece = output[rank * n : rank * n + n].copy_(piece)
+        all_gather_quantized(output, piece, groups[shared]).wait()
+        results.append((output, Counter(groups[shared].traffic)))
+    return results
+
+
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_rank_gathers_the_same_bits(size, dtype, n, shared, inside):
-    results = run_ranks(size, gathered, size, n, dtype, shared, inside)
-    exact = torch.cat([drawn(rank, n, dtype) for rank in range(size)]).double()
-    bytes_of_part = math.ceil(n / 16) * 16 + math.ceil(math.ceil(n / 256) / 4) * 16
-    for output, traffic in results:
-        assert torch.equal(output, results[0][0])
+def test_every_rank_gathers_the_same_bits(size):
+    first, *others = run_ranks(size, gathered, size)
+    for number, (dtype, (n, _, _)) in enumerate(GATHERS):
+        exact = torch.cat([drawn(rank, n, dtype) for rank in range(size)]).double()
+        bytes_of_part = math.ceil(n / 16) * 16 + math.ceil(math.ceil(n / 256) / 4) * 16
+        output = first[number][0]
         assert ((output.double() - exact).abs() <= lost_of(exact, 8, size) + rounding(exact, dtype)).all()
-        assert traffic == {("all_gather", torch.uint8): size * bytes_of_part}
-    assert n == 1 or not torch.equal(results[0][0].double(), exact), "nothing was quantised"
+        assert n == 1 or not torch.equal(output.double(), exact), "nothing was quantised"
+        assert all(torch.equal(results[number][0], output) for results in others)
+        for results in (first, *others):
+            assert results[number][1] == {("all_gather", torch.uint8): size * bytes_of_part}
 
 
-def scattered(
-    rank: int, size: int, k: int, dtype: torch.dtype, bits: int, shared: bool
-) -> tuple[Tensor, Tensor, Counter]:
+SCATTERS = list(product((FP32, torch.float16, torch.float64), (8, 4), ((1, True), (257, False), (3000, True))))
+
+
+def scattered(rank: int, size: int) -> list[tuple[Tensor, Tensor, Counter]]:
     """The part in a tensor of its own, and within the whole; both launched before the first is waited for."""
-    group = build_grid(Axes(dp=size), shared_memory=shared).dp
-    whole, output = drawn(rank, size * k, dtype), torch.full((k,), math.nan, dtype=dtype)
-    first = reduce_scatter_quantized(output, whole, group, bits)
-    inside = whole[rank * k : rank * k + k]
-    second = reduce_scatter_quantized(inside, whole, group, bits)
-    second.wait()
-    first.wait()
-    return output, inside.clone(), group.traffic
+    groups, results = groups_of(size), []
+    for dtype, bits, (k, shared) in SCATTERS:
+        groups[shared].traffic.clear()
+        whole, output = drawn(rank, size * k, dtype), torch.full((k,), math.nan, dtype=dtype)
+        first = reduce_scatter_quantized(output, whole, groups[shared], bits)
+        inside = whole[rank * k : rank * k + k]
+        second = reduce_scatter_quantized(inside, whole, groups[shared], bits)
+        second.wait()
+        first.wait()
+        results.append((output, inside.clone(), Counter(groups[shared].traffic)))
+    return results
 
 
-@pytest.mark.few(cases=3)
-@pytest.mark.parametrize(("k", "shared"), [(1, True), (257, False), (3000, True)])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", [FP32, torch.float16, torch.float64])
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_travel_quantised_and_sums_do_not(size, dtype, bits, k, shared):
-    wholes = [drawn(rank, size * k, dtype).double() for rank in range(size)]
-    exact = torch.stack(wholes).sum(0).view(size, k)
-    allowed = torch.stack([lost_of(whole, bits, size) for whole in wholes]).sum(0).view(size, k)
-    codes, scales = math.ceil(k * bits / 8), 4 * math.ceil(k / 256)
-    bytes_of_part = math.ceil(codes / 16) * 16 + math.ceil(scales / 16) * 16
-    for rank, (output, inside, traffic) in enumerate(run_ranks(size, scattered, size, k, dtype, bits, shared)):
-        slack = rounding(exact[rank], dtype) + size * 2e-7 * allowed[rank] * LARGEST[bits]
-        assert ((output.double() - exact[rank]).abs() <= allowed[rank] + slack).all()
-        assert k == 1 or not torch.allclose(output.double(), exact[rank], rtol=1e-4), "nothing was quantised"
-        assert torch.equal(output, inside)
-        assert traffic == {("all_to_all", torch.uint8): 2 * size * bytes_of_part}
+def test_parts_travel_quantised_and_sums_do_not(size):
+    ranks = run_ranks(size, scattered, size)
+    for number, (dtype, bits, (k, _)) in enumerate(SCATTERS):
+        wholes = [drawn(rank, size * k, dtype).double() for rank in range(size)]
+        exact = torch.stack(wholes).sum(0).view(size, k)
+        allowed = torch.stack([lost_of(whole, bits, size) for whole in wholes]).sum(0).view(size, k)
+        codes, scales = math.ceil(k * bits / 8), 4 * math.ceil(k / 256)
+        bytes_of_part = math.ceil(codes / 16) * 16 + math.ceil(scales / 16) * 16
+        for rank, results in enumerate(ranks):
+            output, inside, traffic = results[number]
+            slack = rounding(exact[rank], dtype) + size * 2e-7 * allowed[rank] * LARGEST[bits]
+            assert ((output.double() - exact[rank]).abs() <= allowed[rank] + slack).all(), SCATTERS[number]
+            assert k == 1 or not torch.allclose(output.double(), exact[rank], rtol=1e-4), "nothing was quantised"
+            assert torch.equal(output, inside)
+            assert traffic == {("all_to_all", torch.uint8): 2 * size * bytes_of_part}
 
 
 def feedback(rank: int, size: int, k: int, bits: int, steps: int, keep: bool) -> tuple[Tensor, Tensor | None]:
