@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megazero.cli.pretrain import ranks_to_start, this_command
 from megazero.config.parse import ConfigError, parse_arguments
+from tests.e2e.command import masks, wait_until
 
 START = "import sys; from megazero.cli.ranks import start_ranks; "
 SAYS = "import os, sys, signal; rank = int(os.environ['RANK']); "
@@ -43,14 +43,8 @@ def test_the_status_is_that_of_the_ranks_and_nothing_is_added_to_their_words(tmp
         "os.kill(os.getpid(), signal.SIGKILL) if rank else None": 1,
     }
     calls = [f"start_ranks(2, [sys.executable, '-c', {SAYS + ending!r}])" for ending in endings]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", START + f"print([{', '.join(calls)}])"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment, program = os.environ | {"TMPDIR": str(tmp_path)}, START + f"print([{', '.join(calls)}])"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"done{[*endings.values()]}\n"
     assert done.stderr.splitlines() == ["it is wrong", "rank 1 has failed", "rank 1 was ended by SIGKILL"]
     assert not [*tmp_path.iterdir()], "its files are gone"
@@ -64,22 +58,13 @@ def test_the_ranks_hear_a_signal_and_their_status_is_the_end(early: bool, tmp_pa
     output = tmp_path / "output"
     with output.open("wb") as sink:
         process = subprocess.Popen([sys.executable, "-c", program], stdout=sink, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 120
-    while not (_blocks(process.pid, signal.SIGTERM) if early else output.read_text().count("ready") == 2):
-        assert time.monotonic() < deadline and process.poll() is None, output.read_text()
-        time.sleep(0.001)
+    blocks, ready = lambda: masks(process.pid, "SigBlk", signal.SIGTERM), lambda: output.read_text().count("ready") == 2
+    wait_until(blocks if early else ready, process, output)
     process.send_signal(signal.SIGTERM if early else signal.SIGINT)
     assert process.wait(timeout=120) == 0, output.read_text()
     name = "SIGTERM" if early else "SIGINT"
     told = [line for line in output.read_text().splitlines() if line != "ready"]
     assert sorted(told) == [f"rank {rank} of 2 heard {name}" for rank in range(2)]
-
-
-def _blocks(process: int, kind: signal.Signals) -> bool:
-    """Whether the main thread of a process has a signal blocked."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    (blocked,) = (line.split()[1] for line in lines if line.startswith("SigBlk:"))
-    return bool(int(blocked, 16) >> (kind - 1) & 1)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +103,8 @@ def test_a_check_is_made_for_the_ranks() -> None:
     wrong = "--tp 3 x --pp 1 = 3 does not divide the world size 4"
     with pytest.raises(ConfigError, match=wrong):
         parse_arguments(["--ranks", "4", "--tp", "3", "--validate-only", "--num-attention-heads", "12"], 1)
-    assert (
-        parse_arguments(["--ranks", "4", "--tp", "2", "--validate-only", "--vocab-size", "100"], 1).command.ranks == 4
-    )
+    right = ["--ranks", "4", "--tp", "2", "--validate-only", "--vocab-size", "100"]
+    assert parse_arguments(right, 1).command.ranks == 4
 
 
 def test_ranks_are_started_as_this_program_was() -> None:

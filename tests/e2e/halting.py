@@ -7,13 +7,16 @@ program contains no code for them.
 
     torchrun ... tests/e2e/halting.py HALT FLAGS...     # a run as users start it
     forked(ranks, flags, output, [halt])                # without Python's and torch's start, most of a tiny run
+    on_nodes(folders, flags)                            # the same without a launcher, one rank in each folder
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,9 +37,10 @@ from megazero.disk.record import SwapRecord
 from megazero.disk.swap_file import SwapFile
 from megazero.launch import Environment, exit_now, exit_status
 from megazero.mpu import collectives
+from megazero.system import allocator
 from megazero.telemetry import watchdog
-from megazero.telemetry.console import survive_lost_console
 from megazero.train.save_policy import SavePolicy
+from megazero.train.start import start_process
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
 from tests.disk.test_backend import forbid_io_uring
@@ -223,6 +227,10 @@ def is_saved(halt: Halt) -> None:
 
 
 POINTS: dict[str, Callable[[Halt], None]] = {
+    # signals have their handlers, and nothing else has begun
+    "start": lambda halt: halt.stand(),
+    # no point: the kernel lets no file grow beyond 150 kB, less than a checkpoint and more than all else
+    "no large file": lambda halt: resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000)),
     "step": in_step,
     "launch": in_launch,
     "disk": on_disk,
@@ -250,35 +258,80 @@ POINTS: dict[str, Callable[[Halt], None]] = {
 }
 
 
-def program(halts: Sequence[Halt], flags: Sequence[str]) -> None:
+def program(halts: Sequence[Halt], flags: Sequence[str]) -> NoReturn:
     """The program in this process, which it ends. The rank that a point is for comes to it."""
     here = Environment.read()
+    os.environ[allocator.CHOICE] = "system"  # else the process would start anew, without the points
+    signals = start_process(flags)
     for halt in halts:
         if halt.rank == here.rank:
             POINTS[halt.point](halt)
-    exit_now(exit_status(lambda: train(list(flags), here), here))
+    exit_now(exit_status(lambda: train(flags, here, signals), here))
 
 
-def forked(ranks: int, flags: Sequence[object], output: Path, halts: Sequence[Halt] = ()) -> BaseProcess:
-    """A launcher, and its ranks, forked off a server that has imported this file. What they print goes to `output`."""
+def _forked(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """A function's process, forked off a server that has imported this file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.e2e.halting"])
-    process = context.Process(target=launcher, args=(ranks, [str(flag) for flag in flags], str(output), halts))
+    process = context.Process(target=target, args=args)
     process.start()
     return process
 
 
-def launcher(ranks: int, flags: list[str], output: str, halts: Sequence[Halt]) -> None:
+def forked(ranks: int, flags: Sequence[object], output: Path, halts: Sequence[Halt] = ()) -> BaseProcess:
+    """A launcher and its ranks. What they print goes to `output`."""
+    return _forked(launcher, ranks, [str(flag) for flag in flags], str(output), halts)
+
+
+def whole(
+    ranks: int, flags: Sequence[object], folder: Path, halts: Sequence[Halt] = (), *, status: int | None = 0
+) -> str:
+    """Have a run come to its end, which must have this status; what it printed."""
+    output = folder / "whole"
+    output.unlink(missing_ok=True)
+    process = forked(ranks, flags, output, halts)
+    process.join()
+    assert process.exitcode == status, output.read_text()[-4000:]
+    return output.read_text()
+
+
+def on_nodes(nodes: Sequence[Path], flags: Sequence[object]) -> list[tuple[int | None, str]]:
+    """Status and output of one rank per node, each started as a node's launcher starts it: in a working directory of
+    its own.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words, outputs = [str(flag) for flag in flags], [node / "output" for node in nodes]
+    processes = []
+    for rank, (node, output) in enumerate(zip(nodes, outputs, strict=True)):
+        output.unlink(missing_ok=True)
+        world = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": len(nodes), "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        processes.append(_forked(on_node, world, words, str(node), str(output)))
+    for process in processes:
+        process.join()
+    return [(process.exitcode, output.read_text()) for process, output in zip(processes, outputs, strict=True)]
+
+
+def on_node(world: dict[str, object], flags: list[str], node: str, output: str) -> NoReturn:
+    """The rank of a node."""
+    _print_into(output)
+    os.chdir(node)
+    _be_rank(world, (), flags)
+
+
+def launcher(ranks: int, flags: list[str], output: str, halts: Sequence[Halt]) -> NoReturn:
     """A replacement of torchrun: start the ranks, serve their store, and end them all when one has failed."""
-    sink = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
+    _print_into(output)
     pipes = [os.pipe() for _ in range(ranks)]
     left = {}
     for rank, (ends, _) in enumerate(pipes):
         pid = os.fork()
         if pid == 0:
-            _rank(rank, ranks, os.read(ends, 16).decode(), halts, flags)
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            elastic = {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": 0}
+            elastic |= {"TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_PORT": os.read(ends, 16).decode()}
+            _be_rank(world | elastic, halts, flags)
         left[pid] = rank
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for _, end in pipes:
@@ -293,24 +346,17 @@ def launcher(ranks: int, flags: list[str], output: str, halts: Sequence[Halt]) -
     os._exit(0)
 
 
-def _rank(rank: int, ranks: int, port: str, halts: Sequence[Halt], flags: list[str]) -> None:
-    """A process between torchrun and the program: never returns."""
+def _print_into(output: str) -> None:
+    sink = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+
+
+def _be_rank(world: dict[str, object], halts: Sequence[Halt], flags: list[str]) -> NoReturn:
+    """Be the rank that these variables say."""
     torch.set_num_threads(1)
-    survive_lost_console()
-    world = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    elastic = {
-        "TORCHELASTIC_RUN_ID": "forked",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    os.environ.update({name: str(value) for name, value in (world | elastic).items()})
+    world = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1} | world
+    os.environ.update({name: str(value) for name, value in world.items()})
     watchdog.parent_alive.__defaults__ = (os.getppid(),)  # it was imported in the server, which has another
     try:
         program(halts, flags)

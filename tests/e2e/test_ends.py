@@ -1,6 +1,4 @@
-"""How a run ends that is told to stop, or that loses its terminal: what is saved, the status, and what is last on the
-screen.
-"""
+"""How a run ends that is told to stop: what is saved, the status, and what is last on the screen."""
 
 from __future__ import annotations
 
@@ -13,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import TINY, command, environment, metrics
+from megazero.checkpoint.manager import find
+from tests.e2e.command import TINY, children, command, environment, lines_in, masks, metrics, start, wait_until
+from tests.e2e.halting import Halt, forked, whole
 
 CTRL_C = b"\x03"
 
@@ -23,6 +23,14 @@ def flags(corpus: Path, tmp_path: Path) -> list[object]:
     data = ["--data-path", corpus, "--data-cache-path", tmp_path / "cache", "--eval-iters", 0, "--precision", "fp32"]
     places = ["--metrics-file", tmp_path / "m", "--save", tmp_path / "saved"]
     return [*TINY, *data, *places, "--global-batch-size", 4, "--train-iters", 100000]
+
+
+def check_saved(told: str, folder: Path) -> None:
+    """The last step is saved, and it is said where."""
+    last = metrics(folder / "m")[-1]["iteration"]
+    assert f"saved {folder}/saved/iter_{last:07d}" in told
+    found = find(folder / "saved")
+    assert found is not None and found.progress["iteration"] == last
 
 
 def on_a_terminal(words: list[str], cue: str, keys: bytes) -> tuple[str, int]:
@@ -59,56 +67,67 @@ def _take() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun_saves_and_torchrun_says_1(flags: list[object], tmp_path: Path) -> None:
-    screen, status = on_a_terminal(command(2, [*flags, "--pp", 2]), " 3/100000 ", CTRL_C)
-    last = metrics(tmp_path / "m")[-1]["iteration"]
-    assert f"stopping: SIGINT\nsaved {tmp_path}/saved/iter_{last:07d}" in screen
+    screen, status = on_a_terminal(command(1, flags, launcher=True), " 3/100000 ", CTRL_C)
+    assert "stopping: SIGINT\nsaved " in screen
+    check_saved(screen, tmp_path)
     assert status == 1 and screen.rstrip().endswith("got signal: 2"), "as docs/reference/exit-status.md says"
     assert "KeyboardInterrupt" not in screen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_before_the_first_step_ends_at_once(ranks: int, flags: list[object], tmp_path: Path) -> None:
-    """As soon as the ranks can be told; all of them are, as a launcher does it."""
-    with (tmp_path / "output").open("wb") as sink:
-        process = subprocess.Popen(
-            command(ranks, flags), env=environment(), stdout=sink, stderr=sink, start_new_session=True
-        )
-    whom = [process.pid]
-    deadline = time.monotonic() + 120
-    while ranks > 1 and len(whom) < ranks:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.001)
-        found = subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
-        ).stdout.split()
-        whom = [int(number) for number in found] if len(found) == ranks else []
-    while not all(_handles(number, signal.SIGTERM) for number in whom):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.001)
-    for number in whom:
-        os.kill(number, signal.SIGTERM)
-    status = process.wait(timeout=120)
-    told = (tmp_path / "output").read_text()
-    assert told.count("stopped by SIGTERM before the first step: there is nothing to save") == 1, told
-    assert status == 0 and "Traceback" not in told and not (tmp_path / "m").exists()
-
-
-def _handles(process: int, kind: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    (caught,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (kind - 1) & 1)
+def test_a_signal_to_torchrun_saves(flags: list[object], tmp_path: Path) -> None:
+    """Also while a save beside the run may be under way."""
+    output, saves = tmp_path / "output", ["--async-save", "--save-interval", 3]
+    process = start(command(1, [*flags, *saves], launcher=True), output)
+    wait_until(lambda: lines_in(tmp_path / "m") > 2, process, output)
+    process.terminate()
+    process.wait(timeout=120)
+    check_saved(output.read_text(), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_whose_reader_has_gone_trains_on_and_saves(flags: list[object], tmp_path: Path) -> None:
-    """As with `| head -1`: both streams go into a pipe that nobody reads any more."""
-    process = subprocess.Popen(
-        command(1, [*flags, "--exit-interval", 9]), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
+def test_a_signal_to_one_rank_stops_all_of_them(flags: list[object], tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    process = forked(2, [*flags, "--pp", 2], output)
+    wait_until(lambda: lines_in(tmp_path / "m") > 2, process, output)
+    os.kill(children(process.pid)[-1], signal.SIGINT)
+    process.join(120)
+    assert process.exitcode == 0, output.read_text()
+    check_saved(output.read_text(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_ends_at_once(flags: list[object], tmp_path: Path) -> None:
+    """As soon as the process can be told."""
+    process = start(command(1, flags), tmp_path / "output")
+    wait_until(lambda: masks(process.pid, "SigCgt", signal.SIGTERM), process, tmp_path / "output")
+    process.terminate()
     assert process.wait(timeout=120) == 0
-    assert [line["iteration"] for line in metrics(tmp_path / "m")] == [*range(1, 10)]
-    assert (tmp_path / "saved" / "latest").exists()
+    check_nothing_saved(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_ranks_before_the_first_step_ends_at_once(flags: list[object], tmp_path: Path) -> None:
+    """As a launcher sends it."""
+    ranks = [tmp_path / "rank-0", tmp_path / "rank-1"]
+    halts = [Halt("start", 0, rank, str(file)) for rank, file in enumerate(ranks)]
+    process = forked(2, flags, tmp_path / "output", halts)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in ranks), process, tmp_path / "output")
+    for file in ranks:
+        os.kill(int(file.read_text()), signal.SIGTERM)
+    process.join(120)
+    assert process.exitcode == 0
+    check_nothing_saved(tmp_path)
+
+
+def check_nothing_saved(folder: Path) -> None:
+    told = (folder / "output").read_text()
+    assert told.count("stopped by SIGTERM before the first step: there is nothing to save") == 1, told
+    assert "Traceback" not in told and not (folder / "m").exists()
+
+
+@pytest.mark.slow
+def test_time_is_up(flags: list[object], tmp_path: Path) -> None:
+    told = whole(2, [*flags, "--zero-stage", 2, "--exit-duration-in-mins", 0.02], tmp_path)
+    assert "stopping: --exit-duration-in-mins 0.02 has passed" in told
+    check_saved(told, tmp_path)

@@ -40,30 +40,14 @@ def test_the_bare_command(cache: Path, tmp_path: Path) -> None:
 def test_make_pretrain(cache: Path, tmp_path: Path) -> None:
     """Trains on four ranks, converts what it saved with proof, and lets it speak."""
     installed = Path(sys.prefix) / ".installed"
-    words = [
-        "make",
-        "--assume-old",
-        str(installed),
-        "pretrain",
-        f"VENV={sys.prefix}",
-        f"FLAGS={SHRUNK} --data-cache-path {cache}",
-    ]
+    words = ["make", "--assume-old", str(installed), "pretrain", f"VENV={sys.prefix}"]
+    words += [f"FLAGS={SHRUNK} --data-cache-path {cache}"]
     place = environment(RUN=str(tmp_path / "run"), PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    done = subprocess.run(
-        words,
-        cwd=ROOT,
-        env=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    done = subprocess.run(words, cwd=ROOT, env=place, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert [line["iteration"] for line in metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert (tmp_path / "run" / "checkpoints" / "iter_0000004").is_dir() and (
-        tmp_path / "run" / "hf" / "model.safetensors"
-    ).is_file()
+    assert (tmp_path / "run" / "checkpoints" / "iter_0000004").is_dir()
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     # The last line that the script prints, which ends with the first command that fails: text was made of the converted
     # model.
     assert f"The model: {tmp_path / 'run' / 'hf'}" in done.stdout

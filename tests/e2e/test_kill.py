@@ -10,25 +10,24 @@ import re
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.verify import verify
-from tests.e2e.command import ROOT, TINY, by_iteration, environment, metrics
-from tests.e2e.halting import Halt, Launch, forked
+from tests.e2e.command import TINY, by_iteration, children, command, metrics, same, start
+from tests.e2e.halting import Halt, Launch, forked, whole
 
 EVERY = 4
 SECONDS = 240
-SAME = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "consumed_tokens")
 HOME = ["--pp", 2, "--zero-stage", 1, "--micro-batch-size", 2]
 AWAY = (
-    ["--tp", 2, "--zero-stage", 2, "--micro-batch-size", 1],
-    ["--tp", 4, "--zero-stage", 0, "--micro-batch-size", 4, "--sequence-parallel"],
+    ("--pp", 1, "--tp", 2, "--zero-stage", 2, "--micro-batch-size", 1),
+    ("--pp", 1, "--tp", 4, "--zero-stage", 0, "--micro-batch-size", 4, "--sequence-parallel"),
 )
 
 
@@ -61,44 +60,11 @@ class Kill:
 
 def flags_of(folder: Path, corpus: Path, precision: str, steps: int) -> list[object]:
     folder.mkdir()
-    data = [
-        "--data-path",
-        corpus,
-        "--data-cache-path",
-        folder.parent / "cache",
-        "--split",
-        "90,10,0",
-        "--hidden-dropout",
-        0.1,
-    ]
-    numbers = [
-        "--precision",
-        precision,
-        "--global-batch-size",
-        8,
-        "--train-iters",
-        steps,
-        "--lr-warmup-iters",
-        5,
-        "--eval-iters",
-        0,
-    ]
-    saves = [
-        "--save",
-        folder / "saved",
-        "--load",
-        folder / "saved",
-        "--save-interval",
-        EVERY,
-        "--metrics-file",
-        folder / "m",
-    ]
-    return [*TINY, *data, *numbers, *saves]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    data = ["--data-path", corpus, "--data-cache-path", folder.parent / "cache"]
+    numbers = f"--split 90,10,0 --hidden-dropout 0.1 --precision {precision} --global-batch-size 8 --eval-iters 0"
+    more = f"--train-iters {steps} --lr-warmup-iters 5 --save-interval {EVERY}"
+    saves = ["--save", folder / "saved", "--load", folder / "saved", "--metrics-file", folder / "m"]
+    return [*TINY, *data, *numbers.split(), *more.split(), *saves]
 
 
 def started_from(told: str, folder: Path) -> int:
@@ -136,11 +102,7 @@ def check_place(kill: Kill, folder: Path) -> None:
 
 
 def kill(
-    kill: Kill,
-    ranks: int,
-    flags: Sequence[object],
-    folder: Path,
-    check: Callable[[Kill, Path], None] = check_place,
+    kill: Kill, ranks: int, flags: Sequence[object], folder: Path, check: Callable[[Kill, Path], None] = check_place
 ) -> str:
     """Have it run to the point and killed there; what it printed. check: that it is where it should be."""
     pipe, output = folder / "pipe", folder / f"{kill.point}{kill.iteration}"
@@ -148,59 +110,38 @@ def kill(
     os.mkfifo(pipe)
     reached = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     halt = kill.halt(pipe)
+    process: BaseProcess | subprocess.Popen[bytes]
     if kill.started == "forked":
         process = forked(ranks, [*flags, *kill.flags], output, [halt])
-        pid = process.pid
     else:
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            ranks,
-            ROOT / "tests/e2e/halting.py",
-        ]
-        with output.open("wb") as sink:
-            command = [str(word) for word in (*words, halt.word(), *flags, *kill.flags)]
-            torchrun = subprocess.Popen(command, env=environment(), stdout=sink, stderr=sink, start_new_session=True)
-        pid = torchrun.pid
-    assert pid is not None
-    launcher = os.pidfd_open(pid)
+        program = [halt.word(), *flags, *kill.flags]
+        process = start(command(ranks, program, launcher=True, script="tests/e2e/halting.py"), output)
+    assert process.pid is not None
+    launcher = os.pidfd_open(process.pid)
     assert select.select([reached, launcher], [], [], SECONDS)[0] == [reached], (
         f"it did not come to {kill}:\n{output.read_text()[-4000:]}"
     )
     victim = int(os.read(reached, 64))
-    members = [
-        int(word)
-        for word in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
-    ]
+    members = children(process.pid)
     assert victim in members and len(members) == ranks
     living = [os.pidfd_open(member) for member in members]
     assert not any(ended(member, 0) for member in living), "all ranks run"
     check(kill, folder)
-    os.kill(victim if kill.whom == "rank" else pid, signal.SIGKILL)
+    os.kill(victim if kill.whom == "rank" else process.pid, signal.SIGKILL)
     for file in (*living, launcher):
         assert ended(file), f"after the {kill.whom} was killed, others go on for ever:\n{output.read_text()[-4000:]}"
         os.close(file)
     os.close(reached)
     pipe.unlink()
-    status = torchrun.wait() if kill.started == "torchrun" else _status(process)
-    assert status == (1 if kill.whom == "rank" else -signal.SIGKILL)
+    assert _status(process) == (1 if kill.whom == "rank" else -signal.SIGKILL)
     return output.read_text()
 
 
-def _status(process: object) -> int | None:
-    process.join()  # type: ignore[attr-defined]
-    return process.exitcode  # type: ignore[attr-defined]
-
-
-def whole(ranks: int, flags: Sequence[object], folder: Path, halts: Sequence[Halt] = ()) -> str:
-    """Have it run to its end; what it printed."""
-    output = folder / "whole"
-    output.unlink(missing_ok=True)
-    assert _status(forked(ranks, flags, output, halts)) == 0, output.read_text()[-4000:]
-    return output.read_text()
+def _status(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
+    if isinstance(process, subprocess.Popen):
+        return process.wait()
+    process.join()
+    return process.exitcode
 
 
 def check_folder(folder: Path, saved: int) -> None:
@@ -229,8 +170,7 @@ def lines_of(folder: Path, steps: int) -> dict[int, list[dict[str, float]]]:
 def check_bitwise(folder: Path, reference: Path, steps: int) -> None:
     expected = lines_of(reference, steps)
     for iteration, lines in lines_of(folder, steps).items():
-        for line in lines:
-            assert {key: line[key] for key in SAME} == {key: expected[iteration][0][key] for key in SAME}, iteration
+        assert all(same(line) == same(expected[iteration][0]) for line in lines), iteration
 
 
 @pytest.mark.slow
@@ -241,7 +181,7 @@ def test_killed_on_one_layout_is_bitwise(tmp_path: Path, corpus: Path) -> None:
     kills = [
         Kill(0, "step", 2, rank=3, saved=0),
         Kill(0, "step", 6, rank=1, saved=4, whom="launcher"),
-        Kill(4, "write", 8, rank=2, saved=4, whom="launcher", started="torchrun"),
+        Kill(4, "write", 8, rank=2, saved=4, whom="launcher"),
         Kill(4, "rename", 8, rank=0, saved=4),
         Kill(4, "latest", 8, rank=0, saved=4),
         Kill(4, "saved", 8, rank=3, saved=8),
@@ -295,16 +235,15 @@ def test_killed_on_other_layouts(tmp_path: Path, corpus: Path) -> None:
     flags = flags_of(folder, corpus, "fp64", steps)
     kills = [
         Kill(0, "step", 6, rank=2, saved=4),
-        Kill(4, "write", 8, rank=3, saved=4, flags=(*AWAY[0], "--pp", 1), whom="launcher"),
-        Kill(4, "saved", 8, rank=1, saved=8, flags=(*AWAY[1], "--pp", 1)),
+        Kill(4, "write", 8, rank=3, saved=4, flags=AWAY[0], whom="launcher"),
+        Kill(4, "saved", 8, rank=1, saved=8, flags=AWAY[1]),
     ]
     carry_out(kills, 4, [*flags, *HOME], folder)
     assert started_from(whole(4, [*flags, *HOME], folder), folder) == 8
     expected = lines_of(reference, steps)
     for iteration, lines in lines_of(folder, steps).items():
         for line in lines:
-            for key in SAME:
-                assert line[key] == pytest.approx(expected[iteration][0][key], rel=1e-9, abs=0), (iteration, key)
+            assert same(line) == pytest.approx(same(expected[iteration][0]), rel=1e-9, abs=0), iteration
 
 
 @pytest.mark.slow
@@ -317,7 +256,7 @@ def test_killed_at_every_point_of_a_save_beside_the_run(tmp_path: Path, corpus: 
     flags = [*flags_of(folder, corpus, "bf16", steps), "--async-save", "--keep-last-k", 1]
     kills = [
         Kill(0, "write", 4, rank=0, saved=0),
-        Kill(0, "manifest", 4, rank=0, saved=0, whom="launcher"),
+        Kill(0, "manifest", 4, rank=0, saved=0, whom="launcher", started="torchrun"),
         Kill(0, "rename", 4, rank=0, saved=0),
         Kill(0, "write", 8, rank=0, saved=4),
         Kill(4, "latest", 8, rank=0, saved=4),
@@ -326,10 +265,6 @@ def test_killed_at_every_point_of_a_save_beside_the_run(tmp_path: Path, corpus: 
     ]
     carry_out(kills, 1, flags, folder)
     assert started_from(whole(1, flags, folder), folder) == 8
-    assert sorted(path.name for path in (folder / "saved").iterdir()) == [
-        "iter_0000014",
-        "latest",
-        "run.yaml",
-        "run_token",
-    ]
+    left = sorted(path.name for path in (folder / "saved").iterdir())
+    assert left == ["iter_0000014", "latest", "run.yaml", "run_token"]
     check_bitwise(folder, reference, steps)

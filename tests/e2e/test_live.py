@@ -20,42 +20,21 @@ import pytest
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.verify import verify
 from tests.disks import fill, remount, small_disk
-from tests.e2e.command import TINY, by_iteration
+from tests.e2e.command import TINY, by_iteration, children, same
 from tests.e2e.halting import Halt, Jump, Pause, forked
 
 STEPS = 12
 SECONDS = 240
-SAME = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples", "consumed_tokens")
 HOURS = 5
+UNWRITTEN = "WARNING: the checkpoint of iteration {} could not be written"
 
 
 def flags_of(data: Path, cache: Path, saved: Path, metrics: Path) -> list[object]:
-    read = [
-        "--data-path",
-        data,
-        "--data-cache-path",
-        cache,
-        "--split",
-        "90,10,0",
-        "--eval-iters",
-        0,
-        "--hidden-dropout",
-        0.1,
-    ]
-    numbers = [
-        "--precision",
-        "bf16",
-        "--global-batch-size",
-        8,
-        "--micro-batch-size",
-        2,
-        "--train-iters",
-        STEPS,
-        "--zero-stage",
-        1,
-    ]
+    read = ["--data-path", data, "--data-cache-path", cache]
+    numbers = "--split 90,10,0 --eval-iters 0 --hidden-dropout 0.1 --precision bf16 --global-batch-size 8 "
+    numbers += f"--micro-batch-size 2 --train-iters {STEPS} --zero-stage 1"
     places = ["--save", saved, "--load", saved, "--save-interval", 2, "--metrics-file", metrics]
-    return [*TINY, *read, *numbers, *places, "--exit-duration-in-mins", 60 * (HOURS - 1)]
+    return [*TINY, *read, *numbers.split(), *places, "--exit-duration-in-mins", 60 * (HOURS - 1)]
 
 
 class Live:
@@ -96,10 +75,6 @@ class Live:
         self.process.join()
         return self.process.exitcode
 
-    def ranks(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
-
 
 @contextmanager
 def live(folder: Path, flags: Sequence[object], halts: Sequence[Halt]) -> Iterator[Live]:
@@ -123,11 +98,8 @@ def whole(saved: Path) -> int:
 def check_lines(path: Path, expected: Path, first: int, last: int) -> None:
     """One whole line for every step, with the numbers of the undisturbed run to the bit."""
     lines, undisturbed = by_iteration(path), by_iteration(expected)
-    assert list(lines) == list(range(first, last + 1))
-    for iteration, (*others, line) in lines.items():
-        assert not others and {key: line[key] for key in SAME} == {
-            key: undisturbed[iteration][0][key] for key in SAME
-        }, iteration
+    assert list(lines) == list(range(first, last + 1)) and all(len(lines[each]) == 1 for each in lines)
+    assert [same(line) for (line,) in lines.values()] == [same(undisturbed[each][0]) for each in lines]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +133,7 @@ def test_a_run_goes_on_through_faults(undisturbed: Path, corpus: Path, tmp_path:
     with small_disk(tmp_path / "disk", 8 << 20) as disk, live(folder, flags, [*jumps, *pauses]) as run:
         first = run.arrives()
         assert sorted(by_iteration(metrics)) == [1, 2] and whole(saved) == 2
-        ranks = run.ranks()
+        ranks = children(run.process.pid)
         assert len(ranks) == 2 and first in ranks
         for pid in ranks:  # one of them stands in its step, the other waits for it
             os.kill(pid, signal.SIGSTOP)
@@ -175,19 +147,13 @@ def test_a_run_goes_on_through_faults(undisturbed: Path, corpus: Path, tmp_path:
         ballast = fill(disk)
         run.goes_on()
         run.arrives()
-        assert (
-            "WARNING: the checkpoint of iteration 4 could not be written: [Errno 28] No space left on device"
-            in run.told()
-        )
+        assert f"{UNWRITTEN.format(4)}: [Errno 28] No space left on device" in run.told()
         assert whole(saved) == 2
         ballast.unlink()
         remount(disk, "ro")
         run.goes_on()
         run.arrives()
-        assert (
-            "WARNING: the checkpoint of iteration 6 could not be written: [Errno 30] Read-only file system"
-            in run.told()
-        )
+        assert f"{UNWRITTEN.format(6)}: [Errno 30] Read-only file system" in run.told()
         assert whole(saved) == 2
         remount(disk, "rw")
         run.goes_on()

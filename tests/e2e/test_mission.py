@@ -5,21 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import metrics, relative, run
-from tests.parity.training import data_flags, train, worst
+from tests.parity.training import data_flags, small_model, train, worst
 
-SMALL = [
-    "--num-layers",
-    "13",
-    "--hidden-size",
-    "48",
-    "--num-attention-heads",
-    "12",
-    "--seq-length",
-    "24",
-    "--position-embedding",
-    "alibi",
-]
-NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "6", "--vocab-size", "1003"]
+SMALL = [*small_model(13, heads=12), "--hidden-size", "48", "--seq-length", "24", "--position-embedding", "alibi"]
+NUMBERS = ["--precision", "fp64", "--micro-batch-size", "1", "--global-batch-size", "6"]
 LAYOUT = ["--tp", "4", "--pp", "12", "--zero-stage", "1"]
 
 

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import TINY, environment, metrics
+from tests.e2e.command import TINY, environment, lines_in, metrics, start, wait_until
 
 COMMAND = [sys.executable, "-m", "megazero", "pretrain", "--ranks", "2"]
 
@@ -22,14 +21,8 @@ def test_ctrl_c_saves_and_ends_with_0(corpus: Path, tmp_path: Path) -> None:
     data = ["--data-path", corpus, "--data-cache-path", tmp_path / "cache", "--eval-iters", 0, "--precision", "fp32"]
     places = ["--metrics-file", tmp_path / "m", "--save", tmp_path / "saved"]
     flags = [*TINY, *data, *places, "--global-batch-size", 4, "--train-iters", 100000, "--pp", 2]
-    with (tmp_path / "output").open("wb") as sink:
-        process = subprocess.Popen(
-            [*COMMAND, *map(str, flags)], env=environment(), stdout=sink, stderr=sink, start_new_session=True
-        )
-    deadline = time.monotonic() + 120
-    while not ((tmp_path / "m").exists() and len((tmp_path / "m").read_text().splitlines()) > 2):
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
-        time.sleep(0.1)
+    process = start([*COMMAND, *map(str, flags)], tmp_path / "output")
+    wait_until(lambda: lines_in(tmp_path / "m") > 2, process, tmp_path / "output")
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == 0
     told, last = (tmp_path / "output").read_text(), metrics(tmp_path / "m")[-1]["iteration"]
