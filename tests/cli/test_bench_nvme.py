@@ -56,12 +56,9 @@ def test_the_table_marks_the_best_and_nothing_is_left(
     assert first.startswith(f"{tmp_path}: ") and " with " in first
     assert head.split() == ["request", "in", "flight", "read", "GB/s", "write", "GB/s"]
     rows = [line.lstrip("* ").split() for line in lines[:5]]
-    assert [row[:4] for row in rows[:4]] == [
-        ["megazero", str(size), "MiB", str(depth)] for size in (1, 2) for depth in (1, 4)
-    ]
-    assert rows[4][:5] == ["plain", "loop", "4", "MiB", "1"] and all(
-        float(row[-1]) > 0 < float(row[-2]) for row in rows
-    )
+    sizes = [["megazero", str(size), "MiB", str(depth)] for size in (1, 2) for depth in (1, 4)]
+    assert [row[:4] for row in rows[:4]] == sizes and rows[4][:5] == ["plain", "loop", "4", "MiB", "1"]
+    assert all(float(row[-1]) > 0 < float(row[-2]) for row in rows)
     assert sum(line.startswith("*") for line in lines) == 1
     assert "the state of 650,000,000 parameters here (bf16): 7.80 GB are read" in lines[7] and "TB a day" in lines[8]
     assert list(tmp_path.iterdir()) == [training]
@@ -108,13 +105,8 @@ def test_bytes_of_a_parameter_are_the_plans(precision: str) -> None:
 
 
 def test_numbers_of_parameters() -> None:
-    assert [count_of(words) for words in ("1_300_000_000", "1.3e9", "1.3B", "350m", "20K")] == [
-        1_300_000_000,
-        1_300_000_000,
-        1_300_000_000,
-        350_000_000,
-        20_000,
-    ]
+    assert {count_of(words) for words in ("1_300_000_000", "1.3e9", "1.3B")} == {1_300_000_000}
+    assert [count_of(words) for words in ("350m", "20K")] == [350_000_000, 20_000]
 
 
 @pytest.mark.parametrize(

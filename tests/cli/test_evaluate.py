@@ -1,5 +1,5 @@
-"""tools/evaluate.py against `transformers` in float64: every document's loss, their sum, perplexity and bits per byte,
-on any layout.
+"""`megazero evaluate` against `transformers` in float64: the loss of every document and of all of them, perplexity and
+bits per byte, on any layout.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import json
 import math
 import re
 import struct
-import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ from tests.evaluation.rolling import rolling_windows
 from tests.parity.float64 import in_float64
 from tests.ranks import run_ranks
 
-transformers = pytest.importorskip("transformers")
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "evaluate.py"
 TEXTS = [text(words, words) for words in (1, 5, 200, 17, 60, 2, 33)] + ["", "Größe: 5 µm\n"]
 END = 1
 
@@ -61,6 +59,7 @@ def write_pair(prefix: Path, documents: list[list[list[int]]]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, its texts as jsonl, and token ids in a pair."""
+    pytest.importorskip("transformers")
     made = folder_of("gpt2", tmp_path_factory.mktemp("evaluate"))
     (made / "texts.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in TEXTS))
     write_pair(made / "pair", PAIR)
@@ -104,14 +103,14 @@ def check(record: dict[str, Any], lines: list[dict[str, Any]], wanted: list[tupl
     count, total = (sum(column) for column in zip(*wanted, strict=True))
     assert (record["documents"], record["tokens"]) == (len(wanted), count)
     assert record["total_loss"] == pytest.approx(total, rel=1e-12)
-    assert record["loss"] == pytest.approx(total / count, rel=1e-12) and record["perplexity"] == pytest.approx(
-        math.exp(total / count), rel=1e-11
-    )
+    assert record["loss"] == pytest.approx(total / count, rel=1e-12)
+    assert record["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-11)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stride", "batch"), [(CONTEXT, 8), (16, 3), (1, 64)])
 def test_text(stride: int, batch: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = [tokenizer.encode(words, add_special_tokens=False) for words in TEXTS]
     limit = 2 if stride == 1 else len(TEXTS)
@@ -130,12 +129,8 @@ def test_pairs_and_prefixes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     ids = [[token for sequence in document for token in sequence] for document in PAIR]
     record, lines = evaluated(folder, capsys, "--data-path", folder / "pair", "--no-prefix")
     check(record, lines, their_losses(ids, CONTEXT, None))
-    assert (
-        record["bits_per_byte"] is None
-        and record["bytes"] is None
-        and record["prefix_id"] is None
-        and "bytes" not in lines[0]
-    )
+    assert record["bits_per_byte"] is None and record["bytes"] is None
+    assert record["prefix_id"] is None and "bytes" not in lines[0]
     record, lines = evaluated(folder, capsys, "--data-path", folder / "pair", "--prefix-id", 9, "--context", 20)
     assert record["tokens"] == sum(map(len, ids)) and record["context"] == record["stride"] == 20
     both, _ = evaluated(
@@ -167,12 +162,8 @@ def test_layouts(size: int, tp: int, pp: int, batch: int, folder: Path, capsys: 
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(found) == len(wanted)
     for line, right in zip(found, wanted, strict=True):
-        assert {**line, "loss": 0, "total_loss": 0, "perplexity": 0} == {
-            **right,
-            "loss": 0,
-            "total_loss": 0,
-            "perplexity": 0,
-        }
+        losses = {"loss": 0, "total_loss": 0, "perplexity": 0}
+        assert line | losses == right | losses
         assert line["total_loss"] == pytest.approx(right["total_loss"], rel=1e-12)
 
 
@@ -229,29 +220,15 @@ def test_nothing_to_score_is_not_a_loss_that_overflowed(
     assert "1 documents, 0 tokens" in out and "no token to score" in out and "not finite" not in out
 
 
-@pytest.mark.slow
-def test_the_command(folder: Path) -> None:
-    """A mistake that shows only once the model is open has status 2 and one message too, and leaves no file that looks
-    whole.
-    """
-    output = folder / "never.jsonl"
-    words = [
-        "--data-path",
-        folder / "pair",
-        folder / "nothing",
-        "--output",
-        output,
-        "--precision",
-        "fp64",
-        "--device",
-        "cpu",
-    ]
-    command = [sys.executable, str(TOOL), str(folder), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (
-        done.returncode == 2
-        and "1 problem" in done.stderr
-        and "no file" in done.stderr
-        and "Traceback" not in done.stderr
-    )
-    assert done.stdout == "" and not output.exists()
+def test_a_mistake_that_shows_once_the_model_is_open_has_status_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one message too, and leaves no file that looks whole."""
+    output, pairs = folder / "never.jsonl", (folder / "pair", folder / "nothing")
+    monkeypatch.setattr("megazero.launch.exit_now", sys.exit)
+    monkeypatch.setattr(evaluation, "launch", lambda *_: nullcontext(single_process_grid()))
+    with pytest.raises(SystemExit) as ended:
+        evaluation.run(arguments(folder, "--data-path", *pairs, "--output", output))
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and "1 problem" in said.err and "no file" in said.err and "Traceback" not in said.err
+    assert said.out == "" and not output.exists()

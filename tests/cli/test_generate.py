@@ -1,8 +1,9 @@
-"""tools/generate_text.py as a user runs it: alone, through a pipe, under torchrun; what it refuses."""
+"""`megazero generate`: what it writes, alone and on ranks, at a terminal and through a pipe; what it refuses."""
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import platform
@@ -12,7 +13,9 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +31,10 @@ from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import encoded
 from megazero.inference.sampling import Sampling
-from megazero.mpu.grid import single_process_grid
+from megazero.mpu.axes import Axes
+from megazero.mpu.grid import ProcessGrid, build_grid, single_process_grid
 from tests.evaluation.hf_folder import folder_of
+from tests.ranks import run_ranks
 from tests.test_structure import ROOT
 
 TOOL = str(ROOT / "tools" / "generate_text.py")
@@ -51,13 +56,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*words: str, text: str = "", ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def answered(grid: ProcessGrid, *words: str, typed: str = "") -> tuple[str, str]:
+    """What the program writes on this rank: (answers, remarks). typed: its standard input."""
+    args, answers, remarks = parser().parse_args(words), io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(answers), redirect_stderr(remarks):
+        patch.setattr(sys, "stdin", io.StringIO(typed))
+        check(args, grid.axes.world_size)
+        generate_on(args, grid)
+    return answers.getvalue(), remarks.getvalue()
+
+
+def started(*words: str, **streams: Any) -> subprocess.Popen[bytes]:
+    """The program as a user starts it."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, TOOL, *words]
-    return subprocess.run(
-        command, input=text, capture_output=True, text=True, check=False, env=environment, timeout=280
-    )
+    return subprocess.Popen([sys.executable, TOOL, *words], env=environment, **streams)
 
 
 def expected(model: Path, sampling: Sampling, count: int, samples: int = 1) -> list[list[int]]:
@@ -66,7 +78,6 @@ def expected(model: Path, sampling: Sampling, count: int, samples: int = 1) -> l
     return generate(Pipeline.of([opened.stage]), prompts, count, sampling, vocabulary=257)
 
 
-@pytest.mark.slow
 def test_prompts_from_everywhere_as_json(model: Path, tmp_path: Path) -> None:
     """Flags, then lines of a file; the text is that of the ids, whatever the size of a batch."""
     lines = [json.dumps(PROMPTS[2]), "", json.dumps({"prompt": PROMPTS[3], "more": 1})]
@@ -74,18 +85,17 @@ def test_prompts_from_everywhere_as_json(model: Path, tmp_path: Path) -> None:
     flags = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--prompt-file", str(tmp_path / "prompts.jsonl")]
     how = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.9", "--repetition-penalty", "1.2", "--seed", "5"]
     size = ["--max-new-tokens", "12", "--num-samples", "2", "--batch-size", "3", "--ignore-eod"]
-    done = run("--load", str(model), "--tokenizer", "byte", *flags, *how, *size, "--json")
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in done.stdout.splitlines()]
+    named = ["--load", str(model), "--tokenizer", "byte", "--json"]
+    answers, remarks = answered(single_process_grid("cpu"), *named, *flags, *how, *size)
+    records = [json.loads(line) for line in answers.splitlines()]
     sampling = Sampling(0.9, 40, 0.9, 1.2, 5)
     assert [record["ids"] for record in records] == expected(model, sampling, 12, samples=2)
     assert [record["prompt"] for record in records] == [prompt for prompt in PROMPTS for _ in range(2)]
     for record in records:
-        assert record["text"] == bytes(token for token in record["ids"] if token < 256).decode(
-            "utf-8", errors="replace"
-        )
+        said = bytes(token for token in record["ids"] if token < 256)
+        assert record["text"] == said.decode("utf-8", errors="replace")
         assert record["ended"] == "length" and record["stop"] is None
-    assert "96 tokens in" in done.stderr and "tokens/s" in done.stderr
+    assert "96 tokens in" in remarks and "tokens/s" in remarks
 
 
 def test_prompts_that_are_no_text() -> None:
@@ -100,23 +110,9 @@ def test_prompts_that_are_no_text() -> None:
 @pytest.mark.slow
 def test_nobody_reads(model: Path) -> None:
     """`| head -1`: the rest is not written, and nothing complains."""
-    command = [
-        sys.executable,
-        TOOL,
-        "--load",
-        str(model),
-        "--tokenizer",
-        "byte",
-        "--prompt",
-        "a",
-        "--num-samples",
-        "100",
-        "--json",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*command, "--max-new-tokens", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
+    words = ["--load", str(model), "--tokenizer", "byte", "--prompt", "a", "--num-samples", "100", "--json"]
+    pipe = subprocess.PIPE
+    with started(*words, "--max-new-tokens", "4", stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None and process.stderr is not None
         fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # so that it cannot have written all by then
         assert process.stdout.readline().startswith(b'{"prompt"')
@@ -125,7 +121,6 @@ def test_nobody_reads(model: Path) -> None:
         assert process.wait(280) == 141 and "Traceback" not in complaints and "Broken" not in complaints
 
 
-@pytest.mark.slow
 def test_a_conversation_through_a_pipe(model: Path) -> None:
     """A single continuation is streamed; it ends before a stop string that lies over two tokens."""
     ids = expected(model, Sampling(temperature=0), 12)
@@ -133,36 +128,30 @@ def test_a_conversation_through_a_pipe(model: Path) -> None:
     stop = f"{ids[1][5]} {ids[1][6]}"
     words = ["--load", str(model), "--ids", "--interactive", "--greedy", "--max-new-tokens", "12", "--stop", stop]
     prompts = [" ".join(map(str, prompt.encode())) for prompt in PROMPTS[:2]]
-    done = run(*words, text=f"{prompts[0]}\n{prompts[1]}\n\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [" " + text[: text.find(stop)] if stop in text else " " + text for text in texts]
-    assert "has no tokens" in done.stderr, "an empty prompt, and nothing to begin with"
+    answers, remarks = answered(single_process_grid("cpu"), *words, typed=f"{prompts[0]}\n{prompts[1]}\n\n")
+    assert answers.splitlines() == [" " + text[: text.find(stop)] if stop in text else " " + text for text in texts]
+    assert "has no tokens" in remarks, "an empty prompt, and nothing to begin with"
 
 
-def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path) -> None:
     """LLaMA's tokenizer has transformers put one before every text."""
     pytest.importorskip("transformers")
     for family, words, told in (("llama", [], True), ("llama", ["--prefix-id", "1"], False), ("gpt2", [], False)):
         path = tmp_path / family
         if not path.exists():
             folder_of(family, path)
-        args = parser().parse_args(["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words])
-        generate_on(args, single_process_grid("cpu"))
-        assert ("--prefix-id 1 does" in capsys.readouterr().err) is told, (family, words)
+        flags = ["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words]
+        _, remarks = answered(single_process_grid("cpu"), *flags)
+        assert ("--prefix-id 1 does" in remarks) is told, (family, words)
 
 
-@pytest.mark.slow
-def test_a_wrong_command_line_is_told_once() -> None:
-    done = run("--load", "nowhere", "--tp", "2", "--top-p", "2", "--stop", "")
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
-    for words in (
-        "4 problems",
-        "nowhere: there is no such checkpoint",
-        "top_p (2.0)",
-        "a stop string is empty",
-        "2 ranks, but 1 process was started",
-    ):
-        assert words in done.stderr
+def test_a_wrong_command_line_is_told_at_once() -> None:
+    args = parser().parse_args(["--load", "nowhere", "--tp", "2", "--top-p", "2", "--stop", "", "--prompt", "x"])
+    with pytest.raises(ConfigError) as wrong:
+        check(args, 1)
+    told = ("nowhere: there is no such checkpoint", "2 ranks, but 1 process was started", "top_p (2.0)")
+    assert len(wrong.value.problems) == 4 and "a stop string is empty" in str(wrong.value)
+    assert all(words in str(wrong.value) for words in told)
 
 
 def test_what_a_chat_excludes() -> None:
@@ -179,13 +168,11 @@ class Typist:
 
     def __init__(self, *words: str) -> None:
         self.keys, terminal = pty.openpty()
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, TOOL, *words],
+        self.process = started(
+            *words,
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
-            env=environment,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
@@ -225,19 +212,8 @@ class Typist:
 @pytest.mark.slow
 def test_ctrl_c_at_a_terminal_stops_an_answer_and_not_the_program(model: Path) -> None:
     """Prompts go on for ever without it. What is typed meanwhile comes next; the terminal is left as it was."""
-    words = [
-        "--load",
-        str(model),
-        "--tokenizer",
-        "byte",
-        "--interactive",
-        "--ignore-eod",
-        "--max-new-tokens",
-        "1000000",
-        "--temperature",
-        "9",
-    ]
-    person = Typist(*words)
+    words = ["--load", str(model), "--tokenizer", "byte", "--interactive", "--ignore-eod", "--temperature", "9"]
+    person = Typist(*words, "--max-new-tokens", "1000000")
     before = termios.tcgetattr(person.keys)
     person.see("> ")
     person.type("one\n")
@@ -285,15 +261,18 @@ def test_a_prompt_longer_than_the_table_of_positions() -> None:
     assert encoded([""], tokenizer, model, first=None, eod_id=256) == [[256]]
 
 
+def on_rank(rank: int, words: list[str], typed: str) -> tuple[str, str]:
+    return answered(build_grid(Axes(tp=2, pp=2), torch.device("cpu")), *words, typed="" if rank else typed)
+
+
 @pytest.mark.slow
 def test_interactive_through_a_pipe_on_four_ranks(model: Path) -> None:
     """Rank 0 reads line by line; a mistake in one is no end; the end of the input is."""
     lines = [" ".join(map(str, prompt.encode())) for prompt in PROMPTS[:2]]
     words = ["--load", str(model), "--ids", "--interactive", "--greedy", "--max-new-tokens", "10"]
-    done = run(
-        *words, "--tp", "2", "--pp", "2", "--precision", "fp64", text=f"{lines[0]}\nnothing\n{lines[1]}\n", ranks=4
-    )
-    assert done.returncode == 0, done.stderr
-    shown = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    layout = ["--tp", "2", "--pp", "2", "--precision", "fp64"]
+    typed = f"{lines[0]}\nnothing\n{lines[1]}\n"
+    (answers, remarks), *others = run_ranks(4, on_rank, [*words, *layout], typed)
+    shown = [[int(word) for word in line.split()] for line in answers.splitlines()]
     assert shown == expected(model, Sampling(temperature=0), 10)[:2]
-    assert "'nothing' is no token id" in done.stderr
+    assert "'nothing' is no token id" in remarks and others == [("", "")] * 3

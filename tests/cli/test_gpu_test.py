@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,27 +49,19 @@ def test_stages_run_beside_each_other_and_have_an_end(tmp_path: Path, capfd: pyt
     assert "    what went wrong" in capfd.readouterr().out
 
 
-@pytest.mark.slow
-def test_every_test_of_a_card_is_found_without_one() -> None:
-    """Each file imports, and has tests with the mark. They are started by stages that are named after files."""
-    root = Path(__file__).resolve().parents[2]
-    command = [PYTHON, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "--depth", "all", "tests/gpu"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == {str(path.relative_to(root)) for path in (root / "tests" / "gpu").glob("test_*.py")}
+def test_every_file_of_a_card_has_the_mark() -> None:
+    """By which `make gpu-test` selects tests."""
+    for path in (Path(__file__).resolve().parents[1] / "gpu").glob("test_*.py"):
+        module = importlib.import_module(f"tests.gpu.{path.stem}")
+        assert "gpu" in [mark.name for mark in module.pytestmark], path
+        assert any(name.startswith("test_") for name in vars(module)), path
 
 
 def test_every_test_of_a_card_is_in_one_stage() -> None:
     """Files of their own stage are left out of the one that takes the rest; no stage is longer than all may take."""
     stages = {stage.name: stage for stages in phases() for stage in stages}
-    named = [
-        word
-        for name in ("ranks", "parity", "attention", "fp8", "graphs")
-        for word in stages[name].command
-        if word.startswith("tests/")
-    ]
+    own = [stages[name].command for name in ("ranks", "parity", "attention", "fp8", "graphs")]
+    named = [word for command in own for word in command if word.startswith("tests/")]
     ignored = [word.removeprefix("--ignore=") for word in stages["steps"].command if word.startswith("--ignore=")]
-    assert sorted(named) == sorted(ignored) and all(
-        (Path(__file__).resolve().parents[2] / path).exists() for path in named
-    )
+    assert sorted(named) == sorted(ignored)
+    assert all((Path(__file__).resolve().parents[2] / path).exists() for path in named)

@@ -13,16 +13,8 @@ from tests.data.pairs import write_pair
 
 def test_a_dump_takes_no_existing_files_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pair(tmp_path / "q", [40])
-    words = [
-        "--data-path",
-        str(tmp_path / "q"),
-        "--seq-length",
-        "8",
-        "--split",
-        "1",
-        "--data-cache-path",
-        str(tmp_path),
-    ]
+    words = ["--data-path", str(tmp_path / "q"), "--data-cache-path", str(tmp_path)]
+    words += ["--seq-length", "8", "--split", "1"]
     (file := tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing yet")
     for place, told in (
