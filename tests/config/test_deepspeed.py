@@ -30,6 +30,9 @@ def refusals(folder: Path, content: Any, *words: str, world_size: int | None = 4
 
 
 def test_a_whole_file(tmp_path: Path) -> None:
+    adam = {"lr": 2e-4, "betas": [0.8, 0.98], "eps": 1e-7, "weight_decay": 0.02}
+    decay = {"warmup_num_steps": 10, "total_num_steps": 200, "warmup_max_lr": 2e-4, "warmup_type": "linear"}
+    fp16 = {"loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2}
     run = parse(
         tmp_path,
         {
@@ -37,27 +40,9 @@ def test_a_whole_file(tmp_path: Path) -> None:
             "gradient_accumulation_steps": 5,
             "gradient_clipping": 0.7,
             "steps_per_print": 20,
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": 2e-4, "betas": [0.8, 0.98], "eps": 1e-7, "weight_decay": 0.02},
-            },
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "warmup_num_steps": 10,
-                    "total_num_steps": 200,
-                    "warmup_max_lr": 2e-4,
-                    "warmup_type": "linear",
-                },
-            },
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "initial_scale_power": 12,
-                "loss_scale_window": 500,
-                "hysteresis": 3,
-                "min_loss_scale": 2,
-            },
+            "optimizer": {"type": "Adam", "params": adam},
+            "scheduler": {"type": "WarmupDecayLR", "params": decay},
+            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, **fp16},
             "bf16": {"enabled": False},
             "communication_data_type": "fp16",
             "data_types": {"grad_accum_dtype": "fp32"},
@@ -81,22 +66,9 @@ def test_a_whole_file(tmp_path: Path) -> None:
     s, o, p = run.schedule, run.optimizer, run.parallel
     assert (s.micro_batch_size, s.global_batch_size, s.lr, s.min_lr) == (3, 3 * 5 * 2, 2e-4, 0.0)
     assert (s.lr_decay_style, s.lr_warmup_iters, s.lr_decay_iters) == ("linear", 10, 200)
-    assert (o.clip_grad, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (
-        0.7,
-        "adamw",
-        0.8,
-        0.98,
-        1e-7,
-        0.02,
-    )
-    assert (o.precision, o.loss_scale, o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
-        "fp16",
-        None,
-        4096,
-        500,
-        3,
-        2,
-    )
+    assert (o.clip_grad, o.optimizer, o.adam_beta1, o.adam_beta2) == (0.7, "adamw", 0.8, 0.98)
+    assert (o.adam_eps, o.weight_decay, o.precision, o.loss_scale) == (1e-7, 0.02, "fp16", None)
+    assert (o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (4096, 500, 3, 2)
     assert (p.zero_stage, p.bucket_size, p.overlap, p.grad_reduce_dtype) == (2, 500_000, False, "fp16")
     assert (run.trainer.log_interval, run.trainer.tensorboard_dir) == (20, "boards/mine")
 
@@ -334,46 +306,29 @@ def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
     assert s.lr_warmup_iters == DEFAULTS["warmup_num_steps"] == 1000
     assert o.clip_grad == DEFAULTS["clip_grad"]
     assert o.loss_scale is None and scale["loss_scale"] == 0
-    assert (o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (
-        2 ** scale["initial_scale_power"],
-        scale["window"],
-        scale["hysteresis"],
-        scale["min"],
-    )
+    assert (o.initial_loss_scale, o.loss_scale_window) == (2 ** scale["initial_scale_power"], scale["window"])
+    assert (o.hysteresis, o.min_loss_scale) == (scale["hysteresis"], scale["min"])
     sgd = parse(tmp_path, {"optimizer": {"type": "SGD"}})
     theirs = defaults_of(torch.optim.SGD.__init__)
-    assert (sgd.schedule.lr, sgd.optimizer.sgd_momentum, sgd.optimizer.weight_decay) == (
-        theirs["lr"],
-        theirs["momentum"],
-        theirs["weight_decay"],
-    )
+    found = sgd.schedule.lr, sgd.optimizer.sgd_momentum, sgd.optimizer.weight_decay
+    assert found == (theirs["lr"], theirs["momentum"], theirs["weight_decay"])
     assert sgd.schedule.lr_decay_style == "constant", "no scheduler changes the rate"
-    decay = parse(
-        tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}, "--train-iters", "5000"
-    )
+    decays = {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}
+    decay = parse(tmp_path, decays, "--train-iters", "5000")
     assert decay.schedule.lr == DEFAULTS["warmup_max_lr"]
 
 
 def test_what_the_user_says_lies_over_deepspeeds_defaults(tmp_path: Path) -> None:
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}}
     run = parse(tmp_path, content, "--adam-beta2", "0.98", "--bf16", "--lr-decay-style", "cosine", "--clip-grad", "0.5")
-    assert (run.optimizer.adam_beta1, run.optimizer.adam_beta2, run.optimizer.precision, run.optimizer.clip_grad) == (
-        0.9,
-        0.98,
-        "bf16",
-        0.5,
-    )
+    o = run.optimizer
+    assert (o.adam_beta1, o.adam_beta2, o.precision, o.clip_grad) == (0.9, 0.98, "bf16", 0.5)
     assert run.schedule.lr_decay_style == "cosine" and run.optimizer.weight_decay == 0.0
-    preset = parse(tmp_path, content, "--preset", "bloom-3b")
-    assert (preset.optimizer.adam_beta2, preset.optimizer.weight_decay, preset.optimizer.precision) == (
-        0.95,
-        0.1,
-        "fp16",
-    )
+    preset = parse(tmp_path, content, "--preset", "bloom-3b").optimizer
+    assert (preset.adam_beta2, preset.weight_decay, preset.precision) == (0.95, 0.1, "fp16")
     scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
-    samples = parse(
-        tmp_path, {"scheduler": scheduler}, "--train-samples", "48000", "--lr-warmup-samples", "480"
-    ).schedule
+    words = ["--train-samples", "48000", "--lr-warmup-samples", "480"]
+    samples = parse(tmp_path, {"scheduler": scheduler}, *words).schedule
     assert (samples.lr_warmup_iters, samples.lr_warmup_samples) == (None, 480)
     auto = parse(tmp_path, {"optimizer": {"type": "AdamW", "params": {"betas": "auto"}}, "gradient_clipping": "auto"})
     assert (auto.optimizer.adam_beta2, auto.optimizer.weight_decay) == (0.95, 0.0), '"auto" is ours to fill in'
@@ -389,13 +344,8 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"optimizer": {"type": "AdamW", "params": {"lr": 2e-4}}, "bf16": {"enabled": True}}))
     (told,) = parse_arguments(["--deepspeed-config", str(path), "--adam-beta1", "0.8"], 1).notes
-    for part in (
-        "gradient_clipping: --clip-grad 1 (versions before",
-        "--weight-decay 0;",
-        "--adam-beta2 0.999",
-        "--lr-decay-style constant",
-    ):
-        assert part in told, told
+    parts = "gradient_clipping: --clip-grad 1 (versions before", "--weight-decay 0;", "--adam-beta2 0.999"
+    assert all(part in told for part in (*parts, "--lr-decay-style constant")), told
     assert "--adam-beta1" not in told and "--lr 0.001" not in told and "--precision" not in told
     assert parse_arguments([], 1).notes == ()
 
@@ -404,9 +354,8 @@ def test_a_missing_key_that_breaks_a_run_is_told_with_what_it_breaks(tmp_path: P
     content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
     assert parse(tmp_path, content).schedule.lr_warmup_iters == 1000, "a constant rate may warm up to the end"
     content["scheduler"]["type"] = "WarmupDecayLR"
-    with pytest.raises(
-        ConfigError, match=r"--lr-warmup-iters 1000 is longer than --train-iters 100(.|\n)*warmup_num_steps"
-    ):
+    long = r"--lr-warmup-iters 1000 is longer than --train-iters 100(.|\n)*warmup_num_steps"
+    with pytest.raises(ConfigError, match=long):
         parse(tmp_path, content)
     content["optimizer"] = {"params": {"lr": 2e-4}}
     with pytest.raises(ConfigError, match=r"then warms up to 0\.001, not to optimizer\.params\.lr 0\.0002"):

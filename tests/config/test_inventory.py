@@ -15,13 +15,8 @@ from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import spec_of
 
-SIZE: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 24,
-    "num_attention_heads": 12,
-    "seq_length": 8,
-    "vocab_size": 1003,
-}
+SIZE: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 12, "seq_length": 8}
+SIZE |= {"vocab_size": 1003}
 MODELS = {
     "bloom": ModelConfig(**SIZE, position_embedding="alibi", embedding_layernorm=True),
     "gpt2": ModelConfig(**SIZE, position_embedding="learned", position_offset=2, max_position_embeddings=31),

@@ -69,10 +69,7 @@ def problems(*words: str) -> tuple[str, ...]:
         ("optimizer: gpu\n", "optimizer: 'gpu' is not one of none, cpu, nvme"),
         ("optimizer: cpu:1.5\n", "optimizer: the share 1.5 is not above 0 and at most 1"),
         ("optimizer: {tier: cpu, share: half}\n", "optimizer: the share half is not a number"),
-        (
-            "optimizer: {share: 0.5}\n",
-            "optimizer: {'share': 0.5}: the tier is missing; the keys are tier, and",
-        ),
+        ("optimizer: {share: 0.5}\n", "optimizer: {'share': 0.5}: the tier is missing; the keys are tier, and"),
         ("optimizer: {tier: cpu, part: 1}\n", "there is no part; the keys are tier, and share or units"),
         ("optimizer: {tier: cpu, units: head, share: 1}\n", "units leave as a whole: give share or units"),
         ("optimizer: {tier: cpu, units: [1]}\n", "the units [1] are no names; such as [embedding, blocks 0-5]"),

@@ -26,12 +26,8 @@ def test_flags_over_yaml_over_deepspeed_over_preset_over_defaults(tmp_path: Path
     deepspeed.write_text('{"gradient_clipping": 2.0, "optimizer": {"params": {"eps": 2e-8, "weight_decay": 0.2}}}')
     words = ["--adam-eps", "4e-8", "--config", config, "--preset", "bloom-3b"]
     run = parse_run(words, 1)
-    assert (run.optimizer.adam_eps, run.optimizer.clip_grad, run.optimizer.weight_decay, run.schedule.lr) == (
-        4e-8,
-        3.0,
-        0.1,
-        4e-4,
-    )
+    o = run.optimizer
+    assert (o.adam_eps, o.clip_grad, o.weight_decay, run.schedule.lr) == (4e-8, 3.0, 0.1, 4e-4)
     assert (run.model.hidden_size, run.schedule.min_lr, run.trainer.log_interval) == (2560, 1e-5, 1)
     run = parse_run([*words[2:], "--deepspeed-config", str(deepspeed)], 1)
     assert (run.optimizer.adam_eps, run.optimizer.clip_grad, run.optimizer.weight_decay) == (3e-8, 3.0, 0.2)
@@ -40,13 +36,8 @@ def test_flags_over_yaml_over_deepspeed_over_preset_over_defaults(tmp_path: Path
 def test_a_flag_replaces_its_siblings_of_lower_levels(tmp_path: Path) -> None:
     run = parse_run(["--preset", "bloom-560m", "--train-iters", "10", "--lr-warmup-iters", "4"], 1)
     s = run.schedule
-    assert (s.train_iters, s.train_samples, s.lr_warmup_iters, s.lr_warmup_samples, s.lr_decay_samples) == (
-        10,
-        None,
-        4,
-        None,
-        200_000_000,
-    )
+    assert (s.train_iters, s.train_samples, s.lr_decay_samples) == (10, None, 200_000_000)
+    assert (s.lr_warmup_iters, s.lr_warmup_samples) == (4, None)
     assert run.trainer.exit_duration_in_mins is None
     config = write(tmp_path, "schedule: {train_samples: 1000, lr_warmup_fraction: 0.1}\n")
     s = parse_run(["--preset", "gpt2-124m", "--config", config], 1).schedule
@@ -129,11 +120,8 @@ def test_units_mixed_by_precedence_survive_the_dump(tmp_path: Path) -> None:
 
 def test_a_dump_is_nested_by_section_and_complete() -> None:
     plain = yaml.safe_load(dump(parse_run([], 1)))
-    assert (
-        plain["parallel"]["tp"] == 1
-        and plain["schedule"]["train_iters"] == 100
-        and plain["model"]["embedding_layernorm"] is True
-    )
+    assert plain["parallel"]["tp"] == 1 and plain["schedule"]["train_iters"] == 100
+    assert plain["model"]["embedding_layernorm"] is True
 
 
 @pytest.mark.parametrize(
@@ -170,19 +158,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_yaml_takes_short_numbers_aliases_and_flat_keys(tmp_path: Path) -> None:
-    run = parse_run(
-        [
-            "--config",
-            write(tmp_path, "schedule: {lr: 1e-4, train_samples: 2e8}\ntensor-model-parallel-size: 2\nsplit: 100\n"),
-        ],
-        2,
-    )
-    assert (run.schedule.lr, run.schedule.train_samples, run.parallel.tp, run.data.split) == (
-        1e-4,
-        200_000_000,
-        2,
-        "100",
-    )
+    text = "schedule: {lr: 1e-4, train_samples: 2e8}\ntensor-model-parallel-size: 2\nsplit: 100\n"
+    run = parse_run(["--config", write(tmp_path, text)], 2)
+    assert (run.schedule.lr, run.schedule.train_samples) == (1e-4, 200_000_000)
+    assert (run.parallel.tp, run.data.split) == (2, "100")
 
 
 def test_an_unreadable_value_is_reported_once(tmp_path: Path) -> None:

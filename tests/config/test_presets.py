@@ -22,15 +22,8 @@ PARAMETERS = {
     "bloom-176b": 176_247_271_424,
     "llama-7b": 6_738_415_616,
 }
-ROUGHLY = {
-    "gpt3-125m": 125e6,
-    "gpt3-350m": 356e6,
-    "gpt3-760m": 760e6,
-    "gpt3-1.3b": 1.3e9,
-    "gpt3-2.7b": 2.65e9,
-    "gpt3-6.7b": 6.7e9,
-}
-ROUGHLY |= {"gpt3-13b": 13.0e9, "gpt3-175b": 174.6e9}
+ROUGHLY = {"gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9}
+ROUGHLY |= {"gpt3-2.7b": 2.65e9, "gpt3-6.7b": 6.7e9, "gpt3-13b": 13.0e9, "gpt3-175b": 174.6e9}
 
 BLOOM = {
     "bloom-560m": (24, 1024, 16, 3.0e-4, 1e-5, 256, (192, 32), "fp16"),
@@ -65,20 +58,9 @@ def test_bloom_recipes(name: str) -> None:
     assert (s.lr, s.min_lr, s.global_batch_size, s.rampup_batch_size) == (lr, min_lr, batch, (*ramp, 9_765_625))
     assert (s.lr_decay_style, s.lr_warmup_samples, s.lr_decay_samples) == ("cosine", 183_105, 200_000_000)
     assert (o.precision, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps) == (precision, "adamw", 0.9, 0.95, 1e-8)
-    assert (o.weight_decay, o.clip_grad, m.init_method_std, m.vocab_size, m.seq_length) == (
-        0.1,
-        1.0,
-        0.0048,
-        250_880,
-        2048,
-    )
-    assert (m.position_embedding, m.embedding_layernorm, m.norm, m.norm_epsilon, m.activation) == (
-        "alibi",
-        True,
-        "layernorm",
-        1e-5,
-        "gelu-tanh",
-    )
+    assert (o.weight_decay, o.clip_grad, m.init_method_std) == (0.1, 1.0, 0.0048)
+    assert (m.vocab_size, m.seq_length, m.position_embedding, m.embedding_layernorm) == (250_880, 2048, "alibi", True)
+    assert (m.norm, m.norm_epsilon, m.activation) == ("layernorm", 1e-5, "gelu-tanh")
     assert ffn_width(m) == 4 * hidden and query_groups(m) == heads and not m.untie_embeddings_and_output_weights
 
 
@@ -87,12 +69,14 @@ def test_derived_numbers() -> None:
     assert ffn_width(model) == 10_944, "8/3 of 4096 is 10922.7, the next multiple of 64"
     llama = parse_run(["--preset", "llama-7b"], None).model
     assert ffn_width(llama) == 11_008
-    assert padded_vocab(parse_run(["--vocab-size", "1003"], None).model, 3) == 1152
-    assert padded_vocab(parse_run(["--vocab-size", "5", "--make-vocab-size-divisible-by", "4"], None).model, 4) == 16
-    assert (
-        padded_vocab(parse_run(["--vocab-size", "1003", "--make-vocab-size-divisible-by", "1"], None).model, 3) == 1005
-    )
-    assert padded_vocab(parse_run(["--preset", "bloom-176b"], None).model, 4) == 250_880
+    by = "--make-vocab-size-divisible-by"
+    for words, tp, padded in (
+        (["--vocab-size", "1003"], 3, 1152),
+        (["--vocab-size", "5", by, "4"], 4, 16),
+        (["--vocab-size", "1003", by, "1"], 3, 1005),
+        (["--preset", "bloom-176b"], 4, 250_880),
+    ):
+        assert padded_vocab(parse_run(words, None).model, tp) == padded
 
 
 @pytest.mark.parametrize("name", presets())

@@ -262,12 +262,7 @@ REFUSED = [
     ),
     ("--global-batch-size 32 --rampup-batch-size 8 8", 1, "three numbers are needed", "--rampup-batch-size 8 8 10"),
     ("--rampup-batch-size 8 8 0", 1, "--rampup-batch-size 0: must be at least 1", "--rampup-batch-size 8 8 1"),
-    (
-        "--eval-interval 0",
-        1,
-        "must be at least 1; no evaluation at all is --eval-iters 0",
-        "--eval-interval 1",
-    ),
+    ("--eval-interval 0", 1, "must be at least 1; no evaluation at all is --eval-iters 0", "--eval-interval 1"),
     ("--save x --save-interval 0", 1, "without it a run saves at its end only", "--save-interval 1"),
     ("--train-samples 20", 1, "--train-samples 20 are fewer than the first global batch has, 24", "--train-samples 24"),
     ("--min-lr 1", 1, "--min-lr 1 is above --lr 0.001", "--lr 1"),

@@ -22,15 +22,8 @@ STEP = re.compile(r"^\| (\d+) \| `([^`]+)` \| (.+) \|$", re.M)
 NAMED = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)+|[\w-]+\.(py|md|toml|json|yaml)")
 SYMBOL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-ELSEWHERE = {
-    "config.json",
-    "pyproject.toml",
-    "transformers",
-    "model_type",
-    "csrc",
-    "megazero",
-    "torch.autograd.Function",
-}
+ELSEWHERE = {"config.json", "pyproject.toml", "transformers", "model_type", "csrc", "megazero"}
+ELSEWHERE |= {"torch.autograd.Function"}
 """What is not ours, or is every program's."""
 
 

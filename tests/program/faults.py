@@ -23,6 +23,11 @@ def find(instructions: List, text: str, nth: int = 0) -> int:
     return found[nth]
 
 
+def words_of(op: Op) -> Callable[..., str]:
+    """The begin of the texts of an instruction, as a function of its bucket and part."""
+    return lambda bucket, part=None: f"{op.value} (bucket {bucket}" + ("" if part is None else f", part {part}")
+
+
 def drop(text: str, nth: int = 0) -> Callable[[List], List]:
     """Leave an instruction out."""
 

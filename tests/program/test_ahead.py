@@ -13,7 +13,7 @@ from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
-from tests.program.faults import Fault, again, alter, drop, move, swap
+from tests.program.faults import Fault, again, alter, drop, move, swap, words_of
 from tests.program.steps import Model, changed, checked, step_of
 
 MANY = Model(pp=1, micro_batches=2, zero=0, units=(6,), parts=(Tier.DISK,), ahead=True)
@@ -22,7 +22,7 @@ FIRST_AHEAD, LATE_AHEAD, SETTLING_AHEAD = (replace(border, ahead=True) for borde
 Change = Callable[[list[Instruction]], list[Instruction]]
 LETTERS = {Op.READ_STATE: "r", Op.UPDATE_HOST: "h", Op.WRITE_STATE: "w", Op.NORM: "norm"}
 LETTERS |= {Op.FORWARD: "f", Op.BACKWARD: "b", Op.WRITE_SUM: "s"}
-READ, UPDATE, WRITE = (f"{op.value} (bucket {{}}" for op in (Op.READ_STATE, Op.UPDATE_HOST, Op.WRITE_STATE))
+READ, UPDATE, WRITE = map(words_of, (Op.READ_STATE, Op.UPDATE_HOST, Op.WRITE_STATE))
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -38,15 +38,9 @@ def words(instructions: tuple[Instruction, ...]) -> str:
 ALL = "h0 w0 h1 w1 h2 w2 h3 w3 h4 w4 h5 w5 r6 h6 w6 r7 h7 w7"
 """All updates, where the first six parts have been read."""
 PLACES = {
-    "on time": (
-        MANY,
-        f"f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm {ALL}",
-    ),
+    "on time": (MANY, f"f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm {ALL}"),
     "a first step": (replace(MANY, border=FIRST_AHEAD), "f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm"),
-    "late": (
-        replace(MANY, border=LATE_AHEAD),
-        f"{ALL} f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm",
-    ),
+    "late": (replace(MANY, border=LATE_AHEAD), f"{ALL} f0 b0 f1 r0 r1 r2 r3 r4 r5 b1 norm"),
     "updates alone": (replace(MANY, border=SETTLING_AHEAD), ALL),
     "behind sums that go to disks": (
         replace(MANY, units=(1,), micro_batches=1, sums=Tier.DISK),
@@ -80,14 +74,12 @@ def test_parts_that_are_read_ahead_come_before_parts_in_host_memory() -> None:
 
 
 FAULTS = {
-    "it is read twice": Fault(
-        replace(MANY, border=LATE_AHEAD), 0, again(READ.format(1)), READ.format(1), "the optimizer state", 1
-    ),
+    "it is read twice": Fault(replace(MANY, border=LATE_AHEAD), 0, again(READ(1)), READ(1), "the optimizer state", 1),
     "state that was read is written before its update": Fault(
-        replace(MANY, border=LATE_AHEAD), 0, swap(UPDATE.format(0), WRITE.format(0)), WRITE.format(0), "optimizer state"
+        replace(MANY, border=LATE_AHEAD), 0, swap(UPDATE(0), WRITE(0)), WRITE(0), "optimizer state"
     ),
     "a seventh part takes a slot before the first has left it": Fault(
-        replace(MANY, border=LATE_AHEAD), 0, move(READ.format(6), UPDATE.format(0)), READ.format(6), "takes slot 0 of 6"
+        replace(MANY, border=LATE_AHEAD), 0, move(READ(6), UPDATE(0)), READ(6), "takes slot 0 of 6"
     ),
 }
 
@@ -97,7 +89,7 @@ def test_a_planted_fault_is_refused(fault: Fault) -> None:
     fault.assert_refused()
 
 
-@pytest.mark.parametrize("change", [drop(READ.format(1)), alter(READ.format(1), buckets=(6,))])
+@pytest.mark.parametrize("change", [drop(READ(1)), alter(READ(1), buckets=(6,))])
 def test_what_is_not_read_for_the_next_list_is_named(change: Change) -> None:
     step = step_of(replace(MANY, border=FIRST_AHEAD))
     with pytest.raises(ProgramError, match="nothing makes the optimizer state in host memory of part 0 of bucket 1"):

@@ -15,7 +15,7 @@ from megazero.program.memory_walk import spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.traffic import traffic
-from tests.program.faults import Fault, again, drop, move, put, swap
+from tests.program.faults import Fault, again, drop, move, put, swap, words_of
 from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
 
@@ -23,26 +23,10 @@ ALONE = Model(pp=1, dp=1, zero=0, micro_batches=2, units=(1,), sums=Tier.HOST)
 """Embedding, a block and a head, a bucket each: 0 to 2."""
 ON_DISK = replace(ALONE, sums=Tier.DISK)
 SHARED = replace(ALONE, dp=2, zero=3)
-LETTERS = {
-    Op.BACKWARD: "B",
-    Op.REDUCE: "R",
-    Op.REDUCE_ACROSS: "A",
-    Op.REDUCE_PARTIAL: "T",
-    Op.STORE_GRADIENT: "s",
-    Op.COPY_GRADIENT: "c",
-    Op.ADD_GRADIENT: "+",
-    Op.COUNT_GRADIENT: "n",
-    Op.READ_SUM: "r",
-    Op.WRITE_SUM: "w",
-    Op.READ_GRADIENT: "g",
-    Op.FETCH_GRADIENT: "f",
-    Op.NORM: "norm",
-    Op.READ_STATE: "rs",
-    Op.UPDATE_HOST: "h",
-    Op.UPDATE: "u",
-    Op.COPY_PARAMETERS: "b",
-    Op.WRITE_STATE: "ws",
-}
+LETTERS = {Op.BACKWARD: "B", Op.REDUCE: "R", Op.REDUCE_ACROSS: "A", Op.REDUCE_PARTIAL: "T", Op.STORE_GRADIENT: "s"}
+LETTERS |= {Op.COPY_GRADIENT: "c", Op.ADD_GRADIENT: "+", Op.COUNT_GRADIENT: "n", Op.READ_SUM: "r", Op.WRITE_SUM: "w"}
+LETTERS |= {Op.READ_GRADIENT: "g", Op.FETCH_GRADIENT: "f", Op.NORM: "norm", Op.READ_STATE: "rs", Op.UPDATE_HOST: "h"}
+LETTERS |= {Op.UPDATE: "u", Op.COPY_PARAMETERS: "b", Op.WRITE_STATE: "ws"}
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -155,76 +139,56 @@ def test_few_whole_gradients_are_on_the_device(model: Model, blocks: int) -> Non
     assert 1 < len(buffers) <= 4 and sum(buffers) < 5 * max(bucket.gradient_bytes for bucket in shape.buckets)
 
 
-STORE, COPY, ADD, COUNT, READ, WRITE, REDUCE, FETCH, GET, UPDATE = (
-    f"{op.value} (bucket {{}}"
-    for op in (
-        *(Op.STORE_GRADIENT, Op.COPY_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM),
-        *(Op.REDUCE, Op.FETCH_GRADIENT, Op.READ_GRADIENT, Op.UPDATE),
-    )
-)
+STORE, COPY, ADD = map(words_of, (Op.STORE_GRADIENT, Op.COPY_GRADIENT, Op.ADD_GRADIENT))
+COUNT, READ, WRITE = map(words_of, (Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM))
+REDUCE, FETCH, GET, UPDATE = map(words_of, (Op.REDUCE, Op.FETCH_GRADIENT, Op.READ_GRADIENT, Op.UPDATE))
 LATE_HOST = replace(ALONE, border=LATE)
 FAULTS = {
     "a gradient does not leave": Fault(
-        ALONE, 0, drop(STORE.format(1)), REDUCE.format(1), "makes the reduced gradient of part 0 of bucket 1", 1
+        ALONE, 0, drop(STORE(1)), REDUCE(1), "makes the reduced gradient of part 0 of bucket 1", 1
     ),
-    "it is stored twice": Fault(
-        ALONE, 0, again(STORE.format(1)), STORE.format(1), "the reduced gradient of part 0 of bucket 1", 1
-    ),
+    "it is stored twice": Fault(ALONE, 0, again(STORE(1)), STORE(1), "the reduced gradient of part 0 of bucket 1", 1),
     "a later one is stored over the sum": Fault(
         ALONE,
         0,
-        lambda own: [replace(i, op=Op.STORE_GRADIENT) if str(i).startswith(COPY.format(1)) else i for i in own],
-        STORE.format(1),
+        lambda own: [replace(i, op=Op.STORE_GRADIENT) if str(i).startswith(COPY(1)) else i for i in own],
+        STORE(1),
         "makes the sum of gradients in host memory of part 0 of bucket 1",
         1,
     ),
-    "it is not added": Fault(ALONE, 0, drop(ADD.format(1)), COUNT.format(1), "counts the gradient of bucket 1"),
-    "it is added twice": Fault(
-        ALONE, 0, again(ADD.format(1)), ADD.format(1), "the gradient in host memory of part 0 of bucket 1", 1
-    ),
-    "it is counted too early": Fault(
-        ALONE, 0, move(COUNT.format(1), COPY.format(1)), COUNT.format(1), "before it is complete"
-    ),
+    "it is not added": Fault(ALONE, 0, drop(ADD(1)), COUNT(1), "counts the gradient of bucket 1"),
+    "it is added twice": Fault(ALONE, 0, again(ADD(1)), ADD(1), "the gradient in host memory of part 0 of bucket 1", 1),
+    "it is counted too early": Fault(ALONE, 0, move(COUNT(1), COPY(1)), COUNT(1), "before it is complete"),
     "it is counted in the first backward": Fault(
-        ALONE, 0, move(COUNT.format(2), REDUCE.format(1)), COUNT.format(2), "backwards of units have still to add"
+        ALONE, 0, move(COUNT(2), REDUCE(1)), COUNT(2), "backwards of units have still to add"
     ),
-    "it is not counted": Fault(ALONE, 0, drop(COUNT.format(1)), "norm", "the squares of the gradient of bucket 1"),
+    "it is not counted": Fault(ALONE, 0, drop(COUNT(1)), "norm", "the squares of the gradient of bucket 1"),
     "it is counted twice": Fault(
-        ALONE, 0, again(COUNT.format(1)), COUNT.format(1), "makes the squares of the gradient of bucket 1", 1
+        ALONE, 0, again(COUNT(1)), COUNT(1), "makes the squares of the gradient of bucket 1", 1
     ),
     "a bucket is reduced again before it has left": Fault(
-        ALONE,
-        0,
-        move(STORE.format(2), REDUCE.format(1), at=1),
-        REDUCE.format(2),
-        "makes the reduced gradient of part 0 of bucket 2",
-        1,
+        ALONE, 0, move(STORE(2), REDUCE(1), at=1), REDUCE(2), "makes the reduced gradient of part 0 of bucket 2", 1
     ),
     "a sum is not read": Fault(
-        ON_DISK, 0, drop(READ.format(1)), ADD.format(1), "the sum of gradients in host memory of part 0 of bucket 1"
+        ON_DISK, 0, drop(READ(1)), ADD(1), "the sum of gradients in host memory of part 0 of bucket 1"
     ),
     "a sum is not written": Fault(
-        ON_DISK, 0, drop(WRITE.format(1)), READ.format(1), "the sum of gradients on disks of part 0 of bucket 1"
+        ON_DISK, 0, drop(WRITE(1)), READ(1), "the sum of gradients on disks of part 0 of bucket 1"
     ),
     "a sum is written before it is added to": Fault(
-        ON_DISK,
-        0,
-        swap(WRITE.format(1), ADD.format(1), nth=1),
-        WRITE.format(1),
-        "are on their way to host memory",
-        1,
+        ON_DISK, 0, swap(WRITE(1), ADD(1), nth=1), WRITE(1), "are on their way to host memory", 1
     ),
     "an update before its gradient is back": Fault(
-        ALONE, 0, drop(FETCH.format(1)), UPDATE.format(1), "the gradient back on the device of part 0 of bucket 1"
+        ALONE, 0, drop(FETCH(1)), UPDATE(1), "the gradient back on the device of part 0 of bucket 1"
     ),
     "a gradient comes back unread": Fault(
-        ON_DISK, 0, drop(GET.format(1)), FETCH.format(1), "the gradient in host memory of part 0 of bucket 1"
+        ON_DISK, 0, drop(GET(1)), FETCH(1), "the gradient in host memory of part 0 of bucket 1"
     ),
     "a gradient comes back that nobody uses": Fault(
         ALONE,
         0,
-        put(Instruction(Op.FETCH_GRADIENT, buckets=(1,), part=0), FETCH.format(1)),
-        FETCH.format(1),
+        put(Instruction(Op.FETCH_GRADIENT, buckets=(1,), part=0), FETCH(1)),
+        FETCH(1),
         "the sum of gradients in host memory of part 0 of bucket 1",
         1,
     ),

@@ -12,33 +12,23 @@ from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
-from tests.program.faults import Fault, again, alter, drop, move
+from tests.program.faults import Fault, again, alter, drop, move, words_of
+from tests.program.made import lettered
 from tests.program.steps import Model, changed, checked, step_of
 
 BOTH = Tier.DEVICE, Tier.DISK
 ONE_RANK = Model(pp=1, micro_batches=2, parts=BOTH)
 """Embedding, two blocks and a head, a bucket each: 0 to 3. Of each the first part is on the device."""
 ZERO3 = Model(zero=3, parts=(Tier.HOST, Tier.HOST))
-COPY, READ, UPDATE, ON_DEVICE, BACK, WRITE, GATHER = (
-    f"{op.value} (bucket {{}}{part}"
-    for op, part in (
-        *((op, ", part {}") for op in (Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.UPDATE)),
-        *((op, ", part {}") for op in (Op.COPY_PARAMETERS, Op.WRITE_STATE)),
-        (Op.GATHER, ""),
-    )
-)
+COPY, READ, UPDATE, ON_DEVICE = map(words_of, (Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.UPDATE))
+BACK, WRITE, GATHER = map(words_of, (Op.COPY_PARAMETERS, Op.WRITE_STATE, Op.GATHER))
+LETTERS = {Op.COPY_GRADIENT: "c", Op.READ_STATE: "r", Op.UPDATE_HOST: "h", Op.COPY_PARAMETERS: "b"}
+LETTERS |= {Op.WRITE_STATE: "w", Op.UPDATE: "u", Op.GATHER: "g", Op.NORM: "norm", Op.FORWARD: "f"}
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
     """Updates, moves, gathers and the first forward of each unit: what is done to which bucket, and its part."""
-    letters = {Op.COPY_GRADIENT: "c", Op.READ_STATE: "r", Op.UPDATE_HOST: "h", Op.COPY_PARAMETERS: "b"}
-    letters |= {Op.WRITE_STATE: "w", Op.UPDATE: "u", Op.GATHER: "g", Op.NORM: "norm", Op.FORWARD: "f"}
-    found = []
-    for i in instructions:
-        if i.op in letters and i.micro_batch <= 0:
-            where = "".join(map(str, i.buckets or (i.units or ())[:1])) + (f".{i.part}" if i.part >= 0 else "")
-            found.append(letters[i.op] + where)
-    return " ".join(found)
+    return lettered([i for i in instructions if i.micro_batch <= 0], LETTERS)
 
 
 PLACES = {
@@ -71,48 +61,44 @@ def test_where_they_stand(name: str) -> None:
 
 FAULTS = {
     "a gradient is copied before the norm": Fault(
-        ONE_RANK, 0, move(COPY.format(1, 1), "norm"), "norm", "the reduced gradient of part 1 of bucket 1"
+        ONE_RANK, 0, move(COPY(1, 1), "norm"), "norm", "the reduced gradient of part 1 of bucket 1"
     ),
     "an update before its gradient is there": Fault(
-        ONE_RANK, 0, move(UPDATE.format(1, 1), COPY.format(1, 1)), UPDATE.format(1, 1), "the gradient in host memory"
+        ONE_RANK, 0, move(UPDATE(1, 1), COPY(1, 1)), UPDATE(1, 1), "the gradient in host memory"
     ),
     "an update before its state is there": Fault(
-        ONE_RANK, 0, move(UPDATE.format(1, 1), READ.format(1, 1)), UPDATE.format(1, 1), "in host memory of part 1"
+        ONE_RANK, 0, move(UPDATE(1, 1), READ(1, 1)), UPDATE(1, 1), "in host memory of part 1"
     ),
-    "a state is read twice": Fault(ONE_RANK, 0, again(READ.format(2, 1)), READ.format(2, 1), "the optimizer state", 1),
+    "a state is read twice": Fault(ONE_RANK, 0, again(READ(2, 1)), READ(2, 1), "the optimizer state", 1),
     "a state is not written": Fault(
-        ONE_RANK, 0, drop(WRITE.format(2, 1)), UPDATE.format(2, 1), "the updated optimizer state in host memory"
+        ONE_RANK, 0, drop(WRITE(2, 1)), UPDATE(2, 1), "the updated optimizer state in host memory"
     ),
     "a state is written before its update": Fault(
-        ONE_RANK, 0, move(WRITE.format(2, 1), UPDATE.format(2, 1)), WRITE.format(2, 1), "the updated optimizer state"
+        ONE_RANK, 0, move(WRITE(2, 1), UPDATE(2, 1)), WRITE(2, 1), "the updated optimizer state"
     ),
     "parameters are not copied": Fault(
-        ONE_RANK, 0, drop(BACK.format(3, 1)), GATHER.format(3), "reads the stored parameters of part 1 of bucket 3"
+        ONE_RANK, 0, drop(BACK(3, 1)), GATHER(3), "reads the stored parameters of part 1 of bucket 3"
     ),
     "a part is not updated": Fault(
         replace(ONE_RANK, zero=0),
         0,
-        drop(ON_DEVICE.format(3, 0)),
+        drop(ON_DEVICE(3, 0)),
         "reduce gradients (bucket 3",
         "the reduced gradient of part 0",
     ),
     "a part is updated twice": Fault(
-        ONE_RANK, 0, again(ON_DEVICE.format(3, 0)), ON_DEVICE.format(3, 0), "the reduced gradient of part 0", 1
+        ONE_RANK, 0, again(ON_DEVICE(3, 0)), ON_DEVICE(3, 0), "the reduced gradient of part 0", 1
     ),
     "another part's parameters": Fault(
-        ZERO3, 0, alter(BACK.format(1, 1), part=0), BACK.format(1, 0), "the updated parameters in host memory", 1
+        ZERO3, 0, alter(BACK(1, 1), part=0), BACK(1, 0), "the updated parameters in host memory", 1
     ),
     "a gather before the parameters are there": Fault(
-        replace(ONE_RANK, parts=(Tier.HOST,)),
-        0,
-        move(GATHER.format(1), BACK.format(1, 0)),
-        GATHER.format(1),
-        "of part 0",
+        replace(ONE_RANK, parts=(Tier.HOST,)), 0, move(GATHER(1), BACK(1, 0)), GATHER(1), "of part 0"
     ),
     "a late forward before the parameters are there": Fault(
         replace(ONE_RANK, zero=0, parts=(Tier.HOST,), border=LATE),
         0,
-        move("forward (micro-batch 0", BACK.format(0, 0)),
+        move("forward (micro-batch 0", BACK(0, 0)),
         "forward (micro-batch 0",
         "the whole parameters of part 0 of bucket 0",
     ),

@@ -14,11 +14,7 @@ TEXTS = [
         Lane.COMPUTE,
         "backward of the input (micro-batch 0, chunk 0, units 0 to 2)",
     ),
-    (
-        Instruction(Op.SEND_BACKWARD, 4, 0, peer=2),
-        Lane.STAGES,
-        "send gradients (micro-batch 4, chunk 0, to stage 2)",
-    ),
+    (Instruction(Op.SEND_BACKWARD, 4, 0, peer=2), Lane.STAGES, "send gradients (micro-batch 4, chunk 0, to stage 2)"),
     (
         Instruction(Op.RECV_FORWARD, 4, 0, peer=0),
         Lane.STAGES,

@@ -166,17 +166,9 @@ def test_a_planted_fault_is_refused_and_its_instruction_named(fault: Fault) -> N
 @pytest.mark.parametrize(
     ("model", "without", "says"),
     [
-        (
-            replace(ZERO1, border=SETTLING),
-            "update (bucket 3)",
-            "uses the last step's gradient of bucket 3",
-        ),
+        (replace(ZERO1, border=SETTLING), "update (bucket 3)", "uses the last step's gradient of bucket 3"),
         (replace(ZERO3, border=SETTLING), "update", "uses the last step's gradient of bucket 0"),
-        (
-            replace(ZERO1, border=SETTLING),
-            "gather parameters (bucket 3)",
-            "makes the whole parameters",
-        ),
+        (replace(ZERO1, border=SETTLING), "gather parameters (bucket 3)", "makes the whole parameters"),
         (replace(ZERO1, border=LATE), "norm", "makes the norm"),
         (replace(ZERO1, border=FIRST), "norm", "makes the norm"),
     ],

@@ -25,25 +25,20 @@ from megazero.program.times import uniform_times
 from megazero.program.trace import trace, write
 from megazero.program.traffic import traffic
 from tests.program.faults import Fault, again, drop, move, swap, unit
+from tests.program.made import lettered
 from tests.program.steps import Model, Step, checked, drawn, step_of
 
 ONE = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(3,), leaving=1.0)
 """Embedding, three blocks and a head: units 0 to 4."""
-LETTERS = {
-    Op.FORWARD: "f",
-    Op.BACKWARD: "b",
-    Op.BACKWARD_INPUT: "b",
-    Op.BACKWARD_WEIGHT: "w",
-    Op.LEAVE: "out",
-    Op.FREE: "free",
-    Op.RETURN: "in",
-}
+LETTERS = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.BACKWARD_INPUT: "b", Op.BACKWARD_WEIGHT: "w", Op.LEAVE: "out"}
+LETTERS |= {Op.FREE: "free", Op.RETURN: "in"}
 
 
-def words(instructions: Sequence[Instruction], micro_batch: int = 0) -> str:
-    """Computations and copies of a micro-batch: f0 is the forward of unit 0, out0 copies what it keeps, in0 back."""
-    own = [i for i in instructions if i.op in LETTERS and i.micro_batch == micro_batch]
-    return " ".join(LETTERS[i.op] + str((i.units or (0,))[0]) for i in own)
+def words(instructions: Sequence[Instruction]) -> str:
+    """Computations and copies of the first micro-batch: f0 is the forward of unit 0, out0 copies what it keeps, in0
+    brings it back.
+    """
+    return lettered([i for i in instructions if i.micro_batch == 0], LETTERS)
 
 
 def listed(model: Model, stage: int = 0) -> tuple[Instruction, ...]:

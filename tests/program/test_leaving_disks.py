@@ -29,33 +29,22 @@ from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
 from tests.program.faults import Fault, again, drop, move, unit
+from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
 
 BUFFER = buffer_bytes(60)
 LEAST = LEAST_BUFFERS * BUFFER
 ONE = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(6,), leaving=1.0, disk_buffers=LEAST)
 """Embedding, six blocks and a head: units 0 to 7. They keep 10, 20, 30 bytes and so on, so units 0 to 2 are small."""
-LETTERS = {
-    Op.FORWARD: "f",
-    Op.BACKWARD: "b",
-    Op.LEAVE: "out",
-    Op.FREE: "free",
-    Op.WRITE_ACTIVATIONS: "write",
-    Op.FREE_HOST: "drop",
-    Op.READ_ACTIVATIONS: "read",
-    Op.RETURN: "in",
-}
-
-
-def words(instructions: Sequence[Instruction]) -> str:
-    return " ".join(LETTERS[i.op] + str((i.units or (0,))[0]) for i in instructions if i.op in LETTERS)
+LETTERS = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.LEAVE: "out", Op.FREE: "free", Op.WRITE_ACTIVATIONS: "write"}
+LETTERS |= {Op.FREE_HOST: "drop", Op.READ_ACTIVATIONS: "read", Op.RETURN: "in"}
 
 
 def test_a_write_stands_behind_the_copy_and_a_read_where_a_buffer_is_free() -> None:
     """Units 3 and 4 have six computations until their backward, and at least half the bytes of unit 6, the largest but
     the head; units 5 and 6 have fewer. A read waits for its own write, and for the read before it.
     """
-    assert words(step_of(ONE).lists[0, 0]) == (
+    assert lettered(step_of(ONE).lists[0, 0], LETTERS) == (
         "f0 f1 f2 f3 out3 f4 free3 write3 out4 f5 free4 write4 f6 drop3 drop4 read4 read3 f7 "
         "b7 b6 in4 b5 in3 b4 b3 b2 b1 b0"
     )
@@ -120,9 +109,8 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
             for leaving, back in occupied(instructions):
                 assert leaving <= WRITING and back <= buffers - WRITING
             moved = traffic(instructions, shape)
-            assert (
-                len({moved.get(lane, 0) for lane in (Lane.TO_HOST, Lane.TO_DEVICE, Lane.TO_DISK, Lane.FROM_DISK)}) == 1
-            )
+            lanes = Lane.TO_HOST, Lane.TO_DEVICE, Lane.TO_DISK, Lane.FROM_DISK
+            assert len({moved.get(lane, 0) for lane in lanes}) == 1
             written += moved.get(Lane.TO_DISK, 0)
             assert most_pieces(instructions) <= len(leaves)
     assert written

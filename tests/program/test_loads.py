@@ -18,7 +18,7 @@ from megazero.program.simulate import simulate
 from megazero.program.step import StepOptions, training_step
 from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
-from tests.program.faults import Fault, again, alter, drop, move, put, swap
+from tests.program.faults import Fault, again, alter, drop, move, put, swap, words_of
 from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
 
@@ -26,23 +26,9 @@ ALONE = Model(pp=1, dp=1, zero=0, micro_batches=1, units=(1,), rests=Tier.HOST)
 """Embedding, a block and a head, a bucket each: 0 to 2. What rests in host memory is whole there."""
 ON_DISK = replace(ALONE, rests=Tier.DISK, parts=(Tier.DEVICE, Tier.DISK))
 SHARED = replace(ALONE, dp=2, zero=3)
-LETTERS = {
-    Op.READ_PARAMETERS: "r",
-    Op.LOAD: "l",
-    Op.GATHER: "g",
-    Op.RELEASE: "x",
-    Op.FORWARD: "F",
-    Op.BACKWARD: "B",
-    Op.NORM: "norm",
-    Op.COPY_GRADIENT: "c",
-    Op.READ_STATE: "rs",
-    Op.UPDATE_HOST: "h",
-    Op.UPDATE: "u",
-    Op.COPY_PARAMETERS: "b",
-    Op.STORE: "s",
-    Op.WRITE_PARAMETERS: "w",
-    Op.WRITE_STATE: "ws",
-}
+LETTERS = {Op.READ_PARAMETERS: "r", Op.LOAD: "l", Op.GATHER: "g", Op.RELEASE: "x", Op.FORWARD: "F", Op.BACKWARD: "B"}
+LETTERS |= {Op.NORM: "norm", Op.COPY_GRADIENT: "c", Op.READ_STATE: "rs", Op.UPDATE_HOST: "h", Op.UPDATE: "u"}
+LETTERS |= {Op.COPY_PARAMETERS: "b", Op.STORE: "s", Op.WRITE_PARAMETERS: "w", Op.WRITE_STATE: "ws"}
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -54,10 +40,7 @@ FORWARDS = {
     "in host memory, whole": (ALONE, "l0 g0 l1 g1 F0 x0 l2 g2 F1 x1 F2"),
     "shards are loaded one gather ahead": (SHARED, "l0 l1 g0 l2 g1 F0 x0 l1 g2 F1 x1 F2"),
     "shards of which no second fits": (replace(SHARED, budget="one"), "l0 l1 g0 F0 x0 l2 g1 F1 x1 l1 g2 F2"),
-    "on disks, whole": (
-        ON_DISK,
-        "r0.0 l0.0 r0.1 l0.1 g0 r1.0 l1.0 r1.1 l1.1 g1 F0 x0 r2.0 l2.0 r2.1 l2.1 g2 F1 x1 F2",
-    ),
+    "on disks, whole": (ON_DISK, "r0.0 l0.0 r0.1 l0.1 g0 r1.0 l1.0 r1.1 l1.1 g1 F0 x0 r2.0 l2.0 r2.1 l2.1 g2 F1 x1 F2"),
     "on disks, shards": (
         replace(SHARED, rests=Tier.DISK),
         "r0.0 l0.0 r1.0 l1.0 g0 r2.0 l2.0 g1 F0 x0 r1.0 l1.0 g2 F1 x1 F2",
@@ -76,10 +59,7 @@ def test_loads_stand_before_the_gather_of_their_bucket(name: str) -> None:
 
 ENDS = {
     "on the device, stored in host memory": (ALONE, "u0 s0 u1 s1 u2 s2"),
-    "on the device, written": (
-        replace(ALONE, rests=Tier.DISK),
-        "u0.0 s0.0 w0.0 u1.0 s1.0 w1.0 u2.0 s2.0 w2.0",
-    ),
+    "on the device, written": (replace(ALONE, rests=Tier.DISK), "u0.0 s0.0 w0.0 u1.0 s1.0 w1.0 u2.0 s2.0 w2.0"),
     "in host memory, where they rest": (replace(ALONE, parts=(Tier.HOST,)), "c0.0 h0.0 c1.0 h1.0 c2.0 h2.0"),
     "in host memory, written": (
         replace(ALONE, rests=Tier.DISK, parts=(Tier.HOST,)),
@@ -156,131 +136,78 @@ def test_a_bucket_that_alone_is_loaded_is_not_loaded_ahead_of_itself() -> None:
     assert words(place_loads(gathers, shape)) == "l0 g0 x0 g1 x1 l0 g0 x0"
 
 
-LOAD, READ, STORE, WRITE, UPDATE, GATHER = (
-    f"{op.value} (bucket {{}}"
-    for op in (Op.LOAD, Op.READ_PARAMETERS, Op.STORE, Op.WRITE_PARAMETERS, Op.UPDATE, Op.GATHER)
-)
-PART = ", part {}"
+LOAD, READ, STORE, WRITE = map(words_of, (Op.LOAD, Op.READ_PARAMETERS, Op.STORE, Op.WRITE_PARAMETERS))
+UPDATE, GATHER = words_of(Op.UPDATE), words_of(Op.GATHER)
 LATE_DISK = replace(ON_DISK, border=LATE)
 FAULTS = {
-    "a load is missing": Fault(ALONE, 0, drop(LOAD.format(1)), GATHER.format(1), "the loaded parameters of bucket 1"),
+    "a load is missing": Fault(ALONE, 0, drop(LOAD(1)), GATHER(1), "the loaded parameters of bucket 1"),
     "a part is not loaded": Fault(
-        ON_DISK,
-        0,
-        drop(LOAD.format(1) + PART.format(1)),
-        GATHER.format(1),
-        "the loaded parameters of part 1 of bucket 1",
+        ON_DISK, 0, drop(LOAD(1, 1)), GATHER(1), "the loaded parameters of part 1 of bucket 1"
     ),
     "a part is loaded twice": Fault(
-        ON_DISK,
-        0,
-        again(LOAD.format(1) + PART.format(1)),
-        LOAD.format(1) + PART.format(1),
-        "the parameters that were read of part 1",
-        1,
+        ON_DISK, 0, again(LOAD(1, 1)), LOAD(1, 1), "the parameters that were read of part 1", 1
     ),
-    "shards are loaded twice": Fault(
-        SHARED, 0, again(LOAD.format(1)), LOAD.format(1), "makes the loaded parameters of bucket 1", 1
-    ),
+    "shards are loaded twice": Fault(SHARED, 0, again(LOAD(1)), LOAD(1), "makes the loaded parameters of bucket 1", 1),
     "another part is loaded": Fault(
-        ON_DISK,
-        0,
-        alter(LOAD.format(1) + PART.format(1), part=0),
-        LOAD.format(1) + PART.format(0),
-        "the parameters that were read of part 0 of bucket 1",
-        1,
+        ON_DISK, 0, alter(LOAD(1, 1), part=0), LOAD(1, 0), "the parameters that were read of part 0 of bucket 1", 1
     ),
     "a gather before its load": Fault(
-        SHARED, 0, move(GATHER.format(0), LOAD.format(0)), GATHER.format(0), "the loaded parameters of bucket 0"
+        SHARED, 0, move(GATHER(0), LOAD(0)), GATHER(0), "the loaded parameters of bucket 0"
     ),
     "a load of what is not gathered": Fault(
-        ALONE,
-        0,
-        put(Instruction(Op.LOAD, buckets=(0,)), "norm"),
-        LOAD.format(0),
-        "the loaded parameters of bucket 0",
-        -1,
+        ALONE, 0, put(Instruction(Op.LOAD, buckets=(0,)), "norm"), LOAD(0), "the loaded parameters of bucket 0", -1
     ),
     "a part is loaded that was not read": Fault(
-        ON_DISK,
-        0,
-        drop(READ.format(2) + PART.format(0)),
-        LOAD.format(2) + PART.format(0),
-        "the parameters that were read of part 0 of bucket 2",
+        ON_DISK, 0, drop(READ(2, 0)), LOAD(2, 0), "the parameters that were read of part 0 of bucket 2"
     ),
     "a part is read behind its load": Fault(
-        ON_DISK,
-        0,
-        swap(READ.format(0) + PART.format(1), LOAD.format(0) + PART.format(1)),
-        LOAD.format(0) + PART.format(1),
-        "the parameters that were read of part 1 of bucket 0",
+        ON_DISK, 0, swap(READ(0, 1), LOAD(0, 1)), LOAD(0, 1), "the parameters that were read of part 1 of bucket 0"
     ),
     "a part is read twice": Fault(
-        ON_DISK,
-        0,
-        again(READ.format(0) + PART.format(1)),
-        READ.format(0) + PART.format(1),
-        "makes the parameters that were read of part 1",
-        1,
+        ON_DISK, 0, again(READ(0, 1)), READ(0, 1), "makes the parameters that were read of part 1", 1
     ),
     "updated weights are not stored": Fault(
-        ALONE,
-        0,
-        drop(STORE.format(1)),
-        UPDATE.format(1),
-        "the stored parameters of bucket 1, which nothing makes again",
+        ALONE, 0, drop(STORE(1)), UPDATE(1), "the stored parameters of bucket 1, which nothing makes again"
     ),
     "weights are stored before their update": Fault(
-        ALONE,
-        0,
-        move(STORE.format(1), UPDATE.format(1)),
-        STORE.format(1),
-        "the updated weights on the device of bucket 1",
+        ALONE, 0, move(STORE(1), UPDATE(1)), STORE(1), "the updated weights on the device of bucket 1"
     ),
     "another bucket's weights are stored": Fault(
-        ALONE, 0, alter(STORE.format(1), buckets=(2,)), STORE.format(2), "the updated weights on the device of bucket 2"
+        ALONE, 0, alter(STORE(1), buckets=(2,)), STORE(2), "the updated weights on the device of bucket 2"
     ),
     "updated parameters are not written": Fault(
         ON_DISK,
         0,
-        drop(WRITE.format(1) + PART.format(1)),
+        drop(WRITE(1, 1)),
         "update in host memory (bucket 1",
         "the stored parameters of part 1 of bucket 1, which nothing makes again",
     ),
     "parameters are written before their update": Fault(
         ON_DISK,
         0,
-        move(WRITE.format(1) + PART.format(1), "update in host memory (bucket 1"),
-        WRITE.format(1) + PART.format(1),
+        move(WRITE(1, 1), "update in host memory (bucket 1"),
+        WRITE(1, 1),
         "the updated parameters in host memory of part 1 of bucket 1",
     ),
     "parameters are written that were not stored": Fault(
         ON_DISK,
         0,
-        swap(STORE.format(2) + PART.format(0), WRITE.format(2) + PART.format(0)),
-        WRITE.format(2) + PART.format(0),
+        swap(STORE(2, 0), WRITE(2, 0)),
+        WRITE(2, 0),
         "the updated parameters in host memory of part 0 of bucket 2",
     ),
     "a late load before the update": Fault(
         replace(ALONE, border=LATE),
         0,
-        move(LOAD.format(1), UPDATE.format(1)),
-        LOAD.format(1),
+        move(LOAD(1), UPDATE(1)),
+        LOAD(1),
         "whose update from the last step is still owed",
     ),
     "a late load before updated weights are stored": Fault(
-        replace(ALONE, border=LATE),
-        0,
-        swap(STORE.format(1), LOAD.format(1)),
-        LOAD.format(1),
-        "the stored parameters of bucket 1",
+        replace(ALONE, border=LATE), 0, swap(STORE(1), LOAD(1)), LOAD(1), "the stored parameters of bucket 1"
     ),
     "a late read before the write": Fault(
-        LATE_DISK,
-        0,
-        move(READ.format(1) + PART.format(0), WRITE.format(1) + PART.format(0)),
-        READ.format(1) + PART.format(0),
-        "the stored parameters of part 0 of bucket 1",
+        LATE_DISK, 0, move(READ(1, 0), WRITE(1, 0)), READ(1, 0), "the stored parameters of part 0 of bucket 1"
     ),
 }
 

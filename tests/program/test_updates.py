@@ -10,7 +10,7 @@ import pytest
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.updates import place_across, place_norm, updates_of
 from megazero.program.shape import BucketShape, RankShape
-from tests.program.made import shape, texts
+from tests.program.made import lettered, shape, texts
 
 REDUCTIONS = [
     item
@@ -19,11 +19,12 @@ REDUCTIONS = [
 ]
 
 
+LETTERS = {Op.BACKWARD: "b", Op.REDUCE: "r", Op.REDUCE_ACROSS: "a", Op.NORM: "n"}
+LETTERS |= {Op.UPDATE: "u", Op.GATHER: "g", Op.REDUCE_PARTIAL: "p"}
+
+
 def short(instructions: tuple[Instruction, ...]) -> str:
-    """One letter and number for each: backward of a unit, reduce, across, norm, update, gather, partial."""
-    letters = {Op.BACKWARD: "b", Op.REDUCE: "r", Op.REDUCE_ACROSS: "a", Op.NORM: "n"}
-    letters |= {Op.UPDATE: "u", Op.GATHER: "g", Op.REDUCE_PARTIAL: "p"}
-    return " ".join(letters[i.op] + "".join(map(str, i.buckets or (i.units or ())[:1])) for i in instructions)
+    return lettered(instructions, LETTERS)
 
 
 def test_a_sum_across_follows_one_reduction_later() -> None:
