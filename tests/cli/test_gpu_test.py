@@ -60,8 +60,8 @@ def test_every_file_of_a_card_has_the_mark() -> None:
 def test_every_test_of_a_card_is_in_one_stage() -> None:
     """Files of their own stage are left out of the one that takes the rest; no stage is longer than all may take."""
     stages = {stage.name: stage for stages in phases() for stage in stages}
-    own = [stages[name].command for name in ("ranks", "parity", "attention", "fp8", "graphs")]
-    named = [word for command in own for word in command if word.startswith("tests/")]
+    commands = [stages[name].command for name in ("ranks", "parity", "attention", "fp8", "graphs")]
+    named = [word for command in commands for word in command if word.startswith("tests/")]
     ignored = [word.removeprefix("--ignore=") for word in stages["steps"].command if word.startswith("--ignore=")]
     assert sorted(named) == sorted(ignored)
     assert all((Path(__file__).resolve().parents[2] / path).exists() for path in named)

@@ -310,8 +310,8 @@ def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
     assert (o.hysteresis, o.min_loss_scale) == (scale["hysteresis"], scale["min"])
     sgd = parse(tmp_path, {"optimizer": {"type": "SGD"}})
     theirs = defaults_of(torch.optim.SGD.__init__)
-    found = sgd.schedule.lr, sgd.optimizer.sgd_momentum, sgd.optimizer.weight_decay
-    assert found == (theirs["lr"], theirs["momentum"], theirs["weight_decay"])
+    ours = sgd.schedule.lr, sgd.optimizer.sgd_momentum, sgd.optimizer.weight_decay
+    assert ours == (theirs["lr"], theirs["momentum"], theirs["weight_decay"])
     assert sgd.schedule.lr_decay_style == "constant", "no scheduler changes the rate"
     decays = {"scheduler": {"type": "WarmupDecayLR", "params": scheduler["params"]}}
     decay = parse(tmp_path, decays, "--train-iters", "5000")

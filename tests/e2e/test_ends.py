@@ -29,8 +29,8 @@ def check_saved(told: str, folder: Path) -> None:
     """The last step is saved, and it is said where."""
     last = metrics(folder / "m")[-1]["iteration"]
     assert f"saved {folder}/saved/iter_{last:07d}" in told
-    found = find(folder / "saved")
-    assert found is not None and found.progress["iteration"] == last
+    newest = find(folder / "saved")
+    assert newest is not None and newest.progress["iteration"] == last
 
 
 def on_a_terminal(words: list[str], cue: str, keys: bytes) -> tuple[str, int]:
