@@ -248,15 +248,9 @@ def test_signals_are_the_main_threads() -> None:
 
 
 def test_the_package_is_light_and_names_what_it_gives() -> None:
-    code = "import sys, megazero; print('torch' in sys.modules, set(dir(megazero.config)) and sorted(megazero.__all__))"
-    told = subprocess.run(
-        [sys.executable, "-c", code.replace("set(dir(megazero.config)) and ", "")],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    ).stdout
-    assert told == f"False {sorted(megazero.__all__)}\n"
+    words = [sys.executable, "-c", "import sys, megazero; print('torch' in sys.modules, sorted(megazero.__all__))"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == f"False {sorted(megazero.__all__)}\n"
     assert set(megazero.__all__) == set(megazero._PLACES)
     assert all(getattr(megazero, name) for name in megazero.__all__)
 
@@ -281,8 +275,8 @@ def twice(rank: int, size: int, layout: dict[str, int], folder: str, own_groups:
                 schedule={"train_iters": iterations, "lr_decay_iters": 4},
                 checkpoint={"save": folder, "load": folder, "async_save": True},
             )
-            stop = heard.callbacks()
-            result = megazero.pretrain(given, train_data=rows_of(10), valid_data=rows_of(4, seed=3), **stop)
+            data = {"train_data": rows_of(10), "valid_data": rows_of(4, seed=3)}
+            result = megazero.pretrain(given, **data, **heard.callbacks())
             mine = torch.tensor(float(rank))
             if own_groups:
                 assert not dist.is_initialized()
@@ -294,6 +288,12 @@ def twice(rank: int, size: int, layout: dict[str, int], folder: str, own_groups:
     return found
 
 
+@pytest.fixture(scope="module")
+def twice_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    (runs,) = run_ranks(1, twice, 1, {"bucket_size": 4096}, str(tmp_path_factory.mktemp("alone") / "s"), False)
+    return list(runs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "layout", "own_groups"),
@@ -301,12 +301,12 @@ def twice(rank: int, size: int, layout: dict[str, int], folder: str, own_groups:
     ids=["beside the program's group", "three stages beside it", "torchrun", "torchrun, dp"],
 )
 def test_a_layout_is_one_process_and_may_be_called_again(
-    size: int, layout: dict[str, int], own_groups: bool, tmp_path: Path
+    size: int, layout: dict[str, int], own_groups: bool, twice_alone: list[Any], tmp_path: Path
 ) -> None:
     layout = {"bucket_size": 4096, **layout}
-    (alone,) = run_ranks(1, twice, 1, {"bucket_size": 4096}, str(tmp_path / "alone"), False)
     for rank, runs in enumerate(run_ranks(size, twice, size, layout, str(tmp_path / "s"), own_groups)):
-        for (numbers, losses, checkpoint, total), (expected, expected_losses, _, _) in zip(runs, alone, strict=True):
+        for (numbers, losses, checkpoint, total), alone in zip(runs, twice_alone, strict=True):
+            expected, expected_losses, _, _ = alone
             assert [iteration for iteration, *_ in numbers] == [iteration for iteration, *_ in expected]
             np.testing.assert_allclose(numbers, expected, rtol=1e-9)
             assert losses == pytest.approx(expected_losses, rel=1e-9)

@@ -100,11 +100,7 @@ def test_what_cannot_be_used_is_told_by_its_name(case: str) -> None:
 
 def test_arguments_and_configuration_are_told_together() -> None:
     problems = refused(changed(schedule={"lr": -1.0}), train_data=5, on_step="x")
-    assert [problem.split(":")[0] for problem in problems] == [
-        "train_data is int 5",
-        "on_step",
-        "schedule.lr -1.0",
-    ]
+    assert [problem.split(":")[0] for problem in problems] == ["train_data is int 5", "on_step", "schedule.lr -1.0"]
 
 
 @pytest.mark.parametrize(

@@ -16,20 +16,8 @@ from tests.corpus import write_corpus
 from tests.data.chats import write_lines
 from tests.parity.training import train
 
-SHAPE = [
-    "--num-layers",
-    2,
-    "--hidden-size",
-    24,
-    "--num-attention-heads",
-    4,
-    "--seq-length",
-    16,
-    "--global-batch-size",
-    8,
-    "--micro-batch-size",
-    1,
-]
+SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16]
+SHAPE += ["--global-batch-size", 8, "--micro-batch-size", 1]
 
 
 def _prepared(*words: object) -> Prepared:
@@ -45,25 +33,14 @@ def text(corpus: Path, tmp_path: Path) -> list[object]:
 def answers(tmp_path: Path) -> list[object]:
     records = [{"prompt": f"what is {number}?", "completion": f"it is {number}"} for number in range(90)]
     path = write_lines(tmp_path / "in.jsonl", records)
-    return [
-        "--instruction-data",
-        path,
-        "--tokenizer",
-        "byte",
-        "--seq-length",
-        64,
-        "--data-cache-path",
-        tmp_path / "cache",
-    ]
+    given = ["--instruction-data", path, "--tokenizer", "byte", "--seq-length", 64]
+    return [*given, "--data-cache-path", tmp_path / "cache"]
 
 
 def test_a_command_line_leaves_the_length_to_the_data(text: list[object]) -> None:
     parsed = parse_arguments([str(word) for word in [*SHAPE, *text, "--epochs", "1.5"]], 1)
-    assert (parsed.run.schedule.epochs, parsed.run.schedule.train_iters, parsed.run.trainer.exit_duration_in_mins) == (
-        1.5,
-        None,
-        None,
-    )
+    schedule = parsed.run.schedule
+    assert (schedule.epochs, schedule.train_iters, parsed.run.trainer.exit_duration_in_mins) == (1.5, None, None)
     assert not any("iterations" in note for note in parsed.notes)
 
 
@@ -92,10 +69,8 @@ def test_of_a_blend_they_are_as_many_tokens_as_its_pairs_have(text: list[object]
     large, little = train_tokens(prepared.run.data)
     assert prepared.run.schedule.train_samples == (2 * (large + little) - 1) // 16
     each = [(prepared.run.schedule.train_samples or 0) * 16 / 2 / tokens for tokens in (large, little)]
-    assert (
-        prepared.text.endswith(f"; {each[0]:.2g} epochs of {corpus}, {each[1]:.2g} epochs of {small}")
-        and each[1] > 3 * each[0]
-    )
+    assert prepared.text.endswith(f"; {each[0]:.2g} epochs of {corpus}, {each[1]:.2g} epochs of {small}")
+    assert each[1] > 3 * each[0]
     many = ["--data-path", *(word for _ in range(5) for word in (1, corpus)), *text[2:]]
     assert _prepared(*many, "--epochs", 1).text.endswith("; 1 to 1 epoch of 5 pairs")
 
@@ -113,10 +88,8 @@ def test_one_length_only(text: list[object]) -> None:
     for wrong in (0, -1):
         with pytest.raises(ConfigError, match=rf"--epochs {wrong}\S* must be more than 0"):
             _prepared(*text, "--epochs", wrong)
-    with pytest.raises(
-        ConfigError,
-        match=r"--epochs 0\.001 of the data are \d samples of 16 tokens, fewer than the first global batch has, 8",
-    ):
+    few = r"--epochs 0\.001 of the data are \d samples of 16 tokens, fewer than the first global batch has, 8"
+    with pytest.raises(ConfigError, match=few):
         _prepared(*text, "--epochs", 0.001)
 
 
@@ -127,26 +100,12 @@ def _losses(outcome: Any) -> list[tuple[int, float]]:
 @pytest.mark.slow
 def test_a_resume_by_the_same_command_goes_on(answers: list[object], tmp_path: Path) -> None:
     """Two epochs at once, and stopped after every fourth iteration."""
-    flags = [
-        str(word)
-        for word in [
-            *SHAPE,
-            *answers,
-            "--eval-iters",
-            0,
-            "--epochs",
-            2,
-            "--precision",
-            "fp64",
-            "--lr-warmup-fraction",
-            0.3,
-        ]
-    ]
+    length = ["--eval-iters", 0, "--epochs", 2, "--precision", "fp64", "--lr-warmup-fraction", 0.3]
+    flags = [str(word) for word in [*SHAPE, *answers, *length]]
     whole = _losses(train(1, flags))
     assert len(whole) > 5
     parts: list[tuple[int, float]] = []
     while len(parts) < len(whole):
-        parts += _losses(
-            train(1, [*flags, "--save", str(tmp_path / "s"), "--load", str(tmp_path / "s"), "--exit-interval", "4"])
-        )
+        saves = ["--save", str(tmp_path / "s"), "--load", str(tmp_path / "s"), "--exit-interval", "4"]
+        parts += _losses(train(1, [*flags, *saves]))
     assert parts == whole

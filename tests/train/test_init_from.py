@@ -16,42 +16,30 @@ import torch
 import yaml
 from torch import Tensor
 
+from megazero.cli.training import train as run_program
 from megazero.config.inventory import TABLES
 from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError
 from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source
+from megazero.launch import Environment
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from megazero.train.init_from import model_source, open_on_all_ranks
 from tests.convert.sources import entries_of
-from tests.e2e import command
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 
 MODEL = small_model(3, heads=12)
-UNTIED = [
-    *MODEL,
-    "--position-embedding",
-    "learned",
-    "--untie-embeddings-and-output-weights",
-    "--ffn-hidden-size",
-    "48",
-    "--norm",
-    "rmsnorm",
-    "--activation",
-    "swiglu",
-]
+UNTIED = [*MODEL, "--position-embedding", "learned", "--untie-embeddings-and-output-weights", "--norm", "rmsnorm"]
+UNTIED += ["--ffn-hidden-size", "48", "--activation", "swiglu"]
 NUMBERS = ["--precision", "fp64", "--global-batch-size", "12", "--lr", "1e-3", "--seed", "7"]
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
-    "tp2-pp2": (4, ["--tp", "2", "--pp", "2", "--zero-stage", "1"]),
-    "tp3-sp-dp2-z2": (6, ["--tp", "3", "--sequence-parallel", "--zero-stage", "2", "--bucket-size", "700"]),
-    "pp2-dp2-z1-v2": (
-        4,
-        ["--pp", "2", "--zero-stage", "1", "--virtual-stages", "2", "--micro-batch-size", "1", "--bucket-size", "1500"],
-    ),
-    "pp2-zb-v": (2, ["--pp", "2", "--pipeline-schedule", "zb-v", "--virtual-stages", "2", "--micro-batch-size", "1"]),
+LAYOUTS = {
+    "tp2-pp2": (4, "--tp 2 --pp 2 --zero-stage 1"),
+    "tp3-sp-dp2-z2": (6, "--tp 3 --sequence-parallel --zero-stage 2 --bucket-size 700"),
+    "pp2-dp2-z1-v2": (4, "--pp 2 --zero-stage 1 --virtual-stages 2 --micro-batch-size 1 --bucket-size 1500"),
+    "pp2-zb-v": (2, "--pp 2 --pipeline-schedule zb-v --virtual-stages 2 --micro-batch-size 1"),
 }
 
 
@@ -86,21 +74,15 @@ def test_every_layout_starts_with_the_checkpoint(checkpoint: Path, corpus: Path,
     one = train(1, flags)
     # Each kind of embedding on half of the layouts.
     for name, (ranks, layout) in list(LAYOUTS.items())["untied" in str(checkpoint) :: 2]:
-        outcome = train(ranks, [*flags, *layout])
+        outcome = train(ranks, [*flags, *layout.split()])
         assert all(value < 1e-9 for value in worst(outcome, one).values()), (name, worst(outcome, one))
 
 
 @pytest.mark.slow
 def test_an_extended_vocabulary_starts_as_the_mean(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
     """Padding that tp 2 adds takes no part in it."""
-    flags = [
-        *flags_for(corpus, tmp_path),
-        "--init-from",
-        str(checkpoint),
-        "--vocab-size",
-        "1100",
-        "--extend-vocabulary",
-    ]
+    more = ["--init-from", str(checkpoint), "--vocab-size", "1100", "--extend-vocabulary"]
+    flags = [*flags_for(corpus, tmp_path), *more]
     still = ["--lr", "0", "--weight-decay", "0", "--train-iters", "1"]
     for ranks, layout in ((1, []), (4, ["--tp", "2", "--pp", "2", "--make-vocab-size-divisible-by", "1"])):
         start = train(ranks, [*flags, *layout, *still])
@@ -119,9 +101,7 @@ def banner_on_rank(rank: int, flags: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
-    base = [
-        "bf16" if word == "fp64" else word for word in (*flags_for(corpus, tmp_path, 4), "--init-from", str(checkpoint))
-    ]
+    base = [*flags_for(corpus, tmp_path, 4), "--init-from", str(checkpoint), "--precision", "bf16"]
     folder = ["--save", str(tmp_path / "mine"), "--load", str(tmp_path / "mine")]
     whole = train(1, base)
     first = train(1, [*base, *folder, "--exit-interval", "2"])
@@ -164,13 +144,14 @@ def test_only_the_blocks_that_are_needed_are_read(checkpoint: Path, monkeypatch:
         assert torch.equal(Source.read_box(source, "blocks.1.mlp.down.weight", box), whole[3:9, 5:17])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["tied"], indirect=True, scope="module")
-def test_the_program_checks_it_without_starting(checkpoint: Path) -> None:
-    flags = ["--init-from", checkpoint, "--data-path", "x", "--print-config", "--world-size", 6]
-    told = command.run(1, [*flags, "--tp", 3, "--global-batch-size", 24])
-    assert yaml.safe_load(told)["model"]["num_layers"] == 3
-    told = command.run(1, [*flags, "--tp", 5, "--num-layers", 9], status=2)
+def test_the_program_checks_it_without_starting(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--init-from", str(checkpoint), "--data-path", "x", "--print-config", "--world-size", "6"]
+    run_program([*flags, "--tp", "3", "--global-batch-size", "24"], Environment(0, 0, 1, 1))
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["num_layers"] == 3
+    with pytest.raises(ConfigError) as wrong:
+        run_program([*flags, "--tp", "5", "--num-layers", "9"], Environment(0, 0, 1, 1))
+    told = str(wrong.value)
     assert "--tp 5" in told and f"--num-layers 9: the model of --init-from {checkpoint} has 3" in told
 
 
@@ -198,39 +179,28 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
         parse_run(UNTIED, 1).model,
         num_query_groups=12,
         max_position_embeddings=12,
-        **{
-            name: getattr(run.model, name)
-            for name in ("kv_channels", "attention_bias", "mlp_bias")
-            if hasattr(run.model, name)
-        },
+        **{name: getattr(run.model, name) for name in ("kv_channels", "attention_bias", "mlp_bias")},
     )
     assert parse_run([*base, *UNTIED], 1, model_source) == run, "flags that say the same are no contradiction"
     wrong = {
-        ("--hidden-size", "48"): "--hidden-size 48: the model of --init-from .* has 24",
-        ("--num-layers", "4"): "--num-layers 4: .* has 3",
-        ("--ffn-hidden-size", "96"): "--ffn-hidden-size 96: .* has 48",
-        ("--preset", "gpt2-124m"): "--num-layers 12: .* has 3",
-        ("--no-untie-embeddings-and-output-weights",): "--untie-embeddings-and-output-weights off: .* has on",
-        ("--position-embedding", "rotary"): "--position-embedding rotary: .* has learned",
-        ("--seq-length", "13"): "--max-position-embeddings 12 is less than --seq-length 13",
-        ("--max-position-embeddings", "20"): "--max-position-embeddings 20: .* has 12",
-        ("--vocab-size", "1004"): "--vocab-size 1004: .* has 1003 tokens; to add 1: --extend-vocabulary",
-        ("--vocab-size", "1002", "--extend-vocabulary"): "--vocab-size 1002: .* has 1003 tokens, and none",
-        (
-            "--extend-vocabulary",
-        ): "--extend-vocabulary: .* has 1003 tokens; give the new number with a larger --vocab-size",
-        (
-            "--vocab-size",
-            "1004",
-            "--extend-vocabulary",
-            "--lora-rank",
-            "2",
-        ): "--lora-rank 2 with --extend-vocabulary: adapters train no embedding",
-        ("--finetune", "--load", "y"): "--finetune starts with the weights of --load y, --init-from",
+        "--hidden-size 48": "--hidden-size 48: the model of --init-from .* has 24",
+        "--num-layers 4": "--num-layers 4: .* has 3",
+        "--ffn-hidden-size 96": "--ffn-hidden-size 96: .* has 48",
+        "--preset gpt2-124m": "--num-layers 12: .* has 3",
+        "--no-untie-embeddings-and-output-weights": "--untie-embeddings-and-output-weights off: .* has on",
+        "--position-embedding rotary": "--position-embedding rotary: .* has learned",
+        "--seq-length 13": "--max-position-embeddings 12 is less than --seq-length 13",
+        "--max-position-embeddings 20": "--max-position-embeddings 20: .* has 12",
+        "--vocab-size 1004": "--vocab-size 1004: .* has 1003 tokens; to add 1: --extend-vocabulary",
+        "--vocab-size 1002 --extend-vocabulary": "--vocab-size 1002: .* has 1003 tokens, and none",
+        "--extend-vocabulary": "--extend-vocabulary: .* has 1003 tokens; give the new number with a larger --vocab-s",
+        "--vocab-size 1004 --extend-vocabulary --lora-rank 2": "--lora-rank 2 with --extend-vocabulary: adapters train "
+        "no embedding",
+        "--finetune --load y": "--finetune starts with the weights of --load y, --init-from",
     }
     for words, message in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            parse_run([*base, *words], 1, model_source)
+            parse_run([*base, *words.split()], 1, model_source)
     assert "needs --data-path" in problems(base[:2])
     assert "no effect without --init-from" in problems(["--extend-vocabulary"])
     with pytest.raises(ConfigError, match="starts from no checkpoint"):
@@ -238,9 +208,8 @@ def test_what_a_flag_says_against_the_checkpoint(tmp_path: Path, monkeypatch: py
 
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
-    _, only = problems(
-        ["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7", "--num-layers", "3"]
-    ).splitlines()
+    words = ["--init-from", str(tmp_path), "--data-path", "x", "--tp", "7", "--num-layers", "3"]
+    _, only = problems(words).splitlines()
     assert f"--init-from {tmp_path}" in only and "no checkpoint of a known format" in only
 
 

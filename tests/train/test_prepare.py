@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,24 +24,12 @@ from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.train import prepare as preparation
 from megazero.train.path_checks import check_paths
-from megazero.train.prepare import prepare, validation_samples
+from megazero.train.prepare import Prepared, prepare, validation_samples
 from tests.convert.sources import made
+from tests.parity.training import small_model
 from tests.reference import REFERENCE, needs_reference
 
-SHAPE = [
-    "--num-layers",
-    2,
-    "--hidden-size",
-    24,
-    "--num-attention-heads",
-    4,
-    "--seq-length",
-    16,
-    "--vocab-size",
-    1003,
-    "--train-iters",
-    2,
-]
+SHAPE = [*small_model(2, heads=4), "--seq-length", 16, "--train-iters", 2]
 
 
 @pytest.fixture
@@ -49,13 +37,22 @@ def flags(corpus: Path, tmp_path: Path) -> list[object]:
     return [*SHAPE, "--data-path", corpus, "--data-cache-path", tmp_path / "cache"]
 
 
+def prepared_for(words: Iterable[object]) -> Prepared:
+    """What the start prepares for a run on one process."""
+    return prepare(parse_run([*map(str, words)], 1), 1, silent)
+
+
+def problems(words: Iterable[object]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as wrong:
+        prepared_for(words)
+    return wrong.value.problems
+
+
 def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     places = ["--save", file / "runs", "--tensorboard-dir", file, "--metrics-file", tmp_path, "--load", file]
-    with pytest.raises(ConfigError) as wrong:
-        prepare(parse_run([str(word) for word in [*flags, *places]], 1), 1, silent)
-    assert set(wrong.value.problems) == {
+    assert set(problems([*flags, *places])) == {
         f"--save {file}/runs: {file} is no folder",
         f"--tensorboard-dir {file} is no folder",
         f"--metrics-file {tmp_path}: is a folder; name a file",
@@ -64,28 +61,21 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
     assert not (tmp_path / "cache").exists(), "nothing is prepared for a run that could not keep its results"
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError, match="circle: is a link, and nothing is where it leads"):
-        prepare(parse_run([str(word) for word in [*flags, "--metrics-file", tmp_path / "circle"]], 1), 1, silent)
+        prepared_for([*flags, "--metrics-file", tmp_path / "circle"])
 
 
 def test_a_memory_trace_replaces_nothing_but_another(flags: list[object], tmp_path: Path) -> None:
     kept, folder = tmp_path / "step.json", tmp_path / "folder.html"
     kept.write_text("[1]")
     folder.mkdir()
-    for words, said in (
-        (
-            ["--memory-trace", tmp_path / "step.svg"],
-            f"{kept} is there already and is no memory trace; name another file",
-        ),
-        (["--memory-trace", folder], f"{folder}: is a folder; name a file"),
-        (["--memory-trace", kept / "step.svg"], f"{kept} is no folder"),
-        (
-            ["--memory-trace", tmp_path / "m.html", "--metrics-file", tmp_path / "m.json"],
-            "is the file of --metrics-file",
-        ),
+    for file, said in (
+        (tmp_path / "step.svg", f"{kept} is there already and is no memory trace; name another file"),
+        (folder, f"{folder}: is a folder; name a file"),
+        (kept / "step.svg", f"{kept} is no folder"),
+        (tmp_path / "m.html", "is the file of --metrics-file"),
     ):
-        with pytest.raises(ConfigError) as wrong:
-            prepare(parse_run([str(word) for word in [*flags, *words]], 1), 1, silent)
-        assert [said in problem for problem in wrong.value.problems] == [True], wrong.value.problems
+        (problem,) = problems([*flags, "--metrics-file", tmp_path / "m.json", "--memory-trace", file])
+        assert said in problem
     assert kept.read_text() == "[1]"
 
 
@@ -98,54 +88,19 @@ def test_all_that_is_missing_is_named_at_once(corpus: Path, tmp_path: Path) -> N
     (broken / "manifest.json").write_text("{")
     (broken.parent / "latest").write_text(broken.name)
     (tmp_path / "tokenizer").mkdir()
-    data = [
-        "--data-path",
-        0.5,
-        tmp_path / "one",
-        0.3,
-        corpus,
-        0.2,
-        tmp_path / "two",
-        "--valid-data-path",
-        "held-out",
-        tmp_path / "three",
-    ]
-    words = [
-        *SHAPE,
-        *data,
-        "--load",
-        broken.parent,
-        "--tokenizer",
-        "hf",
-        "--tokenizer-path",
-        tmp_path / "tokenizer",
-        "--save",
-        corpus.parent,
-    ]
-    with pytest.raises(ConfigError) as wrong:
-        prepare(parse_run([str(word) for word in words], 1), 1, silent)
-    told = wrong.value.problems
-    assert len(told) == 5
-    for problem, parts in zip(
-        told,
-        (
-            ("--data-path", "/one"),
-            ("--data-path", "/two"),
-            ("--valid-data-path", "/three"),
-            ("tokenizer",),
-            ("--load", "damaged"),
-        ),
-        strict=True,
-    ):
-        assert all(part in problem for part in parts), told
+    data = ["--data-path", 0.5, tmp_path / "one", 0.3, corpus, 0.2, tmp_path / "two"]
+    more = ["--valid-data-path", "held-out", tmp_path / "three", "--load", broken.parent, "--save", corpus.parent]
+    words = [*SHAPE, *data, *more, "--tokenizer", "hf", "--tokenizer-path", tmp_path / "tokenizer"]
+    told = problems(words)
+    expected = "--data-path /one", "--data-path /two", "--valid-data-path /three", "tokenizer", "--load damaged"
+    for problem, parts in zip(told, expected, strict=True):
+        assert all(part in problem for part in parts.split()), told
 
 
 def test_a_model_of_another_format_is_not_passed_over(flags: list[object], tmp_path: Path) -> None:
     """A run would start from scratch, and its user take it for one that goes on."""
     convert(made(), format_table()["hf"], tmp_path / "model", TargetOptions(), silent)
-    with pytest.raises(ConfigError) as wrong:
-        prepare(parse_run([str(word) for word in [*flags, "--load", tmp_path / "model"]], 1), 1, silent)
-    (problem,) = wrong.value.problems
+    (problem,) = problems([*flags, "--load", tmp_path / "model"])
     assert problem.startswith(f"--load {tmp_path}/model: is a checkpoint of the format hf") and "--init-from" in problem
 
 
@@ -165,56 +120,42 @@ def test_a_metrics_file_of_another_kind_is_refused_and_left_as_it_is(flags: list
     foreign = tmp_path / "thesis.txt"
     foreign.write_text("first chapter\nthe last line, without an end")
     with pytest.raises(ConfigError, match=r"--metrics-file .*thesis.txt: is no metrics file .*name another file"):
-        prepare(parse_run([str(word) for word in [*flags, "--metrics-file", foreign]], 1), 1, silent)
+        prepared_for([*flags, "--metrics-file", foreign])
     assert foreign.read_text() == "first chapter\nthe last line, without an end"
 
 
 def test_a_folder_without_permission_to_write_is_refused(
     flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "os.access", lambda path, mode: Path(path) != tmp_path
-    )  # root, who may run tests, may write anywhere
-    run = parse_run(
-        [str(word) for word in [*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]], 1
-    )
-    with pytest.raises(ConfigError) as wrong:
-        prepare(run, 1, silent)
-    assert wrong.value.problems == (
+    # root, who may run tests, may write anywhere
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert problems([*flags, "--save", tmp_path / "a" / "b", "--metrics-file", tmp_path / "m"]) == (
         f"--save {tmp_path}/a/b: {tmp_path} may not be written in",
         f"--metrics-file {tmp_path} may not be written in",
     )
 
 
 def test_places_that_are_still_to_be_made_are_fine(flags: list[object], tmp_path: Path) -> None:
-    places = [
-        "--save",
-        tmp_path / "a" / "b c",
-        "--load",
-        tmp_path / "a" / "b c",
-        "--metrics-file",
-        tmp_path / "d" / "m",
-        "--tensorboard-dir",
-    ]
-    prepared = prepare(parse_run([str(word) for word in [*flags, *places, tmp_path / "t"]], 1), 1, silent)
+    both = tmp_path / "a" / "b c"
+    places = ["--save", both, "--load", both, "--metrics-file", tmp_path / "d" / "m", "--tensorboard-dir"]
+    prepared = prepared_for([*flags, *places, tmp_path / "t"])
     assert len(prepared.datasets.train) >= 48
     assert not (tmp_path / "a").exists(), "looked at, not made"
 
 
 def test_a_split_without_validation_is_fine_beside_named_sets(flags: list[object], corpus: Path) -> None:
-    words = [str(word) for word in [*flags, "--split", "1,0,0"]]
+    words = [*flags, "--split", "1,0,0"]
     with pytest.raises(ConfigError, match=r"its valid split is empty.*--eval-iters 0"):
-        prepare(parse_run(words, 1), 1, silent)
-    run = parse_run([*words, "--valid-data-path", "held-out", str(corpus)], 1)
-    datasets = prepare(run, 1, silent).datasets
-    assert len(datasets.valid) == 0
-    assert len(datasets.named_valid["held-out"]) >= validation_samples(run)
+        prepared_for(words)
+    prepared = prepared_for([*words, "--valid-data-path", "held-out", corpus])
+    assert len(prepared.datasets.valid) == 0
+    assert len(prepared.datasets.named_valid["held-out"]) >= validation_samples(prepared.run)
 
 
 def test_kernels_that_do_not_exist_are_refused(flags: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAZERO_FUSED", "avx1024")
     with pytest.raises(ConfigError, match="MEGAZERO_FUSED=avx1024: choose one of auto, reference"):
-        prepare(parse_run([str(word) for word in flags], 1), 1, silent)
+        prepared_for(flags)
 
 
 @needs_reference
@@ -226,34 +167,11 @@ def test_data_are_built_for_the_samples_that_were_asked(tmp_path: Path) -> None:
     assert REFERENCE is not None
     record = REFERENCE / "orders" / "owt-seq128-seed1234-two-epochs.json"
     settings = json.loads(record.read_text())
-    words = [
-        "--data-path",
-        REFERENCE / settings["blend"][0][0],
-        "--split",
-        settings["split"],
-        "--seed",
-        settings["seed"],
-    ]
-    words += [
-        "--train-samples",
-        settings["requested_samples"][0],
-        "--global-batch-size",
-        9000,
-        "--micro-batch-size",
-        9000,
-    ]
-    words += [
-        "--seq-length",
-        settings["sequence_length"],
-        "--vocab-size",
-        5000,
-        "--eval-iters",
-        0,
-        "--data-cache-path",
-        tmp_path,
-    ]
-    run = parse_run([str(word) for word in [*SHAPE[:6], *words]], 1)
-    datasets = prepare(run, 1, silent).datasets
+    words = ["--data-path", REFERENCE / settings["blend"][0][0], "--data-cache-path", tmp_path, "--vocab-size", 5000]
+    words += ["--split", settings["split"], "--seed", settings["seed"], "--seq-length", settings["sequence_length"]]
+    words += ["--train-samples", settings["requested_samples"][0], "--eval-iters", 0]
+    words += ["--global-batch-size", 9000, "--micro-batch-size", 9000]
+    datasets = prepared_for([*SHAPE[:6], *words]).datasets
     expected = np.load(record.with_suffix(".npz"))["train"]
     assert len(datasets.train) == settings["lengths"][0] and len(expected) > 10
     assert np.array_equal(first_samples(datasets.train, len(expected)), expected)
@@ -270,7 +188,7 @@ def prepared(flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch)
         words = [*flags[:-4], *length, *flags[-4:], "--load", corpus.parent, "--eval-iters", 0]
         shape = words.index("--train-iters")
         words[shape : shape + 2] = []
-        return prepare(parse_run([str(word) for word in words], 1), 1, silent).datasets.train
+        return prepared_for(words).datasets.train
 
     return build
 

@@ -75,28 +75,9 @@ def test_chats_without_jinja2_are_an_error_of_the_configuration(
     write_tokenizer(tmp_path / "tokenizer", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    data = [
-        "--tokenizer",
-        "hf",
-        "--tokenizer-path",
-        tmp_path / "tokenizer",
-        "--instruction-data",
-        tmp_path / "chats.jsonl",
-    ]
-    flags = [
-        *data,
-        "--seq-length",
-        16,
-        "--train-iters",
-        1,
-        "--global-batch-size",
-        1,
-        "--eval-iters",
-        0,
-        "--data-cache-path",
-        tmp_path / "c",
-    ]
-    run = parse_run([*map(str, flags), "--micro-batch-size", "1"], 1)
+    data = ["--tokenizer-path", tmp_path / "tokenizer", "--instruction-data", tmp_path / "chats.jsonl"]
+    sizes = "--tokenizer hf --seq-length 16 --train-iters 1 --global-batch-size 1 --micro-batch-size 1 --eval-iters 0"
+    run = parse_run([*sizes.split(), *map(str, [*data, "--data-cache-path", tmp_path / "c"])], 1)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ConfigError, match="chat templates need the package jinja2: pip install jinja2"):
         prepare(run, 1, silent)
@@ -133,16 +114,8 @@ def test_deterministic_is_set_up_before_anything_computes(
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "unset")  # so that what prepare sets is taken back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    flags = [
-        "--vocab-size",
-        "1003",
-        "--seq-length",
-        "16",
-        "--train-iters",
-        "2",
-        "--deterministic",
-        *data_flags(corpus, tmp_path / "cache"),
-    ]
+    sizes = ["--vocab-size", "1003", "--seq-length", "16", "--train-iters", "2"]
+    flags = [*sizes, "--deterministic", *data_flags(corpus, tmp_path / "cache")]
     assert not torch.are_deterministic_algorithms_enabled()
     try:
         prepare(parse_run(flags, 1), 1, silent)
@@ -151,38 +124,45 @@ def test_deterministic_is_set_up_before_anything_computes(
         torch.use_deterministic_algorithms(False)
 
 
-def test_graphs_with_collectives_on_the_host_are_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--backend auto, and more ranks than cards: gloo."""
+@pytest.fixture
+def group_asked_for(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What a process group is asked for with on two ranks of a host with one card. None is made: InterruptedError."""
+    asked: dict[str, object] = {}
+
+    def started(*_: object, **settings: object) -> None:
+        asked.update(settings)
+        raise InterruptedError
+
     monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(devices, "device_count", lambda _: 1)
     monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("a group was made"))
-    with (
-        pytest.raises(ConfigError, match="--cuda-graphs with --tp 2 captures its collectives, which gloo cannot"),
-        launch(ParallelConfig(tp=2, cuda_graphs=True), Environment(0, 0, 2, 2)),
-    ):
+    monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
+    monkeypatch.setattr("torch.distributed.init_process_group", started)
+    return asked
+
+
+def launched(parallel: ParallelConfig) -> None:
+    with launch(parallel, Environment(0, 0, 2, 2)):
         pass
 
 
+def test_graphs_with_collectives_on_the_host_are_refused_before_any_group(group_asked_for: dict[str, object]) -> None:
+    """--backend auto, and more ranks than cards: gloo."""
+    with pytest.raises(ConfigError, match="--cuda-graphs with --tp 2 captures its collectives, which gloo cannot"):
+        launched(ParallelConfig(tp=2, cuda_graphs=True))
+
+
 @pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
+@pytest.mark.usefixtures("group_asked_for")
 def test_nccl_does_not_register_memory_that_grows(
     given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With captured collectives; what the user has set stays."""
-    monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
-    monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
-    monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
-    monkeypatch.setattr(
-        "torch.distributed.init_process_group", lambda *_, **__: (_ for _ in ()).throw(InterruptedError)
-    )
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "unset")  # so that what the test sets is taken back
     monkeypatch.delenv("NCCL_GRAPH_REGISTER") if given is None else monkeypatch.setenv("NCCL_GRAPH_REGISTER", given)
-    with (
-        pytest.raises(InterruptedError),
-        launch(ParallelConfig(tp=2, backend="nccl", cuda_graphs=True), Environment(0, 0, 2, 2)),
-    ):
-        pass
+    with pytest.raises(InterruptedError):
+        launched(ParallelConfig(tp=2, backend="nccl", cuda_graphs=True))
     assert os.environ["NCCL_GRAPH_REGISTER"] == kept
 
 
@@ -218,22 +198,11 @@ def test_the_banner_says_how_the_hosts_memory_is_kept(monkeypatch: pytest.Monkey
     assert "glibc keeps" in allocator.describe("cpu")
 
 
-def test_nccl_makes_communicators_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_makes_communicators_of_their_own(group_asked_for: dict[str, object]) -> None:
     """A bound device would have torch split the world's for each group, which waits for ranks that make none."""
-    asked: dict[str, object] = {}
-
-    def started(*_: object, **settings: object) -> None:
-        asked.update(settings)
-        raise InterruptedError
-
-    monkeypatch.setattr(devices, "resolve", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
-    monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
-    monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
-    monkeypatch.setattr("torch.distributed.init_process_group", started)
-    with pytest.raises(InterruptedError), launch(ParallelConfig(pp=2, backend="nccl"), Environment(0, 0, 2, 2)):
-        pass
-    assert asked["timeout"] and asked.get("device_id") is None
+    with pytest.raises(InterruptedError):
+        launched(ParallelConfig(pp=2, backend="nccl"))
+    assert group_asked_for["timeout"] and group_asked_for.get("device_id") is None
 
 
 def test_groups_of_nccl_run_before_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:

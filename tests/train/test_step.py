@@ -28,69 +28,23 @@ from megazero.train.prepare import prepare
 from tests.parity.training import data_flags, small_model
 
 MODEL = small_model(2, heads=4)
-NUMBERS = [
-    "--global-batch-size",
-    "4",
-    "--micro-batch-size",
-    "2",
-    "--train-iters",
-    "50",
-    "--log-interval",
-    "50",
-    "--eval-iters",
-    "0",
-]
+NUMBERS = "--global-batch-size 4 --micro-batch-size 2 --train-iters 50 --log-interval 50 --eval-iters 0"
+FP8 = "--hidden-size 32 --seq-length 16 --fp8"
 RUNS = {
-    "bf16": ["--precision", "bf16"],
-    "fp16, late updates": ["--precision", "fp16", "--late-update"],
-    "fp16, dynamic scale": ["--precision", "fp16"],
-    "fp32, sgd, masks": [
-        "--precision",
-        "fp32",
-        "--optimizer",
-        "sgd",
-        "--eod-mask-loss",
-        "--document-mask",
-        "--eod-id",
-        "0",
-    ],
-    "dropout, recompute": ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"],
-    "FP8": ["--fp8", "delayed", "--hidden-size", "64"],
-    "fp8": ["--hidden-size", "32", "--seq-length", "16", "--fp8"],
-    "fp8, delayed, recompute": [
-        *("--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--activation", "swiglu"),
-        *("--recompute-granularity", "full"),
-    ],
-    "llama": [
-        "--position-embedding",
-        "rotary",
-        "--norm",
-        "rmsnorm",
-        "--activation",
-        "swiglu",
-        "--num-query-groups",
-        "2",
-    ],
-    "learned, untied, smoothing": [
-        *(
-            "--position-embedding",
-            "learned",
-            "--untie-embeddings-and-output-weights",
-            "--label-smoothing",
-            "0.1",
-            "--z-loss",
-            "0.001",
-        ),
-        *("--zero-stage", "2", "--recompute-granularity", "selective"),
-    ],
+    "bf16": "--precision bf16",
+    "fp16, late updates": "--precision fp16 --late-update",
+    "fp16, dynamic scale": "--precision fp16",
+    "fp32, sgd, masks": "--precision fp32 --optimizer sgd --eod-mask-loss --document-mask --eod-id 0",
+    "dropout, recompute": "--hidden-dropout 0.1 --attention-dropout 0.1 --recompute-granularity full",
+    "FP8": "--fp8 delayed --hidden-size 64",
+    "fp8": FP8,
+    "fp8, delayed, recompute": f"{FP8} delayed --activation swiglu --recompute-granularity full",
+    "llama": "--position-embedding rotary --norm rmsnorm --activation swiglu --num-query-groups 2",
+    "learned, untied, smoothing": "--position-embedding learned --untie-embeddings-and-output-weights "
+    "--label-smoothing 0.1 --z-loss 0.001 --zero-stage 2 --recompute-granularity selective",
 }
-SIZED_BY_VALUES = (
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::repeat_interleave.Tensor",
-)
+SIZED_BY_VALUES: tuple[str, ...] = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
+SIZED_BY_VALUES += ("aten::repeat_interleave.Tensor",)
 READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 
 
@@ -112,11 +66,8 @@ class Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (
-            func in (torch.tensor, torch.as_tensor, torch.asarray)
-            and result.is_meta
-            and not isinstance(args[0], Tensor)
-        ):
+        makes = func in (torch.tensor, torch.as_tensor, torch.asarray)
+        if makes and result.is_meta and not isinstance(args[0], Tensor):
             self.found.append(f"torch.{func.__name__} of numbers")
         return result
 
@@ -170,23 +121,18 @@ def test_what_waits_is_found() -> None:
         torch.full((), 1.0, device="meta")
         x[torch.zeros(1, dtype=torch.int64, device="meta")] += 1
     copies = [f"aten::{name} between host and device" for name in ("_to_copy", "copy_")]
-    assert waits.found == [
-        "torch.tensor of numbers",
-        "torch.as_tensor of numbers",
-        *copies,
-        "aten::index_put_ by a mask",
-    ]
+    numbers = ["torch.tensor of numbers", "torch.as_tensor of numbers"]
+    assert waits.found == [*numbers, *copies, "aten::index_put_ by a mask"]
     with pytest.raises((RuntimeError, NotImplementedError)), Waits():
         x[0].item()
     with pytest.raises((RuntimeError, NotImplementedError)), Waits():
         bool(x[0] > 0)
 
 
-def job_on_meta(flags: list[str], corpus: Path, cache: Path, patch: pytest.MonkeyPatch) -> Job:
-    patch.setattr(
-        "megazero.train.checkpoints.new_token", lambda *_: "of nobody"
-    )  # read back from the device, once a run
-    run = parse_run([*MODEL, *NUMBERS, *flags, *data_flags(corpus, cache)[:-2]], 1)
+def job_on_meta(flags: str, corpus: Path, cache: Path, patch: pytest.MonkeyPatch) -> Job:
+    # It is read back from the device, once a run.
+    patch.setattr("megazero.train.checkpoints.new_token", lambda *_: "of nobody")
+    run = parse_run([*MODEL, *NUMBERS.split(), *flags.split(), *data_flags(corpus, cache)[:-2]], 1)
     prepared = prepare(run, 1, silent)
     return build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "meta"))
 

@@ -26,7 +26,7 @@ from megazero.zero.host_parts import HostParts
 from tests.disks import fill, remount, small_disk
 from tests.parity.training import job_on_rank
 from tests.ranks import run_ranks
-from tests.train.test_whole_steps import STEPS, flags_of, problem_on_rank, run, whole
+from tests.train.test_whole_steps import STEPS, Bits, flags_of, problem_on_rank, run, whole
 
 pytestmark = pytest.mark.slow
 WORDS = "--precision bf16"
@@ -47,10 +47,16 @@ def flags(corpus: Path, tmp_path: Path, disks: Path) -> list[str]:
     return [*flags_of(corpus, tmp_path, WORDS), *whole(disks)]
 
 
-def goes_on(flags: list[str], corpus: Path, tmp_path: Path, step: int) -> None:
-    """A run goes on from this step, and ends as one that has no swap files."""
+@pytest.fixture(scope="module")
+def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """A run that has no swap files."""
+    (bits,) = run(1, flags_of(corpus, tmp_path_factory.mktemp("straight"), WORDS), set())
+    return bits
+
+
+def goes_on(flags: list[str], straight: Bits, step: int) -> None:
+    """A run goes on from this step, and ends as the straight one."""
     (resumed,) = run(1, flags, set())
-    (straight,) = run(1, flags_of(corpus, tmp_path, WORDS), set())
     assert resumed.begins == step
     assert resumed.told == [told for told in straight.told if told.iteration > step]
     assert resumed.weights == straight.weights
@@ -82,7 +88,7 @@ def fails(flags: list[str], step: int, fault: Callable[[], object]) -> str:
     return str(raised.value)
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_step(corpus: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_in_the_middle_of_a_step(corpus: Path, tmp_path: Path, straight: Bits) -> None:
     """The files have their space from the start. The record has not: its step stays the one before."""
     with small_disk(tmp_path / "small", 4 << 20) as disk:
         flags = [*flags_of(corpus, tmp_path, WORDS), *whole(disk)]
@@ -92,13 +98,11 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(corpus: Path, tmp_path: Pat
         ballast[0].unlink()
         record = record_of([disk], CHECKPOINT, 0)
         assert record is not None and f"step {record.last.step + 1} " in said
-        goes_on(flags, corpus, tmp_path, record.last.step)
+        goes_on(flags, straight, record.last.step)
         assert list(disk.iterdir()) == []
 
 
-def test_a_write_that_fails_in_the_middle_of_a_step(
-    flags: list[str], disks: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_write_that_fails_in_the_middle_of_a_step(flags: list[str], disks: Path, straight: Bits) -> None:
     moves = swap.run_moves
 
     def limited(transport: Any, write: bool, plan: Any, memory: Any, names: Any, files: Any) -> list[int]:
@@ -109,12 +113,12 @@ def test_a_write_that_fails_in_the_middle_of_a_step(
     with pytest.MonkeyPatch.context() as patch:
         said = fails(flags, 4, lambda: patch.setattr(swap, "run_moves", limited))
     assert re.search(rf"{disks}/{FILE}: writing piece 'bucket \d+, part \d+': the disk reports an error", said)
-    goes_on(flags, corpus, tmp_path, 3)
+    goes_on(flags, straight, 3)
     assert list(disks.iterdir()) == []
 
 
 def test_a_folder_that_vanishes_in_the_middle_of_a_run(
-    flags: list[str], disks: Path, corpus: Path, tmp_path: Path
+    flags: list[str], disks: Path, tmp_path: Path, straight: Bits
 ) -> None:
     """The last checkpoint is good: what was read and written so far is in the files, which are open."""
     saves = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "2"]
@@ -122,7 +126,7 @@ def test_a_folder_that_vanishes_in_the_middle_of_a_run(
     assert re.search(rf"{disks}/{FILE}: has been removed while step [34] was written", said), said
     assert f"--nvme-path {disks}: there is no such folder" in begin_fails([*flags, *saves])
     disks.mkdir()
-    goes_on([*flags, *saves], corpus, tmp_path, 4)
+    goes_on([*flags, *saves], straight, 4)
     assert list(disks.iterdir()) == []
 
 
@@ -145,7 +149,7 @@ def test_a_file_that_was_cut(flags: list[str], disks: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, corpus: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, straight: Bits) -> None:
     """In the slot that the step is read from, or in the other one, from which nobody reads."""
     left(flags)
     parsed = parse_run(flags, 1)
@@ -162,7 +166,7 @@ def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, corpus: Path
         file.seek(extent.offset + 1234)
         file.write(bytes([byte ^ 8]))
     if not read:
-        goes_on(flags, corpus, tmp_path, 3)
+        goes_on(flags, straight, 3)
         return
     said = begin_fails(flags, DiskError)
     assert f"{FILE} at byte {extent.offset:,}: piece {name!r} of {pieces[name]:,} bytes has the checksum" in said
@@ -177,21 +181,21 @@ def test_a_damaged_record(flags: list[str], disks: Path) -> None:
     assert f"{disks}/{RECORD}: its checksum is not that of its" in said and WAY_OUT.format(folder=disks) in said
 
 
-def test_a_read_only_disk(corpus: Path, tmp_path: Path) -> None:
+def test_a_read_only_disk(corpus: Path, tmp_path: Path, straight: Bits) -> None:
     with small_disk(tmp_path / "small", 4 << 20) as disk:
         flags = [*flags_of(corpus, tmp_path, WORDS), *whole(disk)]
         left(flags)
         remount(disk, "ro")
         assert f"--nvme-path {disk}: may not be written in" in begin_fails(flags)
         remount(disk, "rw")
-        goes_on(flags, corpus, tmp_path, 3)
+        goes_on(flags, straight, 3)
 
 
 def other_settings(flags: list[str], *words: str) -> str:
     return begin_fails([*flags, *words])
 
 
-def test_another_run(flags: list[str], disks: Path, corpus: Path, tmp_path: Path) -> None:
+def test_another_run(flags: list[str], disks: Path, corpus: Path, tmp_path: Path, straight: Bits) -> None:
     """It is said what differs, nothing is lost, and the run itself still goes on."""
     left(flags)
     head = f"--nvme-path {disks}: {disks}/{RECORD}: has iteration 3 of a run with "
@@ -210,33 +214,31 @@ def test_another_run(flags: list[str], disks: Path, corpus: Path, tmp_path: Path
     (tmp_path / "more").mkdir()
     found = begin_fails([*flags_of(corpus, tmp_path, WORDS), *whole(tmp_path / "more", disks)])
     assert f"other folders (nvme-path {disks} -> {tmp_path}/more {disks})" in found
-    goes_on(flags, corpus, tmp_path, 3)
+    goes_on(flags, straight, 3)
 
 
-def test_files_stay_while_other_runs_use_the_folder(
-    flags: list[str], disks: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_files_stay_while_other_runs_use_the_folder(flags: list[str], disks: Path, straight: Bits) -> None:
     left(flags)
     run(1, [word for word in flags if word != "--nvme-checkpoint"], set())
     assert sorted(path.name for path in disks.iterdir()) == [FILE, RECORD]
-    goes_on(flags, corpus, tmp_path, 3)
+    goes_on(flags, straight, 3)
 
 
-def test_a_later_checkpoint_counts_more(flags: list[str], disks: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_later_checkpoint_counts_more(flags: list[str], disks: Path, tmp_path: Path, straight: Bits) -> None:
     """Files of the same run, with another layout even, begin anew."""
     saves = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "3"]
     left([*flags, *saves], dies=4)
     record = record_of([disks], CHECKPOINT, 0)
     assert record is not None and record.last.step == 3
-    goes_on([*flags, *saves, "--nvme-buffer-bytes", "600KB"], corpus, tmp_path, 3)
+    goes_on([*flags, *saves, "--nvme-buffer-bytes", "600KB"], straight, 3)
     assert list(disks.iterdir()) == []
 
 
-def test_a_share_of_nothing_is_a_whole_step_too(corpus: Path, tmp_path: Path, disks: Path) -> None:
+def test_a_share_of_nothing_is_a_whole_step_too(corpus: Path, tmp_path: Path, disks: Path, straight: Bits) -> None:
     """All that is written rests on the device."""
     flags = [*flags_of(corpus, tmp_path, WORDS), *whole(disks, offload="nvme:0.0001")]
     run(1, [*flags, "--exit-interval", "2"], set())
-    goes_on(flags, corpus, tmp_path, 2)
+    goes_on(flags, straight, 2)
 
 
 def test_a_run_that_stops_without_a_checkpoint_keeps_its_files(flags: list[str], disks: Path, tmp_path: Path) -> None:

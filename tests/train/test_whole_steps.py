@@ -129,16 +129,22 @@ def test_a_run_goes_on_from_its_swap_files(name: str, corpus: Path, tmp_path: Pa
     assert list(disks.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def on_the_device(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Bits]:
+    """A run on two ranks whose state never leaves the device."""
+    return run(2, flags_of(corpus, tmp_path_factory.mktemp("device"), f"--precision bf16 {BUCKETS}"), set())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--nvme-checkpoint"]])
-def test_two_folders_share_a_run(more: list[str], corpus: Path, tmp_path: Path) -> None:
+def test_two_folders_share_a_run(more: list[str], on_the_device: list[Bits], corpus: Path, tmp_path: Path) -> None:
     """Bit for bit that of a run whose state is all on the device. Both folders have a file, and none at the end."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     flags = flags_of(corpus, tmp_path, f"--precision bf16 {BUCKETS}")
     disks = ["--offload-optimizer", "nvme", "--nvme-path", *map(str, folders), *LARGE, *more]
-    assert run(2, flags, set()) == run(2, [*flags, *disks], set())
+    assert run(2, [*flags, *disks], set()) == on_the_device
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
     sizes = run_ranks(2, sizes_on_rank, 2, [*flags, *disks])
     assert all(min(of_rank) > 4096 for of_rank in sizes), "a header, and something of every piece"
@@ -168,20 +174,29 @@ def test_a_run_in_two_folders_goes_on(corpus: Path, tmp_path: Path) -> None:
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
+@pytest.fixture(scope="module")
+def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints, base and other."""
+    folder = tmp_path_factory.mktemp("bases")
+    for name, seed in (("base", "1"), ("other", "2")):
+        saves = ["--save", str(folder / name), "--exit-interval", "1", "--seed", seed]
+        run(1, [*flags_of(corpus, folder, "--precision bf16"), *saves], set())
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [[], ["--lora-base-bits", "4"]])
-def test_adapters_go_on_beside_weights_that_are_frozen(bits: list[str], corpus: Path, tmp_path: Path) -> None:
+def test_adapters_go_on_beside_weights_that_are_frozen(
+    bits: list[str], bases: Path, corpus: Path, tmp_path: Path
+) -> None:
     """The frozen weights come from --init-from again; another one of these is said."""
-    for name, seed in (("base", "1"), ("other", "2")):
-        saves = ["--save", str(tmp_path / name), "--exit-interval", "1", "--seed", seed]
-        run(1, [*flags_of(corpus, tmp_path, "--precision bf16"), *saves], set())
     disks = tmp_path / "disks"
     disks.mkdir()
-    more = f"--precision bf16 --zero-stage 3 --lora-rank 32 --init-from {tmp_path / 'base'} --lr 1e-2"
+    more = f"--precision bf16 --zero-stage 3 --lora-rank 32 --init-from {bases / 'base'} --lr 1e-2"
     flags = [*flags_of(corpus, tmp_path, more), *bits, *whole(disks)]
     straight = run(2, flags, set())
     assert [found.begins for found in run(2, flags, set(), 4)] == [0, 0]
-    other = run_ranks(2, problem_on_rank, 2, [*flags, "--init-from", str(tmp_path / "other")])
+    other = run_ranks(2, problem_on_rank, 2, [*flags, "--init-from", str(bases / "other")])
     assert all("other settings (init-from " in said for said in other), other
     for own, then in zip(straight, run(2, flags, set()), strict=True):
         assert then.begins == 3 and then.weights == own.weights
