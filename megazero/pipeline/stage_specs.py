@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megazero.config.count import parameters_per_layer
 from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule
 from megazero.config.schema import Run
@@ -40,6 +42,7 @@ def chunks_of(run: Run) -> ChunkMap:
     return chunk_map(pipeline_schedule(run.parallel), run.parallel.pp, run.parallel.virtual_stages)
 
 
+@lru_cache(maxsize=64)
 def stage_specs(run: Run) -> tuple[StageSpec, ...]:
     """The layers of every model chunk, in model order. `chunks_of` gives the rank of each chunk."""
     sizes = chunk_layers(run)

@@ -9,8 +9,9 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.offloaded import NOTHING, OffloadedBytes, offloaded_bytes
 from megazero.plan.parameter_specs import specs_of
+from megazero.plan.shapes import packed
 from megazero.zero.coded import coding_of, frozen_layouts
-from megazero.zero.layout import group_sizes, pack, packing_of, shard_sizes
+from megazero.zero.layout import group_sizes, packing_of, shard_sizes
 from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
 
 KEPT_BYTES = 4
@@ -73,7 +74,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     parameters = feedback = 0
     packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     sizes = group_sizes(axes, at)
-    layouts = pack(specs_of(run, stage, 0), sizes, packing)
+    layouts = packed(run, axes, at, packing)
     elsewhere = offloaded_bytes(run, axes, at, nccl=has_nccl(run.parallel, axes))
     for bucket in layouts:
         parameters += bucket.parameters

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from fused_ops.attention.selection import choose
+from fused_ops.attention.selection import Body, choose
 from fused_ops.attention.trial import static_support
 from megazero.config.derive import micro_batch_order
+from megazero.config.placement import unplaced
 from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -134,9 +135,15 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
     if kind == "cuda" and not devices.cuda_available():
         case = replace(workload.case(torch.device("cpu")), kind=kind, kernel=False, capability=(9, 0))
         support = static_support(run.parallel.attention, workload.length)
-        return ActivationPlan(run, choose(case, support).body, kind)
+        return _plan(unplaced(run), choose(case, support).body, kind)
     device = torch.device(kind)
-    return ActivationPlan(run, choose(workload.case(device), attention_support(run, device)).body, kind)
+    return _plan(unplaced(run), choose(workload.case(device), attention_support(run, device)).body, kind)
+
+
+@lru_cache(maxsize=64)
+def _plan(run: Run, body: Body, kind: str) -> ActivationPlan:
+    """One for all placements of a run, on which no size depends: it computes the bytes of each unit once."""
+    return ActivationPlan(run, body, kind)
 
 
 def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:

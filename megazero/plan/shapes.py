@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+from megazero.config.placement import unplaced
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.parameter import StateGroup
 from megazero.plan.parameter_specs import specs_of
 from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
-from megazero.zero.layout import BucketLayout, group_sizes, pack, packing_of, state_groups
+from megazero.zero.layout import BucketLayout, Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.offload import frozen_parts, frozen_ranges, run_parts
 from megazero.zero.placement import Column, placements
 from megazero.zero.shape import rank_shape, state_widths, update_ranges
@@ -20,12 +23,24 @@ def micro_batches_of(run: Run, axes: Axes) -> int:
     return run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
 
 
+def packed(run: Run, axes: Axes, at: Coordinates, packing: Packing) -> tuple[BucketLayout, ...]:
+    """The trained buckets of the rank at `at`."""
+    return _packed(unplaced(run), tuple(group_sizes(axes, at).items()), at.pp, at.tp, packing)
+
+
+@lru_cache(maxsize=64)
+def _packed(
+    run: Run, sizes: tuple[tuple[StateGroup, int], ...], pp_index: int, tp_index: int, packing: Packing
+) -> tuple[BucketLayout, ...]:
+    """`packed` of a run without a placement. A search asks for them several times for each placement."""
+    return pack(specs_of(run, pp_index, tp_index), dict(sizes), packing)
+
+
 def updated_layouts(
     run: Run, axes: Axes, at: Coordinates, *, nccl: bool
 ) -> tuple[Sequence[BucketLayout], list[tuple[int, int]]]:
     """The trained buckets of the rank at `at`, and what it updates of each (`zero.shape.update_ranges`)."""
-    packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
-    layouts = pack(specs_of(run, at.pp, at.tp), group_sizes(axes, at), packing)
+    layouts = packed(run, axes, at, packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl))
     return layouts, update_ranges(layouts, placements(run.parallel), state_groups(axes, at))
 
 

@@ -95,7 +95,7 @@ class BufferSizes:
 class MemoryAccount:
     """What is alive on a rank.
 
-    alive   bytes by allocation; totals, micro_batches and units are sums of it
+    alive   bytes by allocation; totals, micro_batches, units and held, the bytes on the device, are sums of it
     pool    the spare buffers
     host    the spare buffers in host memory
     """
@@ -103,7 +103,7 @@ class MemoryAccount:
     def __init__(self, shape: RankShape) -> None:
         self.shape = shape
         self.alive: dict[Place, int] = {}
-        self.totals = dict.fromkeys(MemoryColumn, 0)
+        self.totals, self.held = dict.fromkeys(MemoryColumn, 0), 0
         self.micro_batches: Counter[int] = Counter()
         self.units: Counter[UnitKey] = Counter()
         self.pool, self.host = BufferSizes(), BufferSizes()
@@ -127,13 +127,13 @@ class MemoryAccount:
     def drop(self, place: Place) -> int:
         """Free; returns the bytes, 0 if there are none."""
         size = self.alive.pop(place, 0)
-        self._count(place, -size)
+        if size:
+            self._count(place, -size)
         return size
 
     def total(self, working: int) -> int:
         """All bytes on the device, with those that exist at this moment only."""
-        held = sum(self.totals.values()) - self.totals[MemoryColumn.HOST]
-        return held + sum(self.pool.spare) + working
+        return self.held + sum(self.pool.spare) + working
 
     def sample(self, number: int, i: Instruction, working: int, *, with_places: bool) -> Sample:
         """This moment."""
@@ -152,6 +152,7 @@ class MemoryAccount:
         self.totals[place.column] += size
         if place.column is MemoryColumn.HOST:
             return
+        self.held += size
         if place.micro_batch >= 0:
             self.micro_batches[place.micro_batch] += size
         if place.bucket in self._readers:

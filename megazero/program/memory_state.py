@@ -26,6 +26,7 @@ class StateMemory:
     across     what is on its way among the ranks that hold the same shard, until the end of the step's backwards
     loading    where a bucket is being loaded to, until its gather
     sent       from where it is gathered, until it is read
+    in_blocks  buckets of which a gather in blocks arrives
     """
 
     def __init__(self, account: MemoryAccount, sizes: StepBytes, look: Look) -> None:
@@ -35,10 +36,13 @@ class StateMemory:
         self.launched = self.loads = 0
         self.loading: dict[int, Place] = {}
         self.sent: dict[int, Place] = {}
+        self.in_blocks: set[int] = set()
 
     def arrived(self, number: int) -> None:
         """A bucket's parameters are read: what was gathered in blocks, or loaded to be gathered, has served."""
-        self.account.drop(self._blocks(number))
+        if number in self.in_blocks:
+            self.in_blocks.remove(number)
+            self.account.drop(self._blocks(number))
         if number in self.sent:
             self.account.drop(self.sent.pop(number))
 
@@ -51,6 +55,7 @@ class StateMemory:
         if messages.parameters_in_blocks and self.sizes.in_flight:
             self.account.drop(self._blocks(number))
             self.account.hold(self._blocks(number), messages.parameters)
+            self.in_blocks.add(number)
 
     def load(self, number: int) -> None:
         """The first part of a bucket takes memory for all of it: where it is used, or for what is gathered from it."""
