@@ -110,8 +110,7 @@ def check(record: dict[str, Any], lines: list[dict[str, Any]], wanted: list[tupl
 @pytest.mark.slow
 @pytest.mark.parametrize(("stride", "batch"), [(CONTEXT, 8), (16, 3), (1, 64)])
 def test_text(stride: int, batch: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     ids = [tokenizer.encode(words, add_special_tokens=False) for words in TEXTS]
     limit = 2 if stride == 1 else len(TEXTS)
     words = ("--input", folder / "texts.jsonl", "--stride", stride, "--micro-batch-size", batch, "--limit", limit)

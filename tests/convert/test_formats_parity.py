@@ -16,7 +16,6 @@ from megazero.convert.registry import format_table, open_source
 from megazero.data.progress import silent
 from tests.convert.hf_models import CASES, prompts, random_model, saved, their_answers
 
-pytest.importorskip("transformers")
 WAYS = {
     "llama, grouped": [
         ("megatron", TargetOptions(tp=2, pp=2)),

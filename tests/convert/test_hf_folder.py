@@ -34,7 +34,6 @@ from tests.convert.test_hf_config import FRESH
 from tests.data.chats import write_tokenizer
 from tests.parity.float64 import in_float64
 
-transformers = pytest.importorskip("transformers")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -152,7 +151,7 @@ def test_a_model_of_our_own_in_transformers(name: str, tmp_path: Path) -> None:
     fill_stages([stage], source)
     ids = torch.randint(0, 90, (2, 20), generator=torch.Generator().manual_seed(3))
     with in_float64(), torch.no_grad():
-        theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs, told = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(
             tmp_path / "x", dtype=torch.float64, attn_implementation="eager", output_loading_info=True
         )
         expected = theirs(ids).logits
@@ -171,7 +170,7 @@ TEXT = "def f(x):\n    return x + 1  # naïve 数 \U0001f600 it's\n\n"
 
 
 def same_tokenizer(folder: Path, ours: Tokenizer) -> None:
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     assert theirs(TEXT)["input_ids"] == ours.encode(TEXT)
     assert theirs.decode(ours.encode(TEXT)) == TEXT
     assert theirs.eos_token_id == ours.eod_id and len(theirs) == ours.vocab_size
@@ -211,6 +210,7 @@ def test_a_model_of_chats_ends_its_answers_in_transformers_too(tmp_path: Path) -
     """Whose configuration names only the token that ends a document would go on behind its answer and ask itself the
     next question.
     """
+    transformers = pytest.importorskip("transformers")
     tokenizer = write_tokenizer(tmp_path / "chats")
     known = HuggingFaceTokenizer(tokenizer / "tokenizer.json")
     turn, data = known.id_of("<|im_end|>"), DataConfig(tokenizer="hf", tokenizer_path=str(tokenizer), eod_id=1)

@@ -14,7 +14,6 @@ from tests.convert.hf_models import CASES, prompts, saved, their_answers
 from tests.convert.hf_ranks import Answer, answer, answers
 from tests.ranks import run_ranks
 
-pytest.importorskip("transformers")
 NEW = 10
 MegatronTensor = Mapping[str, tuple[Path, Tensor, list[list[int]]]]
 

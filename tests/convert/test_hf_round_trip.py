@@ -19,7 +19,6 @@ from megazero.convert.hf.writer import write_hf
 from megazero.convert.registry import format_table, open_source
 from tests.convert.hf_models import CASES, Case, prompts, random_model, saved
 
-transformers = pytest.importorskip("transformers")
 DTYPES = cycle([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 TRIPS = [
     pytest.param(case, dtype, id=f"{name}, {dtype}") for (name, case), dtype in zip(CASES.items(), DTYPES, strict=False)
@@ -45,6 +44,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def opened_by_transformers(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
     model, told = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager"
     )

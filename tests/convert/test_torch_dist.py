@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megazero.config.derive import attention_bias, mlp_bias
 from megazero.config.schema import ModelConfig
@@ -29,39 +25,6 @@ from megazero.convert.source import ConversionError, Source
 from tests.convert.megatron_files import megatron_args, padded
 from tests.convert.sources import made
 from tests.convert.test_megatron import GPT, LLAMA, MODELS, same
-
-
-class Cut(DefaultSavePlanner):
-    """Saves every tensor in pieces, as its ranks would: `cuts[name]` are the parts along each axis."""
-
-    def __init__(self, cuts: dict[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        self.cuts = cuts
-
-    def create_local_plan(self) -> Any:
-        plan = super().create_local_plan()
-        items = []
-        for item in plan.items:
-            if item.tensor_data is None or item.index.fqn not in self.cuts:
-                items.append(item)
-                continue
-            size = item.tensor_data.size
-            sizes = [n // cut for n, cut in zip(size, self.cuts[item.index.fqn], strict=True)]
-            for number, at in enumerate(product(*(range(0, n, step) for n, step in zip(size, sizes, strict=True)))):
-                chunk = ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(sizes))
-                data = TensorWriteData(chunk=chunk, properties=item.tensor_data.properties, size=size)
-                items.append(
-                    WriteItem(MetadataIndex(item.index.fqn, at, number), WriteItemType.SHARD, tensor_data=data)
-                )
-        self.plan = replace(plan, items=items)
-        return self.plan
-
-    def resolve_data(self, write_item: Any) -> Any:
-        if write_item.type != WriteItemType.SHARD:
-            return super().resolve_data(write_item)
-        chunk = write_item.tensor_data.chunk
-        where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-        return self.state_dict[write_item.index.fqn][where].detach()
 
 
 def core_tensors(source: Source, column: str = "weight", *, stacked: bool, fused: bool = True) -> dict[str, Tensor]:
@@ -166,6 +129,8 @@ def save_dist(
     """optimizer: "" none, "whole" by name, "flat" by name in flat shards, "buckets" as dp_reshardable has it. whole:
     every tensor in one piece.
     """
+    from tests.convert.distributed import save
+
     inside = folder / "iter_0000007"
     inside.mkdir(parents=True)
     gated = source.model.activation == "swiglu"
@@ -187,7 +152,7 @@ def save_dist(
         "decoder.layers.self_attention.core_attention._extra_state/shard_0_4": b"",
         "rng_state/shard_0.0_1.1": [1, 2],
     }
-    dcp.save({**tensors, **objects, **(extra or {})}, checkpoint_id=str(inside), planner=Cut(cuts), no_dist=True)
+    save({**tensors, **objects, **(extra or {})}, inside, cuts)
     common = {
         "args": megatron_args(source.model, tp, 1, padded_vocab_size=padded(source.model, 1), **more),
         "checkpoint_version": 3.0,
@@ -254,6 +219,8 @@ def test_buckets_of_the_optimizer_are_reported(tmp_path: Path) -> None:
 
 def test_gate_and_up_under_names_of_their_own(tmp_path: Path) -> None:
     """`singleton_local_shards`: mlp.linear_fc1.weight_w and _v."""
+    from tests.convert.distributed import save
+
     source = made(LLAMA)
     inside = save_dist(source, tmp_path)
     for file in inside.glob("*.distcp"):
@@ -264,7 +231,7 @@ def test_gate_and_up_under_names_of_their_own(tmp_path: Path) -> None:
         "decoder.layers.mlp.linear_fc1.weight_w": gate.contiguous(),
         "decoder.layers.mlp.linear_fc1.weight_v": up.contiguous(),
     }
-    dcp.save(tensors, checkpoint_id=str(inside), no_dist=True)
+    save(tensors, inside, {})
     with open_megatron(tmp_path) as opened:
         same(opened, source)
 
@@ -336,10 +303,10 @@ def test_metadata_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_any_box_of_pieces(tmp_path: Path) -> None:
+    from tests.convert.distributed import save
+
     value = torch.arange(6 * 8 * 4).view(6, 8, 4)
-    dcp.save(
-        {"x": value, "one": torch.tensor(3.5)}, checkpoint_id=str(tmp_path), planner=Cut({"x": (3, 2, 4)}), no_dist=True
-    )
+    save({"x": value, "one": torch.tensor(3.5)}, tmp_path, {"x": (3, 2, 4)})
     opened = DistributedCheckpoint(tmp_path)
     assert len(opened.tensors["x"].pieces) == 24
     for box in [((0, 6), (0, 8), (0, 4)), ((1, 5), (3, 5), (1, 3)), ((2, 3), (4, 8), (3, 4))]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megazero.convert.files.torch_file import read_torch_file, read_torch_rows
 from megazero.convert.files.torch_globals import torch_table
@@ -146,6 +145,8 @@ def test_a_deep_key_ends_the_process_that_loads_it(tmp_path: Path) -> None:
 @the_torch_of_the_page
 def test_protocols_and_shards_that_torch_does_not_read(tmp_path: Path) -> None:
     """`.metadata` is of protocol 4, and a shard is an archive inside a file, which torch maps only as a whole."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     path = tmp_path / "file.pt"
     torch.save({"weight": DATA}, path, pickle_protocol=4)
     with pytest.raises(pickle.UnpicklingError, match="Unsupported operand"), pytest.warns(UserWarning):

@@ -19,8 +19,6 @@ from megazero.data.progress import silent
 from tests.convert.hf_models import CASES, saved
 from tests.convert.sources import made
 
-transformers = pytest.importorskip("transformers")
-
 
 def verified(folder: Path, activation: str | None = None) -> Verdict:
     """A model of Hugging Face's, converted; with `activation` as if config.json had been misread."""
@@ -46,7 +44,7 @@ def test_a_source_that_transformers_does_not_open(tmp_path: Path, monkeypatch: p
     def refuses(*args: object, **named: object) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuses)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuses)
     verdict = verified(tmp_path)
     assert verdict.holds and "does not open" in verdict.lines[-1]
 

@@ -34,12 +34,10 @@ from tests.evaluation.harness_questions import (
 from tests.evaluation.hf_folder import CASES, CONTEXT, folder_of
 from tests.ranks import run_ranks
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    pytest.importorskip("tokenizers")
     return {family: folder_of(family, tmp_path_factory.mktemp(family)) for family in CASES}
 
 

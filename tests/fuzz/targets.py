@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 
 from megazero.checkpoint.format import CheckpointError
@@ -285,6 +284,7 @@ def _copy(folder: Path, name: str) -> Path:
 
 def checkpoint_targets(folder: Path) -> dict[str, Target]:
     """Of every format each kind of its files, in a folder of its own that is whole but for it."""
+    from tests.convert.distributed import save
     from tests.fuzz.files import FILES
 
     wholes = {
@@ -316,9 +316,7 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
     found["inspected"] = Target(
         partial(_inspected, native), inside, [folders.unsealed(inside)], errors, True, folders.manifest
     )
-    dcp.save(
-        {"a": torch.ones(3), "b": torch.arange(12.0).view(3, 4), "n": 3}, checkpoint_id=folder / "dist", no_dist=True
-    )
+    save({"a": torch.ones(3), "b": torch.arange(12.0).view(3, 4), "n": 3}, folder / "dist", {})
     metadata = folder / "dist" / ".metadata"
     found["torch_dist"] = Target(
         partial(_distributed, folder / "dist"), metadata, (metadata.read_bytes(),), ConversionError

@@ -35,7 +35,6 @@ from tests.data.chats import CHATML, HEADERS, INSTRUCT, PLAIN, SPECIALS, write_t
 from tests.parity.float64 import in_float64
 from tests.ranks import run_ranks
 
-transformers = pytest.importorskip("transformers")
 END = SPECIALS.index("<|im_end|>")
 LENGTH = 14
 LINES = ["two and two?", "Grüße, 你好", "and the fox?"]
@@ -43,6 +42,7 @@ LINES = ["two and two?", "Grüße, 你好", "and the fox?"]
 
 def folder_of(folder: Path, template: str | None = PLAIN) -> Path:
     """A model whose answers end where <|im_end|> does: its head takes that for a token which random weights like."""
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     sizes = {
         "hidden_size": 32,
@@ -65,6 +65,7 @@ def ending(folder: Path, token: int) -> None:
 
 def their_answer(folder: Path, turns: list[dict[str, str]], ends: Sequence[int]) -> tuple[list[int], str]:
     """(the new ids of `generate`, the text that one puts into the next turn)."""
+    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with in_float64(), torch.no_grad():
@@ -192,6 +193,7 @@ def test_without_a_flag_generation_config_counts(
     """As with `transformers`, to whose generate nothing is said either; what a flag says counts more."""
     folder = Path(shutil.copytree(model, tmp_path / "advised"))
     (folder / "generation_config.json").write_text(json.dumps(config))
+    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         [user_message(LINES[2])], add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -277,7 +279,7 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
 def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What is asked after each, and at which temperature; what is wrong changes nothing."""
     asked_for: list[tuple[str, float]] = []
-    theirs = transformers.AutoTokenizer.from_pretrained(model)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(model)
 
     def answer(generator: TextGenerator, prompts: Sequence[tuple[str, list[int]]]) -> list[str]:
         asked_for.append((theirs.decode(prompts[0][1]), generator.options.sampling.temperature))

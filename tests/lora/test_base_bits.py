@@ -18,8 +18,9 @@ from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
-from tests.lora.families import saved_base, their_base
+from tests.lora.families import saved_base, their_base, with_adapters
 from tests.lora.test_layouts import bases, flags_for, is_adapter
+from tests.lora.test_peft import peft_steps, share_one_a
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.plan.test_step_memory import MODEL, held_on_rank
 from tests.ranks import run_ranks
@@ -193,9 +194,7 @@ def test_steps_equal_those_of_peft_on_bitsandbytes(family: str, corpus: Path, tm
     """The same start, the same batches, in fp32: losses and norms of three steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft, bits_and_bytes = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
-    from tests.lora.test_peft import peft_steps, share_one_a
-
+        bits_and_bytes = pytest.importorskip("bitsandbytes")
     base = saved_base(family, tmp_path, **WIDE[family])
     more = ["--precision", "fp32", "--lora-base-bits", "4", "--lr-decay-style", "constant"]
     start = [*family_flags(base, corpus, tmp_path), *more]
@@ -205,7 +204,7 @@ def test_steps_equal_those_of_peft_on_bitsandbytes(family: str, corpus: Path, tm
     job, recorder = job_on_rank(0, 1, start)
     model = their_base(base).float()
     _in_four_bits(model.transformer.h if family == "bloom" else model.model.layers, bits_and_bytes)
-    tuned = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).train()
+    tuned = with_adapters(model, adapter, trained=True).train()
     share_one_a(tuned)
     assert any(type(module).__name__ == "Linear4bit" for module in tuned.modules())
     expected = peft_steps(tuned, lambda step: job.trainer.batches.train.micro_batches(step * 4, 4), 3)

@@ -22,11 +22,10 @@ from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
 from tests.convert.transformers_tensors import from_transformers
-from tests.lora.families import CONFIGS, saved_base, their_base
+from tests.lora.families import CONFIGS, saved_base, their_base, with_adapters
 from tests.parity.float64 import in_float64
 from tests.parity.training import data_flags, job_on_rank, train
 
-peft = pytest.importorskip("peft")
 NUMBERS = (
     "--precision fp64 --lora-rank 3 --seq-length 12 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 "
     "--clip-grad 0.002"
@@ -76,8 +75,7 @@ def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path]) -> None:
     plain = their_base(base)
     with in_float64(), torch.no_grad():
         before = plain(tokens()).logits
-        adapted = peft.PeftModel.from_pretrained(plain, beside(checkpoint))
-        theirs = adapted(tokens()).logits
+        theirs = with_adapters(plain, beside(checkpoint))(tokens()).logits
     ours = megazero.load(checkpoint)(tokens())
     assert theirs.dtype == ours.dtype == torch.float64
     scale = theirs.abs().max()
@@ -89,8 +87,7 @@ def test_peft_gives_the_same_logits(trained: tuple[str, Path, Path]) -> None:
 def test_merged_is_what_peft_merges(trained: tuple[str, Path, Path]) -> None:
     family, base, checkpoint = trained
     with in_float64():
-        merged = peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()
-    state = merged.state_dict()
+        state = with_adapters(their_base(base), beside(checkpoint)).merge_and_unload().state_dict()
     with open_source(checkpoint) as source:
         assert isinstance(source, AdaptedSource)
         assert source.run.lora.lora_rank is None and source.columns == ("weight",)
@@ -137,9 +134,7 @@ def test_the_merged_model_is_exported(trained: tuple[str, Path, Path], tmp_path:
     with open_source(checkpoint) as source:
         convert(source, format_table()["hf"], tmp_path / "merged", TargetOptions(), lambda _: None)
     with in_float64(), torch.no_grad():
-        theirs = (
-            peft.PeftModel.from_pretrained(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
-        )
+        theirs = with_adapters(their_base(base), beside(checkpoint)).merge_and_unload()(tokens()).logits
         ours = their_base(tmp_path / "merged")(tokens()).logits
     assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
 
@@ -205,18 +200,15 @@ def test_steps_equal_those_of_peft(family: str, corpus: Path, tmp_path: Path) ->
     flags = [*flags_for(base, corpus, tmp_path, 4), "--micro-batch-size", "2", "--lr-decay-style", "constant"]
     job, recorder = job_on_rank(0, 1, flags)
     with in_float64():
-        model = peft.PeftModel.from_pretrained(
-            their_base(base), beside(tmp_path / "start" / "saved"), is_trainable=True
-        )
+        model = with_adapters(their_base(base), beside(tmp_path / "start" / "saved"), trained=True)
         share_one_a(model)
         expected = peft_steps(model, lambda step: job.trainer.batches.train.micro_batches(step * 4, 4), 4)
     job.fit()
     found = [(record.loss, record.grad_norm) for record in recorder.records]
     assert any(norm > 0.002 for _, norm in found), "clipping is to bind"
     torch.testing.assert_close(found, expected, rtol=TOLERANCE.get(family, 1e-9), atol=0.0)
-    files = beside(tmp_path / "saved")
     with in_float64():
-        ours = peft.PeftModel.from_pretrained(their_base(base), files).state_dict()
+        ours = with_adapters(their_base(base), beside(tmp_path / "saved")).state_dict()
     for name, theirs in model.state_dict().items():
         if "lora_" in name:
             assert (ours[name] - theirs).abs().max() < TOLERANCE.get(family, 1e-9) * theirs.abs().max(), name

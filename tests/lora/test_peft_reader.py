@@ -14,10 +14,9 @@ import torch
 import megazero
 from megazero.convert.registry import open_source, recognise
 from megazero.convert.source import ConversionError
-from tests.lora.families import saved_base, their_base
+from tests.lora.families import saved_base, their_base, with_adapters
 from tests.parity.float64 import in_float64
 
-peft = pytest.importorskip("peft")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, query and value": ("llama", {"r": 3, "target_modules": ["q_proj", "v_proj"]}),
     "llama, every layer": ("llama", {"r": 2, "lora_alpha": 5, "target_modules": "all-linear"}),
@@ -36,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def made(family: str, settings: dict[str, Any], folder: Path) -> Path:
     """A random adapter, as PEFT saves it."""
-    base = saved_base(family, folder)
+    peft, base = pytest.importorskip("peft"), saved_base(family, folder)
     with in_float64():
         torch.manual_seed(3)
         model = peft.get_peft_model(
@@ -55,7 +54,7 @@ def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
     with in_float64(), torch.no_grad():
         base = their_base(tmp_path / family)
         before = base(ids).logits
-        theirs = peft.PeftModel.from_pretrained(base, adapter)(ids).logits
+        theirs = with_adapters(base, adapter)(ids).logits
     ours = megazero.load(adapter, precision="fp64")(ids)
     assert (theirs - before).abs().max() > 1e-3 * theirs.abs().max(), "the adapters change nothing"
     assert (ours - theirs).abs().max() < (1e-6 if family == "bloom" else 1e-10) * theirs.abs().max()

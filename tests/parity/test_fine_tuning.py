@@ -24,8 +24,6 @@ from tests.parity.test_transformers import bloom, gpt2, llama, opt, shake, their
 from tests.parity.training import Outcome, job_on_rank, train, worst
 from tests.ranks import run_ranks
 
-transformers = pytest.importorskip("transformers")
-
 VOCABULARY, SEQUENCE = 300, 96
 MODELS = {
     "gpt2": gpt2(vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE),
@@ -117,6 +115,7 @@ def flags_for(folder: Path, data: list[Path], cache: Path, *more: str) -> list[s
 
 def theirs(folder: Path, records: list[dict[str, Any]]) -> tuple[float, float]:
     """The mean loss of the learned tokens, and the norm of its gradient."""
+    transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with in_float64():
         model = transformers.AutoModelForCausalLM.from_pretrained(

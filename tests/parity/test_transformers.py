@@ -25,8 +25,6 @@ from tests.convert.transformers_tensors import from_transformers, to_transformer
 from tests.parameters import assemble, gradients_of, load_transformers_state, worst_difference
 from tests.parity.float64 import in_float64
 
-transformers = pytest.importorskip("transformers")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -125,6 +123,7 @@ CASES = {
 
 
 def their_model(family: str, model: ModelConfig) -> Any:
+    transformers = pytest.importorskip("transformers")
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": not model.untie_embeddings_and_output_weights}
     if family == "bloom":
         config = transformers.BloomConfig(
@@ -169,6 +168,7 @@ def their_model(family: str, model: ModelConfig) -> Any:
 
 def their_opt(model: ModelConfig, common: dict[str, Any]) -> Any:
     """Without a padding token: the embedding of one would get no gradient over there."""
+    transformers = pytest.importorskip("transformers")
     config = transformers.OPTConfig(
         hidden_size=model.hidden_size,
         ffn_dim=ffn_width(model),
