@@ -42,12 +42,8 @@ from tests.convert.test_universal import LLAMA as UNIVERSAL_LLAMA
 
 RECORDED = Path(__file__).with_name("accepted.json")
 PROGRAMS = ("deepspeed", "megatron-core", "torch")
-READERS = (
-    "test_deepspeed_reads.py",
-    "test_deepspeed_pipeline.py",
-    "test_universal_deepspeed.py",
-    "test_megatron_core.py",
-)
+_READERS = ("deepspeed_reads", "deepspeed_pipeline", "universal_deepspeed", "megatron_core")
+READERS = tuple(f"test_{name}.py" for name in _READERS)
 """The tests in which the programs read it."""
 
 

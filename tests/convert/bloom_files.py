@@ -72,12 +72,8 @@ def foreign() -> Iterator[Foreign]:
     positions: Any = enum.Enum("positions", {"rotary": 1, "absolute": 2, "alibi": 3})
     stages.__module__, stages.__qualname__ = "deepspeed.runtime.zero.config", "ZeroStageEnum"
     positions.__module__, positions.__qualname__ = "megatron.enums", "PositionEmbeddingType"
-    found = Foreign(
-        class_of("deepspeed.utils.tensor_fragment", "fragment_address"),
-        class_of("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
-        stages,
-        positions,
-    )
+    address = class_of("deepspeed.utils.tensor_fragment", "fragment_address")
+    found = Foreign(address, class_of("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), stages, positions)
     with pytest.MonkeyPatch.context() as patch:
         for kind in (found.address, found.scaler, found.stage, found.position):
             parts = kind.__module__.split(".")
@@ -181,41 +177,25 @@ def mapping(
 
 def bloom_args(model: ModelConfig, layout: Layout, position: Any, **more: Any) -> argparse.Namespace:
     kinds = {"alibi": "alibi", "learned": "absolute", "rotary": "rotary"}
-    return argparse.Namespace(
-        **{
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
-            "ffn_hidden_size": 4 * model.hidden_size,
-            "kv_channels": model.hidden_size // model.num_attention_heads,
-            "vocab_size": model.vocab_size,
-            "padded_vocab_size": layout.rows,
-            "make_vocab_size_divisible_by": 128,
-            "seq_length": model.seq_length,
-            "max_position_embeddings": model.seq_length,
-            "position_embedding_type": position[kinds[model.position_embedding]],
-            "embed_layernorm": model.embedding_layernorm,
-            "layernorm_epsilon": model.norm_epsilon,
-            "bias_gelu_fusion": True,
-            "openai_gelu": False,
-            "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-            "tensor_model_parallel_size": layout.tp,
-            "pipeline_model_parallel_size": len(layout.stages),
-            "params_dtype": torch.bfloat16,
-            "bf16": True,
-            "fp16": False,
-            "iteration": 4,
-            "consumed_train_samples": 32,
-            "consumed_train_tokens": 32 * model.seq_length,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "kd": False,
-            "glu_activation": None,
-            "apply_residual_connection_post_layernorm": False,
-            "init_method_std": 0.02,
-        }
-        | more
-    )
+    shared = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
+    said: dict[str, Any] = {name: getattr(model, name) for name in (*shared, "untie_embeddings_and_output_weights")}
+    said |= {
+        "ffn_hidden_size": 4 * model.hidden_size,
+        "kv_channels": model.hidden_size // model.num_attention_heads,
+        "padded_vocab_size": layout.rows,
+        "make_vocab_size_divisible_by": 128,
+        "max_position_embeddings": model.seq_length,
+        "position_embedding_type": position[kinds[model.position_embedding]],
+        "embed_layernorm": model.embedding_layernorm,
+        "layernorm_epsilon": model.norm_epsilon,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": len(layout.stages),
+        "consumed_train_tokens": 32 * model.seq_length,
+    }
+    said |= {"params_dtype": torch.bfloat16, "bf16": True, "fp16": False, "iteration": 4, "consumed_train_samples": 32}
+    said |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "glu_activation": None}
+    said |= {"bias_gelu_fusion": True, "openai_gelu": False, "kd": False}
+    return argparse.Namespace(**said | {"apply_residual_connection_post_layernorm": False} | more)
 
 
 def save_bloom(
@@ -278,24 +258,11 @@ def _model_state(
 ) -> dict[str, Any]:
     said = bloom_args(model, layout, classes.position, **more)
     shapes = [OrderedDict((name, parameters[name].shape) for name in names) for names in groups_of(parameters)]
-    state: dict[str, Any] = {
-        "module": None,
-        "buffer_names": [],
-        "optimizer": None,
-        "param_shapes": shapes,
-        "lr_scheduler": {"max_lr": 1e-3, "num_steps": 32},
-        "global_steps": 4,
-        "skipped_steps": 0,
-        "dp_world_size": layout.dp,
-        "mp_world_size": layout.tp * len(layout.stages),
-        "ds_config": "ds_config.json",
-        "ds_version": "0.6.6",
-        "checkpoint_version": 3.0,
-        "iteration": 4,
-        "tokens": 32 * model.seq_length,
-        "random_rng_state": (3, (1, 2, 3), None),
-        "torch_rng_state": torch.get_rng_state(),
-    }
+    state: dict[str, Any] = {"module": None, "buffer_names": [], "optimizer": None, "param_shapes": shapes}
+    state |= {"lr_scheduler": {"max_lr": 1e-3, "num_steps": 32}, "ds_config": "ds_config.json", "ds_version": "0.6.6"}
+    state |= {"global_steps": 4, "skipped_steps": 0, "iteration": 4, "tokens": 32 * model.seq_length}
+    state |= {"dp_world_size": layout.dp, "mp_world_size": layout.tp * len(layout.stages), "checkpoint_version": 3.0}
+    state |= {"random_rng_state": (3, (1, 2, 3), None), "torch_rng_state": torch.get_rng_state()}
     if args is not False:
         state["args"] = said if args is True else args
     return state
@@ -303,14 +270,15 @@ def _model_state(
 
 def _save_optimizer(
     inside: Path,
-    columns: Mapping[str, Mapping[str, Tensor]],
+    columns: Globals,
     layout: Layout,
     rank: int,
     classes: Foreign,
     dtype: torch.dtype,
     mappings: bool,
-    steps: Any,
+    n: Any,
 ) -> None:
+    """n: the number of steps, of each moment."""
     parameters = columns["weight"]
     groups = groups_of(parameters)
     flat = {
@@ -323,7 +291,7 @@ def _save_optimizer(
         last = d == layout.dp - 1
         moments = [{column: flat[column][g][0][d] for column in ("exp_avg", "exp_avg_sq")} for g in range(len(groups))]
         base = {
-            "state": {g: {"step": steps, **moments[g]} for g in range(len(groups))},
+            "state": {g: {"step": n, **moments[g]} for g in range(len(groups))},
             "param_groups": [
                 {"weight_decay": decay, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "params": [g]}
                 for g, decay in enumerate((0.1, 0.0))
@@ -346,19 +314,10 @@ def _save_optimizer(
         if dtype == torch.float16:
             prefix = ""
             scaler = classes.scaler()
-            scaler.__dict__ = {
-                "cur_scale": 4096.0,
-                "cur_iter": 30,
-                "last_overflow_iter": 5,
-                "scale_window": 10,
-                "delayed_shift": 2,
-                "cur_hysteresis": 1,
-            }
-            state |= {
-                "loss_scaler": scaler,
-                "zero_stage": classes.stage.optimizer_states,
-                "partition_count": [layout.dp] * 2,
-            }
+            scaler.__dict__ = {"cur_scale": 4096.0, "cur_iter": 30, "last_overflow_iter": 5}
+            scaler.__dict__ |= {"scale_window": 10, "delayed_shift": 2, "cur_hysteresis": 1}
+            state |= {"loss_scaler": scaler, "partition_count": [layout.dp] * 2}
+            state["zero_stage"] = classes.stage.optimizer_states
             state["single_partition_of_fp32_groups"] = [
                 part[: part.numel() - padding]
                 for part, padding in zip(state["single_partition_of_fp32_groups"], state["group_paddings"], strict=True)

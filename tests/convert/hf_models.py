@@ -33,30 +33,11 @@ class Case:
 
 
 _BLOOM = {"n_layer": 4, "vocab_size": VOCABULARY}
-_GPT2 = {
-    "n_layer": 4,
-    "n_embd": 48,
-    "n_head": 4,
-    "n_positions": 24,
-    "vocab_size": VOCABULARY,
-    "eos_token_id": 5,
-    "bos_token_id": 5,
-}
-_LLAMA = {
-    "num_hidden_layers": 4,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "vocab_size": VOCABULARY,
-    "num_attention_heads": 8,
-}
-_OPT = {
-    "num_hidden_layers": 4,
-    "hidden_size": 48,
-    "ffn_dim": 80,
-    "vocab_size": VOCABULARY,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 24,
-}
+_GPT2 = {"n_layer": 4, "n_embd": 48, "n_head": 4, "n_positions": 24, "vocab_size": VOCABULARY}
+_GPT2 |= {"eos_token_id": 5, "bos_token_id": 5}
+_NAMED = {"num_hidden_layers": 4, "hidden_size": 48, "vocab_size": VOCABULARY}
+_LLAMA = _NAMED | {"intermediate_size": 40, "num_attention_heads": 8}
+_OPT = _NAMED | {"ffn_dim": 80, "num_attention_heads": 4, "max_position_embeddings": 24}
 CASES = {
     "bloom, 12 heads": Case("bloom", (1, 2, 4), _BLOOM | {"hidden_size": 48, "n_head": 12}, 1e-9),
     "bloom, 6 heads, untied": Case(

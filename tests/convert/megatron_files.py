@@ -24,44 +24,31 @@ ROWS = 8  # make_vocab_size_divisible_by
 
 
 def megatron_args(model: ModelConfig, tp: int, pp: int, **more: Any) -> argparse.Namespace:
-    return argparse.Namespace(
-        **{
-            "num_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
-            "group_query_attention": query_groups(model) != model.num_attention_heads,
-            "num_query_groups": query_groups(model) if query_groups(model) != model.num_attention_heads else 1,
-            "kv_channels": head_dim(model),
-            "ffn_hidden_size": ffn_width(model),
-            "vocab_size": model.vocab_size,
-            "padded_vocab_size": padded(model, tp),
-            "make_vocab_size_divisible_by": ROWS,
-            "seq_length": model.seq_length,
-            "max_position_embeddings": model.seq_length,
-            "position_embedding_type": {"learned": "learned_absolute", "rotary": "rope", "none": "none"}[
-                model.position_embedding
-            ],
-            "rotary_base": 10000,
-            "rotary_percent": 1.0,
-            "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
-            "layernorm_epsilon": model.norm_epsilon,
-            "swiglu": model.activation == "swiglu",
-            "bias_gelu_fusion": model.activation == "gelu-tanh",
-            "openai_gelu": False,
-            "add_bias_linear": mlp_bias(model),
-            "add_qkv_bias": attention_bias(model) and not mlp_bias(model),
-            "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "params_dtype": torch.bfloat16,
-            "bf16": True,
-            "num_experts": None,
-            "consumed_train_samples": 84,
-            "hysteresis": 2,
-            "adam_beta2": 0.97,
-        }
-        | more
-    )
+    shared = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
+    said: dict[str, Any] = {name: getattr(model, name) for name in (*shared, "untie_embeddings_and_output_weights")}
+    grouped = query_groups(model) != model.num_attention_heads
+    positions = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
+    said |= {
+        "group_query_attention": grouped,
+        "num_query_groups": query_groups(model) if grouped else 1,
+        "kv_channels": head_dim(model),
+        "ffn_hidden_size": ffn_width(model),
+        "padded_vocab_size": padded(model, tp),
+        "make_vocab_size_divisible_by": ROWS,
+        "max_position_embeddings": model.seq_length,
+        "position_embedding_type": positions[model.position_embedding],
+        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+        "layernorm_epsilon": model.norm_epsilon,
+        "swiglu": model.activation == "swiglu",
+        "bias_gelu_fusion": model.activation == "gelu-tanh",
+        "add_bias_linear": mlp_bias(model),
+        "add_qkv_bias": attention_bias(model) and not mlp_bias(model),
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+    }
+    said |= {"rotary_base": 10000, "rotary_percent": 1.0, "openai_gelu": False, "num_experts": None, "bf16": True}
+    said |= {"params_dtype": torch.bfloat16, "consumed_train_samples": 84, "hysteresis": 2, "adam_beta2": 0.97}
+    return argparse.Namespace(**said | more)
 
 
 def padded(model: ModelConfig, tp: int) -> int:
@@ -140,25 +127,15 @@ def layer(cut: Cutter, number: int, style: str) -> dict[str, Tensor]:
             **under("mlp.linear_fc1.", fc1),
             **under("mlp.linear_fc2.", fc2),
         }
-    names = {
-        "local": (
-            "self_attention.linear_qkv.",
-            "self_attention.linear_proj.",
-            "pre_mlp_layernorm.",
-            "mlp.linear_fc1.",
-            "mlp.linear_fc2.",
-        ),
-        "legacy": (
-            "self_attention.query_key_value.",
-            "self_attention.dense.",
-            "post_attention_layernorm.",
-            "mlp.dense_h_to_4h.",
-            "mlp.dense_4h_to_h.",
-        ),
-    }[style]
+    words = {
+        "local": "linear_qkv linear_proj pre_mlp_layernorm linear_fc1 linear_fc2",
+        "legacy": "query_key_value dense post_attention_layernorm dense_h_to_4h dense_4h_to_h",
+    }[style].split()
+    rooms = ("self_attention.", "self_attention.", "", "mlp.", "mlp.")
+    names = [room + word for room, word in zip(rooms, words, strict=True)]
     parts = under("input_layernorm.", first)
-    for prefix, tensors in zip(names, (qkv, dense, second, fc1, fc2), strict=True):
-        parts |= under(prefix, tensors)
+    for name, tensors in zip(names, (qkv, dense, second, fc1, fc2), strict=True):
+        parts |= under(f"{name}.", tensors)
     return parts
 
 

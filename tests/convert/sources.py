@@ -18,6 +18,10 @@ BLOOM = ModelConfig(
     num_layers=2, hidden_size=24, num_attention_heads=3, vocab_size=97, seq_length=16, embedding_layernorm=True
 )
 
+AS_LLAMA: dict[str, Any] = {"position_embedding": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
+AS_LLAMA |= {"disable_bias_linear": True, "untie_embeddings_and_output_weights": True, "num_query_groups": 2}
+"""Of a model with four heads."""
+
 
 def entries_of(model: ModelConfig, columns: Mapping[str, torch.dtype]) -> dict[str, TensorInfo]:
     """Entries for a format whose tensors are all stored alike."""

@@ -77,20 +77,12 @@ def test_ranks_and_layers_are_counted_as_numbers(tmp_path: Path) -> None:
 
 
 def test_arguments_as_a_dictionary(tmp_path: Path, values: Globals) -> None:
-    save_bloom(
-        values,
-        MODEL,
-        tmp_path,
-        Layout(2, (3,)),
-        args={"num_attention_heads": 4, "vocab_size": 97, "layernorm_epsilon": 1e-6},
-    )
+    args = {"num_attention_heads": 4, "vocab_size": 97, "layernorm_epsilon": 1e-6}
+    save_bloom(values, MODEL, tmp_path, Layout(2, (3,)), args=args)
     same(tmp_path, values)
     with open_megatron_deepspeed(tmp_path) as source:
-        assert (
-            source.model.norm_epsilon == 1e-6
-            and source.model.position_embedding == "alibi"
-            and source.model.embedding_layernorm
-        )
+        assert source.model.norm_epsilon == 1e-6 and source.model.embedding_layernorm
+        assert source.model.position_embedding == "alibi"
 
 
 def test_arguments_that_are_gone(tmp_path: Path, values: Globals) -> None:
@@ -100,15 +92,11 @@ def test_arguments_that_are_gone(tmp_path: Path, values: Globals) -> None:
         open_megatron_deepspeed(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 4, "layer_norm_epsilon": 1e-6, "vocab_size": 97}))
     notes = same(tmp_path, values)
-    assert (
-        "seq_length is said nowhere: 2048 is assumed" in notes
-        and "position_embedding_type is said nowhere: alibi is assumed" in notes
-    )
+    assumed = ("seq_length is said nowhere: 2048", "position_embedding_type is said nowhere: alibi")
+    assert {f"{words} is assumed" for words in assumed} <= {*notes}
     with open_megatron_deepspeed(tmp_path) as source:
-        assert source.model.norm_epsilon == 1e-6 and (source.position.iteration, source.position.optimizer_steps) == (
-            4,
-            4.0,
-        )
+        assert source.model.norm_epsilon == 1e-6
+        assert (source.position.iteration, source.position.optimizer_steps) == (4, 4.0)
     with open_megatron_deepspeed(inside) as source:
         assert source.model.norm_epsilon == 1e-6, "the same where the step's own folder is named"
     for file in inside.glob("mp_rank*"):
@@ -139,13 +127,14 @@ def test_copies_of_the_tied_embedding_that_differ(tmp_path: Path, values: Global
     """Of the table, which both stages train, the mean is taken; its norm is idle on the last stage."""
     save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2), behind=0.5)
     with open_megatron_deepspeed(tmp_path) as source:
-        found = source.read("embedding.word.weight", "exp_avg")
-        assert torch.allclose(found, values["exp_avg"]["embedding.word.weight"] + 0.25, atol=1e-6)
+        for number, column in enumerate(("weight", "exp_avg")):
+            found = source.read("embedding.word.weight", column)
+            assert torch.allclose(found, values[column]["embedding.word.weight"] + 0.25, atol=1e-6)
+            assert len(source.report.replicas) == number + 1 and not source.report.apart
         assert torch.equal(source.read("embedding.norm.weight", "exp_avg"), values["exp_avg"]["embedding.norm.weight"])
-        (differing,) = source.report.replicas
-        assert (
-            differing.key == "layer 1 word_embeddings.weight exp_avg (first and last stage)" and differing.copies == 2
-        )
+        differing = source.report.replicas[1]
+        assert differing.key == "layer 1 word_embeddings.weight exp_avg (first and last stage)"
+        assert differing.copies == 2 and len(source.report.replicas) == 2
         assert "optimizer tied_modules.embed.word_embeddings.norm.weight (stage 1)" in source.report.unused
 
 
@@ -196,23 +185,10 @@ def test_tp_ranks_that_store_other_dtypes(tmp_path: Path, values: Globals) -> No
 
 def test_files_of_other_partitions(tmp_path: Path, values: Globals) -> None:
     inside = save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2))
-    swap(
-        inside / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        inside / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-    )
-    with pytest.raises(
-        ConversionError, match=r"do not follow each other: .* should end the one and go on in the other"
-    ):
+    swap(*(inside / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)))
+    said = r"do not follow each other: .* should end the one and go on in the other"
+    with pytest.raises(ConversionError, match=said):
         open_megatron_deepspeed(tmp_path)
-
-
-def test_a_tied_table_that_differs_is_averaged_and_nothing_else_is_said(tmp_path: Path, values: Globals) -> None:
-    save_bloom(values, MODEL, tmp_path, Layout(2, (1, 2), 2), behind=0.5)
-    with open_megatron_deepspeed(tmp_path) as source:
-        assert torch.allclose(
-            source.read("embedding.word.weight"), values["weight"]["embedding.word.weight"] + 0.25, atol=1e-6
-        )
-        assert len(source.report.replicas) == 1 and not source.report.apart
 
 
 def swap(here: Path, there: Path) -> None:

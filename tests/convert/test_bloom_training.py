@@ -23,19 +23,7 @@ from tests.parity.training import Recorder, data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
 MODEL = small_model(3, heads=4)
-NUMBERS = [
-    "--bf16",
-    "--global-batch-size",
-    "4",
-    "--train-iters",
-    "8",
-    "--lr",
-    "1e-2",
-    "--lr-decay-style",
-    "constant",
-    "--init-method-std",
-    "0.1",
-]
+NUMBERS = "--bf16 --global-batch-size 4 --train-iters 8 --lr 1e-2 --lr-decay-style constant --init-method-std 0.1"
 STOP = 4
 OTHERS = ["--override-opt-param-scheduler", "--override-batch", "--override-data"]
 """The run's own numbers, of which the files tell only some."""
@@ -74,7 +62,7 @@ def memory(
     corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[StepRecord], dict[str, dict[str, Tensor]], list[str]]:
     """Eight steps in one process, and what was in its memory after four."""
-    flags = [*MODEL, *NUMBERS, *data_flags(corpus, tmp_path_factory.getbasetemp() / "cache")]
+    flags = [*MODEL, *NUMBERS.split(), *data_flags(corpus, tmp_path_factory.getbasetemp() / "cache")]
     return *run_ranks(1, trained_on_rank, flags)[0], flags
 
 

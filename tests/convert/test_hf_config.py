@@ -21,21 +21,9 @@ from megazero.convert.source import ConversionError
 WHERE = Path("there/config.json")
 BLOOM: dict[str, Any] = {"model_type": "bloom", "hidden_size": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 90}
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "vocab_size": 90,
-}
-OPT: dict[str, Any] = {
-    "model_type": "opt",
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "vocab_size": 90,
-    "ffn_dim": 60,
-}
+_NAMED = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 90}
+LLAMA: dict[str, Any] = {"model_type": "llama"} | _NAMED
+OPT: dict[str, Any] = {"model_type": "opt", "ffn_dim": 60} | _NAMED
 
 
 def model_of(config: dict[str, Any], **more: Any) -> ModelConfig:
@@ -44,57 +32,24 @@ def model_of(config: dict[str, Any], **more: Any) -> ModelConfig:
 
 READ = [
     # config.json, more of it, fields of ours
-    (
-        BLOOM,
-        {},
-        {
-            "num_attention_heads": 6,
-            "seq_length": 2048,
-            "norm_epsilon": 1e-5,
-            "embedding_layernorm": True,
-            "hidden_dropout": 0.0,
-        },
-    ),
-    (
-        BLOOM,
-        {"n_embed": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "seq_length": 512, "n_inner": None},
-        {"seq_length": 512},
-    ),
+    (BLOOM, {}, {"num_attention_heads": 6, "seq_length": 2048, "embedding_layernorm": True}),
+    (BLOOM, {}, {"norm_epsilon": 1e-5, "hidden_dropout": 0.0}),
+    (BLOOM, {"n_embed": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "n_inner": None}, {"seq_length": 2048}),
+    (BLOOM, {"seq_length": 512}, {"seq_length": 512}),
     (BLOOM, {"slow_but_exact": False, "pretraining_tp": 4}, {"seq_length": 2048}),
     (BLOOM, {"tie_word_embeddings": False}, {"untie_embeddings_and_output_weights": True}),
     (BLOOM, {"attention_dropout": 0.1, "layer_norm_epsilon": 1e-6}, {"attention_dropout": 0.1, "norm_epsilon": 1e-6}),
-    (
-        GPT2,
-        {},
-        {"activation": "gelu-tanh", "max_position_embeddings": 1024, "ffn_hidden_size": None, "hidden_dropout": 0.1},
-    ),
-    (
-        GPT2,
-        {"n_inner": 100, "n_positions": 32, "n_ctx": 64},
-        {"ffn_hidden_size": 100, "seq_length": 32, "max_position_embeddings": 32},
-    ),
+    (GPT2, {}, {"activation": "gelu-tanh", "max_position_embeddings": 1024, "hidden_dropout": 0.1}),
+    (GPT2, {"n_inner": 100}, {"ffn_hidden_size": 100}),
+    (GPT2, {"n_inner": None, "n_positions": 32, "n_ctx": 64}, {"seq_length": 32, "max_position_embeddings": 32}),
+    (GPT2, {}, {"ffn_hidden_size": None}),
     (GPT2, {"activation_function": "gelu"}, {"activation": "gelu"}),
-    (
-        GPT2,
-        {"activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0, "attn_pdrop": 0.2},
-        {"activation": "gelu-tanh", "hidden_dropout": 0},
-    ),
-    (
-        GPT2,
-        {"reorder_and_upcast_attn": True, "tie_word_embeddings": False},
-        {"untie_embeddings_and_output_weights": True},
-    ),
-    (
-        LLAMA,
-        {},
-        {
-            "norm_epsilon": 1e-6,
-            "ffn_hidden_size": 11008,
-            "rotary_base": 1e4,
-            "disable_bias_linear": True,
-            "kv_channels": None,
-        },
-    ),
+    (GPT2, {"activation_function": "gelu_pytorch_tanh"}, {"activation": "gelu-tanh"}),
+    (GPT2, {"resid_pdrop": 0, "attn_pdrop": 0.2}, {"hidden_dropout": 0}),
+    (GPT2, {"reorder_and_upcast_attn": True}, {"untie_embeddings_and_output_weights": False}),
+    (GPT2, {"tie_word_embeddings": False}, {"untie_embeddings_and_output_weights": True}),
+    (LLAMA, {}, {"norm_epsilon": 1e-6, "ffn_hidden_size": 11008, "rotary_base": 1e4}),
+    (LLAMA, {}, {"disable_bias_linear": True, "kv_channels": None}),
     (LLAMA, {"rope_theta": 5e5, "rope_scaling": None, "head_dim": None}, {"rotary_base": 5e5}),
     (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 500}}, {"rotary_base": 500.0}),
     (LLAMA, {"rope_parameters": {"rope_theta": 66.0, "partial_rotary_factor": None}}, {"rotary_base": 66.0}),
@@ -103,23 +58,11 @@ READ = [
     (LLAMA, {"head_dim": 8, "num_key_value_heads": 2}, {"kv_channels": None, "num_query_groups": 2}),
     (LLAMA, {"head_dim": 10, "hidden_act": "swish"}, {"kv_channels": 10, "activation": "swiglu"}),
     (LLAMA, {"attention_bias": True}, {"attention_bias": True, "mlp_bias": False}),
-    (
-        LLAMA,
-        {"attention_bias": True, "mlp_bias": True},
-        {"disable_bias_linear": False, "attention_bias": None, "mlp_bias": None},
-    ),
+    (LLAMA, {"attention_bias": True, "mlp_bias": True}, {"disable_bias_linear": False, "mlp_bias": None}),
+    (LLAMA, {"attention_bias": True, "mlp_bias": True}, {"attention_bias": None}),
     (LLAMA, {"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
-    (
-        OPT,
-        {},
-        {
-            "activation": "relu",
-            "position_offset": 2,
-            "max_position_embeddings": 2048,
-            "hidden_dropout": 0.1,
-            "ffn_hidden_size": 60,
-        },
-    ),
+    (OPT, {}, {"activation": "relu", "position_offset": 2, "max_position_embeddings": 2048}),
+    (OPT, {}, {"hidden_dropout": 0.1, "ffn_hidden_size": 60}),
     (OPT, {"enable_bias": False, "activation_function": "gelu"}, {"disable_bias_linear": True, "activation": "gelu"}),
     (OPT, {"word_embed_proj_dim": 48, "init_std": 0.01}, {"init_method_std": 0.01}),
 ]
@@ -131,6 +74,8 @@ def test_read(config: dict[str, Any], more: dict[str, Any], fields: dict[str, An
     assert {name: getattr(model, name) for name in fields} == fields
 
 
+DEFAULT, OWN_THETA = {"rope_type": "default", "rope_theta": 5.0}, {"rope_theta": 1e4}
+SCALED = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 REFUSED = [
     ({"model_type": "mamba"}, {}, "model_type 'mamba'; megazero reads bloom, gpt2, llama, opt"),
     ({}, {}, "model_type None"),
@@ -150,28 +95,13 @@ REFUSED = [
     (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
     (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'"),
+    (LLAMA, {"rope_parameters": {"full_attention": DEFAULT}}, "rope_parameters of several kinds of layers"),
+    (LLAMA | OWN_THETA, {"rope_parameters": DEFAULT}, "rope_theta is 10000.0, rope_parameters.rope_theta 5.0"),
+    (LLAMA | OWN_THETA, {"rope_scaling": DEFAULT}, "rope_theta is 10000.0, rope_scaling.rope_theta 5.0"),
     (
-        LLAMA,
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        "rope_parameters of several kinds of layers",
-    ),
-    (
-        LLAMA,
-        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
-        "rope_theta is 10000.0, rope_parameters.rope_theta 500000.0",
-    ),
-    (
-        LLAMA,
-        {
-            "rope_scaling": {"type": "linear", "factor": 4.0},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        "rope_scaling.rope_type is 'linear', rope_parameters.rope_type 'default'",
-    ),
-    (
-        LLAMA,
-        {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "rope_theta": 5.0}},
-        "rope_theta is 10000.0, rope_scaling.rope_theta 5.0",
+        LLAMA | SCALED,
+        {"rope_parameters": DEFAULT},
+        "scaling.rope_type is 'linear', rope_parameters.rope_type 'default'",
     ),
     (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     (LLAMA, {"sliding_window": 4096}, "sliding_window 4096"),
@@ -195,10 +125,9 @@ def test_refused(config: dict[str, Any], more: dict[str, Any], words: str) -> No
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     """OPT's 350m."""
+    wrong = {"do_layer_norm_before": False, "word_embed_proj_dim": 24, "activation_function": "tanh"}
     with pytest.raises(ConversionError) as error:
-        model_of(
-            OPT, do_layer_norm_before=False, word_embed_proj_dim=24, activation_function="tanh", hidden_size="48.5"
-        )
+        model_of(OPT, **wrong, hidden_size="48.5")
     words = ("do_layer_norm_before", "word_embed_proj_dim 24", "activation_function: 'tanh'", "hidden_size: '48.5'")
     assert all(word in str(error.value) for word in words)
 
@@ -218,13 +147,8 @@ def own(**shape: Any) -> ModelConfig:
 
 
 LEARNED = own(position_embedding="learned", activation="gelu-tanh")
-ROTARY = own(
-    position_embedding="rotary",
-    norm="rmsnorm",
-    activation="swiglu",
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-)
+ROTARY = own(position_embedding="rotary", norm="rmsnorm", activation="swiglu", disable_bias_linear=True)
+ROTARY = replace(ROTARY, untie_embeddings_and_output_weights=True)
 FRESH: dict[str, Any] = {
     "bloom": own(position_embedding="alibi", embedding_layernorm=True, activation="gelu-tanh"),
     "gpt2": LEARNED,
@@ -279,15 +203,8 @@ def test_what_no_family_expresses(model: ModelConfig, words: str) -> None:
 
 def test_a_file_of_an_old_version_stays_as_it_is() -> None:
     """BigScience's own names, and a GPT-2 that names no dtype."""
-    bloom: dict[str, Any] = {
-        "model_type": "bloom",
-        "n_embed": 48,
-        "n_layer": 2,
-        "num_attention_heads": 6,
-        "n_inner": None,
-        "vocab_size": 90,
-        "offset_alibi": 100,
-    }
+    bloom: dict[str, Any] = {"model_type": "bloom", "n_embed": 48, "n_layer": 2, "num_attention_heads": 6}
+    bloom |= {"n_inner": None, "vocab_size": 90, "offset_alibi": 100}
     for config in (bloom, GPT2 | {"n_ctx": 1024}):
         run = run_of(config, WHERE, torch.float32)
         assert run.model.hidden_size == 48 and run.model.num_attention_heads == 6
@@ -300,18 +217,12 @@ def test_kept_but_for_what_changed() -> None:
     """Keys that mean nothing here stay; a table that grew, another base and another dtype are written under the names
     that were there.
     """
-    original = LLAMA | {
-        "rope_theta": 1e4,
-        "dtype": "float32",
-        "max_position_embeddings": 4096,
-        "eos_token_id": [5, 6],
-        "task": {"x": 1},
-    }
+    original = LLAMA | {"rope_theta": 1e4, "dtype": "float32", "max_position_embeddings": 4096}
+    original |= {"eos_token_id": [5, 6], "task": {"x": 1}}
     run = run_of(original, WHERE, torch.float32)
     assert kept_config(original, WHERE, FAMILIES["llama"], run, torch.float32) == original
-    shorter = replace(
-        run, model=replace(run.model, seq_length=64, vocab_size=100, rotary_base=2e4), data=DataConfig(eod_id=8)
-    )
+    model = replace(run.model, seq_length=64, vocab_size=100, rotary_base=2e4)
+    shorter = replace(run, model=model, data=DataConfig(eod_id=8))
     made = kept_config(original, WHERE, FAMILIES["llama"], shorter, torch.bfloat16)
     changed = {"vocab_size": 100, "rope_theta": 2e4, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
     assert made == original | changed | {"dtype": "bfloat16", "eos_token_id": 8}

@@ -17,7 +17,7 @@ from megazero.convert.registry import format_table, recognise
 from megazero.convert.source import ConversionError, parameter_specs
 from megazero.data.progress import silent
 from tests.convert.megatron_files import padded, save_megatron
-from tests.convert.sources import made
+from tests.convert.sources import AS_LLAMA, made
 
 GPT = ModelConfig(
     num_layers=4,
@@ -30,17 +30,7 @@ GPT = ModelConfig(
     max_position_embeddings=16,
     position_embedding="learned",
 )
-LLAMA = replace(
-    GPT,
-    num_attention_heads=4,
-    num_query_groups=2,
-    position_embedding="rotary",
-    norm="rmsnorm",
-    activation="swiglu",
-    ffn_hidden_size=20,
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-)
+LLAMA = replace(GPT, ffn_hidden_size=20, **AS_LLAMA)
 MODELS = {
     "gpt": GPT,
     "untied": replace(GPT, untie_embeddings_and_output_weights=True, kv_channels=8, activation="gelu"),

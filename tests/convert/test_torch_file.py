@@ -36,6 +36,10 @@ class Call:
         return self.parts
 
 
+DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.uint16]
+DTYPES += [torch.float8_e4m3fn, torch.complex64]
+
+
 def everything() -> dict[str, Any]:
     base = torch.arange(100.0)
     marked = torch.nn.Parameter(torch.ones(3))
@@ -49,11 +53,7 @@ def everything() -> dict[str, Any]:
         "expanded": torch.ones(1).expand(7),
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(3),
-        **{
-            str(dtype): torch.ones(3, 2).to(dtype)
-            for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool)
-        },
-        **{str(dtype): torch.ones(3, 2).to(dtype) for dtype in (torch.uint16, torch.float8_e4m3fn, torch.complex64)},
+        **{str(dtype): torch.ones(3, 2).to(dtype) for dtype in DTYPES},
         "marked": marked,
         "plain": plain,
         "state": torch.nn.Linear(2, 3).state_dict(),
@@ -72,9 +72,7 @@ def everything() -> dict[str, Any]:
 def same(found: Any, made: Any) -> None:
     if isinstance(made, torch.Tensor):
         assert found.dtype == made.dtype and found.shape == made.shape
-        assert torch.equal(
-            found.contiguous().view(-1).view(torch.uint8), made.detach().contiguous().view(-1).view(torch.uint8)
-        )
+        assert torch.equal(*(tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (found, made)))
     elif isinstance(made, np.ndarray):
         assert np.array_equal(found.value, made) and found.value.dtype == made.dtype
     elif isinstance(made, dict):
@@ -168,7 +166,11 @@ def globally(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-NAMESPACE = globally("argparse", "Namespace")
+NAMESPACE, ENCODE, BYTES = (
+    globally(*name.split()) for name in ("argparse Namespace", "_codecs encode", "builtins bytes")
+)
+DTYPE, SCALAR = globally("numpy", "dtype"), globally("numpy.core.multiarray", "scalar")
+MINUS_ONE = b"J\xff\xff\xff\xff"
 CRAFTED = {
     # dotted names reach through a module that may be named
     "dotted name": (b"\x80\x04" + text("argparse") + text("_sys.modules") + b"\x93.", "argparse._sys.modules"),
@@ -206,39 +208,17 @@ CRAFTED = {
     "not a pickle": (b"hello", "broken"),
     "a persistent id that is none": (b"\x80\x02K\x01Q.", "a storage is described as 1"),
     # numpy
-    "an array of objects": (
-        b"\x80\x02" + globally("numpy", "dtype") + b"(" + text("O8") + b"K\x00K\x01tR.",
-        "only numbers and text",
-    ),
+    "an array of objects": (b"\x80\x02" + DTYPE + b"(" + text("O8") + b"K\x00K\x01tR.", "only numbers and text"),
     "a type of parts": (
-        b"\x80\x02"
-        + globally("numpy", "dtype")
-        + b"("
-        + text("V8")
-        + b"K\x00K\x01tR(K\x03"
-        + text("|")
-        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb.",
+        b"\x80\x02" + DTYPE + b"(" + text("V8") + b"K\x00K\x01tR(K\x03" + text("|") + b"NNN" + MINUS_ONE * 2 + b"K?tb.",
         "only numbers and text",
     ),
     "an array larger than its bytes": (
-        b"\x80\x02"
-        + globally("numpy.core.multiarray", "scalar")
-        + globally("numpy", "dtype")
-        + text("f8")
-        + b"\x85R"
-        + globally("_codecs", "encode")
-        + text("abc")
-        + b"\x85R\x86R.",
+        b"\x80\x02" + SCALAR + DTYPE + text("f8") + b"\x85R" + ENCODE + text("abc") + b"\x85R\x86R.",
         "numpy array's shape",
     ),
-    "a codec": (
-        b"\x80\x02" + globally("_codecs", "encode") + text("a") + text("punycode") + b"\x86R.",
-        "string of bytes",
-    ),
-    "as many bytes as it says": (
-        b"\x80\x02" + globally("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R.",
-        "string of bytes",
-    ),
+    "a codec": (b"\x80\x02" + ENCODE + text("a") + text("punycode") + b"\x86R.", "string of bytes"),
+    "as many bytes as it says": (b"\x80\x02" + BYTES + b"J\xff\xff\xff\x7f\x85R.", "string of bytes"),
 }
 
 
@@ -262,15 +242,8 @@ def test_an_instruction_that_is_not_listed_is_refused() -> None:
 
 def test_known_names_become_records_that_can_do_nothing() -> None:
     """Attributes named like Python's own are dictionary entries; and a known name is never imported."""
-    data = (
-        b"\x80\x02"
-        + globally("megatron.os", "system")
-        + text("touch it")
-        + b"\x85R}"
-        + text("__class__")
-        + globally("megatron", "x")
-        + b"sb."
-    )
+    data = b"\x80\x02" + globally("megatron.os", "system") + text("touch it") + b"\x85R}" + text("__class__")
+    data += globally("megatron", "x") + b"sb."
     before = set(sys.modules)
     found = unpickle(data, "here", {}, ["megatron.*"])
     assert found.name == "megatron.os.system" and found.args == ("touch it",) and type(found).__mro__[1] is Record
@@ -289,17 +262,9 @@ def test_deep_structures_are_read() -> None:
 def tensor_pickle(numel: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...], key: str = "0") -> bytes:
     """A tensor as torch.save describes it, with any numbers."""
     numbers = lambda values: b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in values) + b"t"  # noqa: E731
-    storage = (
-        b"("
-        + text("storage")
-        + globally("torch", "FloatStorage")
-        + text(key)
-        + text("cpu")
-        + b"\x8a\x08"
-        + struct.pack("<q", numel)
-        + b"tQ"
-    )
-    args = storage + b"\x8a\x08" + struct.pack("<q", offset) + numbers(size) + numbers(stride) + b"\x89N"
+    storage = b"(" + text("storage") + globally("torch", "FloatStorage") + text(key) + text("cpu")
+    args = storage + b"\x8a\x08" + struct.pack("<q", numel) + b"tQ"
+    args += b"\x8a\x08" + struct.pack("<q", offset) + numbers(size) + numbers(stride) + b"\x89N"
     return b"\x80\x02" + globally("torch._utils", "_rebuild_tensor_v2") + b"(" + args + b"tR."
 
 
@@ -332,10 +297,9 @@ def test_the_helper_above_makes_good_tensors_too(tmp_path: Path) -> None:
 
 
 def test_a_storage_cannot_be_elsewhere(tmp_path: Path) -> None:
+    path = archive(tmp_path / "file.pt", tensor_pickle(1, 0, (1,), (1,), key="../../secret"), {"0": bytes(4)})
     with pytest.raises(ConversionError, match=r"no entry 'data/../../secret'"):
-        read_torch_file(
-            archive(tmp_path / "file.pt", tensor_pickle(1, 0, (1,), (1,), key="../../secret"), {"0": bytes(4)})
-        )
+        read_torch_file(path)
 
 
 def test_files_that_are_no_whole_torch_files(tmp_path: Path) -> None:
@@ -368,22 +332,8 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
     """With weights_only, with its mapping, and with tensors that came in pieces."""
     pieces = torch.randn(3, 2).bfloat16()
     made: dict[str, Any] = {
-        "values": [
-            1,
-            2.5,
-            "é\n",
-            None,
-            True,
-            False,
-            2**40,
-            -1,
-            -(2**33),
-            2**100,
-            (1, 2),
-            (),
-            {},
-            {"a": {3: torch.float16}},
-        ],
+        "values": [1, 2.5, "é\n", None, True, False, 2**40, -1, -(2**33), 2**100],
+        "nested": [(1, 2), (), {}, {"a": {3: torch.float16}}],
         "transposed": torch.randn(5, 7).t(),
         "pieces": pieces,
         "empty": torch.empty(0),
@@ -391,20 +341,15 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
         "last": torch.arange(12.0).view(3, 4),
         "size": torch.Size([2, 3]),
     }
-    hollow = {
-        **made,
-        **{key: TensorPlaceholder(tuple(made[key].shape), made[key].dtype) for key in ("pieces", "empty", "last")},
-    }
+    fed = ("pieces", "empty", "last")
+    hollow = made | {key: TensorPlaceholder(tuple(made[key].shape), made[key].dtype) for key in fed}
     path = tmp_path / "file.pt"
     with TorchFileWriter(path, hollow) as writer:
         for piece in (pieces[:1], pieces[1:], made["last"][:2], made["last"][2:]):
             writer.feed(piece)
-    for found in (
-        torch.load(path, weights_only=True),
-        torch.load(path, weights_only=True, mmap=True),
-        read_torch_file(path),
-    ):
-        same(found, made)
+    for mmap in (False, True):
+        same(torch.load(path, weights_only=True, mmap=mmap), made)
+    same(read_torch_file(path), made)
     with zipfile.ZipFile(path) as file:
         assert file.testzip() is None
         for info in file.infolist():
@@ -415,16 +360,10 @@ def test_torch_opens_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_full_is_an_error(tmp_path: Path) -> None:
-    with (
-        pytest.raises(AssertionError, match="4 elements of a tensor are missing"),
-        TorchFileWriter(tmp_path / "a", TensorPlaceholder((2, 3), torch.float32)) as writer,
-    ):
-        writer.feed(torch.ones(2))
-    with (
-        pytest.raises(AssertionError, match="7 elements where 6 are missing"),
-        TorchFileWriter(tmp_path / "a", TensorPlaceholder((2, 3), torch.float32)) as writer,
-    ):
-        writer.feed(torch.ones(7))
+    place = TensorPlaceholder((2, 3), torch.float32)
+    for count, words in ((2, "4 elements of a tensor are missing"), (7, "7 elements where 6 are missing")):
+        with pytest.raises(AssertionError, match=words), TorchFileWriter(tmp_path / "a", place) as writer:
+            writer.feed(torch.ones(count))
 
 
 def test_objects_of_classes_that_are_not_installed(tmp_path: Path) -> None:
@@ -434,12 +373,8 @@ def test_objects_of_classes_that_are_not_installed(tmp_path: Path) -> None:
     stage = record_type("nowhere.config.Stage")(2)
     write_torch_file(tmp_path / "file.pt", {"map": {"weight": fragment}, "stage": stage})
     found = read_torch_file(tmp_path / "file.pt", ["nowhere.*"])
-    assert found["map"]["weight"].name == "nowhere.tensor_fragment.fragment_address" and found["map"][
-        "weight"
-    ].state == {
-        "numel": 3,
-        "start": 1,
-    }
+    weight = found["map"]["weight"]
+    assert (weight.name, weight.state) == ("nowhere.tensor_fragment.fragment_address", {"numel": 3, "start": 1})
     assert found["stage"].args == (2,)
     with pytest.raises(ConversionError, match=r"nowhere\.tensor_fragment\.fragment_address"):
         read_torch_file(tmp_path / "file.pt")

@@ -20,7 +20,7 @@ from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError, Source
 from megazero.data.progress import silent
-from tests.convert.sources import made
+from tests.convert.sources import AS_LLAMA, made
 
 BLOOM = ModelConfig(
     num_layers=2,
@@ -33,18 +33,7 @@ BLOOM = ModelConfig(
     max_position_embeddings=16,
     embedding_layernorm=True,
 )
-LLAMA = replace(
-    BLOOM,
-    num_attention_heads=4,
-    num_query_groups=2,
-    position_embedding="rotary",
-    embedding_layernorm=False,
-    norm="rmsnorm",
-    activation="swiglu",
-    ffn_hidden_size=20,
-    disable_bias_linear=True,
-    untie_embeddings_and_output_weights=True,
-)
+LLAMA = replace(BLOOM, num_attention_heads=4, embedding_layernorm=False, ffn_hidden_size=20, **AS_LLAMA)
 MODELS = {
     "bloom": BLOOM,
     "gpt": replace(BLOOM, position_embedding="learned", embedding_layernorm=False),
@@ -58,11 +47,8 @@ def same(opened: Source, source: Source, columns: tuple[str, ...] = COLUMNS) -> 
     for name, entry in opened.entries.items():
         for column in columns:
             found = opened.read(name, column)
-            assert (
-                (found.dtype, tuple(found.shape))
-                == (entry.columns[column], entry.shape)
-                == (torch.float32, source.entries[name].shape)
-            )
+            stored = found.dtype, tuple(found.shape)
+            assert stored == (entry.columns[column], entry.shape) == (torch.float32, source.entries[name].shape)
             assert torch.equal(found, source.read(name, column)), (name, column)
 
 
@@ -103,16 +89,9 @@ def test_the_names_are_blooms(tmp_path):
     convert(made(BLOOM, moments=True), format_table()["universal"], tmp_path / "out", TargetOptions(), silent)
     folder = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
     names = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
-    block = {
-        f"{part}.{kind}"
-        for part in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "self_attention.query_key_value",
-            "self_attention.dense",
-        )
-        for kind in ("weight", "bias")
-    } | {f"mlp.{part}.{kind}" for part in ("dense_h_to_4h", "dense_4h_to_h") for kind in ("weight", "bias")}
+    parts = ["input_layernorm", "post_attention_layernorm", "self_attention.query_key_value", "self_attention.dense"]
+    parts += ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+    block = {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
     tied = {f"tied_modules.embed.word_embeddings.{end}" for end in ("weight", "norm.weight", "norm.bias")}
     assert names == tied | {f"{layer}.{key}" for layer in (3, 4) for key in block} | {"6.weight", "6.bias"}
     word = torch.load(folder / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt")
@@ -164,31 +143,13 @@ def by_hand(
                 value = torch.cat([half for pair in zip(gates, value.chunk(ranks), strict=True) for half in pair])
             if name in ("embedding.word.weight", "head.weight"):
                 value = torch.cat([value, torch.full((padding, value.shape[1]), 5.0)])
-            torch.save(
-                {"param": value, "cat_dim": 1 if "dense.weight" in key or "4h_to_h.weight" in key else 0},
-                there / f"{file}.pt",
-            )
-    torch.save(
-        {
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.97), "eps": 1e-8, "step": 5, "weight_decay": 0.2}],
-            "clip_grad": 0.7,
-        },
-        inside / "zero" / "optimizer_state.pt",
-    )
-    args: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": 24,
-        "num_attention_heads": model.num_attention_heads,
-        "seq_length": 16,
-        "max_position_embeddings": 16,
-    }
-    args |= {
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "bf16": True,
-        "make_vocab_size_divisible_by": 8,
-        "padded_vocab_size": 97 + padding,
-        "tensor_model_parallel_size": ranks,
-    }
+            by_columns = "dense.weight" in key or "4h_to_h.weight" in key
+            torch.save({"param": value, "cat_dim": int(by_columns)}, there / f"{file}.pt")
+    group = {"lr": 0.1, "betas": (0.9, 0.97), "eps": 1e-8, "step": 5, "weight_decay": 0.2}
+    torch.save({"param_groups": [group], "clip_grad": 0.7}, inside / "zero" / "optimizer_state.pt")
+    told = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size")
+    args: dict[str, Any] = {name: getattr(model, name) for name in told} | {"max_position_embeddings": 16, "bf16": True}
+    args |= {"make_vocab_size_divisible_by": 8, "padded_vocab_size": 97 + padding, "tensor_model_parallel_size": ranks}
     torch.save({"args": argparse.Namespace(**args | more), "iteration": 7}, inside / "mp_rank_00_model_states.pt")
     (folder / "latest_universal").write_text(inside.name + "\n")
     return inside
@@ -202,12 +163,8 @@ def test_blooms_own_kept_the_padding(tmp_path):
         assert opened.read("embedding.word.weight", "exp_avg")[97:].eq(5.0).all()
         assert opened.position.optimizer_steps == 5.0
         optimizer = opened.run.optimizer
-        assert (optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad, optimizer.precision) == (
-            0.97,
-            0.2,
-            0.7,
-            "bf16",
-        )
+        assert (optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (0.97, 0.2, 0.7)
+        assert optimizer.precision == "bf16"
     args = tmp_path / "global_step7_universal" / "mp_rank_00_model_states.pt"
     state = torch.load(args, weights_only=False)
     state["args"].vocab_size = 97
@@ -219,15 +176,9 @@ def test_blooms_own_kept_the_padding(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_names_of_the_model_without_a_pipeline_and_rows_of_two_ranks(tmp_path, ranks):
     source = made(LLAMA, moments=True)
-    llama: dict[str, Any] = {
-        "swiglu": True,
-        "add_bias_linear": False,
-        "normalization": "rmsnorm",
-        "untie_embeddings_and_output_weights": True,
-    }
-    by_hand(
-        tmp_path, source, plain=True, ranks=ranks, use_rotary_position_embeddings=True, num_key_value_heads=2, **llama
-    )
+    llama: dict[str, Any] = {"swiglu": True, "add_bias_linear": False, "normalization": "rmsnorm"}
+    llama |= {"untie_embeddings_and_output_weights": True, "use_rotary_position_embeddings": True}
+    by_hand(tmp_path, source, plain=True, ranks=ranks, num_key_value_heads=2, **llama)
     with open_source(tmp_path) as opened:
         same(opened, source)
         assert opened.model == LLAMA

@@ -24,14 +24,8 @@ PARTS = {
     "mlp.dense_4h_to_h": "mlp.down",
 }
 BY_COLUMNS = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
-BY_ROWS = (
-    "query_key_value.weight",
-    "query_key_value.bias",
-    "dense_h_to_4h.weight",
-    "dense_h_to_4h.bias",
-    "embeddings.weight",
-    "lm_head.weight",
-)
+BY_ROWS = tuple(f"{layer}.{kind}" for layer in ("query_key_value", "dense_h_to_4h") for kind in ("weight", "bias"))
+BY_ROWS += ("embeddings.weight", "lm_head.weight")
 PADDED = 104
 
 

@@ -98,12 +98,8 @@ def test_lines_as_documents(tmp_path):
     (tmp_path / "in.txt").write_bytes("one\r\n\ntwo\x85still\u2028two\n three".encode())
     job = PreprocessJob("byte", None, ReaderOptions(document="line"))
     preprocess([tmp_path / "in.txt"], tmp_path / "out", job, workers=1, report=silent)
-    assert _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False) == [
-        "one",
-        "",
-        "two\x85still\u2028two",
-        " three",
-    ]
+    decoded = _decoded(tmp_path / "out", build_tokenizer("byte", None), eod=False)
+    assert decoded == ["one", "", "two\x85still\u2028two", " three"]
 
 
 @pytest.mark.parametrize(("filler", "workers"), [("word ", 1), ("é", 1), ("é\n", 2), ("x", 1)])
@@ -267,19 +263,9 @@ def _alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_whole_looking_pair_and_no_workers(tmp_path):
     (tmp_path / "in.jsonl").write_bytes((_jsonl(["some words to be cut into bytes " * 300] * 300) + b"\n") * 40)
-    words = (
-        "--input",
-        str(tmp_path / "in.jsonl"),
-        "--output-prefix",
-        str(tmp_path / "out" / "p"),
-        "--tokenizer",
-        "byte",
-        "--workers",
-        "2",
-    )
-    with subprocess.Popen(
-        _tool("preprocess_data.py", *words), env=_environment(), stderr=subprocess.DEVNULL
-    ) as process:
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out/p --tokenizer byte --workers 2"
+    program = _tool("preprocess_data.py", *words.split())
+    with subprocess.Popen(program, env=_environment(), stderr=subprocess.DEVNULL) as process:
         unfinished: list[Path] = []
         while not unfinished or unfinished[0].stat().st_size < 1 << 21:
             assert process.poll() is None, "it finished before it could be killed"
@@ -312,36 +298,15 @@ def test_tools_from_text_to_samples(tmp_path):
 
     call("train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", "400", "--output", tmp_path / "bpe")
     kind = ("--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe")
-    call(
-        "preprocess_data.py",
-        "--input",
-        tmp_path / "in.jsonl",
-        "--output-prefix",
-        tmp_path / "a",
-        *kind,
-        "--append-eod",
-        "--workers",
-        "1",
-    )
+    words = f"--input {tmp_path}/in.jsonl --output-prefix {tmp_path}/a --append-eod --workers 1"
+    call("preprocess_data.py", *words.split(), *kind)
     tokenizer = build_tokenizer("gpt2", str(tmp_path / "bpe"))
     assert _decoded(tmp_path / "a", tokenizer, eod=True) == texts
     call("merge_data.py", "--input", tmp_path / "a", tmp_path / "a", "--output-prefix", tmp_path / "ab")
     assert _decoded(tmp_path / "ab", tokenizer, eod=True) == texts * 2
-    run = (
-        "--split",
-        "9,1",
-        "--seq-length",
-        "16",
-        "--seed",
-        "5",
-        "--samples",
-        "40,5,0",
-        "--data-cache-path",
-        tmp_path / "c",
-    )
-    shown = call(
-        "inspect_data.py", "--data-path", tmp_path / "ab", *run, "--dump", tmp_path / "x.npz", "--first", "12", *kind
-    )
+    run = f"--split 9,1 --seq-length 16 --seed 5 --samples 40,5,0 --data-cache-path {tmp_path}/c"
+    dump = f"--data-path {tmp_path}/ab {run} --dump {tmp_path}/x.npz --first 12"
+    shown = call("inspect_data.py", *dump.split(), *kind)
     arrays = np.load(tmp_path / "x.npz")
     assert sorted(arrays) == ["lengths", "train", "valid"]
     assert arrays["train"].shape == (12, 17) and arrays["lengths"][0] >= 40 and arrays["lengths"][2] == 0

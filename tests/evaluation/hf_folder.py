@@ -9,92 +9,21 @@ from pathlib import Path
 from tests.convert.hf_models import Case, saved
 
 VOCABULARY, CONTEXT = 320, 48
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "the",
-    "dog",
-    "ran",
-    "to",
-    "see",
-    "what",
-    "was",
-    "there",
-    "in",
-    "the",
-    "old",
-    "house",
-    "by",
-    "the",
-    "sea",
-    "where",
-    "no",
-    "one",
-    "had",
-    "been",
-    "for",
-    "a",
-    "long",
-    "time",
-    "because",
-    "it",
-    "rained",
-    "all",
-    "day",
-    "and",
-    "night",
-    "until",
-    "the",
-    "river",
-    "rose",
-    "over",
-    "the",
-    "road",
-    "that",
-    "led",
-    "up",
-    "the",
-    "hill",
-]
+_TEXT = (
+    "the cat sat on a mat and the dog ran to see what was there in the old house by the sea where no one had been for "
+    "a long time because it rained all day and night until the river rose over the road that led up the hill"
+)
+WORDS = _TEXT.split()
 SPECIALS = {"bloom": ("<s>", "</s>"), "llama": ("<s>", "</s>"), "gpt2": ("<|endoftext|>", "<|endoftext|>")}
+_GPT2 = {"n_layer": 3, "n_embd": 24, "n_head": 4, "vocab_size": VOCABULARY}
+_LLAMA = {"num_hidden_layers": 3, "hidden_size": 24, "intermediate_size": 40, "vocab_size": VOCABULARY}
+_LLAMA |= {"eos_token_id": 2, "num_attention_heads": 4}
 CASES = {
     "bloom": Case(
         "bloom", (), {"n_layer": 3, "hidden_size": 24, "n_head": 6, "vocab_size": VOCABULARY, "eos_token_id": 2}, 1e-8
     ),
-    "gpt2": Case(
-        "gpt2",
-        (),
-        {
-            "n_layer": 3,
-            "n_embd": 24,
-            "n_head": 4,
-            "n_positions": CONTEXT,
-            "vocab_size": VOCABULARY,
-            "eos_token_id": 1,
-            "bos_token_id": 1,
-        },
-        1e-11,
-    ),
-    "llama": Case(
-        "llama",
-        (),
-        {
-            "num_hidden_layers": 3,
-            "hidden_size": 24,
-            "intermediate_size": 40,
-            "vocab_size": VOCABULARY,
-            "eos_token_id": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": CONTEXT,
-        },
-        1e-11,
-    ),
+    "gpt2": Case("gpt2", (), _GPT2 | {"n_positions": CONTEXT, "eos_token_id": 1, "bos_token_id": 1}, 1e-11),
+    "llama": Case("llama", (), _LLAMA | {"num_key_value_heads": 2, "max_position_embeddings": CONTEXT}, 1e-11),
 }
 
 

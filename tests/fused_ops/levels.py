@@ -4,6 +4,7 @@ The CUDA kernels are two of the levels: emulated on the CPU, which runs all of t
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +67,24 @@ def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Ten
     """Normally distributed, the same on every device."""
     values = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64, device="cpu")
     return values.to(torch.get_default_device()).to(dtype)
+
+
+def scalar(value: float) -> Tensor:
+    """A number as optimizers take it."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def adam_settings(step: float = 3.0, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of one step of Adam."""
+    found: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    found |= {"decoupled": True, "multiplier": scalar(0.7), "skip": torch.tensor(False), "step": scalar(step)}
+    return found | changes
+
+
+def sgd_settings(**changes: Any) -> dict[str, Any]:
+    """Keyword arguments of one step of SGD."""
+    found: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    return found | {"multiplier": scalar(0.7), "skip": torch.tensor(False)} | changes
 
 
 def integers(first: int, stop: int, shape: tuple[int, ...], seed: int = 1) -> Tensor:

@@ -1,21 +1,13 @@
 """Optimizer steps against torch.optim in fp64, and what a skipped step leaves."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from fused_ops import adam
 from fused_ops.adam import adam_step, sgd_step
-
-BETAS, EPS = (0.9, 0.95), 1e-8
-
-
-def scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
-def drawn(n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+from tests.fused_ops.levels import adam_settings, drawn, scalar, sgd_settings
 
 
 @pytest.fixture(params=["host", "device"])
@@ -25,42 +17,24 @@ def path(request, monkeypatch):
         monkeypatch.setattr(adam, "_is_readable", lambda scalar: False)
 
 
-def step_of(master, grad, m, v, number, *, lr=1e-2, decay=0.1, decoupled=True, multiplier=1.0, skip=False, out=None):
-    adam_step(
-        out,
-        master,
-        grad,
-        m,
-        v,
-        lr=lr,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        eps=EPS,
-        weight_decay=decay,
-        decoupled=decoupled,
-        step=scalar(number),
-        multiplier=scalar(multiplier),
-        skip=torch.tensor(skip),
-    )
-
-
 @pytest.mark.few(cases=2)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_is_torchs_over_many_steps(path, decoupled, decay):
     n = 70_000  # more than one block
-    ours, theirs = drawn(n, 1), torch.nn.Parameter(drawn(n, 1))
+    ours, theirs = drawn(n, seed=1), torch.nn.Parameter(drawn(n, seed=1))
     m, v = torch.zeros_like(ours), torch.zeros_like(ours)
-    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
-        [theirs], lr=1.0, betas=BETAS, eps=EPS, weight_decay=decay
-    )
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
+    changes = {"weight_decay": decay, "decoupled": decoupled}
     for number in range(1, 101):
         lr, multiplier = 1e-2 / number, 1.0 / (1 + number % 3)
-        grad = drawn(n, 100 + number) * 10.0 ** (number % 5 - 2)
+        grad = drawn(n, seed=100 + number) * 10.0 ** (number % 5 - 2)
         optimizer.param_groups[0]["lr"] = lr
         theirs.grad = grad * multiplier
         optimizer.step()
-        step_of(ours, grad, m, v, number, lr=lr, decay=decay, decoupled=decoupled, multiplier=multiplier)
+        settings = adam_settings(number, lr=lr, multiplier=scalar(multiplier), **changes)
+        adam_step(None, ours, grad, m, v, **settings)
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(m, optimizer.state[theirs]["exp_avg"], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(v, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-12, atol=1e-13)
@@ -68,24 +42,14 @@ def test_adam_is_torchs_over_many_steps(path, decoupled, decay):
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_sgd_is_torchs(path, decay):
-    ours, theirs = drawn(70_000, 1), torch.nn.Parameter(drawn(70_000, 1))
+    ours, theirs = drawn(70_000, seed=1), torch.nn.Parameter(drawn(70_000, seed=1))
     buffer = torch.zeros_like(ours)
     optimizer = torch.optim.SGD([theirs], lr=1e-2, momentum=0.9, weight_decay=decay)
     for number in range(50):
-        grad = drawn(70_000, 100 + number)
+        grad = drawn(70_000, seed=100 + number)
         theirs.grad = grad * 0.25
         optimizer.step()
-        sgd_step(
-            None,
-            ours,
-            grad,
-            buffer,
-            lr=1e-2,
-            momentum=0.9,
-            weight_decay=decay,
-            multiplier=scalar(0.25),
-            skip=torch.tensor(False),
-        )
+        sgd_step(None, ours, grad, buffer, **sgd_settings(lr=1e-2, weight_decay=decay, multiplier=scalar(0.25)))
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)
 
 
@@ -93,16 +57,15 @@ def test_sgd_is_torchs(path, decay):
 def test_fault_15_a_skipped_step_leaves_every_bit(path, poison):
     """Rows 14 and 15: an overflow on one rank never reaches the weights or the moments."""
     n = 70_000
-    master, m, v = drawn(n, 1, torch.float32), drawn(n, 2, torch.float32), drawn(n, 3, torch.float32).square()
+    master, m, v = (drawn(n, seed=seed, dtype=torch.float32).abs() for seed in (1, 2, 3))
     m[:5], master[:5] = -0.0, -0.0
     out = master.to(torch.bfloat16)
     before = [tensor.clone() for tensor in (master, m, v, out)]
-    grad = drawn(n, 4, torch.bfloat16)
+    grad = drawn(n, seed=4, dtype=torch.bfloat16)
     grad[::7] = poison
-    step_of(master, grad, m, v, 3, skip=True, out=out, multiplier=float("nan"))
-    sgd_step(
-        out, master, grad, m, lr=1.0, momentum=0.9, weight_decay=0.1, multiplier=scalar(poison), skip=torch.tensor(True)
-    )
+    skipped: dict[str, Any] = {"lr": 1.0, "multiplier": scalar(poison), "skip": torch.tensor(True)}
+    adam_step(out, master, grad, m, v, **adam_settings(**skipped))
+    sgd_step(out, master, grad, m, **sgd_settings(**skipped))
     for old, new in zip(before, (master, m, v, out), strict=True):
         kind = torch.int16 if old.dtype == torch.bfloat16 else torch.int32
         assert torch.equal(old.view(kind), new.view(kind))
@@ -112,13 +75,14 @@ def test_fault_15_a_skipped_step_leaves_every_bit(path, poison):
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_sixteen_bit_parameters_are_the_rounded_master(path, dtype, grad_dtype):
     n = 70_000
-    master = drawn(n, 1, torch.float32)
+    master = drawn(n, seed=1, dtype=torch.float32)
     m, v, out = torch.zeros(n), torch.zeros(n), torch.full((n,), 7.0, dtype=dtype)
     exact, exact_m, exact_v = master.double(), m.double(), v.double()
     for number in range(1, 6):
-        grad = drawn(n, 10 + number, grad_dtype)
-        step_of(master, grad, m, v, number, multiplier=1 / 3, out=out)
-        step_of(exact, grad, exact_m, exact_v, number, multiplier=1 / 3)
+        grad = drawn(n, seed=10 + number, dtype=grad_dtype)
+        settings = adam_settings(number, multiplier=scalar(1 / 3))
+        adam_step(out, master, grad, m, v, **settings)
+        adam_step(None, exact, grad, exact_m, exact_v, **settings)
     assert torch.equal(out, master.to(dtype))
     # fp32 state follows fp64 closely, so the 16-bit gradient was widened before it was multiplied.
     torch.testing.assert_close(master.double(), exact, rtol=1e-5, atol=1e-6)
@@ -126,5 +90,4 @@ def test_sixteen_bit_parameters_are_the_rounded_master(path, dtype, grad_dtype):
 
 
 def test_an_empty_shard_is_fine():
-    nothing = torch.zeros(0)
-    step_of(nothing, torch.zeros(0), torch.zeros(0), torch.zeros(0), 1)
+    adam_step(None, *(torch.zeros(0) for _ in range(4)), **adam_settings())

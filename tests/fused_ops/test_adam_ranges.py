@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_ops.adam import AdamRange, adam_step, adam_steps
 from fused_ops.native import library
-from tests.fused_ops.levels import cuda_level, drawn, level
+from tests.fused_ops.levels import adam_settings, cuda_level, drawn, level
 
 pytestmark = pytest.mark.sampled
 
@@ -20,12 +20,11 @@ LENGTHS = [1, 5001, 0, 3, 2048, 2049, 40, *[17] * 40]
 """Of one pack, of several blocks, of none; more of them than one launch takes."""
 
 
-def scalars(skip: bool = False) -> dict[str, Any]:
-    return {
-        "step": torch.tensor(3.0, dtype=torch.float64),
-        "multiplier": torch.tensor(0.7, dtype=torch.float64),
-        "skip": torch.tensor(skip),
-    }
+def numbers(**changes: Any) -> dict[str, Any]:
+    """For ranges, each of which has a decay of its own."""
+    found = adam_settings(**changes)
+    del found["weight_decay"]
+    return found
 
 
 def ranges(dtype: torch.dtype, offset: int) -> list[AdamRange]:
@@ -49,19 +48,12 @@ def wide(own: AdamRange) -> list[Tensor]:
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_ranges_equal_float64(level, dtype, decoupled, offset):
-    numbers: dict[str, Any] = {
-        "lr": 1e-2,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "decoupled": decoupled,
-        **scalars(),
-    }
+    settings = numbers(decoupled=decoupled)
     ours = ranges(dtype, offset)
     exact = [wide(own) for own in ours]
-    adam_steps(ours, **numbers)
+    adam_steps(ours, **settings)
     for own, (w, g, m, v) in zip(ours, exact, strict=True):
-        adam_step(None, w, g, m, v, weight_decay=own.weight_decay, **numbers)
+        adam_step(None, w, g, m, v, weight_decay=own.weight_decay, **settings)
         for found, expected in ((own.master, w), (own.exp_avg, m), (own.exp_avg_sq, v)):
             torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-7)
         assert own.param_out is not None and torch.equal(own.param_out, own.master.to(dtype))
@@ -87,8 +79,7 @@ def test_ranges_of_the_same_dtypes_are_one_launch(cuda_level, monkeypatch):
     monkeypatch.setattr(found, "call", counted)
     ours = [*ranges(torch.bfloat16, 0), *ranges(torch.float16, 0)]
     before = [[tensor.clone() for tensor in own[:5] if tensor is not None] for own in ours]
-    numbers: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decoupled": True}
-    adam_steps(ours, **numbers, **scalars(skip=True))
+    adam_steps(ours, **numbers(skip=torch.tensor(True)))
     assert sorted(launched) == ["adam_on_device_bf16_bf16", "adam_on_device_fp16_fp16"]
     for own, old in zip(ours, before, strict=True):
         assert all(torch.equal(now, then) for now, then in zip(own[:5], old, strict=True) if now is not None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from fused_ops import apex
 from fused_ops.adam import adam_step
+from tests.fused_ops.levels import adam_settings, drawn, scalar
 
 N = 5_003
-NUMBERS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def multi_tensor_adam_capturable(
@@ -59,29 +58,20 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def drawn(seed: int) -> Tensor:
-    return torch.randn(N, generator=torch.Generator().manual_seed(seed))
-
-
-def scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+def normal(seed: int) -> Tensor:
+    return drawn(N, seed=seed, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_it_is_our_step(installed: None, decoupled: bool, decay: float) -> None:
-    ours, theirs = ([drawn(1), torch.zeros(N), torch.zeros(N), drawn(1).bfloat16()] for _ in range(2))
+    ours, theirs = ([normal(1), torch.zeros(N), torch.zeros(N), normal(1).bfloat16()] for _ in range(2))
     for number in range(1, 30):
         for state, step in ((ours, adam_step), (theirs, apex.adam_step)):
             master, first, second, out = state
-            how: dict[str, Any] = {
-                "weight_decay": decay,
-                "decoupled": decoupled,
-                "multiplier": scalar(1 / (1 + number % 3)),
-                "skip": torch.tensor(False),
-            }
-            step(out, master, drawn(100 + number), first, second, **NUMBERS, **how, step=scalar(number))
-    assert not torch.equal(ours[0], drawn(1))
+            how = {"weight_decay": decay, "decoupled": decoupled, "multiplier": scalar(1 / (1 + number % 3))}
+            step(out, master, normal(100 + number), first, second, **adam_settings(number, **how))
+    assert not torch.equal(ours[0], normal(1))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(b, a, rtol=2e-2 if a.dtype == torch.bfloat16 else 2e-5, atol=2e-6)
     assert torch.equal(theirs[3], theirs[0].bfloat16())
@@ -89,16 +79,12 @@ def test_it_is_our_step(installed: None, decoupled: bool, decay: float) -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_skipped_step_leaves_every_bit(installed: None, bad: float) -> None:
-    state = [
-        drawn(2),
-        drawn(3),
-        drawn(4).abs(),
-        drawn(5).bfloat16(),
-    ]  # an output that is not the rounded weight: it may not be written
+    # The output is not the rounded weight: it may not be written.
+    state = [normal(2), normal(3), normal(4).abs(), normal(5).bfloat16()]
     before = [tensor.clone() for tensor in state]
     master, first, second, out = state
-    how: dict[str, Any] = {"weight_decay": 0.1, "decoupled": True, "step": scalar(3), "skip": torch.tensor(True)}
-    apex.adam_step(out, master, drawn(6).fill_(bad), first, second, **NUMBERS, **how, multiplier=scalar(bad))
+    skipped = adam_settings(skip=torch.tensor(True), multiplier=scalar(bad))
+    apex.adam_step(out, master, normal(6).fill_(bad), first, second, **skipped)
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
 
 

@@ -3,7 +3,6 @@ memory, streams.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,16 @@ from fused_ops.native.binding import Library
 from fused_ops.native.cuda import CudaLibrary
 from fused_ops.norm import sum_of_squares
 from fused_ops.softmax import scaled_causal_alibi_softmax
-from tests.fused_ops.levels import DTYPES, assert_close, cuda_level, drawn, integers
+from tests.fused_ops.levels import (
+    DTYPES,
+    adam_settings,
+    assert_close,
+    cuda_level,
+    drawn,
+    integers,
+    scalar,
+    sgd_settings,
+)
 from tests.fused_ops.test_norm_kernels import compare
 
 pytestmark = pytest.mark.sampled
@@ -143,28 +151,10 @@ def test_optimizer_steps_wherever_the_arrays_lie(cuda_level, dtype, offsets):
         w, m, v = (memory.put(drawn(n, seed=seed, dtype=torch.float32).abs()) for seed, memory in enumerate(state))
         g = grad.put(drawn(n, seed=5, dtype=dtype))
         exact = [tensor.double() for tensor in (w, m, v, g)]
-        scalars: dict[str, Any] = {"multiplier": torch.tensor(0.7, dtype=torch.float64), "skip": torch.tensor(False)}
-        numbers: dict[str, Any] = {
-            "lr": 1e-2,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-8,
-            "weight_decay": 0.1,
-            "decoupled": True,
-        }
-        adam_step(out.own, w, g, m, v, step=torch.tensor(3.0, dtype=torch.float64), **numbers, **scalars)
-        adam_step(
-            None,
-            exact[0],
-            exact[3],
-            exact[1],
-            exact[2],
-            step=torch.tensor(3.0, dtype=torch.float64),
-            **numbers,
-            **scalars,
-        )
-        sgd_step(out.own, w, g, m, lr=0.1, momentum=0.9, weight_decay=0.1, **scalars)
-        sgd_step(None, exact[0], exact[3], exact[1], lr=0.1, momentum=0.9, weight_decay=0.1, **scalars)
+        adam_step(out.own, w, g, m, v, **adam_settings())
+        adam_step(None, exact[0], exact[3], exact[1], exact[2], **adam_settings())
+        sgd_step(out.own, w, g, m, **sgd_settings())
+        sgd_step(None, exact[0], exact[3], exact[1], **sgd_settings())
         for ours, theirs in zip((w, m, v), exact, strict=False):
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-6, atol=2e-7)
         assert torch.equal(out.own, w.to(dtype))
@@ -178,16 +168,8 @@ def test_bias_corrections_keep_their_digits(cuda_level, beta1, beta2, step):
     fp32 = [drawn(9, seed=seed, dtype=torch.float32).abs() for seed in range(4)]
     fp64 = [tensor.double() for tensor in fp32]
     for w, g, m, v in (fp32, fp64):
-        scalars: dict[str, Any] = {"multiplier": torch.tensor(1.0, dtype=torch.float64), "skip": torch.tensor(False)}
-        numbers: dict[str, Any] = {
-            "lr": 1e-2,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "decoupled": True,
-        }
-        adam_step(None, w, g, m, v, step=torch.tensor(step, dtype=torch.float64), **numbers, **scalars)
+        changes = {"beta1": beta1, "beta2": beta2, "weight_decay": 0.0, "multiplier": scalar(1.0)}
+        adam_step(None, w, g, m, v, **adam_settings(step, **changes))
     torch.testing.assert_close(fp32[0].double(), fp64[0], rtol=2e-6, atol=1e-7)
 
 
@@ -195,22 +177,9 @@ def test_a_skipped_step_leaves_every_bit(cuda_level):
     state = [drawn(1000, seed=seed, dtype=torch.float32) for seed in range(3)]
     out, before = state[0].bfloat16(), [tensor.clone() for tensor in state]
     grad = torch.full((1000,), math.nan)
-    scalars: dict[str, Any] = {"multiplier": torch.tensor(math.inf, dtype=torch.float64), "skip": torch.tensor(True)}
-    adam_step(
-        out,
-        state[0],
-        grad,
-        *state[1:],
-        lr=1.0,
-        beta1=0.9,
-        beta2=0.9,
-        eps=1e-8,
-        weight_decay=0.1,
-        decoupled=True,
-        step=torch.tensor(1.0, dtype=torch.float64),
-        **scalars,
-    )
-    sgd_step(out, state[0], grad, state[1], lr=1.0, momentum=0.9, weight_decay=0.1, **scalars)
+    skipped = {"lr": 1.0, "multiplier": scalar(math.inf), "skip": torch.tensor(True)}
+    adam_step(out, state[0], grad, *state[1:], **adam_settings(1.0, **skipped))
+    sgd_step(out, state[0], grad, state[1], **sgd_settings(**skipped))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(state, before, strict=True)) and torch.equal(
         out, before[0].bfloat16()
     )

@@ -213,19 +213,8 @@ PLANTED = {
 def test_faults_of_launchers_are_seen(tmp_path):
     source, made = tmp_path / "launchers.cu", tmp_path / "launchers.o"
     source.write_text(LAUNCHERS)
-    words = [
-        nvcc(),
-        "-std=c++17",
-        "-arch=sm_90",
-        "-Xcompiler",
-        "-fPIC",
-        f"-I{FOLDER}",
-        "-c",
-        str(source),
-        "-o",
-        str(made),
-    ]
-    subprocess.run(words, check=True, capture_output=True)
+    words = f"-std=c++17 -arch=sm_90 -Xcompiler -fPIC -I{FOLDER} -c {source} -o {made}"
+    subprocess.run([nvcc(), *words.split()], check=True, capture_output=True)
     watched = Watched(link([made], tmp_path))
     for name, fault in PLANTED.items():
         watched.faults.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 from fused_ops import linear
 from fused_ops.linear import add_bias_gradient, add_weight_gradient
 from fused_ops.native.library import CHOICES, kernels
-from tests.fused_ops.levels import the_same_for_any_threads
+from tests.fused_ops.levels import drawn, the_same_for_any_threads
 
 pytestmark = pytest.mark.sampled
 
@@ -21,10 +21,6 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """Each body in turn."""
     monkeypatch.setenv("MEGAZERO_FUSED", request.param)
     return str(request.param)
-
-
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

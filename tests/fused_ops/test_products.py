@@ -35,7 +35,7 @@ from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
-from tests.fused_ops.levels import CPU_LEVELS, the_same_for_any_threads
+from tests.fused_ops.levels import CPU_LEVELS, drawn, the_same_for_any_threads
 from tests.parity.training import data_flags, small_model
 
 SHAPES = [
@@ -62,10 +62,6 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if name != PLAIN and library.cpu_library(name) is None:
         pytest.skip("no compiler, no kernels")
     return name
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def once_rounded(found: Tensor, exact: Tensor, scale: Tensor) -> bool:

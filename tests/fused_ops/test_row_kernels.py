@@ -1,7 +1,6 @@
 """Kernels of rotary positions, the embedding's gradient, the optimizers and the sum of squares, on every level."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fused_ops.native.library import EMULATED
 from fused_ops.norm import sum_of_squares
 from fused_ops.registry import OPS, describe
 from fused_ops.rotary import apply_rotary, rotary_tables, rotate_mixed
-from tests.fused_ops.levels import CPU_LEVELS, DTYPES, assert_close, drawn, integers, level
+from tests.fused_ops.levels import CPU_LEVELS, DTYPES, adam_settings, assert_close, drawn, integers, level, sgd_settings
 
 pytestmark = pytest.mark.sampled
 
@@ -110,23 +109,9 @@ def test_steps_equal_float64(level, decoupled, grad_dtype, out_dtype):
         for number in range(1, 21 if n < 100 else 4):
             grad = drawn(n, seed=10 + number, dtype=grad_dtype)
             for w, sgd_w, m, v, u in (fp32, fp64):
-                scalars: dict[str, Any] = {
-                    "multiplier": torch.tensor(0.3, dtype=torch.float64),
-                    "skip": torch.tensor(False),
-                }
                 written = out if w.dtype == torch.float32 else None
-                adam: dict[str, Any] = {
-                    "lr": 1e-2,
-                    "beta1": 0.9,
-                    "beta2": 0.9999,
-                    "eps": 1e-8,
-                    "weight_decay": 0.1,
-                    "decoupled": decoupled,
-                }
-                adam_step(
-                    written, w, grad, m, v, step=torch.tensor(float(number), dtype=torch.float64), **adam, **scalars
-                )
-                sgd_step(None, sgd_w, grad, u, lr=1e-2, momentum=0.9, weight_decay=0.1, **scalars)
+                adam_step(written, w, grad, m, v, **adam_settings(number, beta2=0.9999, decoupled=decoupled))
+                sgd_step(None, sgd_w, grad, u, **sgd_settings(lr=1e-2))
         for ours, theirs in zip(fp32, fp64, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=2e-6)
         assert out is None or torch.equal(out, fp32[0].to(out.dtype))
@@ -141,21 +126,8 @@ def test_the_parameter_is_the_rounded_master_wherever_it_lies(level, threads, dt
         master = drawn(n, dtype=torch.float32) * torch.tensor([1.0, 1e-39, 3e-41, 1e-7, 1e30]).repeat(n)[:n]
         master[::11], master[5::13], master[7::17] = -0.0, math.inf, math.nan
         place = torch.full((n + 40,), 7.0, dtype=dtype)
-        zeros: dict[str, Any] = {
-            "multiplier": torch.tensor(1.0),
-            "skip": torch.tensor(False),
-            "lr": 0.0,
-            "weight_decay": 0.0,
-        }
-        adam: dict[str, Any] = {
-            "beta1": 0.9,
-            "beta2": 0.99,
-            "eps": 1e-8,
-            "decoupled": True,
-            "step": torch.tensor(1.0).double(),
-        }
-        gradient = torch.zeros(n)
-        adam_step(place[offset : offset + n], master.clone(), gradient, torch.zeros(n), torch.ones(n), **adam, **zeros)
+        state = master.clone(), torch.zeros(n), torch.zeros(n), torch.ones(n)
+        adam_step(place[offset : offset + n], *state, **adam_settings(1.0, lr=0.0, weight_decay=0.0))
         expected = torch.full((n + 40,), 7.0, dtype=dtype)
         expected[offset : offset + n] = master.to(dtype)
         real = ~expected.isnan()

@@ -15,12 +15,9 @@ from fused_ops.norm import sum_of_squares
 from fused_ops.registry import MATRIX_OPS, OPS, describe
 from fused_ops.rotary import apply_rotary, rotary_tables
 from fused_ops.swiglu import swiglu
+from tests.fused_ops.levels import drawn
 
 SIXTEEN = [torch.bfloat16, torch.float16]
-
-
-def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def gradients(function, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:

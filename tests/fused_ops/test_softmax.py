@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.softmax import alibi_slopes, scaled_causal_alibi_softmax
+from tests.fused_ops.levels import drawn
 
 
 def dense(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor | None) -> Tensor:
@@ -20,10 +21,6 @@ def dense(scores: Tensor, scale: float, slopes: Tensor | None, documents: Tensor
     if documents is not None:
         hidden = hidden | (documents[:, None, keys - queries :, None] != documents[:, None, None, :])
     return torch.softmax(values.masked_fill(hidden, -math.inf), dim=-1)
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def bloom_slopes(heads: int) -> list[float]:

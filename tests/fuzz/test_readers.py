@@ -25,18 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_no_file_surprises_a_reader(tmp_path: Path) -> None:
     """In a process of its own, which a reader may end."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz",
-        "--examples",
-        str(EXAMPLES),
-        "--seed",
-        str(SEED),
-        "--found",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    words = f"-m tests.fuzz --examples {EXAMPLES} --seed {SEED} --found {tmp_path}"
+    done = subprocess.run(
+        [sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
     left = [f"{path.name}: {path.read_bytes()[:200]!r}" for path in tmp_path.glob("last-*")]
     print(done.stdout[-8000:])
     assert done.returncode == 0, (

@@ -98,18 +98,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def converse(folder: Path, lines: Sequence[str], grid: ProcessGrid, *words: str) -> str:
     """What a conversation prints on this rank."""
-    flags = [
-        "--load",
-        str(folder),
-        "--chat",
-        "--interactive",
-        "--greedy",
-        "--precision",
-        "fp64",
-        "--max-new-tokens",
-        str(LENGTH),
-    ]
-    args, shown, before = parser().parse_args([*flags, *words]), io.StringIO(), sys.stdin
+    flags = f"--load {folder} --chat --interactive --greedy --precision fp64 --max-new-tokens {LENGTH}"
+    args, shown, before = parser().parse_args([*flags.split(), *words]), io.StringIO(), sys.stdin
     sys.stdin = io.StringIO("".join(f"{line}\n" for line in lines))
     try:
         with redirect_stdout(shown):
@@ -286,20 +276,8 @@ def test_commands(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         return [f"answer {len(asked_for)}"]
 
     monkeypatch.setattr(TextGenerator, "answer", answer)
-    lines = [
-        "/system",
-        "one",
-        "/system be brief",
-        "",
-        "two",
-        "/reset",
-        "/temperature 0.5",
-        "/temperature -1",
-        "/temperature",
-        "/nonsense",
-        "three",
-    ]
-    converse(model, [*lines, "/system", "/help", " /four"], single_process_grid())
+    lines = "/system|one|/system be brief||two|/reset|/temperature 0.5|/temperature -1|/temperature|/nonsense|three|"
+    converse(model, f"{lines}/system|/help| /four".split("|"), single_process_grid())
     told = capsys.readouterr().err
     system, first = (
         {"role": "system", "content": "be brief"},

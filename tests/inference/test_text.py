@@ -30,15 +30,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """As LLaMA's: spaces are marks, the first one of a text is dropped, and characters that are not known are bytes."""
     tokenizers = pytest.importorskip("tokenizers")
-    known = [
-        "<unk>",
-        *(f"<0x{value:02X}>" for value in range(256)),
-        "▁",
-        *map(chr, range(97, 123)),
-        "th",
-        "the",
-        "▁the",
-    ]
+    known = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "▁", *map(chr, range(97, 123))]
+    known += ["th", "the", "▁the"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     model = tokenizers.models.BPE(
         vocab={token: number for number, token in enumerate(known)},

@@ -21,27 +21,13 @@ def test_conversations_on_any_layout(tmp_path: Path) -> None:
     base = saved_base("opt", tmp_path, vocab_size=300, max_position_embeddings=96, eos_token_id=0)
     write_tokenizer(base)
     records = [chat(TURNS[i % 6], TURNS[(i + 1) % 6], *(TURNS[2:4] if i % 3 else [])) for i in range(20)]
-    files = [
-        "--instruction-data",
-        str(write_lines(tmp_path / "chats.jsonl", records)),
-        "--data-cache-path",
-        str(tmp_path / "cache"),
-    ]
+    chats = write_lines(tmp_path / "chats.jsonl", records)
     numbers = (
         "--precision fp64 --seq-length 96 --global-batch-size 8 --train-iters 3 --lr 1e-2 --eval-iters 0 "
-        "--sample-tokens 1 --lora-rank 2"
+        "--sample-tokens 1 --lora-rank 2 --lora-dropout 0.1 --lora-targets qkv down"
     )
-    flags = [
-        "--init-from",
-        str(base),
-        *files,
-        *numbers.split(),
-        "--lora-dropout",
-        "0.1",
-        "--lora-targets",
-        "qkv",
-        "down",
-    ]
+    files = f"--init-from {base} --instruction-data {chats} --data-cache-path {tmp_path / 'cache'}"
+    flags = [*files.split(), *numbers.split()]
     one = train(1, flags)
     assert len(one.records) == 3 and one.records[2].loss < one.records[0].loss
     layout = "--tp 2 --sequence-parallel --pp 2 --micro-batch-size 1 --pipeline-schedule zb-h1"

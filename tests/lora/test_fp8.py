@@ -24,21 +24,8 @@ def norms(outcome: Outcome) -> list[float]:
 @pytest.mark.slow
 def test_frozen_products_in_fp8(corpus: Path, tmp_path: Path) -> None:
     data = data_flags(corpus, tmp_path / "cache")
-    train(
-        1,
-        [
-            *MODEL,
-            *data,
-            "--global-batch-size",
-            "8",
-            "--train-iters",
-            "10",
-            "--lr",
-            "3e-3",
-            "--save",
-            str(tmp_path / "base"),
-        ],
-    )
+    words = "--global-batch-size 8 --train-iters 10 --lr 3e-3 --save"
+    train(1, [*MODEL, *data, *words.split(), str(tmp_path / "base")])
     flags = [*NUMBERS.split(), *data, "--init-from", str(tmp_path / "base")]
     plain = train(1, flags)
     narrow = {name: train(1, [*flags, *more]) for name, more in SCALINGS.items()}

@@ -24,8 +24,8 @@ MODEL = (
     "--make-vocab-size-divisible-by 1"
 )
 NUMBERS = (
-    "--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 "
-    "--hidden-dropout 0.1"
+    f"--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 "
+    f"--hidden-dropout 0.1 --seq-length 12 --train-iters {STEPS}"
 )
 LAYOUTS: dict[str, tuple[str, int, str]] = {
     "tp4-sp": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
@@ -50,16 +50,7 @@ LAYOUTS: dict[str, tuple[str, int, str]] = {
 
 
 def flags_for(corpus: Path, base: Path, folder: Path) -> list[str]:
-    return [
-        *NUMBERS.split(),
-        *data_flags(corpus, folder),
-        "--init-from",
-        str(base),
-        "--seq-length",
-        "12",
-        "--train-iters",
-        str(STEPS),
-    ]
+    return [*NUMBERS.split(), *data_flags(corpus, folder), "--init-from", str(base)]
 
 
 @pytest.fixture(scope="session")
@@ -67,19 +58,8 @@ def bases(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     """A step of each shape of model, saved."""
     folder = tmp_path_factory.mktemp("bases")
     for name, shape in SHAPES.items():
-        flags = [
-            *MODEL.split(),
-            *shape.split(),
-            "--precision",
-            "fp64",
-            "--global-batch-size",
-            "2",
-            "--train-iters",
-            "1",
-            "--seed",
-            "3",
-        ]
-        train(1, [*flags, *data_flags(corpus, folder / "cache"), "--save", str(folder / name)])
+        words = f"{MODEL} {shape} --precision fp64 --global-batch-size 2 --train-iters 1 --seed 3"
+        train(1, [*words.split(), *data_flags(corpus, folder / "cache"), "--save", str(folder / name)])
     return {name: folder / name for name in SHAPES}
 
 

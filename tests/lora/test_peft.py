@@ -35,17 +35,8 @@ TOLERANCE = {"bloom": 1e-6}
 
 
 def flags_for(base: Path, corpus: Path, folder: Path, steps: int) -> list[str]:
-    data = data_flags(corpus, folder / "cache")
-    return [
-        *NUMBERS.split(),
-        "--init-from",
-        str(base),
-        "--train-iters",
-        str(steps),
-        *data,
-        "--save",
-        str(folder / "saved"),
-    ]
+    words = f"{NUMBERS} --init-from {base} --train-iters {steps} --save {folder / 'saved'}"
+    return [*words.split(), *data_flags(corpus, folder / "cache")]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

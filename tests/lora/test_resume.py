@@ -19,45 +19,24 @@ from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from megazero.train.init_from import model_source
 from tests.parameters import held_fragments
-from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
 from tests.ranks import run_ranks
 
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "24",
-    "--num-attention-heads",
-    "4",
-    "--vocab-size",
-    "1003",
-    "--init-method-std",
-    "0.1",
-]
-NUMBERS = ["--global-batch-size", "4", "--lr", "1e-2", "--lora-rank", "3", "--train-iters", "4", "--seq-length", "12"]
+MODEL = [*small_model(4, heads=4), "--init-method-std", "0.1"]
+NUMBERS = "--global-batch-size 4 --lr 1e-2 --lora-rank 3 --train-iters 4 --seq-length 12"
+SMALL = "--seq-length 12 --precision fp32 --global-batch-size 2"
 
 
 @pytest.fixture(scope="module")
 def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    flags = [
-        *MODEL,
-        "--seq-length",
-        "12",
-        "--precision",
-        "fp32",
-        "--global-batch-size",
-        "2",
-        "--train-iters",
-        "1",
-        *data_flags(corpus, folder),
-    ]
+    flags = [*MODEL, *SMALL.split(), "--train-iters", "1", *data_flags(corpus, folder)]
     train(1, [*flags, "--save", str(folder / "saved")])
     return folder / "saved"
 
 
 def flags_for(base: Path, corpus: Path, folder: Path, precision: str) -> list[str]:
-    return [*NUMBERS, "--precision", precision, "--init-from", str(base), *data_flags(corpus, folder / "cache")]
+    return [*NUMBERS.split(), "--precision", precision, "--init-from", str(base), *data_flags(corpus, folder / "cache")]
 
 
 @pytest.mark.slow
@@ -101,18 +80,7 @@ def test_another_base_is_noticed(base: Path, corpus: Path, tmp_path: Path) -> No
     flags = flags_for(base, corpus, tmp_path, "fp32")
     train(1, [*flags, "--save", str(tmp_path / "saved"), "--exit-interval", "1"])
     other = tmp_path / "other"
-    plain = [
-        *MODEL,
-        *data_flags(corpus, tmp_path),
-        "--seed",
-        "8",
-        "--seq-length",
-        "12",
-        "--precision",
-        "fp32",
-        "--global-batch-size",
-        "2",
-    ]
+    plain = [*MODEL, *data_flags(corpus, tmp_path), "--seed", "8", *SMALL.split()]
     train(1, [*plain, "--train-iters", "1", "--save", str(other)])
     words = [str(other) if word == str(base) else word for word in flags]
     with pytest.raises(RuntimeError, match="the model loaded is not the model saved"):
@@ -158,17 +126,7 @@ def test_only_adapters_cost_gradients_and_optimizer_state(
 def test_a_model_of_no_family_is_saved_without_peft(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = [
-        "--precision",
-        "fp32",
-        "--global-batch-size",
-        "2",
-        "--train-iters",
-        "1",
-        "--seq-length",
-        "12",
-        *data_flags(corpus, tmp_path),
-    ]
+    numbers = [*SMALL.split(), "--train-iters", "1", *data_flags(corpus, tmp_path)]
     shape = ["--position-embedding", "alibi", "--norm", "rmsnorm"]
     job_on_rank(0, 1, [*MODEL, *shape, *numbers, "--save", str(tmp_path / "base")])[0].fit()
     job_on_rank(
@@ -184,16 +142,7 @@ def test_a_model_of_no_family_is_saved_without_peft(
 @pytest.mark.slow
 def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Path) -> None:
     """Of a folder of checkpoints the adapters belong to the one that was its newest when they began."""
-    plain = [
-        *MODEL,
-        "--precision",
-        "fp32",
-        "--global-batch-size",
-        "2",
-        "--seq-length",
-        "12",
-        *data_flags(corpus, tmp_path),
-    ]
+    plain = [*MODEL, *SMALL.split(), *data_flags(corpus, tmp_path)]
     base, saved = str(tmp_path / "base"), str(tmp_path / "saved")
     job_on_rank(0, 1, [*plain, "--train-iters", "2", "--exit-interval", "1", "--save", base])[0].fit()
     tuning = [*flags_for(tmp_path / "base", corpus, tmp_path, "fp32"), "--train-iters", "1"]
@@ -258,7 +207,7 @@ def test_a_base_that_is_gone_is_named(base: Path, corpus: Path, tmp_path: Path) 
     flags = flags_for(base, corpus, tmp_path, "fp32")
     with pytest.raises(ConfigError, match="--init-from"):
         parse_run([str(tmp_path / "nowhere") if word == str(base) else word for word in flags], 1, model_source)
-    words = [*MODEL, *NUMBERS, "--load", str(tmp_path / "nothing"), *data_flags(corpus, tmp_path / "cache")]
+    words = [*MODEL, *NUMBERS.split(), "--load", str(tmp_path / "nothing"), *data_flags(corpus, tmp_path / "cache")]
     with pytest.raises(
         ConfigError,
         match=r"--lora-rank 3: on which model\? --load .* has no complete checkpoint; name it: --init-from DIR",
