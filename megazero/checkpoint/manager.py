@@ -32,7 +32,7 @@ from megazero.zero.fragment import StoredFragment
 class CheckpointedState(Protocol):
     """The model state of this rank, which may rest where its values cannot all be in memory.
 
-    resident    whether all values are in memory, so that portions are views. The same on all ranks
+    resident    whether all values are in memory, so that portions are views
     stored      this rank's fragments without values, by portion. The replicas' fragments together cover every element
                 of a box once, at every ZeRO stage. A fragment that is too large for a portion comes in parts, one
                 behind the other in the portions that follow each other. A parameter that is replicated over tp is

@@ -165,7 +165,8 @@ def _build(
         log.note(f"--offload-activations {run.parallel.offload_activations}: {disks.swap.backend}")
     if traced is not None:
         log.note(traced)
-    in_background = run.checkpoint.async_save and optimizer.resident
+    # The same on all ranks: a stage may have none of the units that rest on disks.
+    in_background = run.checkpoint.async_save and not uses_disks(run)
     if run.checkpoint.async_save:
         log.note(_about_copies(size(checkpoints.reserve()) if in_background else None))
     record = _record_of(run, prepared, grid, state, probe_engine)

@@ -91,7 +91,7 @@ class ShardedOptimizer:
 
     @property
     def resident(self) -> bool:
-        """Whether all that a checkpoint holds of any rank is in memory."""
+        """Whether all that a checkpoint holds of this rank is in memory."""
         return not self.state.rests_on_disks
 
     def stored(self) -> list[list[StoredFragment]]:
