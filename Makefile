@@ -78,7 +78,7 @@ explore: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.explore --hours $(HOURS) $(TO_PYTEST) $(PYTEST)
 
 parity: $(VENV)/.installed-test
-	$(RUN_TESTS) --layouts $(LAYOUTS) tests/parity/test_layouts.py tests/parity/test_kernels.py $(PYTEST)
+	$(RUN_TESTS) --layouts $(LAYOUTS) tests/parity/test_layouts.py $(PYTEST)
 
 fuzz: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) $(if $(TARGET),--target $(TARGET)) $(if $(SEED),--seed $(SEED))

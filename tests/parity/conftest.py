@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.layouts import Model, cases
+from tests.parity.layouts import BATCH, Model, cases
 from tests.parity.training import Outcome, data_flags, train
+from tests.parity.ways import Way
 
 Reference = Callable[[Model, list[str]], Outcome]
 
@@ -34,13 +35,15 @@ def flags_of(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="session")
 def reference(flags_of: Callable[[Model, str, list[str]], list[str]]) -> Reference:
-    """The run on one process in float64 with micro-batches of one sample, made once for all layouts of a model."""
+    """The run on one process in float64 with the whole batch at once and the plain products of attention, made once for
+    all layouts of a model.
+    """
     kept: dict[tuple[str, ...], Outcome] = {}
 
     def run(model: Model, more: list[str]) -> Outcome:
-        flags = [*flags_of(model, "fp64", more), "--micro-batch-size", "1"]
+        flags = [*flags_of(model, "fp64", more), "--micro-batch-size", str(BATCH), "--attention", "softmax"]
         if tuple(flags) not in kept:
-            kept[tuple(flags)] = train(1, flags)
+            kept[tuple(flags)] = train(1, flags, way=Way(masked=model.masked))
         return kept[tuple(flags)]
 
     return run

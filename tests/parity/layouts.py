@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 
+from tests.parity.pairs import DRAWS, Pair, Values, pairs
+from tests.parity.ways import Way
 from tests.stages import STAGES
 
 MAX_RANKS = 8
@@ -42,6 +44,8 @@ class Model:
     dropout: float
     smoothing: float
     document_mask: bool
+    masked: bool = False
+    """Batches have masks that leave very unequal numbers of predictions (`ways.mask`)."""
 
     def flags(self, precision: str = "fp64") -> list[str]:
         """The flags of the model, which are the same on one process and on every layout."""
@@ -76,12 +80,12 @@ class Model:
 
 MODELS = (
     Model("bloom", 6, 4, "alibi", True, "layernorm", "gelu-tanh", None, True, 0.1, 0.0, False),
-    Model("gpt2", 4, 2, "learned", True, "layernorm", "gelu-tanh", None, True, 0.0, 0.1, False),
+    Model("gpt2", 4, 2, "learned", True, "layernorm", "gelu-tanh", None, True, 0.0, 0.1, False, masked=True),
     Model("llama", 12, 7, "rotary", False, "rmsnorm", "swiglu", 4, False, 0.0, 0.0, True),
     Model("opt", 12, 4, "learned", False, "layernorm", "relu", None, True, 0.1, 0.0, True),
     Model("grouped", 6, 7, "none", True, "rmsnorm", "gelu", 3, True, 0.1, 0.1, False),
     Model("deep", 12, 7, "alibi", True, "layernorm", "gelu", None, False, 0.0, 0.0, False),
-    Model("shallow", 4, 2, "rotary", False, "rmsnorm", "swiglu", 2, True, 0.1, 0.0, False),
+    Model("shallow", 4, 2, "rotary", False, "rmsnorm", "swiglu", 2, True, 0.0, 0.0, False, masked=True),
     Model("plain", 12, 4, "none", True, "layernorm", "swiglu", None, True, 0.0, 0.1, True),
 )
 
@@ -109,6 +113,8 @@ class Case:
     """In vertical order: most micro-batches of a group, 0 for all. None: horizontal order."""
     offload: str
     shared_memory: bool
+    unwritten: bool
+    """Memory that nobody has written holds NaN."""
     as_nccl: bool
     """gloo carries what the program does with NCCL."""
 
@@ -136,6 +142,10 @@ class Case:
         parts += [f"vertical{self.group or ''}"] * (self.group is not None)
         parts += [f"off-{self.offload}"] * (self.offload != "none")
         return "-".join([*parts, f"acc{self.accumulation}", f"b{self.bucket}"])
+
+    def way(self) -> Way:
+        """How its ranks run."""
+        return Way(as_nccl=self.as_nccl, unwritten=self.unwritten, masked=self.model.masked)
 
     def layout_flags(self) -> list[str]:
         """The flags of the layout."""
@@ -200,6 +210,7 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
             "late_update": pick((False, True)),
             "group": pick((None, None, 0, 2)),
             "offload": pick(("none", "none", "cpu:0.4", "cpu")),
+            "unwritten": pick((False, True)),
             "as_nccl": False,
         }
         case = Case(**(values | of_layout))  # type: ignore[arg-type]
@@ -208,23 +219,50 @@ def draw(random_: random.Random, fixed: Mapping[str, object]) -> Case:
 
 
 REQUIRED: tuple[dict[str, object], ...] = (
-    {"heads": 6, "positions": "alibi", "tp": 3},
+    {"heads": 6, "positions": "alibi", "tp": 3, "pp": 2, "tied": True},
     {"heads": 6, "positions": "alibi", "tp": 2, "pp": 2, "dropout": 0.1, "sequence_parallel": True},
-    {"tp": 4, "groups": None},
-    {"tp": 3, "tied": True, "pp": 2},
-    {"layers": 7, "pp": 3, "virtual": 1},
-    {"layers": 7, "pp": 3, "virtual": 2, "dp": 2},
+    {
+        "pp": 2,
+        "dp": 2,
+        "tp": 2,
+        "zero": 2,
+        "tied": True,
+        "sequence_parallel": True,
+        "recompute": "full",
+        "masked": True,
+        "accumulation": 6,
+    },
+    {"tp": 4, "groups": None, "masked": True, "sequence_parallel": True},
+    {"layers": 7, "pp": 3, "virtual": 1, "dp": 2, "shard": 1, "tied": True, "zero": 0},
+    {
+        "layers": 7,
+        "pp": 3,
+        "virtual": 2,
+        "dp": 2,
+        "schedule": "zb-v",
+        "tied": True,
+        "accumulation": 3,
+        "zero": 1,
+        "late_update": True,
+    },
     {"pp": 4, "accumulation": 1, "schedule": "1f1b"},
     {"pp": 4, "accumulation": 3, "virtual": 2, "schedule": "interleaved", "tied": True, "dp": 2, "zero": 2},
-    {"pp": 2, "dp": 2, "tp": 2, "zero": 2, "tied": True, "sequence_parallel": True, "recompute": "full"},
     {"pp": 2, "dp": 3, "zero": 1, "tied": True, "late_update": True},
-    {"pp": 1, "dp": 2, "virtual": 2, "tied": True, "zero": 2, "offload": "cpu"},
+    {
+        "pp": 1,
+        "dp": 2,
+        "virtual": 2,
+        "schedule": "zb-v",
+        "tied": True,
+        "zero": 2,
+        "accumulation": 3,
+        "offload": "cpu",
+    },
     {"pp": 2, "virtual": 2, "schedule": "gpipe", "zero": 2, "dp": 2, "accumulation": 3},
     {"layers": 2, "pp": 4, "virtual": 1, "dp": 2, "zero": 2, "tied": False},
     {"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 2, "tied": True, "accumulation": 3, "group": 2},
     {"pp": 4, "schedule": "zb-h1", "accumulation": 12, "layers": 7},
     {"pp": 2, "schedule": "zb-v", "dp": 2, "zero": 2, "tied": True, "accumulation": 6, "layers": 7},
-    {"pp": 3, "schedule": "zb-v", "tied": True, "accumulation": 3, "dp": 2, "zero": 1, "late_update": True},
     {
         "pp": 2,
         "tp": 2,
@@ -234,10 +272,9 @@ REQUIRED: tuple[dict[str, object], ...] = (
         "recompute": "full",
         "accumulation": 1,
     },
-    {"pp": 1, "dp": 2, "schedule": "zb-v", "tied": True, "zero": 2, "accumulation": 3},
     {"pp": 2, "dp": 4, "shard": 2, "tied": True, "zero": 2, "accumulation": 3, "group": 0},
-    {"pp": 3, "dp": 2, "shard": 1, "tied": True, "zero": 0},
     {"tp": 2, "dp": 4, "shard": 2, "zero": 1},
+    {"masked": True, "dp": 4, "zero": 3, "accumulation": 3},
 )
 
 
@@ -249,19 +286,39 @@ def _rarest(seen: Set[Case]) -> dict[str, object]:
     }
 
 
-def cases(count: int, seed: int) -> Iterator[Case]:
+def values_of(case: Case) -> Values:
+    """The values of all axes of a case."""
+    return {field.name: getattr(case, field.name) for field in fields(case)} | {"model": case.model.name}
+
+
+def cost(case: Case) -> float:
+    """What a case costs, about: to start its ranks, and passes of each rank through its layers."""
+    return case.ranks + case.model.layers * case.accumulation * case.tp * case.dp / 10
+
+
+def _newest(draws: Sequence[Case], met: set[Pair]) -> Case:
+    """The case with the most pairs of values that nobody has met, for its cost. They are met then."""
+    best = max(draws, key=lambda case: len({*pairs(values_of(case))} - met) / cost(case))
+    met.update(pairs(values_of(best)))
+    return best
+
+
+def cases(count: int, seed: int, required: Sequence[dict[str, object]] = REQUIRED) -> Iterator[Case]:
     """`count` different cases. The required ones come first, then others of the models and accumulations that there are
-    fewest of.
+    fewest of. Of some that are drawn, each is the one with the most pairs of values that are new for its cost.
 
     Ranks of every third one have gloo's collectives, as those of several hosts, and of every third one those of NCCL.
     """
     random_ = random.Random(seed)
     seen: set[Case] = set()
+    met: set[Pair] = set()
     while len(seen) < count:
         number = len(seen)
-        fixed = REQUIRED[number] if number < len(REQUIRED) else _rarest(seen)
+        fixed = required[number] if number < len(required) else _rarest(seen)
         carrier = (number + seed) % 3
-        case = draw(random_, fixed | {"shared_memory": carrier != 0, "as_nccl": carrier == 1})
-        if case not in seen:
+        fixed = fixed | {"shared_memory": carrier != 0, "as_nccl": carrier == 1}
+        draws = [case for _ in range(DRAWS) if (case := draw(random_, fixed)) not in seen]
+        if draws:
+            case = _newest(draws, met)
             seen.add(case)
             yield case

@@ -7,7 +7,7 @@ two values.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -17,15 +17,15 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Fit = Callable[[Values], Values | None]
 """From drawn values to those of a case: changed where they do not go together; None where there is no such case."""
 Cost = Callable[[Values], float]
-DRAWS = 60
+DRAWS = 20
 """Cases that are drawn for each that is chosen."""
 TRIES = 400
 """Draws after which two values are taken not to go together."""
 
 
-def pairs(values: Values) -> set[Pair]:
+def pairs(values: Values) -> Iterator[Pair]:
     """Every two values of a case, in the order of its fields."""
-    return {*combinations(values.items(), 2)}
+    return combinations(values.items(), 2)
 
 
 def all_pairs(axes: Axes) -> list[Pair]:
@@ -34,35 +34,46 @@ def all_pairs(axes: Axes) -> list[Pair]:
     return [(one, other) for first, second in combinations(named, 2) for one in first for other in second]
 
 
-def drawn(axes: Axes, fit: Fit, source: random.Random, wanted: Iterable[tuple[str, Any]] = ()) -> Values | None:
+def fitted(values: Values, fit: Fit, wanted: Values) -> Values | None:
+    """The values of a case that has the wanted ones, if these values give such a case."""
+    found = fit(values | wanted)
+    return found if found is not None and all(found[name] == value for name, value in wanted.items()) else None
+
+
+def drawn(axes: Axes, fit: Fit, source: random.Random, wanted: Values) -> Values | None:
     """The values of a case that has the wanted ones, if one draw gives such a case."""
-    given = dict(wanted)
-    found = fit({name: source.choice(of) for name, of in axes.items()} | given)
-    return found if found is not None and all(found[name] == value for name, value in given.items()) else None
+    return fitted({name: source.choice(of) for name, of in axes.items()}, fit, wanted)
 
 
 def covering(
     axes: Axes, fit: Fit, source: random.Random, required: Sequence[Values] = (), cost: Cost = lambda values: 1.0
 ) -> Iterator[Values]:
     """Cases without end: first one with each of the required values. Each other has a pair that is new, as long as
-    there is one. Of some that are drawn with these values or this pair, it has the most other pairs that are new for
-    its cost.
+    there is one. Of some that are drawn with these values or this pair, it is the one with the most other pairs that
+    are new for its cost, and each other value of it has been tried for more of them.
     """
-    missing = set(all_pairs(axes))
+    missing = dict.fromkeys(all_pairs(axes))  # a dict, because the order of a set differs from process to process
     waiting = [*required]
+
+    def worth(values: Values) -> float:
+        return sum(pair in missing for pair in pairs(values)) / cost(values)
+
     while True:
-        # Sorted, because the order of a set of strings differs from process to process.
-        pair = source.choice(sorted(missing, key=repr)) if missing and not waiting else ()
-        wanted = waiting.pop(0).items() if waiting else pair
-        draws = [values for _ in range(DRAWS) if (values := drawn(axes, fit, source, wanted)) is not None]
+        pair = source.choice([*missing]) if missing and not waiting else ()
+        wanted = waiting.pop(0) if waiting else dict(pair)
+        draws = [*filter(None, (drawn(axes, fit, source, wanted) for _ in range(DRAWS)))]
         if not draws:
-            draws = [values for _ in range(TRIES) if (values := drawn(axes, fit, source, wanted)) is not None][:1]
+            draws = [*filter(None, (drawn(axes, fit, source, wanted) for _ in range(TRIES)))][:1]
         if not draws:
-            assert wanted == pair, f"no case has the required {dict(wanted)}"
-            missing.discard(wanted)
+            assert pair, f"no case has the required {wanted}"
+            del missing[pair]
             continue
-        best = max(draws, key=lambda values: len(pairs(values) & missing) / cost(values))
-        missing -= pairs(best)
+        best = max(draws, key=worth)
+        for name, of in axes.items():
+            others = (fitted(best | {name: value}, fit, wanted) for value in dict.fromkeys(of) if value != best[name])
+            best = max([best, *filter(None, others)], key=worth)
+        for met in pairs(best):
+            missing.pop(met, None)
         yield best
 
 

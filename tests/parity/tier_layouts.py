@@ -46,7 +46,7 @@ RULES = {"adamw": "", "adam": "--optimizer adam", "sgd": "--optimizer sgd --sgd-
 MESSAGES = {
     "exact": "",
     "bf16": "--grad-reduce-dtype bf16",
-    "weights": "--zero-quantized-weights",  # of int4 and feedback too
+    "weights": "",  # their blocks are those of int4 and feedback too
     "int8": "--zero-quantized-gradients int8",
     "int4": "--zero-quantized-gradients int4",
     "feedback": "--zero-quantized-gradients int4 --zero-gradient-error-feedback",
@@ -79,6 +79,7 @@ AXES: Axes = {
     "overlap": (True, False),
     "carrier": ("shared memory", "gloo", "as NCCL", "late"),
     "slow": (False, True),
+    "unwritten": (False, True),
     "resumes": (False, False, True),
     "background": (False, True),
     "numbers": ("fp64", "fp64", "fp64", *NUMBERS),
@@ -114,14 +115,35 @@ REQUIRED: tuple[Values, ...] = (
         "messages": "feedback",
     },
     {"shard_inputs": True, "carrier": "late", "zero": 1, "numbers": "bf16", "messages": "bf16"},
-    {"carrier": "late", "zero": 3, "pp": 2, "late": True},
+    {"carrier": "late", "zero": 3, "pp": 2, "late": True, "unwritten": True, "recompute": "full"},
+    # The padding of a bucket was memory that nobody wrote, and the int8 block that reached into it lost precision.
+    {
+        **dict.fromkeys(("optimizer", "params", "gradients"), "none"),
+        "activations": "cpu",
+        "unwritten": True,
+        "carrier": "late",
+        "zero": 3,
+        "numbers": "bf16",
+        "messages": "weights",
+    },
     {"order": "vertical in threes", "zero": 1, "dp": 2, "tied": False, "gradients": "none", "accumulation": 5},
     {"numbers": "fp8", "zero": 3, "dp": 2},
-    {"messages": "int4", "zero": 2, "late": True, "resumes": True, "numbers": "fp32"},
+    {
+        "messages": "int4",
+        "zero": 2,
+        "late": True,
+        "resumes": True,
+        "numbers": "fp32",
+        "dp": 4,
+        "shard": 2,
+        "unwritten": True,
+    },
     {"zero": 3, "dp": 2, "shard": 1, "gathered": "one", "regather": "step"},
     {"units": True, "zero": 1, "params": "nvme", "gradients": "cpu", "numbers": "fp64"},
     {"gradients": "nvme", "clip": 0.0, "zero": 3, "tied": False, "tp": 1, "parts": "small", "accumulation": 5},
     {"optimizer": "nvme:SHARE", "zero": 0, "parts": "small", "slow": True, "resumes": True, "numbers": "fp16"},
+    # Stages without a unit on disks would save in the background, and wait for those with one.
+    {"units": True, "optimizer": "nvme", "params": "cpu", "gradients": "cpu", "pp": 3, "background": True},
     {"placement": "auto", "folders": 2},
 )
 """Combinations that must be among the first cases."""
@@ -136,6 +158,7 @@ NO_BIT: Values = {
     "overlap": False,
     "shard_inputs": False,
     "slow": False,
+    "unwritten": False,
     "resumes": False,
     "background": False,
 }
@@ -157,6 +180,7 @@ class Case(NamedTuple):
     messages    what travels of gradients and parameters
     carrier     of the collectives of ranks; late: results come as late as they may
     slow        whether lanes are delayed
+    unwritten   whether memory that nobody has written holds NaN
     resumes     whether the run goes on from a checkpoint of `without`
     background  whether checkpoints are written beside the training
     numbers     the precision; fp16: with steps that overflow, and are skipped
@@ -196,6 +220,7 @@ class Case(NamedTuple):
     overlap: bool
     carrier: str
     slow: bool
+    unwritten: bool
     resumes: bool
     background: bool
     numbers: str
@@ -227,6 +252,11 @@ class Case(NamedTuple):
         return "-".join(word.replace(" ", "-") for word in words)
 
     @property
+    def sends_blocks(self) -> bool:
+        """Whether parameters travel in blocks of int8. Without ZeRO none travel."""
+        return self.zero > 0 and self.messages in ("weights", "int4", "feedback")
+
+    @property
     def is_exact(self) -> bool:
         """Whether its numbers are those of one process in float64."""
         return self.numbers == "fp64" and self.messages == "exact"
@@ -244,7 +274,9 @@ class Case(NamedTuple):
         # ZeRO-2 and 3 reduce each micro-batch's gradient, wherever its sum rests.
         added_alike = self.zero > 1 and self.tp == 1 and self.shard is None and not (self.tied and self.pp > 1)
         changes |= {"carrier": "shared memory"} if self.carrier == "late" else {}
-        changes |= {"optimizer": "none"} if alike else {}
+        # ZeRO-1 and 2 make blocks of parameters from master weights, where these are on the device.
+        masters = self.zero in (1, 2) and self.sends_blocks and self.numbers not in ("fp64", "fp32")
+        changes |= {"optimizer": "none"} if alike and not masters else {}
         changes |= {"params": "none"} if self.zero == 3 else {}
         if alike and added_alike and (self.gradients.startswith("cpu") or not self.clip):
             changes["gradients"] = "none"
@@ -262,6 +294,7 @@ class Case(NamedTuple):
             as_nccl=self.carrier == "as NCCL",
             late=self.carrier == "late",
             delays=1 if self.slow else None,
+            unwritten=self.unwritten,
             infinite=frozenset({3} if self.numbers == "fp16" else ()),
         )
 
@@ -291,9 +324,7 @@ class Case(NamedTuple):
         words += f" --zero-shard-size {self.shard}" * (self.shard is not None)
         words += " --sequence-parallel" * self.sequence_parallel + " --no-overlap" * (not self.overlap)
         words += " --shard-recompute-inputs" * self.shard_inputs + f" --zero3-persist-below {self.persist}"
-        words += f" {MESSAGES[self.messages]}"
-        # Without ZeRO no parameters travel.
-        words += " --zero-quantized-weights" * (self.messages in ("int4", "feedback") and self.zero > 0)
+        words += f" {MESSAGES[self.messages]}" + " --zero-quantized-weights" * self.sends_blocks
         return [*words.split(), *["--no-shared-memory"] * (self.carrier in ("gloo", "as NCCL"))]
 
     def budget_flags(self, run: Run) -> list[str]:
@@ -391,11 +422,12 @@ def fit(values: Values) -> Values | None:
 
 
 def cost(values: Values) -> float:
-    """What a case costs, about: four ranks take twice what none would. One that says more, because it is compared with
-    one process to the last digits, counts as cheap.
+    """What a case costs, about: to start its ranks, and passes of each rank through its layers. One that says more,
+    because it is compared with one process to the last digits, counts as cheap.
     """
-    ranks = values["tp"] * values["pp"] * values["dp"]
-    return float(ranks + 4) * (1 if Case(**values).is_exact else 1.5)
+    case = Case(**values)
+    passes = case.layers * case.accumulation * case.tp * case.dp
+    return (4 + case.ranks + passes / 10) * (1 if case.is_exact else 1.5)
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:

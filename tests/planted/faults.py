@@ -33,7 +33,6 @@ LAYOUTS = "tests/parity/test_layouts.py::test_layout_equals_one_process"
 COUNTED_ONCE = IN_THE_STATE + "test_fault_04_05_06_each_element_counts_once_in_the_norm"
 ONE_OVERFLOW = IN_A_RUN + "test_fault_15_one_ranks_overflow_skips_the_step_on_all"
 RESUMES = "tests/parity/test_resume.py::test_fault_27_30_three_resumes_in_a_row_are_bitwise"
-VALID_TOKENS = IN_A_RUN + "test_fault_16_17_of_any_degree_and_unequal_numbers_of_valid_tokens"
 CROSS_ENTROPY = "tests/mpu/test_cross_entropy.py::test_fault_28_equals_the_dense_formula"
 HEAD_LOSS = "tests/mpu/test_head_loss.py::test_one_rank_equals_the_dense_formula"
 
@@ -300,7 +299,7 @@ FAULTS = (
         "megazero/train/trainer.py",
         "return self.engine.has_loss and self.grid.at.tp == 0",
         "return self.engine.has_loss",
-        VALID_TOKENS,
+        LAYOUTS,
     ),
     Fault(
         17,
