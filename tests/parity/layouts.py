@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from tests.parity.pairs import DRAWS, Pair, Values, pairs
 from tests.parity.ways import Way
@@ -322,3 +323,31 @@ def cases(count: int, seed: int, required: Sequence[dict[str, object]] = REQUIRE
             case = _newest(draws, met)
             seen.add(case)
             yield case
+
+
+class Chain(NamedTuple):
+    """The layouts of a run that goes on elsewhere after each step."""
+
+    layouts: tuple[Case, ...]
+
+    @property
+    def name(self) -> str:
+        links = [f"tp{each.tp}-pp{each.pp}-dp{each.dp}-z{each.zero}-{each.schedule}" for each in self.layouts]
+        return "-to-".join([self.layouts[0].model.name, *links])
+
+
+def chains(count: int, seed: int) -> Iterator[Chain]:
+    """`count` chains of five layouts of few ranks, with stages of ZeRO and schedules in turn; half of the embeddings
+    are tied.
+    """
+    random_ = random.Random(seed)
+    met: set[Pair] = set()
+    for number in range(count):
+        model = random_.choice([model for model in MODELS if model.tied == (number % 2 == 0)])
+        layouts: list[Case] = []
+        for link in range(5):
+            zero, schedule = STAGES[(number + link) % len(STAGES)], [*CHUNKS][(number + link) % len(CHUNKS)]
+            fixed = {"name": model.name, "zero": zero, "schedule": schedule, "shared_memory": True}
+            draws = [draw(random_, fixed | ({"dp": 2} if zero else {})) for _ in range(DRAWS)]
+            layouts.append(_newest([case for case in draws if 2 < case.ranks <= 4] or draws, met))
+        yield Chain(tuple(layouts))
