@@ -22,9 +22,7 @@ FIELDS = {
     "spec.replicatedJobs": {"name", "replicas", "template", "dependsOn", "groupName"},
     "job.spec": {"completionMode", "parallelism", "completions", "backoffLimit", "podFailurePolicy", "template"},
     "pod.spec": {"restartPolicy", "terminationGracePeriodSeconds", "securityContext", "containers", "volumes"},
-    "container": {
-        *("name", "image", "workingDir", "command", "args", "env", "ports", "resources", "volumeMounts"),
-    },
+    "container": {*("name", "image", "workingDir", "command", "args", "env", "ports", "resources", "volumeMounts")},
 }
 """What the two APIs know (jobset.x-k8s.io/v1alpha2, batch/v1) of what a manifest for training may need; another word
 is a mistake in spelling, which kubectl would only find in a cluster."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source
+from tests.e2e.command import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "examples" / "own_program.py"
@@ -28,16 +31,11 @@ def losses_of(told: str) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the program says on one process."""
-    return program([sys.executable], tmp_path_factory.mktemp("alone"))
-
-
-def program(start: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*start, str(PROGRAM)], cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as told:
+        patch.chdir(tmp_path_factory.mktemp("alone"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    return told.getvalue()
 
 
 def is_the_same_training(told: str, alone: str, folder: Path) -> None:
@@ -51,10 +49,12 @@ def is_the_same_training(told: str, alone: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_it_trains_under_torchrun(alone: str, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    told = program(torchrun, tmp_path)
-    is_the_same_training(told, alone, tmp_path)
-    assert told.count("Result(iteration=") == 1 and "finished=" in told
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)]
+    place = environment()
+    done = subprocess.run(torchrun, cwd=tmp_path, env=place, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    is_the_same_training(done.stdout, alone, tmp_path)
+    assert done.stdout.count("Result(iteration=") == 1 and "finished=" in done.stdout
 
 
 def as_a_worker(config: dict[str, Any]) -> None:
@@ -78,14 +78,9 @@ def test_it_trains_under_ray_train(alone: str, tmp_path: Path) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        runtime_env={"env_vars": environment},
-        log_to_driver=False,
-    )
+    place = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    quiet = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(num_cpus=2, object_store_memory=100 * 2**20, runtime_env=place, **quiet)
     try:
         TorchTrainer(
             as_a_worker,

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from megazero.config.count import parameters_per_layer
 from megazero.config.flags import read_command_line
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.presets import presets
 from megazero.config.schema import Run
+from megazero.pipeline.partition import partition
+from tests.e2e.command import wait_until
+from tests.parity.training import job_on_rank
+from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # preset, nodes, GPUs per node, tp, pp
@@ -48,14 +54,8 @@ def start(folder: Path, script: Path, *words: str, **environment: str) -> list[s
     """What the script hands to torchrun."""
     stub(folder, "torchrun")
     meet = {"RDZV_ENDPOINT": "node1:29500", "RDZV_ID": "a-job"}
-    env = {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "HOME": str(folder),
-        "RECORD": str(folder / "record"),
-        **meet,
-        **environment,
-    }
-    subprocess.run(["bash", str(script), *words], cwd=folder, env=env, check=True)
+    place = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "RECORD": str(folder / "record")}
+    subprocess.run(["bash", str(script), *words], cwd=folder, env={**place, **meet, **environment}, check=True)
     return (folder / "record").read_text().splitlines()
 
 
@@ -82,11 +82,8 @@ def test_syntax(script: str) -> None:
 def test_a_recipe_is_valid_on_its_ranks_and_is_its_preset(script: str, tmp_path: Path) -> None:
     name, nodes, gpus, tp, pp = RECIPES[script]
     options, words = taken_apart(start(tmp_path, EXAMPLES / script))
-    assert (options["--nnodes"], options["--nproc-per-node"], options["--rdzv-backend"]) == (
-        str(nodes),
-        str(gpus),
-        "c10d",
-    )
+    starts = options["--nnodes"], options["--nproc-per-node"], options["--rdzv-backend"]
+    assert starts == (str(nodes), str(gpus), "c10d")
     run = parse_run([*words, "--validate-only", "--world-size", str(ranks(options))], None)
     assert run == parse_run(words, nodes * gpus)
     assert (run.parallel.tp, run.parallel.pp) == (tp, pp)
@@ -100,24 +97,12 @@ def test_a_recipe_is_valid_on_its_ranks_and_is_its_preset(script: str, tmp_path:
 
 @pytest.mark.parametrize("script", RECIPES)
 def test_flags_behind_the_script_win(script: str, tmp_path: Path) -> None:
-    words = start(
-        tmp_path,
-        EXAMPLES / script,
-        *SHRUNK.split(),
-        NNODES="1",
-        GPUS_PER_NODE="4",
-        DATA_PATH="0.5 a 0.5 b",
-        SAVE="here",
-    )
-    options, flags = taken_apart(words)
+    environment = {"NNODES": "1", "GPUS_PER_NODE": "4", "DATA_PATH": "0.5 a 0.5 b", "SAVE": "here"}
+    options, flags = taken_apart(start(tmp_path, EXAMPLES / script, *SHRUNK.split(), **environment))
     assert ranks(options) == 4
     run: Run = parse_run(flags, 4)
-    assert (run.schedule.train_iters, run.schedule.train_samples, run.model.hidden_size, run.parallel.pp) == (
-        3,
-        None,
-        64,
-        1,
-    )
+    schedule = run.schedule
+    assert (schedule.train_iters, schedule.train_samples, run.model.hidden_size, run.parallel.pp) == (3, None, 64, 1)
     assert run.data.data_path == ("0.5", "a", "0.5", "b") and run.checkpoint.save == run.checkpoint.load == "here"
 
 
@@ -131,45 +116,59 @@ def core_only(folder: Path) -> Path:
     return folder / "core"
 
 
+TINY = (
+    "--device cpu --tp 1 --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 16 --vocab-size 1003 "
+    "--micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 4 --train-iters 3 --eval-iters 0"
+)
+
+
+def tiny(script: str, folder: Path) -> list[str]:
+    """Flags that make a recipe small, as two data-parallel ranks or as two stages."""
+    return [*TINY.split(), "--pp", str(min(2, RECIPES[script][4])), "--data-cache-path", str(folder / "cache")]
+
+
+def check_steps(folder: Path) -> None:
+    (metrics,) = folder.glob("runs/*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(step["iteration"], step["consumed_samples"]) for step in steps] == [(1, 2), (2, 4), (3, 8)]
+
+
+def train_on_rank(rank: int, size: int, flags: list[str], folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.chdir(folder)
+        job, _ = job_on_rank(rank, size, flags, keep_log=True)
+        job.fit()
+        job.close()
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(cases=3)
 @pytest.mark.parametrize("script", RECIPES)
 def test_a_shrunk_recipe_trains(script: str, tmp_path: Path, corpus: Path) -> None:
-    """Its own precision, schedule and features on two ranks of this machine, as data-parallel ranks or as stages, after
-    a plain install.
-    """
-    stages = "2" if RECIPES[script][4] > 1 else "1"
-    words = (
-        f"--device cpu --tp 1 --pp {stages} --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length "
-        "16 --vocab-size 1003"
-    )
-    words += " --micro-batch-size 1 --global-batch-size 4 --rampup-batch-size 2 2 4 --train-iters 3 --eval-iters 0"
-    env = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "NNODES": "1",
-        "GPUS_PER_NODE": "2",
-        "PYTHONPATH": f"{core_only(tmp_path)}:{EXAMPLES.parent}",
-        "DATA_PATH": str(corpus),
-    }
-    flags = [*words.split(), "--data-cache-path", str(tmp_path / "cache")]
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / script), *flags], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
+    """Its own precision, schedule and features on two ranks."""
+    environment = {"NNODES": "1", "GPUS_PER_NODE": "2", "DATA_PATH": str(corpus)}
+    options, flags = taken_apart(start(tmp_path, EXAMPLES / script, *tiny(script, tmp_path), **environment))
+    assert ranks(options) == 2
+    run_ranks(2, train_on_rank, 2, flags, str(tmp_path))
+    check_steps(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_shrunk_recipe_trains_under_torchrun(tmp_path: Path, corpus: Path) -> None:
+    """After a plain install."""
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    env |= {"NNODES": "1", "GPUS_PER_NODE": "2", "DATA_PATH": str(corpus)}
+    env |= {"PYTHONPATH": f"{core_only(tmp_path)}:{EXAMPLES.parent}"}
+    words = ["bash", str(EXAMPLES / "bloom/560m.sh"), *tiny("bloom/560m.sh", tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [(step["iteration"], step["consumed_samples"]) for step in steps] == [(1, 2), (2, 4), (3, 8)]
+    check_steps(tmp_path)
     assert len(list(tmp_path.glob("runs/*/logs/*/attempt_0/*/stdout.log"))) == 2, "a log per rank"
     assert "iteration" in done.stdout + done.stderr, "the first rank also prints"
 
 
 def test_the_176b_stages_are_published_ones() -> None:
-    partition = pytest.importorskip("megazero.pipeline.partition").partition
-    counts = pytest.importorskip("megazero.config.count").parameters_per_layer(
-        parse_run(["--preset", "bloom-176b"], None).model
-    )
+    counts = parameters_per_layer(parse_run(["--preset", "bloom-176b"], None).model)
     assert partition([counts.block] * 70, counts.embedding, counts.head + counts.output, 12) == (5, *[6] * 10, 5)
 
 
@@ -212,10 +211,7 @@ def test_a_signal_goes_to_the_ranks_and_the_status_is_theirs(kind: signal.Signal
     stub(tmp_path, "torchrun", TORCHRUN)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record"), "NNODES": "1"}
     process = subprocess.Popen(["bash", str(EXAMPLES / "gpt/124m.sh")], cwd=tmp_path, env=env, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("record.[01]"))) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("record.[01]"))) == 2, process)
     process.send_signal(kind)
     assert process.wait(timeout=60) == 0
     assert len(list(tmp_path.glob("record.told.*"))) == 2
@@ -240,12 +236,8 @@ printf "%s\n" "$@" > "$RECORD.srun"
 while [[ $1 == -* ]]; do [[ $1 == *=* ]] && shift || shift 2; done
 SLURM_NODEID=1 exec "$@"
 """
-SLURM = {
-    "SLURM_JOB_NUM_NODES": "48",
-    "SLURM_JOB_NODELIST": "node[7-9]",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_GPUS_ON_NODE": "8",
-}
+SLURM = {"SLURM_JOB_NUM_NODES": "48", "SLURM_JOB_NODELIST": "node[7-9]"}
+SLURM |= {"SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8"}
 
 
 def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
@@ -294,10 +286,7 @@ def test_slurm_near_its_time_limit_saves_and_goes_back_into_the_queue(
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(tmp_path / "record"), **SLURM}
     environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
     process = subprocess.Popen(["bash", str(EXAMPLES / "slurm.sh"), *flags, "recipe.sh"], cwd=tmp_path, env=environment)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "record.step").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
+    wait_until((tmp_path / "record.step").exists, process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(timeout=60) == status, "saved and stopped as asked is not a failure"
     told = tmp_path / "record.requeued"
