@@ -42,10 +42,6 @@ def world_of(size: int) -> Group:
     return group
 
 
-def total(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum(0)
-
-
 def drawn(seed: int, rank: int, *shape: int) -> Tensor:
     """Small whole numbers: sums are exact."""
     return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).float()
@@ -58,43 +54,26 @@ Case = tuple[CommunicationHandle, Callable[[], Tensor], Tensor]
 def launched(kind: str, seed: int, group: Group, numel: int) -> Case:
     """A random collective, with what every rank put into it made again here."""
     size, index, part = group.size, group.index, max(1, numel // group.size)
-    if kind == "all_reduce":
-        tensor = drawn(seed, index, numel)
-        return all_reduce(tensor, group), lambda: tensor, total([drawn(seed, rank, numel) for rank in range(size)])
-    if kind == "max":
-        tensor = drawn(seed, index, numel)
-        return (
-            all_reduce(tensor, group, "max"),
-            lambda: tensor,
-            torch.stack([drawn(seed, r, numel) for r in range(size)]).amax(0),
-        )
+    wholes = [drawn(seed, rank, numel) for rank in range(size)]
+    if kind in ("all_reduce", "max"):
+        tensor, stacked = wholes[index].clone(), torch.stack(wholes)
+        pending = all_reduce(tensor, group, "max" if kind == "max" else "sum")
+        return pending, lambda: tensor, stacked.amax(0) if kind == "max" else stacked.sum(0)
+    if kind == "broadcast":
+        tensor, root = wholes[index].clone(), seed % size
+        return broadcast(tensor, group, root), lambda: tensor, wholes[root]
+    mine, parts = slice(index * part, (index + 1) * part), [drawn(seed, rank, size * part) for rank in range(size)]
     if kind == "reduce_scatter":
-        whole = drawn(seed, index, size * part)
-        mine = slice(index * part, (index + 1) * part)
+        whole = parts[index].clone()
         output = whole[mine] if seed % 2 else torch.empty(part)
-        return (
-            reduce_scatter(output, whole, group),
-            lambda: output,
-            total([drawn(seed, rank, size * part)[mine] for rank in range(size)]),
-        )
-    if kind == "all_gather":
-        whole = torch.full((size * part,), 99.0)
-        piece = drawn(seed, index, part)
-        if seed % 2:
-            piece = whole[index * part : (index + 1) * part].copy_(piece)
-        return (
-            all_gather(whole, piece, group),
-            lambda: whole,
-            torch.cat([drawn(seed, rank, part) for rank in range(size)]),
-        )
+        wanted = torch.stack([each[mine] for each in parts]).sum(0)
+        return reduce_scatter(output, whole, group), lambda: output, wanted
+    whole = torch.full((size * part,), 99.0)
     if kind == "all_to_all":
-        source, output = drawn(seed, index, size * part), torch.full((size * part,), 99.0)
-        mine = slice(index * part, (index + 1) * part)
-        wanted = torch.cat([drawn(seed, rank, size * part)[mine] for rank in range(size)])
-        return all_to_all(output, source, group), lambda: output, wanted
-    root = seed % size
-    tensor = drawn(seed, index, numel)
-    return broadcast(tensor, group, root), lambda: tensor, drawn(seed, root, numel)
+        return all_to_all(whole, parts[index], group), lambda: whole, torch.cat([each[mine] for each in parts])
+    pieces = [drawn(seed, rank, part) for rank in range(size)]
+    piece = whole[mine].copy_(pieces[index]) if seed % 2 else pieces[index]
+    return all_gather(whole, piece, group), lambda: whole, torch.cat(pieces)
 
 
 def many(rank: int, size: int, seed: int, jitter: bool) -> int:

@@ -30,6 +30,7 @@ HIDDEN, FFN, S, B = 32, 64, 16, 2
 NAMES = ("wide", "narrow", "gate", "down")
 GO, SKIP = torch.tensor(False), torch.tensor(True)
 CPU = torch.device("cpu")
+LINEAR: dict[str, Any] = {"std": 0.2, "sequence_parallel": False, "dtype": torch.bfloat16, "device": "cpu"}
 
 
 def state(history: int = 0, names: tuple[str, ...] = NAMES, tp: Group | None = None, world: Group | None = None) -> Fp8:
@@ -41,13 +42,7 @@ class Network(nn.Module):
 
     def __init__(self, fp8: Fp8 | None, group: Group, sequence_parallel: bool = False, bias: bool = True) -> None:
         super().__init__()
-        linear: dict[str, Any] = {
-            "std": 0.2,
-            "bias": bias,
-            "sequence_parallel": sequence_parallel,
-            "dtype": torch.bfloat16,
-        }
-        linear |= {"device": "cpu", "fp8": fp8}
+        linear = {**LINEAR, "bias": bias, "sequence_parallel": sequence_parallel, "fp8": fp8}
         self.wide = ColumnParallelLinear("wide", HIDDEN, FFN, group, **linear)
         self.narrow = RowParallelLinear("narrow", FFN, HIDDEN, group, **linear)
         self.gate = ColumnParallelLinear("gate", HIDDEN, FFN, group, **linear)
@@ -79,8 +74,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-# --- the history
-# -------------------------------------------------------------------------------------------------------
+# --- the history -----------------------------------------------------------------------------------------------------
 
 
 def after(fp8: Fp8, amax: float, skip: Tensor = GO, role: int = 0) -> float:
@@ -169,8 +163,7 @@ def test_histories_are_of_all_ranks_in_one_message_a_step() -> None:
         assert world == {("all_reduce", torch.float32): 2 * 4 * 3 * len(NAMES)}
 
 
-# --- layers
-# ------------------------------------------------------------------------------------------------------------
+# --- layers ----------------------------------------------------------------------------------------------------------
 
 
 def run(network: Network, x: Tensor, grad: Tensor, recompute: bool = False) -> tuple[Tensor, Tensor]:
@@ -336,18 +329,7 @@ def test_a_recomputed_step_is_the_same_step(history: int) -> None:
 def test_tokens_that_do_not_fit_leave_the_weights_gradient_to_16_bits() -> None:
     fp8 = state(0, ("narrow",))
     narrow, plain = (
-        RowParallelLinear(
-            "narrow",
-            FFN,
-            HIDDEN,
-            single_rank_group(),
-            bias=False,
-            std=0.2,
-            sequence_parallel=False,
-            dtype=torch.bfloat16,
-            device="cpu",
-            fp8=given,
-        )
+        RowParallelLinear("narrow", FFN, HIDDEN, single_rank_group(), bias=False, fp8=given, **LINEAR)
         for given in (fp8, None)
     )
     for layer in (narrow, plain):
@@ -379,8 +361,7 @@ def test_what_is_not_finite_reaches_every_gradient(where: str, history: int) -> 
     assert not torch.isfinite(torch.as_tensor(total)) and not back.isfinite().all()
 
 
-# --- tensor parallelism
-# ------------------------------------------------------------------------------------------------
+# --- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 class Scales:

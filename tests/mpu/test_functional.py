@@ -13,13 +13,7 @@ from torch import Tensor
 from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megazero.mpu.functional import (
-    copy_to_tp,
-    gather_last,
-    gather_sequence,
-    reduce_from_tp,
-    reduce_scatter_sequence,
-)
+from megazero.mpu.functional import copy_to_tp, gather_last, gather_sequence, reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group, build_grid
 from megazero.mpu.linear import column_parallel_linear, column_parallel_linear_pair
 from tests.ranks import run_ranks

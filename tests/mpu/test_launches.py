@@ -105,11 +105,7 @@ def test_messages_are_matched_by_order() -> None:
         pytest.param([trace(AB, 0, ALL, 2), trace(AB, 0, ALL, 2), trace(ALL, 0)], [], id="one order"),
         pytest.param([trace(AB, 0, ALL, 2), trace(ALL, 0, AB, 2), trace(ALL, 0)], ["streams"], id="waits at once"),
         pytest.param([trace(AB, ALL, 0, 1), trace(ALL, AB, 0, 1), trace(ALL, 0)], ["one at a time"], id="waits later"),
-        pytest.param(
-            [trace(X, Z), trace(Y, X), trace(Z, Y)],
-            ["one at a time"],
-            id="three groups in a circle",
-        ),
+        pytest.param([trace(X, Z), trace(Y, X), trace(Z, Y)], ["one at a time"], id="three groups in a circle"),
         pytest.param([trace(THERE, BACK, 1), trace(BACK, THERE, 1)], [], id="two messages that cross"),
         pytest.param(
             [trace(THERE, THERE, BACK, BACK), trace(BACK, BACK, THERE, THERE)], ["one queue"], id="two each way, behind"
