@@ -27,6 +27,7 @@ def without_table(stage: int) -> tuple[int, int]:
     return blocks * (split // TP + replicated) + ends * 2 * HIDDEN, 12 * blocks + 3 * ends
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shard_size", [None, DP, 2])
 @pytest.mark.parametrize("precision", HELD)
 @pytest.mark.parametrize("zero_stage", STAGES)
