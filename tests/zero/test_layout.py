@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -226,16 +227,8 @@ def test_fault_21_decayed_parameters_of_gpt_and_bloom() -> None:
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
     """Their shards then hold the same elements of replicated parameters, so that partial sums meet their like."""
-    model = ModelConfig(
-        num_layers=2,
-        hidden_size=24,
-        ffn_hidden_size=48,
-        num_attention_heads=12,
-        vocab_size=1003,
-        seq_length=12,
-        activation="swiglu",
-        norm="rmsnorm",
-    )
+    shape: dict[str, Any] = {"hidden_size": 24, "ffn_hidden_size": 48, "num_attention_heads": 12, "vocab_size": 1003}
+    model = ModelConfig(num_layers=2, seq_length=12, activation="swiglu", norm="rmsnorm", **shape)
     layouts = []
     for index in range(tp):
         group = Group(tuple(range(tp)), index, None)

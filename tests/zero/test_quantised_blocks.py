@@ -123,10 +123,7 @@ def test_offsets_and_parts_are_multiples_of_a_block_only_where_messages_are_quan
 def lost_across(rank: int) -> Tensor:
     """What the hop across has lost, of neighbours' sums that bf16 has no number for: 127 + 127/128 and 100 + 1/4."""
     parallel = ParallelConfig(
-        zero_stage=1,
-        zero_quantized_gradients="int8",
-        zero_gradient_error_feedback=True,
-        grad_reduce_dtype="bf16",
+        zero_stage=1, zero_quantized_gradients="int8", zero_gradient_error_feedback=True, grad_reduce_dtype="bf16"
     )
     spec = shard("up.weight", (1024,), ParameterKind.MATRIX)
     chunk = Chunk([Unit([Parameter(spec, torch.bfloat16, "cpu")], "block", single_rank_group())])

@@ -83,9 +83,9 @@ def test_the_weights_that_are_updated_stay_exact(stage: int, corpus: Path, tmp_p
 
 @pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("more", ["", "--zero-gradient-error-feedback"])
-def test_three_hundred_steps_learn_as_much(more: str, corpus: Path, tmp_path: Path) -> None:
+def test_many_steps_learn_as_much(more: str, corpus: Path, tmp_path: Path) -> None:
     """With error feedback the loss is that of the exact run; without it, it may be lower too."""
-    words = "--zero-stage 1 --precision bf16 --train-iters 300 --micro-batch-size 6"
+    words = "--zero-stage 1 --precision bf16 --train-iters 120 --micro-batch-size 6"
     ours, theirs = (train(2, flags(each, corpus, tmp_path)).records for each in (f"{words} {INT4} {more}", words))
     means = [sum(record.loss or math.nan for record in records[-20:]) / 20 for records in (ours, theirs)]
     assert theirs[0].loss is not None and means[1] < 0.8 * theirs[0].loss, "nothing was learnt"

@@ -59,7 +59,7 @@ class Case:
     clip: float = 1.0
     blocks: int = 4
     samples: int = 12
-    steps: int = 4
+    steps: int = 3
     reduce_every: bool | None = None
     poison: bool = False
     gathered_bytes: int | None = None
