@@ -79,11 +79,7 @@ def test_memory_of_the_space_goes_without_buffers(tmp_path: Path, options: DiskO
     tensors = {name: memory[name][: pieces[name]] for name in ("whole", "odd")}
     tensors["shifted"] = memory["shifted"][64:]
     plan = space._moves(list(tensors.values()), tensors, [0, 0, 0])
-    assert [[move.direct for move in plan if move.piece == piece] for piece in range(3)] == [
-        [1, 1],
-        [1, 1, 0],
-        [0, 0],
-    ]
+    assert [[move.direct for move in plan if move.piece == piece] for piece in range(3)] == [[1, 1], [1, 1, 0], [0, 0]]
     for step in (1, 2):
         for name, tensor in tensors.items():
             tensor.copy_(content(name, pieces[name], step))

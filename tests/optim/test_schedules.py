@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -133,15 +133,8 @@ def test_samples_and_iterations_agree_where_the_batch_is_constant(style: str) ->
 
 def test_mixed_units_follow_the_ramp() -> None:
     """Warm-up in iterations under a decay in samples lasts as many samples as those iterations consume."""
-    config = ScheduleConfig(
-        global_batch_size=8,
-        rampup_batch_size=(2, 2, 12),
-        train_iters=20,
-        lr=1.0,
-        lr_warmup_iters=3,
-        lr_decay_samples=100,
-        lr_decay_style="linear",
-    )
+    settings: dict[str, Any] = {"lr": 1.0, "lr_warmup_iters": 3, "lr_decay_samples": 100, "lr_decay_style": "linear"}
+    config = ScheduleConfig(global_batch_size=8, rampup_batch_size=(2, 2, 12), train_iters=20, **settings)
     steps = list(StepPlan(config).steps())
     consumed = steps[3].consumed_before
     assert [step.lr for step in steps[:4]] == [step.consumed_before / consumed for step in steps[:4]]

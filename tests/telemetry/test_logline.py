@@ -23,15 +23,8 @@ def test_lines_are_as_wide_as_their_header(fp16: bool, total: int) -> None:
     records = [
         RECORD,
         replace(RECORD, loss=float("nan"), grad_norm=float("inf"), skipped=True),
-        replace(
-            RECORD,
-            iteration=total,
-            loss=12345678.9,
-            grad_norm=1e-30,
-            lr=0.0,
-            tokens_per_second=9.9995e9,
-            model_tflops_per_rank=912.3,
-        ),
+        replace(RECORD, iteration=total, loss=12345678.9, grad_norm=1e-30, lr=0.0),
+        replace(RECORD, tokens_per_second=9.9995e9, model_tflops_per_rank=912.3),
         replace(RECORD, step_seconds=123456.0, peak_memory_bytes=79 << 30, loss_scale=2.0**-14),
     ]
     for record in records:
@@ -69,22 +62,9 @@ def test_time_left_forgets_a_slow_first_step_and_knows_the_deadline() -> None:
 
 
 def test_units() -> None:
-    assert [count(n) for n in (0, 999, 1000, 12345, 999_600, 176e9, 0.5)] == [
-        "0",
-        "999",
-        "1.00k",
-        "12.3k",
-        "1.00M",
-        "176B",
-        "0.50",
-    ]
-    assert [size(n) for n in (0, 1023, 1024, 80 * 2**30, 3 * 2**45)] == [
-        "0 B",
-        "1023 B",
-        "1.00 KiB",
-        "80.0 GiB",
-        "96.0 TiB",
-    ]
+    counts = " ".join(map(count, (0, 999, 1000, 12345, 999_600, 176e9, 0.5)))
+    assert counts == "0 999 1.00k 12.3k 1.00M 176B 0.50"
+    assert ", ".join(map(size, (0, 1023, 1024, 80 * 2**30, 3 * 2**45))) == "0 B, 1023 B, 1.00 KiB, 80.0 GiB, 96.0 TiB"
     assert [duration(s) for s in (-1, 59.6, 3723, 90061)] == ["0:00:00", "0:01:00", "1:02:03", "1d 01:01:01"]
 
 

@@ -15,21 +15,10 @@ from megazero.telemetry.record import Rates, Scalar, StepRecord, StepValues
 from megazero.telemetry.steplog import StepLog
 
 RATES = Rates(flops_per_sample=2e9, sequence=128, ranks=4)
-KEYS = [
-    "iteration",
-    "consumed_samples",
-    "consumed_tokens",
-    "loss",
-    "grad_norm",
-    "lr",
-    "loss_scale",
-    "skipped",
-    "global_batch_size",
-    "step_seconds",
-    "tokens_per_second",
-    "model_tflops_per_rank",
-    "peak_memory_bytes",
-]
+KEYS = (
+    "iteration consumed_samples consumed_tokens loss grad_norm lr loss_scale skipped global_batch_size step_seconds "
+    "tokens_per_second model_tflops_per_rank peak_memory_bytes"
+)
 
 
 def step(iteration: int, loss: float = 1 / 3, **changes: object) -> StepValues:
@@ -71,7 +60,7 @@ def test_a_line_has_the_contracts_keys_and_full_precision(tmp_path: Path) -> Non
     log = log_to(path)
     log.step(step(1))
     (line,) = lines(path)
-    assert list(line) == KEYS
+    assert " ".join(line) == KEYS
     assert line["loss"] == 1 / 3
     assert line["lr"] == 3e-4
     assert line["skipped"] is False
