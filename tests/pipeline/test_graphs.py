@@ -28,8 +28,7 @@ from tests.parameters import Piece, values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
-MODEL = small_model(2, heads=4)
-NUMBERS = ["--micro-batch-size", "1", "--lr", "1e-2"]
+MODEL = [*small_model(2, heads=4), "--micro-batch-size", "1", "--lr", "1e-2"]
 
 
 class Replays(GraphCapture):
@@ -64,16 +63,11 @@ class Replays(GraphCapture):
             assert not self.state.host._arriving, "nothing in a graph waits for the updates in host memory"
             self.log.append(name)
             reducer = self.state.reducer
-            kept = {
-                key: copy.copy(value)
-                for key, value in vars(reducer).items()
-                if key.startswith("_") and key != "_partials"
-            }
+            own = {key: value for key, value in vars(reducer).items() if key.startswith("_") and key != "_partials"}
+            kept = {key: copy.copy(value) for key, value in own.items()}
             reducer.say_arrived(arrived)
             cast_in = [layer._cast_in for layer in self.layers]
-            for layer, was_cast in zip(
-                self.layers, casts, strict=True
-            ):  # what was cast when it was captured is cast by no replay
+            for layer, was_cast in zip(self.layers, casts, strict=True):  # what was cast then is cast by no replay
                 layer._cast_in = layer.fp8.step if was_cast else None
             work()
             vars(reducer).update(kept)
@@ -115,57 +109,35 @@ def equal(a: tuple, b: tuple) -> None:
 
 
 CASES = {
-    "one micro-batch": (1, []),
-    "two": (2, ["--precision", "fp32"]),
-    "two, offloaded": (2, ["--offload-optimizer", "cpu:0.7", "--nvme-buffer-bytes", "200KB"]),
-    "two, offloaded, late updates": (2, ["--offload-optimizer", "cpu", "--late-update", "--clip-grad", "0.1"]),
-    "two, late updates": (2, ["--late-update", "--clip-grad", "0.1"]),
-    "four, late updates, ZeRO-1": (4, ["--late-update", "--zero-stage", "1", "--bucket-size", "3000"]),
-    "seven, ZeRO-1, narrow reduction": (7, ["--zero-stage", "1", "--grad-reduce-dtype", "bf16"]),
-    "dropout, recompute": (
-        3,
-        ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--recompute-granularity", "full"],
-    ),
+    "one micro-batch": (1, ""),
+    "two": (2, "--precision fp32"),
+    "two, offloaded": (2, "--offload-optimizer cpu:0.7 --nvme-buffer-bytes 200KB"),
+    "two, offloaded, late updates": (2, "--offload-optimizer cpu --late-update --clip-grad 0.1"),
+    "two, late updates": (2, "--late-update --clip-grad 0.1"),
+    "four, late updates, ZeRO-1": (4, "--late-update --zero-stage 1 --bucket-size 3000"),
+    "seven, ZeRO-1, narrow reduction": (7, "--zero-stage 1 --grad-reduce-dtype bf16"),
+    "dropout, recompute": (3, "--hidden-dropout 0.1 --attention-dropout 0.1 --recompute-granularity full"),
     "masks, untied, small buckets": (
         2,
-        [
-            "--eod-mask-loss",
-            "--document-mask",
-            "--eod-id",
-            "0",
-            "--untie-embeddings-and-output-weights",
-            "--bucket-size",
-            "3000",
-        ],
+        "--eod-mask-loss --document-mask --eod-id 0 --untie-embeddings-and-output-weights --bucket-size 3000",
     ),
-    "FP8, delayed, gradients of weights in 16 bits": (3, ["--fp8", "delayed", "--hidden-size", "64"]),
-    "FP8, delayed, recompute": (
-        3,
-        ["--hidden-size", "32", "--seq-length", "16", "--fp8", "delayed", "--recompute-granularity", "full"],
-    ),
-    "FP8": (1, ["--hidden-size", "32", "--seq-length", "16", "--fp8"]),
+    "FP8, delayed, gradients of weights in 16 bits": (3, "--fp8 delayed --hidden-size 64"),
+    "FP8, delayed, recompute": (3, "--hidden-size 32 --seq-length 16 --fp8 delayed --recompute-granularity full"),
+    "FP8": (1, "--hidden-size 32 --seq-length 16 --fp8"),
     # The first scale overflows and halves for some steps, others are applied.
-    "fp16 overflows": (
-        2,
-        ["--precision", "fp16", "--initial-loss-scale", "8e6", "--hysteresis", "1", "--loss-scale-window", "2"],
-    ),
+    "fp16 overflows": (2, "--precision fp16 --initial-loss-scale 8e6 --hysteresis 1 --loss-scale-window 2"),
 }
+
+
+def flags_of(words: str, corpus: Path, folder: Path) -> list[str]:
+    return [*MODEL, *words.split(), *data_flags(corpus, folder / "cache")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_replays_are_the_eager_engine(name: str, corpus: Path, tmp_path: Path) -> None:
     count, more = CASES[name]
-    flags = [
-        *MODEL,
-        *NUMBERS,
-        *more,
-        "--train-iters",
-        "7",
-        "--global-batch-size",
-        str(count),
-        *data_flags(corpus, tmp_path / "cache"),
-    ]
+    flags = flags_of(f"{more} --train-iters 7 --global-batch-size {count}", corpus, tmp_path)
     eager, graphed = train(0, 1, flags, False), train(0, 1, flags, True)
     equal(graphed, eager)
     if name == "fp16 overflows":
@@ -176,8 +148,7 @@ def test_replays_are_the_eager_engine(name: str, corpus: Path, tmp_path: Path) -
 
 
 def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: Path) -> None:
-    ramp = ["--rampup-batch-size", "1", "1", "6", "--global-batch-size", "3", "--train-iters", "9"]
-    flags = [*MODEL, *NUMBERS, *ramp, *data_flags(corpus, tmp_path / "cache")]
+    flags = flags_of("--rampup-batch-size 1 1 6 --global-batch-size 3 --train-iters 9", corpus, tmp_path)
     eager, graphed = train(0, 1, flags, False), train(0, 1, flags, True)
     equal(graphed, eager)
     assert len({record.global_batch_size for record in eager[0]}) == 3
@@ -187,15 +158,12 @@ def test_a_growing_batch_captures_what_it_comes_to_need(corpus: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [["--zero-stage", "1"], ["--zero-stage", "0", "--no-overlap"]], ids=["zero1", "zero0"]
-)
+@pytest.mark.parametrize("layout", ["--zero-stage 1", "--zero-stage 0 --no-overlap"])
 @pytest.mark.parametrize("count", [2, 5])
 def test_where_gradients_travel_the_first_and_the_last_run_as_ever(
-    count: int, layout: list[str], corpus: Path, tmp_path: Path
+    count: int, layout: str, corpus: Path, tmp_path: Path
 ) -> None:
-    batch = ["--train-iters", "6", "--global-batch-size", str(2 * count)]
-    flags = [*MODEL, *NUMBERS, *batch, *layout, *data_flags(corpus, tmp_path / "cache")]
+    flags = flags_of(f"{layout} --train-iters 6 --global-batch-size {2 * count}", corpus, tmp_path)
     eager, graphed = (run_ranks(2, train, 2, flags, graphs) for graphs in (False, True))
     for rank in range(2):
         equal(graphed[rank], eager[rank])
@@ -205,19 +173,8 @@ def test_where_gradients_travel_the_first_and_the_last_run_as_ever(
 
 
 def test_evaluation_between_steps_is_the_engines_own(corpus: Path, tmp_path: Path) -> None:
-    flags = [
-        *MODEL,
-        *NUMBERS,
-        "--train-iters",
-        "6",
-        "--eval-interval",
-        "2",
-        "--global-batch-size",
-        "2",
-        "--hidden-dropout",
-        "0.2",
-    ]
-    flags += data_flags(corpus, tmp_path / "cache")
+    words = "--train-iters 6 --eval-interval 2 --global-batch-size 2 --hidden-dropout 0.2"
+    flags = flags_of(words, corpus, tmp_path)
     equal(train(0, 1, flags, True), train(0, 1, flags, False))
 
 
@@ -228,15 +185,7 @@ def test_which_micro_batches_are_replayed() -> None:
 
 def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: Path) -> None:
     """A mask that comes and goes would be left out of the graph without a word."""
-    flags = [
-        *MODEL,
-        *NUMBERS,
-        "--train-iters",
-        "7",
-        "--global-batch-size",
-        "1",
-        *data_flags(corpus, tmp_path / "cache"),
-    ]
+    flags = flags_of("--train-iters 7 --global-batch-size 1", corpus, tmp_path)
     job, _ = job_on_rank(0, 1, flags)
     replays = Replays(job.state.model, lambda: engine._loss_sum)
     assert isinstance(job.trainer.engine, PipelineEngine)

@@ -67,7 +67,7 @@ def check(name: str, p: int, m: int, v: int) -> None:
 
 @pytest.mark.slow
 def test_sampled_sizes(seed):
-    for size in sizes(seed, 60, 60):
+    for size in sizes(seed, 40, 30):
         check(*size)
 
 

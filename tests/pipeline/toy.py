@@ -134,14 +134,9 @@ def split_batch(samples: int, micro_batches: int) -> list[MicroBatch]:
 
     def join(group: list[MicroBatch]) -> MicroBatch:
         masks = [batch.loss_mask for batch in group if batch.loss_mask is not None]
-        columns = (
-            [batch.tokens for batch in group],
-            [batch.labels for batch in group],
-            masks,
-            [batch.samples for batch in group],
-        )
-        tokens, labels, mask, samples = (torch.cat(column) for column in columns)
-        return MicroBatch(tokens, labels, mask, samples)
+        every = [(batch.tokens, batch.labels, mask, batch.samples) for batch, mask in zip(group, masks, strict=True)]
+        tokens, labels, mask, numbers = map(torch.cat, zip(*every, strict=True))
+        return MicroBatch(tokens, labels, mask, numbers)
 
     return [join(singles[i : i + size]) for i in range(0, samples, size)]
 
