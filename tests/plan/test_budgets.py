@@ -22,7 +22,7 @@ from megazero.train.requirements import budget_problems
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1003 --device cpu "
-    "--data-path x --micro-batch-size 4 --global-batch-size 16 --train-iters 3 --precision bf16"
+    "--data-path x --micro-batch-size 4 --global-batch-size 8 --train-iters 3 --precision bf16"
 )
 ACTIVATIONS = "--micro-batch-size 1 --seq-length 512 --global-batch-size 4"
 """With these the activations are most of a step."""
@@ -130,6 +130,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(cases=4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_what_is_offered_fits(case: tuple[str, int, str]) -> None:
     """Given on the command line; and the bytes are those of the run that comes out."""
@@ -150,6 +151,7 @@ def test_the_smallest_share_is_offered() -> None:
     assert memory_problems(asked(f"{words} --offload-optimizer cpu:{share - 0.01:.2f}"), 1, "cpu")
 
 
+@pytest.mark.slow
 def test_disks_are_offered_where_host_memory_is_short() -> None:
     """The slots and the buffers of the files are in host memory, the state is not."""
     words = (
@@ -164,7 +166,7 @@ def test_disks_are_offered_where_host_memory_is_short() -> None:
 def test_disks_are_offered_for_activations() -> None:
     """A budget of activations chooses what is computed again, so that no flag may; host memory does not hold them."""
     words = (
-        f"{ACTIVATIONS} --num-layers 64 --activation-memory-budget 70MB --device-memory-budget 75MB "
+        f"{ACTIVATIONS} --num-layers 32 --seq-length 1024 --activation-memory-budget 70MB --device-memory-budget 75MB "
         "--host-memory-budget 52MB"
     )
     (flags,) = offered(refusal(words))
@@ -172,6 +174,7 @@ def test_disks_are_offered_for_activations() -> None:
     assert memory_problems(asked(f"{words} {flags}"), 1, "cpu") == []
 
 
+@pytest.mark.slow
 def test_several_changes_where_one_is_not_enough() -> None:
     """None of them is needless."""
     words = "--device-memory-budget 2.2MB"
@@ -186,6 +189,7 @@ def test_several_changes_where_one_is_not_enough() -> None:
         assert memory_problems(asked(f"{words} {less}", 2), 2, "cpu"), change
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     told = refusal("--device-memory-budget 100KB")
     assert "no single flag makes it fit; nearest, and still too much: --" in told
@@ -199,7 +203,7 @@ def test_a_change_that_the_run_may_not_have_is_not_tried() -> None:
     search = BudgetSearch(run, 1, "cpu", Budgets(5_000_000), 0)
     assert search.attempt(MemoryChange((("recompute_granularity", "full"),))) is None
     assert search.attempt(MemoryChange((("micro_batch_size", 1),))) is not None
-    assert search.attempt(MemoryChange((("micro_batch_size", 3),))) is None, "3 does not divide 16"
+    assert search.attempt(MemoryChange((("micro_batch_size", 3),))) is None, "3 does not divide 8"
     told = memory_problems(asked("--activation-memory-budget 1KB --device-memory-budget 5MB"), 1, "cpu")
     assert len(told) == 1 and told[0].startswith("--activation-memory-budget 1,000: stage 0 needs ")
 
@@ -218,6 +222,7 @@ def test_a_host_that_is_too_small_for_the_model_state() -> None:
             assert f"may have {needed - 1:,}; " in told
 
 
+@pytest.mark.slow
 def test_what_is_offered_to_a_host_that_is_too_small_fits() -> None:
     """Host memory is no help where it is the device's: only disks are. What the processes take besides is left free."""
     room, process = 900_000_000, 300_000_000

@@ -27,28 +27,39 @@ CARD = MachineRates(1e12, to_host=10e9, to_device=12e9, update=40e9, update_host
 SLOW_COPIES = replace(CARD, to_host=1e8, to_device=1e8)
 SLOW_UPDATES = replace(CARD, update=1e8)
 MODEL = (
-    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --data-path x "
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --data-path x "
     "--micro-batch-size 1 --precision bf16 --nvme-buffer-bytes 1MB --placement auto"
 )
 LARGE = "--hidden-size 512 --nvme-buffer-bytes 8MB"
 """More state than the buffers of files take, 32 MiB, in few parts: each is an instruction of every simulated step."""
 LAYOUTS = {
-    "one rank": ("--global-batch-size 4", 1),
-    "ZeRO-1 on two": ("--global-batch-size 8 --zero-stage 1", 2),
-    "ZeRO-3 on two": ("--global-batch-size 8 --zero-stage 3", 2),
-    "two stages": ("--global-batch-size 8 --pp 2 --pipeline-schedule zb-h1", 4),
-    "recompute": ("--global-batch-size 4 --recompute-granularity full", 1),
+    "one rank": ("", 1),
+    "ZeRO-1 on two": ("--zero-stage 1", 2),
+    "ZeRO-3 on two": ("--zero-stage 3", 2),
+    "two stages": ("--pp 2 --pipeline-schedule zb-h1", 4),
+    "recompute": ("--recompute-granularity full", 1),
 }
 
 
-def machine(layout: str, rates: MachineRates = CARD, more: str = "") -> Machine:
+def machine(layout: str, rates: MachineRates = CARD, more: str = "", micro_batches: int = 3) -> Machine:
     words, ranks = LAYOUTS[layout]
-    run = parse_run(f"{MODEL} {words} {more}".split(), ranks)
+    batch = micro_batches * min(ranks, 2)
+    run = parse_run(f"{MODEL} --global-batch-size {batch} {words} {more}".split(), ranks)
     return Machine(run, Cluster(axes_of(run.parallel, ranks), "cpu", nccl=False), rates)
 
 
 def static(share: str, activations: str = "none", **switches: object) -> dict[str, object]:
     return {"offload_optimizer": share, "offload_activations": activations, **switches}
+
+
+PLACED = (
+    static("none"),
+    static("cpu:0.4"),
+    static("nvme", "cpu:0.5"),
+    static("cpu", late_update=True),
+    static("cpu:0.3", offload_gradients="cpu"),
+    static("nvme", "nvme", offload_gradients="nvme", offload_params="cpu"),
+)
 
 
 def need(of: Machine) -> int:
@@ -96,12 +107,12 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
 @pytest.mark.sampled(cases=2)
 def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, percent: int) -> None:
     """All tiers and switches, and some shares of the optimizer state and of activations, one by one."""
-    of = machine(layout, rates, more="--nvme-path d")
+    of = machine(layout, rates, more="--nvme-path d", micro_batches=2)
     least = min(
         of.placed({**static("cpu", "cpu"), "offload_gradients": word}).device.nbytes for word in ("none", "cpu")
     )
     budgets = SearchLimits(device=least + (need(of) - least) * percent // 100)
-    shares = ("none", "cpu:0.25", "cpu:0.5", "cpu:0.75", "cpu", "nvme:0.5", "nvme")
+    shares = ("none", "cpu:0.33", "cpu:0.66", "cpu", "nvme:0.5", "nvme")
     halves, whole = ("none", "cpu:0.5", "cpu", "nvme"), ("none", "cpu", "nvme")
     fits = []
     for optimizer, params, gradients, activations, late, order in product(
@@ -109,7 +120,7 @@ def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, per
     ):
         more = {"offload_params": params, "offload_gradients": gradients}
         step = of.placed(static(optimizer, activations, late_update=late, micro_batch_order=order, **more))
-        if not problems_of(step.run, of.cluster.axes.world_size) and budgets.hold(step):
+        if budgets.hold(step) and not problems_of(step.run, of.cluster.axes.world_size):
             fits.append(step.seconds)
     assert len(fits) > 20
     assert chosen(of, budgets).best.seconds <= min(fits) * (1 + EQUAL)
@@ -138,7 +149,7 @@ def test_the_first_column_gives_way_as_far_as_it_must_and_no_further() -> None:
 
 @pytest.mark.slow
 def test_disks_where_host_memory_is_too_small() -> None:
-    of = machine("one rank", more=f"--nvme-path d {LARGE}")
+    of = machine("one rank", more=f"--nvme-path d {LARGE}", micro_batches=2)
     device = of.placed(static("nvme")).device.nbytes
     roomy = chosen(of, SearchLimits(device)).best
     assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host > of.placed(static("nvme")).host
@@ -190,7 +201,7 @@ def test_the_workspace_of_products_is_left_free(layout: str) -> None:
 @pytest.mark.slow
 def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
     """Where device and host are one memory only disks help. Where they are two the device has what it needs."""
-    of = machine("one rank", more=f"--nvme-path d {LARGE}")
+    of = machine("one rank", more=f"--nvme-path d {LARGE}", micro_batches=2)
     everything = need(of)
     half = SearchLimits(memory=everything * 3 // 4, is_one=True)
     found = chosen(of, half).best
@@ -204,7 +215,8 @@ def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
 
 @pytest.mark.slow
 def test_the_same_numbers_give_the_same_choice_and_a_second_best_of_another_kind() -> None:
-    found = [chosen(machine("one rank"), SearchLimits(device=1_900_000)) for _ in range(2)]
+    limits = SearchLimits(device=need(machine("one rank")) * 65 // 100)
+    found = [chosen(machine("one rank"), limits) for _ in range(2)]
     assert found[0].best.settings == found[1].best.settings and found[0].looked_at == found[1].looked_at > 10
     best, other = found[0].best, found[0].next_best
     assert other is not None and other.seconds >= best.seconds / (1 + EQUAL)
@@ -241,14 +253,7 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
     in every tier they are those that budgets of a run are compared with.
     """
     of = machine(layout, more="--nvme-path d --num-layers 6")
-    for settings in (
-        static("none"),
-        static("cpu:0.4"),
-        static("nvme", "cpu:0.5"),
-        static("cpu", late_update=True),
-        static("cpu:0.3", offload_gradients="cpu"),
-        static("nvme", "nvme", offload_gradients="nvme", offload_params="cpu"),
-    ):
+    for settings in PLACED:
         run = applied(of.run, settings)
         step = Machine(run, of.cluster, CARD).placed(settings)
         found = []
@@ -298,8 +303,8 @@ def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> Non
 def test_the_bound_is_one(layout: str) -> None:
     shared = replace(CARD, update_host=1e9, beside=0.0)
     for rates in (CARD, SLOW_COPIES, SLOW_UPDATES, replace(CARD, write=1e7), shared):
-        of = machine(layout, rates, "--nvme-path d")
-        for settings in (static("none"), static("cpu:0.4"), static("nvme", "cpu:0.5"), static("cpu", late_update=True)):
+        of = machine(layout, rates, "--nvme-path d --num-layers 3", micro_batches=4)
+        for settings in (*PLACED, static("cpu", offload_params="nvme", micro_batch_order="vertical")):
             step = of.placed(settings)
             assert 0 < step.least_seconds <= step.seconds * (1 + 1e-12)
 
