@@ -37,7 +37,7 @@ class Instruction:
     opcode: str
     operands: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.opcode.split(".")[0]
 
@@ -148,9 +148,12 @@ class Kernel:
     """A kernel's machine code."""
 
     def __init__(self, name: str, registers: int, lines: Iterable[str]) -> None:
-        self.name, self.registers = name, registers
-        self.blocks = _blocks(lines)
+        self.name, self.registers, self.lines = name, registers, lines
         self.start = 0
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        return _blocks(self.lines)
 
     @cached_property
     def instructions(self) -> list[Instruction]:

@@ -3,7 +3,10 @@
 The CUDA kernels are two of the levels: emulated on the CPU, which runs all of their code, and on a GPU.
 """
 
+import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +16,13 @@ from torch import Tensor
 from fused_ops.native import library
 from fused_ops.native.compile import LEVELS
 
-CARD = pytest.param(
-    "CUDA",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-    ],
-)
+CARDS = [pytest.param("CUDA", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+"""Without a card these are no cases: they were a thousand skips. `tests/gpu` says what is skipped."""
 CPU_LEVELS = list(LEVELS)[list(LEVELS).index(library.level()) :]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=[*CPU_LEVELS, library.EMULATED, CARD])
+@pytest.fixture(params=[*CPU_LEVELS, library.EMULATED, *CARDS])
 def level(request, monkeypatch) -> Iterator[str]:
     """The kernels of one level; the test is skipped without a compiler. The default device is the level's."""
     yield from _of_level(request, monkeypatch)
@@ -36,7 +34,7 @@ def cpu_level(request, monkeypatch) -> Iterator[str]:
     yield from _of_level(request, monkeypatch)
 
 
-@pytest.fixture(params=[library.EMULATED, CARD])
+@pytest.fixture(params=[library.EMULATED, *CARDS])
 def cuda_level(request, monkeypatch) -> Iterator[str]:
     """As `level`, for properties of CUDA kernels only."""
     yield from _of_level(request, monkeypatch)
@@ -126,6 +124,19 @@ def the_same_for_any_threads(run: Callable[[], Iterable[Tensor]], counts: tuple[
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, found, strict=True)), f"{count} threads"
     finally:
         torch.set_num_threads(before)
+
+
+def exported(path: Path) -> set[str]:
+    """C functions of ours that a library offers."""
+    words = [
+        shutil.which("nm") or pytest.skip("no nm, which lists the functions of a library"),
+        "-D",
+        "--defined-only",
+        str(path),
+    ]
+    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines() if line.split()[-2] == "T"}
+    return {name for name in names if not name.startswith("_")}
 
 
 def same_kind(found: Tensor, reference: Tensor) -> bool:

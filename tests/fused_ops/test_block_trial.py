@@ -24,6 +24,7 @@ from tests.fused_ops.levels import drawn
 from tests.fused_ops.processors import PROCESSORS, kernels_of, on_processor
 from tests.fused_ops.test_attention import Case
 
+pytestmark = pytest.mark.slow  # a library is compiled for them all
 NONE, PAIRS, ROWS = range(3)
 LAYOUTS = {"none": NONE, "pairs": PAIRS, "rows": ROWS}
 HALVES = [torch.bfloat16, torch.float16]

@@ -6,9 +6,10 @@ A run compiles for one of these two cards, which its seed draws: between them th
 generations, but for the bounds of sm_75's cross-entropy. `make test-all` compiles for all generations.
 """
 
+import hashlib
 import re
-import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from bench.kernel_budgets import BUDGETS, CARDS, found_in
 from bench.machine_code import disassembler
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
-from fused_ops.native.cache import find_or_build
+from fused_ops.native.cache import cache_folder, find_or_build
 from fused_ops.native.card_trial import card_refusal
-from fused_ops.native.compile import NVCC, SOURCES, CompileError
+from fused_ops.native.compile import NVCC, SOURCES, CompileError, Target
 from fused_ops.native.cuda import CudaLibrary
+from tests.fused_ops.levels import exported
 from tests.fused_ops.stand_in_runtime import Watched, link
 from tests.gpu.sanitize import run
 
@@ -58,35 +60,48 @@ class Card:
 
 
 @pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, seed: int) -> Card:
-    """Compiled once for all tests, as at first use, by a compiler that is also asked for reports. `make test-all` has
-    it compile for all generations.
+def card(pytestconfig: pytest.Config, seed: int) -> Card:
+    """Compiled once per machine, as at first use, by a compiler that is also asked for reports. `make test-all` has it
+    compile for all generations.
     """
-    folder = tmp_path_factory.mktemp("card")
-    nvcc()
+    version = compiling.compiler_version(nvcc())
     known = [capability for capability in CAPABILITIES if capability in compiling.cuda_capabilities()]
     drawn = list(CARDS)[seed % len(CARDS)]
     others = [other for other in known if other != drawn] if pytestconfig.option.depth == "all" else []
-    kept = folder / "kept"
+    target = compiling.cuda_target(drawn)
+    inputs = " ".join([target.digest(), version, drawn, *others, *REPORTS])
+    kept = cache_folder() / f"cuda_reports_{hashlib.sha256(inputs.encode()).hexdigest()[:20]}"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as work:
+            compile_with_reports(target, others, Path(work)).rename(kept)
+    return Card(kept / f"{target.name}.so", (drawn, *others), (kept / "said").read_text(), kept)
+
+
+def compile_with_reports(target: Target, others: list[str], folder: Path) -> Path:
+    """Compile the target in this folder, for other generations too; return a folder in it with the library, the machine
+    code, the objects and what the compiler said.
+    """
+    kept, wrapper = folder / "kept", folder / "nvcc"
     kept.mkdir()
     code = (f"-gencode=arch=compute_{other},code=sm_{other}" for other in others)
     more = " ".join([*REPORTS, f"--keep --keep-dir {kept}", *code])
-    wrapper = folder / "nvcc"
     # Each source's words in one piece: ninja has several compiled at once.
     wrapper.write_text(
         f'#!/bin/sh\ncase "$*" in *--version*|*-shared*) exec {nvcc()} "$@";; esac\n'
-        f'words=$({nvcc()} "$@" {more} 2>&1); status=$?\nprintf "%s\\n" "$words" >> {folder}/said; echo "$words"\n'
+        f'words=$({nvcc()} "$@" {more} 2>&1); status=$?\nprintf "%s\\n" "$words" >> {kept}/said; echo "$words"\n'
         f'for object; do :; done; [ $status != 0 ] || cp "$object" {kept}; exit $status\n'
     )
     wrapper.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDACXX", str(wrapper))
         patch.setenv("MEGAZERO_KERNEL_CACHE", str(folder / "cache"))
-        built = find_or_build(compiling.cuda_target(drawn))
+        built = find_or_build(target)
     for made in kept.iterdir():
-        if made.suffix not in (".cubin", ".o"):
+        if made.suffix not in (".cubin", ".o", ""):
             made.unlink()
-    return Card(built, (drawn, *others), (folder / "said").read_text(), kept)
+    built.rename(kept / built.name)
+    return kept
 
 
 def spills(said: str) -> list[tuple[str, ...]]:
@@ -112,23 +127,6 @@ def test_three_blocks_of_the_cross_entropy_fit_on_a_multiprocessor(card):
 
 
 @pytest.mark.slow
-def test_a_report_of_spills_is_seen(tmp_path):
-    """The check above rests on the compiler's words."""
-    source = tmp_path / "spills.cu"
-    source.write_text(
-        "__global__ void __launch_bounds__(1024, 2) k(float* x) {\n"
-        "  float a[80];\n"
-        "  for (int i = 0; i < 80; ++i) a[i] = x[threadIdx.x + i * 1024];\n"
-        "  __syncthreads();\n"
-        "  for (int i = 0; i < 80; ++i) x[threadIdx.x * 80 + i] = a[i] * a[79 - i];\n"
-        "}\n"
-    )
-    words = [nvcc(), *REPORTS, "-arch=sm_90", "-c", str(source), "-o", str(tmp_path / "spills.o")]
-    ((_, stores, _),) = spills(subprocess.run(words, capture_output=True, text=True, check=True).stderr)
-    assert int(stores) > 0
-
-
-@pytest.mark.slow
 def test_hot_kernels_keep_their_budgets(card):
     tool = disassembler() or pytest.skip("no nvdisasm, which reads machine code; `pip install nvidia-cuda-nvdisasm`")
     judged = [capability for capability in CARDS if capability in card.capabilities]
@@ -147,10 +145,8 @@ def test_sources_include_nothing_of_torch():
 
 @pytest.mark.slow
 def test_the_library_for_a_card_is_built_and_has_every_function_of_the_emulated_one(card):
-    assert (
-        exported(card.library) == exported(find_or_build(compiling.emulated_target()))
-        and len(exported(card.library)) > 60
-    )
+    assert exported(card.library) == exported(find_or_build(compiling.emulated_target()))
+    assert len(exported(card.library)) > 60
     found = CudaLibrary(card.library, "CUDA")  # loads where there is no card and no driver
     driver, runtime = found.versions()
     assert runtime >= 11000 and (driver == 0) == (not Path("/dev/nvidiactl").exists())
@@ -175,9 +171,15 @@ def test_every_launcher_launches_on_its_stream_and_hands_errors_on(card, stood_i
     assert min(watched.launched.values()) > 0
 
 
-LAUNCHERS = """
+PLANTED = """
 #include "launch.h"
 using namespace mz;
+__global__ void __launch_bounds__(1024, 2) spills(float* x) {
+  float a[80];
+  for (int i = 0; i < 80; ++i) a[i] = x[threadIdx.x + i * 1024];
+  __syncthreads();
+  for (int i = 0; i < 80; ++i) x[threadIdx.x * 80 + i] = a[i] * a[79 - i];
+}
 __global__ void k(float* x) { *x = 1.0f; }
 MZ_API int good(Launch* to, int64_t n, float* x) {
   int error = launch(*to, k, dim3((unsigned)parts_of(n, 256)), dim3(256), x);
@@ -197,7 +199,7 @@ MZ_API int hasty(Launch* to, int64_t n, float* x) {
   return scratch<float>(*to, 1 << 30) ? error : MORE_SCRATCH;
 }
 """
-PLANTED = {
+FAULTS = {
     "good": "",
     "default_stream": "is on stream None",
     "deaf": "returns 0 where its launch 0 fails with 700",
@@ -209,14 +211,27 @@ PLANTED = {
 }
 
 
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An object of kernels and launchers with faults, and what the compiler says of them."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "planted.cu").write_text(PLANTED)
+    words = f"-std=c++17 -arch=sm_90 -Xcompiler -fPIC -I{FOLDER} -c {folder}/planted.cu -o {folder}/planted.o"
+    done = subprocess.run([nvcc(), *REPORTS, *words.split()], check=True, capture_output=True, text=True)
+    return folder / "planted.o", done.stderr
+
+
 @pytest.mark.slow
-def test_faults_of_launchers_are_seen(tmp_path):
-    source, made = tmp_path / "launchers.cu", tmp_path / "launchers.o"
-    source.write_text(LAUNCHERS)
-    words = f"-std=c++17 -arch=sm_90 -Xcompiler -fPIC -I{FOLDER} -c {source} -o {made}"
-    subprocess.run([nvcc(), *words.split()], check=True, capture_output=True)
-    watched = Watched(link([made], tmp_path))
-    for name, fault in PLANTED.items():
+def test_a_report_of_spills_is_seen(planted):
+    """The check above rests on the compiler's words."""
+    (stores,) = (int(stores) for _, stores, _ in spills(planted[1]) if stores != "0")
+    assert stores > 0
+
+
+@pytest.mark.slow
+def test_faults_of_launchers_are_seen(planted, tmp_path):
+    watched = Watched(link([planted[0]], tmp_path))
+    for name, fault in FAULTS.items():
         watched.faults.clear()
         watched.call(name, 4, torch.zeros(()))
         assert any(fault in words for words in watched.faults) if fault else not watched.faults, (name, watched.faults)
@@ -229,12 +244,7 @@ def test_faults_of_launchers_are_seen(tmp_path):
         (12080, 13000, 0, "linked to CUDA 13.0, and the driver runs CUDA 12.8 at most"),
         (0, 13000, 0, "no driver was found"),
         (13000, 13000, 0, "a trial launch on cpu is wrong"),
-        (
-            13000,
-            13000,
-            209,
-            "no kernel image is available for execution on the device (CUDA error 209)",
-        ),
+        (13000, 13000, 209, "no kernel image is available for execution on the device (CUDA error 209)"),
     ],
 )
 def test_a_library_that_no_driver_runs_is_refused(stood_in, driver, runtime, failure, words):
@@ -243,16 +253,3 @@ def test_a_library_that_no_driver_runs_is_refused(stood_in, driver, runtime, fai
     found.function("stand_in_versions")(driver, runtime)
     found.function("stand_in_begin")(0 if failure else -1, failure)
     assert words in card_refusal(found, torch.device("cpu"))
-
-
-def exported(path: Path) -> set[str]:
-    """C functions of ours that a library offers."""
-    tool = shutil.which("nm") or pytest.skip("no nm")
-    listed = subprocess.run(
-        [tool, "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    return {
-        line.split()[-1]
-        for line in listed.splitlines()
-        if line.split()[-2] == "T" and not line.split()[-1].startswith("_")
-    }
