@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -78,11 +79,16 @@ class Layout:
         return [units]
 
     def fragments(self, rank: int) -> list[BucketFragment]:
-        at = self.axes.coordinates(rank)
-        return [piece for _, piece in owned_fragments(self.chunks(at), self.axes, at, Packing(self.bucket))]
+        return _fragments(self, rank)
 
     def all_fragments(self) -> list[list[BucketFragment]]:
         return [self.fragments(rank) for rank in range(self.axes.world_size)]
+
+
+@cache
+def _fragments(layout: Layout, rank: int) -> list[BucketFragment]:
+    at = layout.axes.coordinates(rank)
+    return [piece for _, piece in owned_fragments(layout.chunks(at), layout.axes, at, Packing(layout.bucket))]
 
 
 Values = dict[tuple[str, str], Tensor]

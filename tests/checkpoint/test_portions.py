@@ -103,7 +103,7 @@ def test_the_bytes_are_those_of_before(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "c"
-    save(folder, HOME, values_at(5), torch.float32)
+    save(folder, HOME, values_at(5), torch.float32, block_bytes=256)
     return folder
 
 

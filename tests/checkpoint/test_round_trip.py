@@ -26,12 +26,12 @@ LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One fp32 checkpoint per layout, all of the same values."""
+    """One fp32 checkpoint per layout, all of the same values. A block ends within a row."""
     values = global_values(LAYOUTS[0], torch.float32)
     folders = []
     for number, layout in enumerate(LAYOUTS):
         folders.append(tmp_path_factory.mktemp("saved") / f"iter_{number:07d}")
-        save(folders[-1], layout, values, torch.float32)
+        save(folders[-1], layout, values, torch.float32, block_bytes=256)
     return folders
 
 
