@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.repeats import SEED_FILE, seed_of_the_repository
+from tests.repeats import HASH_SEED, SEED_FILE, seed_of_the_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTING = """
-import json, re, sys
+import json, sys
 import pytest
+from tests.test_repeats import listed
 
 class Listing:
     def pytest_collection_finish(self, session):
-        text = lambda item: re.sub(" at 0x[0-9a-f]+", "", str(item.callspec.params.get("case", "")))
-        self.items = [(item.nodeid, text(item) if hasattr(item, "callspec") else "")
-                      for item in session.items]
+        self.items = listed(session.items)
 
 listing = Listing()
 status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[listing])
@@ -67,26 +66,42 @@ def test_example(a, b):
 """
 
 
+def listed(items: list[pytest.Item]) -> list[list[str]]:
+    """[node id, generated layout] of tests."""
+    cases = [item.callspec.params.get("case", "") if hasattr(item, "callspec") else "" for item in items]
+    return [[item.nodeid, re.sub(" at 0x[0-9a-f]+", "", str(case))] for item, case in zip(items, cases, strict=True)]
+
+
 def collected(folder: Path, hash_seed: str, *words: str) -> list[list[str]]:
-    """(node id, generated layout) of all tests that a fresh process would run."""
+    """The tests that a fresh process would run."""
     out = folder / "items.json"
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LISTING, str(out), *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: list[list[str]] = json.loads(out.read_text())
     return found
 
 
 @pytest.mark.slow
-def test_two_processes_collect_the_same_cases(tmp_path: Path) -> None:
-    """Whatever the order of their sets. That a layout's text is in the list is seen by another seed's."""
-    first = collected(tmp_path, "1")
-    assert first == collected(tmp_path, "2")
-    layouts = "tests/parity/test_layouts.py"
-    mine = [layout for test, layout in first if test.startswith(f"{layouts}::test_layout_equals")]
+def test_two_processes_collect_the_same_cases(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """This one and a fresh one, whatever the order of their sets. That a layout's text is in the list is seen by
+    another seed's.
+    """
+    option, layouts = request.config.option, "tests/parity/test_layouts.py"
+    words = ["--depth", option.depth, "--seed", str(option.seed)]
+    words += ["--layouts", str(option.layouts)] if option.layouts else []
+    other = "1" if os.environ.get(HASH_SEED) != "1" else "2"
+    mine, theirs = listed(request.session.items), collected(tmp_path, other, *words, *request.config.args, layouts)
+    files = {test.partition("::")[0] for test, _ in mine}
+    same = [case for case in theirs if case[0].partition("::")[0] in files]
+    if any(getattr(option, name, None) for name in ("keyword", "markexpr", "deselect", "lf")):
+        chosen = {test for test, _ in mine}  # by words that the other process was not given
+        same = [case for case in same if case[0] in chosen]
+    assert mine == same
+    drawn_here = [layout for test, layout in theirs if test.startswith(f"{layouts}::test_layout_equals")]
     others = [layout for test, layout in collected(tmp_path, "1", "--seed", "-1", layouts) if layout]
-    assert len(mine) == len(set(mine)) > 5 and set(mine) != set(others)
+    assert len(drawn_here) == len(set(drawn_here)) > 5 and set(drawn_here) != set(others)
 
 
 def run(folder: Path, *command: str, status: int = 0) -> str:
