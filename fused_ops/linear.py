@@ -32,7 +32,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.device.type != "cpu" or not x.numel() or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     n, k = weight.shape
-    library = (kernels(x, weight) if bias is None else kernels(x, weight, bias)) if weight.is_contiguous() else None
+    fits = weight.is_contiguous() and x.shape[-1] == k and (bias is None or bias.shape == (n,))
+    library = (kernels(x, weight) if bias is None else kernels(x, weight, bias)) if fits else None
     if library is not None and not library.on_device and x.numel() <= FEW * k:
         y = x.new_empty((*x.shape[:-1], n))
         library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)

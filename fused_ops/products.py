@@ -197,11 +197,9 @@ def _multiply(
     """Write (or add) scale a b + bias to `into`: a [m, k], b [k, n], bias [n], into [m, n], all with any strides. All
     three may have a batch in front.
 
-    Raises ValueError where the shapes or the factors' dtypes do not fit.
+    Raises ValueError where shapes, devices or the factors' dtypes do not fit.
     """
-    shape = (*a.shape[:-1], b.shape[-1])
-    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2] or into.shape != shape or a.dtype != b.dtype:
-        raise ValueError(f"{a.dtype} {list(a.shape)} times {b.dtype} {list(b.shape)} does not fit {list(into.shape)}")
+    _assert_fit(a, b, into, bias)
     library = _kernel(a)
     takes = into.dtype in (a.dtype, torch.float32) and (into.stride(-1) == 1 or into.shape[-1] == 1)
     if library is not None and takes and (bias is None or bias.dtype == a.dtype):
@@ -211,6 +209,19 @@ def _multiply(
             _multiply_widened(left, right, part, scale, bias, add)
     else:
         _multiply_widened(a, b, into, scale, bias, add)
+
+
+def _assert_fit(a: Tensor, b: Tensor, into: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError for what the kernel, which knows addresses only, would read or write beside a tensor."""
+    fits = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2] and a.dtype == b.dtype
+    fits = fits and into.shape == (*a.shape[:-1], b.shape[-1]) and (bias is None or bias.shape == b.shape[-1:])
+    if not (fits and a.is_cpu and b.is_cpu and into.is_cpu and (bias is None or bias.is_cpu)):
+        added = "" if bias is None else f" with a bias {_words(bias)}"
+        raise ValueError(f"{_words(a)} times {_words(b)}{added} does not fit {_words(into)}")
+
+
+def _words(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}" + f" on {x.device}" * (not x.is_cpu)
 
 
 def _call(library: Library, a: Tensor, b: Tensor, into: Tensor, scale: float, bias: Tensor | None, add: bool) -> None:

@@ -189,14 +189,39 @@ def test_who_lacks_products(without: None) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Another k, another result, and factors of two dtypes: nothing is left as it was in memory."""
+    """Another k, another result, factors of two dtypes, another bias: nothing is read beside a tensor."""
     x, weight = drawn(30, 6, dtype=torch.bfloat16, seed=1), drawn(30, 9, dtype=torch.bfloat16, seed=2)
-    with pytest.raises(ValueError, match=r"\[30, 6\] times torch.bfloat16 \[9, 30\] does not fit \[30, 30\]"):
+    with pytest.raises(
+        ValueError, match=r"\[30, 6\] times torch.bfloat16 \[9, 30\] does not fit torch.bfloat16 \[30, 30\]"
+    ):
         weight_product(x, weight)
     with pytest.raises(ValueError, match="does not fit"):
         add_row_product(x, x, torch.zeros(9, 6), False)
     with pytest.raises(ValueError, match="float32"):
         weight_product(x, weight[:, :6].float())
+    for bias in (torch.zeros(29), torch.zeros(31), torch.zeros(1, 30)):
+        with pytest.raises(ValueError, match="with a bias"):
+            weight_product(x, weight[:, :6], bias.bfloat16())
+
+
+def test_tensors_of_other_devices_are_refused() -> None:
+    """The kernel would take their addresses, which are 0 here."""
+    x, weight, away = torch.ones(30, 6), torch.ones(9, 6), torch.device("meta")
+    for given in ((x, weight.to(away)), (x, weight, torch.ones(9, device=away)), (x.to(away), weight)):
+        with pytest.raises(ValueError, match="on meta"):
+            weight_product(*given)
+    with pytest.raises(ValueError, match="on meta"):
+        weight_product(x, weight, out=torch.ones(30, 9, device=away))
+
+
+@torch.no_grad()
+def test_few_rows_that_do_not_fit_are_refused() -> None:
+    """Also where numbers of other shapes would be enough for the kernel of few rows."""
+    x, weight = torch.ones(4, 6), torch.ones(9, 12)
+    with pytest.raises((RuntimeError, ValueError)):
+        linear(x, weight, None)
+    with pytest.raises((RuntimeError, ValueError)):
+        linear(x, weight[:, :6].contiguous(), torch.ones(8))
 
 
 @pytest.mark.slow
