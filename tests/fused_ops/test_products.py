@@ -148,9 +148,11 @@ def test_any_number_of_threads_gives_the_same_bits(cpu_level: str, monkeypatch: 
     the_same_for_any_threads(lambda: [input_product(grad, weight), weight_product(weight, weight)])
 
 
-@pytest.mark.parametrize("strange", ["sum", "stride", "batch"])
+@pytest.mark.parametrize("strange", ["sum", "stride", "batch", "narrow"])
 def test_a_wrong_kernel_is_refused(strange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial notices a missing summand, another line's stride, and the first matrix in place of the second."""
+    """The trial notices a missing summand, another line's stride, the first matrix in place of the second, and results
+    of 16 bits without the last one.
+    """
     monkeypatch.setenv("MEGAZERO_FUSED", "auto")
     kernel = library.cpu_library("auto")
     if kernel is None:
@@ -158,9 +160,12 @@ def test_a_wrong_kernel_is_refused(strange: str, monkeypatch: pytest.MonkeyPatch
     call = kernel.call
 
     def wrong(name: str, numbers: tuple[int, ...], *rest: Any) -> None:
-        places = {"sum": (3, -1), "stride": (9, 1), "batch": (4, -numbers[4])}
+        places = {"sum": (3, -1), "stride": (9, 1), "batch": (4, -numbers[4]), "narrow": (0, 0)}
         at, more = places[strange]
         call(name, (*numbers[:at], numbers[at] + more, *numbers[at + 1 :]), *rest)
+        into = rest[3]
+        if strange == "narrow" and into.dtype == torch.bfloat16:
+            into.view(torch.int16).bitwise_and_(-2)
 
     refusal = products.refusal.__wrapped__
     assert refusal(kernel, torch.bfloat16) == ""
