@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fused_ops.blocks import HALVES
 from fused_ops.known import disagreement, known_numbers
-from fused_ops.native.compile import processor_vendor
+from fused_ops.native.compile import processor_flags, processor_vendor
 from fused_ops.native.library import Library, kernels, suffix
 
 ROWS, COLUMNS, DEPTH = 512, 512, 2048
@@ -54,8 +54,16 @@ def own_products(x: Tensor) -> bool:
 
 @cache
 def _has_products(dtype: torch.dtype) -> bool:
-    """Whether torch gives products of this 16-bit dtype to oneDNN on this processor; this is the test that it makes."""
+    """Whether torch gives products of this 16-bit dtype to oneDNN on this processor, by the test that it makes, and
+    oneDNN has instructions for them.
+
+    With AVX-512 and without its BF16 oneDNN takes bf16 too, but takes it apart with other instructions: half as fast as
+    fp32.
+    """
+    flags = processor_flags()
     if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16 and "avx512f" in flags and "avx512_bf16" not in flags:
         return False
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{suffix(dtype)}_supported")())
 

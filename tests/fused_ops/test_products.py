@@ -186,6 +186,15 @@ def test_fp32_is_computed_here_on_amd_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert not own_products(x)
 
 
+@pytest.mark.parametrize("units", [(), ("avx512_bf16",)])
+def test_bf16_that_is_taken_apart_counts_as_none(units: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX-512 without BF16: torch says that oneDNN multiplies bf16 there, and it does, half as fast as fp32."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(products, "processor_flags", lambda: frozenset({"avx512f", "avx512bw", *units}))
+    assert products._has_products.__wrapped__(torch.bfloat16) == bool(units)
+
+
 def test_who_lacks_products(without: None) -> None:
     """Only 16-bit tensors on a CPU: no other dtype, and no other device."""
     for dtype in HALVES:
@@ -244,9 +253,9 @@ def test_memory_grows_with_neither_tokens_nor_vocabulary(monkeypatch: pytest.Mon
 
 
 def test_this_processor_is_asked() -> None:
-    """As /proc/cpuinfo has it: x86 needs AVX-512 (or later additions to AVX2) for oneDNN's bf16."""
+    """As /proc/cpuinfo has it: x86 needs AVX-512's BF16 (or later additions to AVX2) for oneDNN's bf16."""
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if "avx512bw" in flags:
+    if "avx512_bf16" in flags:
         assert not lacks_products(torch.ones(1, dtype=torch.bfloat16))
     elif "avx2" in flags and "avx_ne_convert" not in flags:
         assert lacks_products(torch.ones(1, dtype=torch.bfloat16)) and lacks_products(torch.ones(1).half())
