@@ -77,13 +77,19 @@ def describe(
         bodies["product"] = products.body_of(dtype)
         if products.own_products(torch.empty(0, dtype=dtype, device="cpu")):
             bodies["weight_gradient"] = bodies["product"]
+        elif dtype not in HALVES:
+            bodies["weight_gradient"] = REFERENCE
     return bodies
 
 
 def refusal(op: str, dtype: torch.dtype | None) -> str:
-    """Why the CPU kernel of a matrix op is not used for a dtype, by a trial; empty if it is used or there is none."""
+    """Why the CPU kernel of a matrix op is not used for a dtype, by a trial; empty if it is used, there is none, or
+    another computes the op here.
+    """
     library = torch_library(choice())
-    return MATRIX_OPS[op](library, dtype) if library is not None and dtype in _DTYPES[op] else ""
+    if library is None or dtype not in _DTYPES[op] or (op == "weight_gradient" and products.lacks(dtype)):
+        return ""
+    return MATRIX_OPS[op](library, dtype)
 
 
 def refusals() -> dict[str, str]:

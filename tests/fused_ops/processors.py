@@ -13,11 +13,13 @@ from types import MappingProxyType
 
 import pytest
 
+from fused_ops import products
 from fused_ops.native import compile as compiling
 from fused_ops.native import library
 from fused_ops.native.binding import Library
 from fused_ops.native.cache import find_or_build
 from fused_ops.native.compile import Target
+from fused_ops.native.library import suffix
 
 STAND_IN = Path(__file__).with_name("stand_in.h")
 PROCESSORS: Mapping[str, dict[str, str]] = MappingProxyType(
@@ -51,8 +53,11 @@ def kernels_of(folder: Path, habits: Mapping[str, str], monkeypatch: pytest.Monk
 
 
 def on_processor(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """Make the ops use the kernels over the products of a processor of `PROCESSORS`."""
-    made = kernels_of(folder, PROCESSORS[name], monkeypatch)
+    """Make the ops use the kernels over the products of a processor of `PROCESSORS`, and torch's products for the
+    dtypes that it has.
+    """
+    made, habits = kernels_of(folder, PROCESSORS[name], monkeypatch), PROCESSORS[name]
+    monkeypatch.setattr(products, "_has_products", lambda dtype: habits[suffix(dtype).upper()] != "none")
     replacement: Callable[[str], Library | None] = lambda asked: None if asked == "reference" else made  # noqa: E731
     monkeypatch.setattr(library, "torch_library", replacement)
     return made

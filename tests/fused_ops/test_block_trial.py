@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_ops import linear, registry
+from fused_ops import linear, products, registry
 from fused_ops.attention import kernel, trial
 from fused_ops.attention.selection import Body, choose
 from fused_ops.attention.trial import AttentionWorkload
@@ -19,6 +19,7 @@ from fused_ops.linear import add_weight_gradient
 from fused_ops.native import library
 from fused_ops.native.binding import Library
 from fused_ops.native.library import suffix
+from fused_ops.products import lacks
 from megazero.cli.examination import examine
 from tests.fused_ops.levels import drawn
 from tests.fused_ops.processors import PROCESSORS, kernels_of, on_processor
@@ -72,6 +73,7 @@ def test_the_ops_are_right_on_each_processor(
     exact, size = grad.double().t() @ x.double(), grad.double().abs().t() @ x.double().abs()
     into = torch.full((37, 45), torch.nan)
     assert linear._library(grad, x, into) is not None
+    assert lacks(dtype) == (PROCESSORS[processor][suffix(dtype).upper()] == "none"), "the kernel here, or products.py's"
     for times in (1, 2):
         add_weight_gradient(grad, x, into, times == 2)
         assert ((into.double() - times * exact).abs() <= 2e-6 * times * size).all()
@@ -103,6 +105,7 @@ def test_an_op_that_is_off_is_refused(dtype: torch.dtype, tmp_path: Path, monkey
 
 def test_what_is_refused_is_not_used_and_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = kernels_of(tmp_path, PROCESSORS["AMX-FP16"], monkeypatch)
+    monkeypatch.setattr(products, "_has_products", lambda dtype: True)
     broken = Off(inner, {"weight_gradient": 7, "attention_forward": 1})
     for module in (library, trial, registry):
         monkeypatch.setattr(module, "torch_library", lambda asked: broken)
@@ -120,4 +123,7 @@ def test_what_is_refused_is_not_used_and_the_reason_is_told(tmp_path: Path, monk
     told = {finding.what: finding for finding in examine()}
     assert told["block products"].found == "f32 in rows, bf16 in pairs of rows, fp16 in pairs of rows"
     assert "refused: its numbers are off by" in told["weight_gradient in bf16"].advice and "attention in fp16" in told
+    monkeypatch.setattr(products, "_has_products", lambda dtype: False)  # weight gradients are not its task then
+    assert set(registry.refusals()) == {"attention in f32", "attention in bf16", "attention in fp16"}
+    assert registry.describe("cpu", dtype=torch.bfloat16)["weight_gradient"] != registry.REFERENCE
     trial.find_support.cache_clear()
