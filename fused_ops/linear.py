@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty((*x.shape[:-1], n))
         library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)
         return y
-    if own_products(x):
+    if own_products(x, n, k):
         return weight_product(x, weight, bias)
     if library is not None and not library.on_device and bias is not None and _adds_bias(x.dtype):
         return _biased(x.contiguous(), weight, bias)
@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """Write x weight^T to `out` [m, n], for x [m, k] and weight [n, k], without autograd."""
-    return weight_product(x, weight, out=out) if own_products(x) else torch.mm(x, weight.t(), out=out)
+    return weight_product(x, weight, out=out) if own_products(x, *weight.shape) else torch.mm(x, weight.t(), out=out)
 
 
 def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _adds_bias(dtype: torch.dtype) -> bool:
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """grad weight: grad [..., n], weight [n, k] -> [..., k], contiguous, in a storage of its own."""
-    return input_product(grad, weight) if own_products(grad) else torch.matmul(grad, weight)
+    return input_product(grad, weight) if own_products(grad, *weight.shape) else torch.matmul(grad, weight)
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def add_weight_gradient(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> Non
     For 16-bit factors and an fp32 `into` the product is not rounded to 16 bits, if there is a kernel for this processor
     or the device has a product with a wider result. On CUDA this is one cuBLAS product that accumulates into `into`.
     """
-    if own_products(grad):
+    if own_products(grad, *into.shape):
         add_row_product(grad, x, into, add)
         return
     library = _library(grad, x, into)

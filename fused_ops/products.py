@@ -25,12 +25,18 @@ from torch import Tensor
 from fused_ops.blocks import HALVES
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.compile import processor_flags, processor_vendor
-from fused_ops.native.library import Library, kernels, suffix
+from fused_ops.native.library import SUFFIXES, Library, choice, cpu_library, suffix
 
 ROWS, COLUMNS, DEPTH = 512, 512, 2048
 """Of a block of the plain body's result, and how much of k is summed at a time: 4 MiB of each factor. The fp32 product
 is then at least 0.8 times as fast as with whole fp32 factors.
 """
+LEAST = 256
+"""Of an fp32 product that is computed here each of m, n and k. What is smaller or thinner torch's library multiplies as
+fast or faster: packing takes as long as the products of thirty rows, and a call from Python ten microseconds.
+"""
+TORCH = "torch"
+"""How a dtype's products are computed where they are not computed here."""
 _ALLOWED = 1e-6
 """Largest relative error, in the norm, of the kernel's fp32 sums in its trial."""
 
@@ -45,11 +51,19 @@ def lacks(dtype: torch.dtype) -> bool:
     return dtype in HALVES and not _has_products(dtype)
 
 
-def own_products(x: Tensor) -> bool:
-    """Whether products with x are computed here: those that torch lacks, and fp32's where the kernel is faster."""
-    if x.dtype == torch.float32:
-        return x.device.type == "cpu" and _is_faster() and _kernel(x) is not None
-    return lacks_products(x)
+def own_products(x: Tensor, outputs: int, inputs: int) -> bool:
+    """Whether the products of a layer [outputs, inputs] with the rows of x are computed here: those that torch lacks,
+    and fp32's where the kernel is faster.
+    """
+    if x.dtype != torch.float32:
+        return lacks_products(x)
+    rows = x.numel() // max(1, x.shape[-1])
+    return min(rows, outputs, inputs) >= LEAST and x.device.type == "cpu" and _multiplies(x.dtype)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are computed here, if they are large."""
+    return lacks(dtype) or (dtype == torch.float32 and _is_faster() and _kernel(dtype, choice()) is not None)
 
 
 @cache
@@ -77,10 +91,11 @@ def _is_faster() -> bool:
     return processor_vendor() == "AuthenticAMD" and torch.backends.mkl.is_available()
 
 
-def _kernel(x: Tensor) -> Library | None:
-    """The kernel for factors like x, if there is one that passes its trial."""
-    library = kernels(x)
-    if library is None or library.on_device or refusal(library, x.dtype):
+@cache
+def _kernel(dtype: torch.dtype, asked: str) -> Library | None:
+    """The kernel for factors of this dtype and a choice of MEGAZERO_FUSED, if there is one that passes its trial."""
+    library = cpu_library(asked) if dtype in SUFFIXES else None
+    if library is None or library.on_device or refusal(library, dtype):
         return None
     return library
 
@@ -112,10 +127,9 @@ def refusal(library: Library, dtype: torch.dtype) -> str:
 
 def body_of(dtype: torch.dtype) -> str:
     """How products of this dtype are computed on the CPU: by torch, a level's kernel, or torch widened to fp32."""
-    x = torch.empty(0, dtype=dtype, device="cpu")
-    if not own_products(x):
-        return "torch"
-    library = _kernel(x)
+    if not _multiplies(dtype):
+        return TORCH
+    library = _kernel(dtype, choice())
     return "torch, widened to fp32" if library is None else f"{library.level} kernel"
 
 
@@ -138,7 +152,7 @@ def input_product(grad: Tensor, weight: Tensor) -> Tensor:
 
 def _matrix(x: Tensor) -> Tensor:
     """[..., k] -> [m, k]; a view of what is contiguous or a matrix already."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def add_row_product(grad: Tensor, x: Tensor, into: Tensor, add: bool) -> None:
@@ -200,17 +214,16 @@ class _Scratch(threading.local):
 _SCRATCH = _Scratch()
 
 
-@torch.no_grad()
 def _multiply(
     a: Tensor, b: Tensor, into: Tensor, *, scale: float = 1.0, bias: Tensor | None = None, add: bool = False
 ) -> None:
     """Write (or add) scale a b + bias to `into`: a [m, k], b [k, n], bias [n], into [m, n], all with any strides. All
-    three may have a batch in front.
+    three may have a batch in front. Nothing is recorded.
 
     Raises ValueError where shapes, devices or the factors' dtypes do not fit.
     """
     _assert_fit(a, b, into, bias)
-    library = _kernel(a)
+    library = _kernel(a.dtype, choice())
     takes = into.dtype in (a.dtype, torch.float32) and (into.stride(-1) == 1 or into.shape[-1] == 1)
     if library is not None and takes and (bias is None or bias.dtype == a.dtype):
         _call(library, a, b, into, scale, bias, add)
@@ -236,15 +249,18 @@ def _words(x: Tensor) -> str:
 
 def _call(library: Library, a: Tensor, b: Tensor, into: Tensor, scale: float, bias: Tensor | None, add: bool) -> None:
     """The kernel, which needs a stride of 1 in each factor, and in a row of `into`."""
-    a, b = (x if 1 in x.stride()[-2:] else x.contiguous() for x in (a, b))
+    a = a if 1 in a.stride()[-2:] else a.contiguous()
+    b = b if 1 in b.stride()[-2:] else b.contiguous()
     bias = None if bias is None else bias.contiguous()
-    numbers = tuple(int(size) for x in (a, b, into) for size in ((0, *x.stride())[-3:]))
-    batch = a.shape[0] if a.dim() == 3 else 1
-    sizes = batch, a.shape[-2], b.shape[-1], a.shape[-1]
+    *batch, m, k = a.shape
+    still = () if batch else (0,)  # elements from one matrix of the batch to the next
+    strides = (*still, *a.stride(), *still, *b.stride(), *still, *into.stride())
     wide = int(into.dtype == torch.float32)
-    library.call(f"product_{suffix(a.dtype)}", (*sizes, *numbers), a, b, bias, into, float(scale), int(add), wide)
+    numbers = (*(batch or (1,)), m, b.shape[-1], k, *strides)
+    library.call(f"product_{suffix(a.dtype)}", numbers, a, b, bias, into, float(scale), int(add), wide)
 
 
+@torch.no_grad()
 def _multiply_widened(a: Tensor, b: Tensor, into: Tensor, scale: float, bias: Tensor | None, add: bool) -> None:
     """The plain body of `_multiply`, without a batch."""
     for rows in _blocks(a.shape[0], ROWS):

@@ -75,7 +75,7 @@ def describe(
     bodies = {op: REFERENCE if library is None else f"{library.level} kernel" for op, library in libraries.items()}
     if kind == "cpu" and dtype is not None:
         bodies["product"] = products.body_of(dtype)
-        if products.own_products(torch.empty(0, dtype=dtype, device="cpu")):
+        if bodies["product"] != products.TORCH:
             bodies["weight_gradient"] = bodies["product"]
         elif dtype not in HALVES:
             bodies["weight_gradient"] = REFERENCE

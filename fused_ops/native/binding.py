@@ -72,6 +72,8 @@ class Library:
 
 def host_array(values: tuple[Tensor | int | float | None, ...]) -> bytes:
     """The memory of a tuple as in `Argument`."""
+    if {*map(type, values)} == {int}:  # in a third of the time
+        return struct.pack(f"={len(values)}q", *values)
     kinds = "".join(["d" if isinstance(value, float) else "q" for value in values])
     plain = [value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value for value in values]
     return struct.pack(f"={kinds}", *plain)

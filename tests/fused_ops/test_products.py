@@ -21,8 +21,10 @@ from fused_ops.native import library
 from fused_ops.products import (
     COLUMNS,
     DEPTH,
+    LEAST,
     ROWS,
     add_row_product,
+    body_of,
     input_product,
     lacks_products,
     own_products,
@@ -98,7 +100,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_product_is_rounded_once(shape: tuple[int, int, int], dtype: torch.dtype, level: str) -> None:
     """Factors that are parts of wider tensors; a bias; three dimensions; a result in given memory."""
-    assert (products._kernel(drawn(1, dtype=dtype, seed=1)) is None) == (level == PLAIN)
+    assert (products._kernel(dtype, level) is None) == (level == PLAIN)
     m, n, k = shape
     x, weight = drawn(m, k + 1, dtype=dtype, seed=1)[:, :k], drawn(n + 1, k, dtype=dtype, seed=2)[1:]
     grad, bias = drawn(m, n + 3, dtype=dtype, seed=3)[:, 2 : n + 2], drawn(n, dtype=dtype, seed=4)
@@ -175,15 +177,32 @@ def test_a_wrong_kernel_is_refused(strange: str, monkeypatch: pytest.MonkeyPatch
 
 def test_fp32_is_computed_here_on_amd_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both makers' answers, whatever this machine is; never without a kernel."""
-    x = torch.ones(3, 3)
+    x = torch.ones(512, 256)
     monkeypatch.setenv("MEGAZERO_FUSED", "auto")
     for faster in (True, False):
         monkeypatch.setattr(products, "_is_faster", lambda faster=faster: faster)
-        assert own_products(x) == (faster and library.cpu_library("auto") is not None)
-        assert not own_products(x.double()) and not own_products(x.to("meta"))
+        assert own_products(x, 256, 256) == (faster and library.cpu_library("auto") is not None)
+        assert (body_of(torch.float32) != "torch") == own_products(x, 256, 256)
+        assert not own_products(x.double(), 256, 256) and not own_products(x.to("meta"), 256, 256)
     monkeypatch.setattr(products, "_is_faster", lambda: True)
     monkeypatch.setenv("MEGAZERO_FUSED", PLAIN)
-    assert not own_products(x)
+    assert not own_products(x, 256, 256) and body_of(torch.float32) == "torch"
+
+
+@torch.no_grad()
+def test_fp32_that_is_small_or_thin_is_left_to_torch(kernel_calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three products, by each of its three sizes."""
+    monkeypatch.setenv("MEGAZERO_FUSED", "auto")
+    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    for m, n, k in ((LEAST, LEAST, LEAST), (LEAST - 1, 300, 300), (300, LEAST - 1, 300), (300, 300, LEAST - 1)):
+        x, weight, grad = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
+        linear(x.view(1, m, k), weight, None)
+        linear_into(x, weight, x.new_empty(m, n))
+        input_gradient(grad, weight)
+        add_weight_gradient(grad, x, torch.zeros(n, k), True)
+        large = min(m, n, k) >= LEAST and library.cpu_library("auto") is not None
+        assert len(kernel_calls) == 4 * large, (m, n, k)
+        kernel_calls.clear()
 
 
 @pytest.mark.parametrize("units", [(), ("avx512_bf16",)])
