@@ -96,15 +96,22 @@ def test_killed_at_random_moments_a_run_goes_on_from_its_swap_files(
     assert not list((folder / "disks").rglob("*megazero*"))
 
 
+@pytest.fixture(scope="module")
+def unlimited(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with io_uring where it is allowed."""
+    folder = tmp_path_factory.mktemp("unlimited") / "reference"
+    whole(1, flags_of(folder, corpus, "--precision bf16"), folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["no io_uring", "short reads"])
-def test_limits_of_the_system_change_no_bit(limit: str, tmp_path: Path, corpus: Path) -> None:
-    """Before the kill and behind it, with io_uring in the reference where it is allowed."""
-    folder, reference = tmp_path / "limited", tmp_path / "reference"
-    whole(1, flags_of(reference, corpus, "--precision bf16"), reference)
+def test_limits_of_the_system_change_no_bit(limit: str, unlimited: Path, tmp_path: Path, corpus: Path) -> None:
+    """Before the kill and behind it."""
+    folder = tmp_path / "limited"
     flags = flags_of(folder, corpus, "--precision bf16")
     kill(Kill(0, "disk", 5, 0, 0, number=9), 1, flags, folder, in_the_middle)
     begins, told = last_whole(1, folder), whole(1, flags, folder, [Halt(limit, 0, 0, "")])
     assert began(told) == begins >= 3 and "threads with" in told and "no io_uring" in told
-    check_bitwise(folder, reference, STEPS)
+    check_bitwise(folder, unlimited, STEPS)
     assert not list((folder / "disks").rglob("*megazero*"))
