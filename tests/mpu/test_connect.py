@@ -42,14 +42,8 @@ def connected(
 @pytest.mark.parametrize(
     "axes",
     [
-        Axes(tp=2, dp=3),
-        Axes(pp=3, dp=2),
-        Axes(tp=2, pp=3),
-        Axes(tp=2, pp=2, dp=2),
-        Axes(dp=4),
-        Axes(dp=4, shard_size=2),
-        Axes(pp=3, dp=2, shard_size=1),
-        Axes(pp=2, dp=4, shard_size=2),
+        *(Axes(tp=2, dp=3), Axes(pp=3, dp=2), Axes(tp=2, pp=3), Axes(tp=2, pp=2, dp=2), Axes(dp=4)),
+        *(Axes(dp=4, shard_size=2), Axes(pp=3, dp=2, shard_size=1), Axes(pp=2, dp=4, shard_size=2)),
     ],
 )
 def test_each_group_is_used_once_and_counts_nothing(axes: Axes) -> None:

@@ -89,15 +89,8 @@ def sums_of_ranks(rank: int, axes: Axes, guest_backend: str | None = None) -> di
 @pytest.mark.parametrize(
     "axes",
     [
-        Axes(pp=2, tp=2),
-        Axes(dp=2, tp=2),
-        Axes(pp=3),
-        Axes(dp=4),
-        Axes(pp=2, dp=2),
-        Axes(dp=2, cp=2),
-        Axes(dp=2, cp=2, shard_size=2),
-        Axes(dp=4, shard_size=1),
-        Axes(pp=3, dp=2, shard_size=1),
+        *(Axes(pp=2, tp=2), Axes(dp=2, tp=2), Axes(pp=3), Axes(dp=4), Axes(pp=2, dp=2), Axes(dp=2, cp=2)),
+        *(Axes(dp=2, cp=2, shard_size=2), Axes(dp=4, shard_size=1), Axes(pp=3, dp=2, shard_size=1)),
         Axes(pp=2, dp=2, shard_size=2),
     ],
 )

@@ -77,14 +77,7 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
 @pytest.mark.parametrize(
     "axes",
     [
-        Axes(),
-        Axes(tp=2),
-        Axes(tp=4),
-        Axes(pp=2),
-        Axes(dp=4),
-        ALL_AXES,
-        Axes(pp=2, tp=3),
-        HYBRID,
+        *(Axes(), Axes(tp=2), Axes(tp=4), Axes(pp=2), Axes(dp=4), ALL_AXES, Axes(pp=2, tp=3), HYBRID),
         Axes(dp=4, shard_size=2),
     ],
     ids=str,

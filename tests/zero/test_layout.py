@@ -128,14 +128,10 @@ def test_padding_is_in_no_piece() -> None:
 @pytest.mark.parametrize(
     "axes",
     [
-        Axes(),
-        Axes(dp=4),
-        Axes(pp=2, dp=2, tp=2),
-        Axes(pp=3, dp=3),
-        Axes(pp=2, tp=3),
+        *(Axes(), Axes(dp=4), Axes(pp=2, dp=2, tp=2), Axes(pp=3, dp=3), Axes(pp=2, tp=3)),
+        Axes(pp=2, dp=2, tp=2, shard_size=1),
         *(Axes(dp=4, shard_size=size) for size in (1, 2)),
         *(Axes(pp=3, dp=3, cp=2, shard_size=size) for size in (1, 2, 3, 6)),
-        Axes(pp=2, dp=2, tp=2, shard_size=1),
     ],
     ids=str,
 )

@@ -73,12 +73,8 @@ def test_fault_08_partial_gradients_are_summed_over_tp(axes: Axes) -> None:
 @pytest.mark.parametrize(
     "axes",
     [
-        Axes(dp=4, shard_size=1),
-        Axes(dp=6, shard_size=3),
-        Axes(dp=2, cp=2, shard_size=2),
-        Axes(tp=2, dp=2, shard_size=1),
-        Axes(pp=2, dp=4, shard_size=2),
-        Axes(pp=3, dp=2, shard_size=1),
+        *(Axes(dp=4, shard_size=1), Axes(dp=6, shard_size=3), Axes(dp=2, cp=2, shard_size=2)),
+        *(Axes(tp=2, dp=2, shard_size=1), Axes(pp=2, dp=4, shard_size=2), Axes(pp=3, dp=2, shard_size=1)),
     ],
     ids=str,
 )
