@@ -73,10 +73,10 @@ def test_vertical_order_sends_the_same_for_any_number_of_micro_batches(
     """Parameters travel at most once for forward and once for backward, gradients once."""
     ranks, steps = 4 if "--pp" in words else 2, list[list[Sent]]()
     model = [*small_model(4, heads=4), *VERTICAL.split(), *words.split(), "--global-batch-size", "56"]
-    for accumulation in (1, 4, 7):
+    for accumulation in (1, 7):
         flags = [*model, "--micro-batch-size", str(28 // accumulation), *data_flags(corpus, tmp_path)]
         steps.append(run_ranks(ranks, sent, ranks, [*flags, "--train-iters", "4"]))
-    assert steps[0] == steps[1] == steps[2]
+    assert steps[0] == steps[1]
     for of_rank in steps[0]:
         assert of_rank.reduced == of_rank.gradients
         if "3" not in words:
