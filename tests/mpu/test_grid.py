@@ -16,15 +16,9 @@ from tests.ranks import run_ranks
 
 @pytest.mark.parametrize("axes", [Axes(12, 1, 1, 4), Axes(2, 3, 2, 4), Axes(1, 1, 1, 1), Axes(3, 5, 1, 2)])
 def test_rank_and_coordinates_are_inverse(axes):
-    ranks = [
-        axes.rank(Coordinates(p, d, c, t))
-        for p in range(axes.pp)
-        for d in range(axes.dp)
-        for c in range(axes.cp)
-        for t in range(axes.tp)
-    ]
-    assert ranks == list(range(axes.world_size))
-    assert all(axes.rank(axes.coordinates(rank)) == rank for rank in ranks)
+    places = product(range(axes.pp), range(axes.dp), range(axes.cp), range(axes.tp))
+    assert [axes.rank(Coordinates(*place)) for place in places] == list(range(axes.world_size))
+    assert all(axes.rank(axes.coordinates(rank)) == rank for rank in range(axes.world_size))
 
 
 def test_forty_eight_ranks_of_the_mission():
@@ -41,13 +35,8 @@ def test_forty_eight_ranks_of_the_mission():
 def test_groups_of_an_axis_partition_the_world():
     axes = Axes(pp=3, dp=2, cp=2, tp=4)
     everyone = [axes.coordinates(rank) for rank in range(axes.world_size)]
-    by_size = [
-        (axes.tensor_ranks, 4),
-        (axes.pipeline_ranks, 3),
-        (axes.data_ranks, 2),
-        (axes.context_ranks, 2),
-        (axes.replica_ranks, 4),
-    ]
+    by_size = [(axes.tensor_ranks, 4), (axes.pipeline_ranks, 3), (axes.data_ranks, 2), (axes.context_ranks, 2)]
+    by_size.append((axes.replica_ranks, 4))
     for ranks_of, size in by_size:
         groups = {ranks_of(at) for at in everyone}
         assert Counter(rank for group in groups for rank in group) == Counter(range(48))
@@ -108,12 +97,9 @@ def test_groups_beside_a_callers_group_are_made_by_all_in_one_order(axes):
 def check_sums(axes: Axes, found: list[dict[str, float]]) -> None:
     for rank, sums in enumerate(found):
         at = axes.coordinates(rank)
-        assert sums["world"] == sum(range(axes.world_size))
-        assert sums["tp"] == sum(axes.tensor_ranks(at))
-        assert sums["pp"] == sum(axes.pipeline_ranks(at))
-        assert sums["dp"] == sum(axes.data_ranks(at))
-        assert sums["cp"] == sum(axes.context_ranks(at))
-        assert sums["replicas"] == sum(axes.replica_ranks(at))
+        ranks_of = {"tp": axes.tensor_ranks, "pp": axes.pipeline_ranks, "dp": axes.data_ranks, "cp": axes.context_ranks}
+        assert sums["world"] == sum(range(axes.world_size)) and sums["replicas"] == sum(axes.replica_ranks(at))
+        assert all(sums[name] == sum(ranks(at)) for name, ranks in ranks_of.items())
         assert ("tied inner" in sums) == (at.pp in (0, axes.pp - 1))
         for kind in StateGroup:
             if f"{kind.value} inner" in sums:

@@ -101,10 +101,8 @@ def test_a_budget_of_activations_counts_too() -> None:
     run = asked(f"{words} {HORIZONTAL}")
     (least,) = activation_peaks(run, axes_of(run.parallel, 1), "cpu")
     assert found(asked(f"{ON_DISKS} --activation-memory-budget {least}"))["micro_batch_order"] == "horizontal"
-    assert found(asked(f"{ON_DISKS} --activation-memory-budget 100MB")) == {
-        "micro_batch_order": "vertical",
-        "vertical_group_size": None,
-    }
+    whole = {"micro_batch_order": "vertical", "vertical_group_size": None}
+    assert found(asked(f"{ON_DISKS} --activation-memory-budget 100MB")) == whole
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,7 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
 def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, percent: int) -> None:
     """All tiers and switches, and some shares of the optimizer state and of activations, one by one."""
     of = machine(layout, rates, more="--nvme-path d", micro_batches=2)
-    least = min(
-        of.placed({**static("cpu", "cpu"), "offload_gradients": word}).device.nbytes for word in ("none", "cpu")
-    )
+    least = min(of.placed(static("cpu", "cpu", offload_gradients=word)).device.nbytes for word in ("none", "cpu"))
     budgets = SearchLimits(device=least + (need(of) - least) * percent // 100)
     shares = ("none", "cpu:0.33", "cpu:0.66", "cpu", "nvme:0.5", "nvme")
     halves, whole = ("none", "cpu:0.5", "cpu", "nvme"), ("none", "cpu", "nvme")
@@ -166,14 +164,12 @@ def test_disks_where_host_memory_is_too_small() -> None:
 @pytest.mark.slow
 def test_what_does_not_fit_is_an_error_with_the_numbers() -> None:
     of = machine("two stages", more="--nvme-path d")
+    every = product(("none", "cpu"), (False, True), ("none", "cpu"), ("none", "cpu", "nvme"))
     least = min(
         of.placed(
-            {**static("cpu", activations, late_update=late), "offload_params": params, "offload_gradients": gradients}
+            static("cpu", activations, late_update=late, offload_params=params, offload_gradients=gradients)
         ).device.nbytes
-        for activations in ("none", "cpu")
-        for late in (False, True)
-        for params in ("none", "cpu")
-        for gradients in ("none", "cpu", "nvme")
+        for activations, late, params, gradients in every
     )
     with pytest.raises(ConfigError) as refused:
         choose_placement(of, SearchLimits(device=least // 2))
@@ -247,6 +243,7 @@ def test_a_row_for_every_column_that_a_flag_moves() -> None:
     assert {row.field for row in ROWS.values() if row.tiers} == flags
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
     """Without what has left the device: on a CPU the trace counts that, and calls activations in host memory apart. And
@@ -280,6 +277,7 @@ def test_where_processors_are_shared_no_more_leaves_than_must() -> None:
         assert bool(as_flags(dict(chosen(of, SearchLimits()).best.settings))) == leaves
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> None:
     """The machine keeps model states and walks by settings. A fresh one has nothing to take them from."""
@@ -299,6 +297,7 @@ def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> Non
             assert (step.device, step.host, step.disk) == (fresh.device, fresh.host, fresh.disk), settings
 
 
+@pytest.mark.few(cases=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bound_is_one(layout: str) -> None:
     shared = replace(CARD, update_host=1e9, beside=0.0)

@@ -47,11 +47,7 @@ def test_what_leaves_is_what_is_named(name: str, ranks: int, words: str, tmp_pat
     disks = ["--nvme-path", str(tmp_path)] if "nvme" in TABLES[name] else []
     placed = ["--placement", str(tmp_path / "table.yaml"), *disks, "--nvme-buffer-bytes", "400KB"]
     run = parse_run([*MODEL, "--global-batch-size", "8", *words.split(), *placed], ranks, model_source)
-    axes, left, settings = (
-        axes_of(run.parallel, ranks),
-        dict[str, set[str]](),
-        {**vars(run.parallel), **vars(run.offload)},
-    )
+    axes, left, settings = axes_of(run.parallel, ranks), dict[str, set[str]](), vars(run.parallel) | vars(run.offload)
     for stage in range(axes.pp):
         at = Coordinates(stage, 0, 0, 0)
         shape, (layouts, _) = shape_of(run, axes, at, nccl=False), updated_layouts(run, axes, at, nccl=False)
@@ -62,9 +58,8 @@ def test_what_leaves_is_what_is_named(name: str, ranks: int, words: str, tmp_pat
                 continue
             (unit,) = layout.units
             assert len(tiers) == 1, "a part of a unit has left"
-            for column, tier in zip(
-                ("optimizer", "params", "gradients"), (*tiers, bucket.rests, bucket.sums), strict=True
-            ):
+            columns = zip(("optimizer", "params", "gradients"), (*tiers, bucket.rests, bucket.sums), strict=True)
+            for column, tier in columns:
                 if tier is not Tier.DEVICE:
                     left.setdefault(column, set()).add(unit)
                     assert tier is offload_of(settings[f"offload_{column}"]).tier

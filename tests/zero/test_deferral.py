@@ -87,20 +87,13 @@ def test_only_tables_are_made_at_once_and_what_waits_is_freed_as_it_is_used() ->
     run, stage, state = build("bf16", 2, tied=False)
     reducer = state.reducer
     backward(stage, state, probe_batches(run, torch.device("cpu"))[0], 0)
-    tables = {
-        i
-        for i, bucket in enumerate(state.buckets)
-        if any(entry.spec.kind is ParameterKind.EMBEDDING for entry in bucket.layout.entries)
-    }
-    assert set(reducer._borrowed) == tables != set(range(len(state.buckets))), (
-        "no buffer of a bucket without a table is held"
-    )
+    kinds_of = [{entry.spec.kind for entry in bucket.layout.entries} for bucket in state.buckets]
+    tables = {number for number, kinds in enumerate(kinds_of) if ParameterKind.EMBEDDING in kinds}
+    assert {*reducer._borrowed} == tables != {*range(len(kinds_of))}, "no buffer of a bucket without a table is held"
     held = reducer._deferred[0, 0, 0]
     kinds = [reducer.buckets[index].layout.entries[entry].spec.kind for index, entry, _ in held]
-    assert (
-        set(kinds) == {ParameterKind.MATRIX, ParameterKind.BIAS, ParameterKind.NORM}
-        and kinds.count(ParameterKind.MATRIX) == 2 * 5
-    )
+    assert {*kinds} == {ParameterKind.MATRIX, ParameterKind.BIAS, ParameterKind.NORM}
+    assert kinds.count(ParameterKind.MATRIX) == 2 * 5
     watched = [weakref.ref(write) for _, _, write in held]
     del held
     state.reducer.run_deferred((0, 0, 0))

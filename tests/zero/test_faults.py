@@ -345,14 +345,9 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
     for case in cases:
         here = build(case, grid)
         for fragment in held_fragments(here.optimizer):
-            box = [j - i for i, j in fragment.spec.box]
-            values = torch.zeros(fragment.spec.shape, dtype=torch.float64)
-            values.flatten().copy_(torch.arange(values.numel()) % 64)
-            local = (
-                values[tuple(slice(i, j) for i, j in fragment.spec.box)]
-                .reshape(box)
-                .flatten()[fragment.start : fragment.stop]
-            )
+            values = torch.arange(math.prod(fragment.spec.shape)).remainder(64).double().view(fragment.spec.shape)
+            box = values[tuple(slice(i, j) for i, j in fragment.spec.box)]
+            local = box.flatten()[fragment.start : fragment.stop]
             fragment.weight.copy_(local)
             fragment.exp_avg.copy_(local + 1)
             assert fragment.exp_avg_sq is not None
@@ -363,9 +358,8 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
             weights, first, second = state.weights, state.columns[Column.EXP_AVG], state.columns[Column.EXP_AVG_SQ]
             for piece in bucket.layout.fragments(*first.range_of(index)):
                 at = index, piece.offset, piece.offset + piece.numel
-                assert torch.equal(first.view(*at), weights.view(*at) + 1) and torch.equal(
-                    second.view(*at), weights.view(*at) + 2
-                )
+                assert torch.equal(first.view(*at), weights.view(*at) + 1)
+                assert torch.equal(second.view(*at), weights.view(*at) + 2)
         results.append(here.values())
     return results
 

@@ -178,8 +178,7 @@ def test_owned_fragments_are_the_fragments_of_the_rank(axes: Axes) -> None:
 def test_fault_21_norms_and_biases_are_not_decayed() -> None:
     """BLOOM: the embedding's LayerNorm decayed. Ranges of decay cover the matrices and embeddings, nothing else."""
     here = build(Case(bucket_size=50))
-    decayed: set[str] = set()
-    others: set[str] = set()
+    decayed, others = set[str](), set[str]()
     for i, bucket in enumerate(here.state.buckets):
         for start, stop, decay in here.optimizer._decay_ranges(i, None):
             names = {piece.spec.name for piece in bucket.layout.fragments(start, stop)}

@@ -144,17 +144,10 @@ def _block_places(name: str, tp: Group, partial: bool) -> list[ParameterSpec]:
 
 
 def _word_place(tp: Group, tied: bool) -> ParameterSpec:
-    return shard(
-        "embedding.word.weight",
-        (VOCABULARY, HIDDEN),
-        ParameterKind.EMBEDDING,
-        dim=0,
-        rank=tp.index,
-        size=tp.size,
-        padded=PADDED,
-        std=0.5,
-        state_group=StateGroup.TIED if tied else StateGroup.REPLICAS,
-    )
+    shape, split = (VOCABULARY, HIDDEN), {"rank": tp.index, "size": tp.size}
+    group = StateGroup.TIED if tied else StateGroup.REPLICAS
+    kind = ParameterKind.EMBEDDING
+    return shard("embedding.word.weight", shape, kind, dim=0, padded=PADDED, std=0.5, state_group=group, **split)
 
 
 def build_chunks(case: Case, pp_index: int, tp: Group) -> list[Chunk]:
@@ -175,16 +168,9 @@ def build_chunks(case: Case, pp_index: int, tp: Group) -> list[Chunk]:
         units = []
         if number == 0:
             word = parameter(_word_place(tp, across))
-            position = parameter(
-                shard(
-                    "embedding.position.weight",
-                    (5, HIDDEN),
-                    ParameterKind.EMBEDDING,
-                    std=0.5,
-                    tp_partial=case.partial and tp.size > 1,
-                )
-            )
-            units.append(Unit([word, position], "embedding", tp))
+            place: dict[str, Any] = {"std": 0.5, "tp_partial": case.partial and tp.size > 1}
+            position = shard("embedding.position.weight", (5, HIDDEN), ParameterKind.EMBEDDING, **place)
+            units.append(Unit([word, parameter(position)], "embedding", tp))
         units += [block(i) for i in range(case.blocks * number // parts, case.blocks * (number + 1) // parts)]
         if number == parts - 1 and case.tied:
             units.append(Unit([word if word is not None else parameter(_word_place(tp, across))], "head", tp))
