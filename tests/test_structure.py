@@ -201,6 +201,7 @@ def test_nobody_changes_where_modules_are_found() -> None:
     ways = "sys.path.insert(0, x)\nsys.path += x\nsys.path[:0] = x\ndel sys.path[0]\nsys.path[0].strip()"
     assert sorted(changes_the_path(ast.walk(ast.parse(ways)))) == [1, 2, 3, 4]
     paths = [*OURS.values(), *modules("tests", "docs").values(), ROOT / "setup.py"]
+    paths = [path for path in paths if "sys.path" in path.read_text()]  # the others need not be parsed
     wrong = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in changes_the_path(nodes(path))]
     assert not wrong, wrong
 
