@@ -22,7 +22,7 @@ from tests.lora.families import saved_base, their_base, with_adapters
 from tests.lora.test_layouts import bases, flags_for, is_adapter
 from tests.lora.test_peft import peft_steps, share_one_a
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
-from tests.plan.test_step_memory import MODEL, held_on_rank
+from tests.plan.test_step_memory import MODEL, Held, held_on_rank
 from tests.ranks import run_ranks
 
 __all__ = ["bases"]
@@ -144,11 +144,12 @@ def test_adapters_go_on_and_are_merged_with_the_exact_base(
         train(1, [*flags, "--lora-base-bits", "8", "--load", str(saved)])
 
 
-def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, str]:
+def held(rank: int, size: int, flags: list[str]) -> tuple[Held, dict[str, int], int, str]:
+    in_a_step = held_on_rank(rank, size, flags)
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     steps = StageLists(job.run, job.grid.axes, nccl=False)
-    return job.state.model.bytes(), told.total, banner(job.run, job.grid, steps, "words", "from here", [])
+    return in_a_step, job.state.model.bytes(), told.total, banner(job.run, job.grid, steps, "words", "from here", [])
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +175,8 @@ MEMORY = (
 def test_a_step_takes_what_is_planned(ranks: int, words: str, small: list[str]) -> None:
     """The state to the byte, all of a step to 2 %."""
     flags = [*small, *words.split()]
-    for rank, found in enumerate(run_ranks(ranks, held_on_rank, ranks, flags)):
+    for rank, (found, bytes_held, told, text) in enumerate(run_ranks(ranks, held, ranks, flags)):
         assert found.measured == pytest.approx(found.predicted, rel=0.02), (rank, found)
-    for bytes_held, told, text in run_ranks(ranks, held, ranks, flags):
         assert sum(bytes_held.values()) == told
         assert f"codes of {words.split()[1]} bits" in " ".join(text.split())
 
