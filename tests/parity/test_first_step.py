@@ -18,35 +18,15 @@ from fused_ops import products
 from fused_ops.native.library import EMULATED
 from tests.fused_ops.levels import CPU_LEVELS
 from tests.fused_ops.processors import PROCESSORS, on_processor
-from tests.parity.training import job_on_rank
+from tests.parity.training import job_on_rank, small_model
 from tests.ranks import run_ranks
 
 MODELS = {
-    "GPT-2": ("--position-embedding", "learned"),
-    "BLOOM": ("--position-embedding", "alibi", "--embedding-layernorm"),
-    "LLaMA": (
-        "--position-embedding",
-        "rotary",
-        "--norm",
-        "rmsnorm",
-        "--activation",
-        "swiglu",
-        "--num-query-groups",
-        "1",
-    ),
+    "GPT-2": "--position-embedding learned",
+    "BLOOM": "--position-embedding alibi --embedding-layernorm",
+    "LLaMA": "--position-embedding rotary --norm rmsnorm --activation swiglu --num-query-groups 1",
 }
-SIZE = (
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "93",
-    "--vocab-size",
-    "1003",
-)
+SIZE = (*small_model(2, heads=2), "--hidden-size", "64", "--seq-length", "93")
 BATCH = ("--train-iters", "1", "--global-batch-size", "4", "--micro-batch-size", "2", "--eval-iters", "0")
 LOSS, NORM = 1e-4, 1e-3
 """How far loss and gradient norm may be off, relative.
@@ -59,7 +39,7 @@ bf16 has one that is 2e-5 off it. Beside 97 or 128 positions its nearest is 1e-3
 def flags_of(folder: Path, corpus: Path, model: str, precision: str) -> list[str]:
     scale = ("--loss-scale", "1024") if precision == "fp16" else ()
     data = ("--data-path", str(corpus), "--data-cache-path", str(folder / "cache"))
-    return [*SIZE, *MODELS[model], *BATCH, *data, *scale, "--precision", precision]
+    return [*SIZE, *MODELS[model].split(), *BATCH, *data, *scale, "--precision", precision]
 
 
 def first_step(folder: Path, corpus: Path, model: str, precision: str) -> tuple[float, float]:
@@ -79,8 +59,9 @@ def step_on_rank(rank: int, size: int, flags: list[str], has: frozenset[torch.dt
 
 @pytest.fixture(scope="module")
 def exact(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Model -> the same in float64, once."""
-    return cache(lambda model: first_step(tmp_path_factory.getbasetemp(), corpus, model, "fp64"))
+    """Model, flags -> the same in float64, once."""
+    folder = tmp_path_factory.getbasetemp()
+    return cache(lambda model, *more: step_on_rank(0, 1, [*flags_of(folder, corpus, model, "fp64"), *more], None))
 
 
 def compare(
@@ -127,17 +108,17 @@ ALLOWED = {"bf16": (2e-4, 3e-3), "fp16": (1e-5, 3e-4)}
 DROPOUT = {"no dropout": (), "dropout": ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dropout", DROPOUT)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("precision", ALLOWED)
-def test_processors_without_products(precision: str, tp: int, dropout: str, corpus: Path, tmp_path: Path) -> None:
+def test_processors_without_products(
+    precision: str, tp: int, dropout: str, exact, corpus: Path, tmp_path: Path
+) -> None:
     """16 bits beside float64 on one rank, which draws the same masks."""
-    flags, exactly = (
-        [*flags_of(tmp_path, corpus, "BLOOM", p), *DROPOUT[dropout], "--make-vocab-size-divisible-by", "4"]
-        for p in (precision, "fp64")
-    )
-    exact = step_on_rank(0, 1, exactly, None)
+    more = *DROPOUT[dropout], "--make-vocab-size-divisible-by", "4"
+    flags = [*flags_of(tmp_path, corpus, "BLOOM", precision), *more, "--tp", str(tp)]
     for have in HAVE.values():
-        found, *others = run_ranks(tp, step_on_rank, tp, [*flags, "--tp", str(tp)], have)
+        found, *others = run_ranks(tp, step_on_rank, tp, flags, have)
         assert all(other == found for other in others)
-        compare(found, exact, ALLOWED[precision])
+        compare(found, exact("BLOOM", *more), ALLOWED[precision])

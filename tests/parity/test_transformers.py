@@ -240,12 +240,7 @@ def test_equals_transformers(case: Case) -> None:
     apart, name = worst_difference(mine, theirs)
     assert apart < case.tolerance, name
 
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_names_map_both_ways(case: Case) -> None:
-    """Ours -> theirs -> the same tensors, bitwise, and nothing of theirs is left out."""
-    _, _, state, _ = theirs_of(case, batch_of(case))
-    stage = our_stage(case, state)
+    # Names map both ways: ours -> theirs -> the same tensors, bitwise, and nothing of theirs is left out.
     back: dict[str, Tensor] = {}
     for name, parameter in stage.named_parameters():
         back |= to_transformers(case.family, case.model, name, parameter[: spec_of(parameter).shape[0]].detach())
