@@ -16,13 +16,8 @@ PIECES = {"one": 1, "page": 4096, "more": 4097, "block": 65536, "large": 10 * 65
 def test_slots_are_aligned_and_apart(weights: tuple[float, ...], slots: int) -> None:
     layout = SwapLayout(PIECES, weights, slots)
     for path, size in enumerate(layout.file_bytes):
-        taken = sorted(
-            (extent.offset, extent.offset + extent.bytes)
-            for piece in PIECES
-            for slot in range(slots)
-            for extent in layout.extents(piece, slot)
-            if extent.path == path
-        )
+        extents = [one for piece in PIECES for slot in range(slots) for one in layout.extents(piece, slot)]
+        taken = sorted((one.offset, one.offset + one.bytes) for one in extents if one.path == path)
         assert all(start % 4096 == 0 for start, _ in taken) and size % 4096 == 0
         assert all(end <= start for (_, end), (start, _) in pairwise([(0, 4096), *taken, (size, size)]))
     for piece, count in PIECES.items():

@@ -54,14 +54,8 @@ PLAIN = replace(
     untie_embeddings_and_output_weights=True,
     attention_bias=False,
 )
-MODELS = {
-    "bloom": BLOOM,
-    "documents": BLOOM_DOCUMENTS,
-    "gpt": GPT,
-    "llama": LLAMA,
-    "swiglu": SWIGLU_BIASES,
-    "plain": PLAIN,
-}
+MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLAMA}
+MODELS |= {"swiglu": SWIGLU_BIASES, "plain": PLAIN}
 
 
 def stage_of(model: ModelConfig, tp: Group | None = None, **arguments: Any) -> Stage:

@@ -137,12 +137,8 @@ def dense(values: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor, Tensor
     loss = loss + 0.01 * logits.logsumexp(-1).square()
     (loss * weight).sum().backward()
     assert noise.grad is not None
-    return (
-        loss.detach(),
-        noise.grad,
-        x.detach(),
-        {name: value.grad for name, value in w.items() if value.grad is not None},
-    )
+    gradients = {name: value.grad for name, value in w.items() if value.grad is not None}
+    return loss.detach(), noise.grad, x.detach(), gradients
 
 
 CASES = [Case(tp, sp) for tp, sp in itertools.product((1, 2, 3, 4), (False, True))]

@@ -70,14 +70,10 @@ def ordered_body(rank: int, axes: Axes) -> None:
         for m in range(12):
             buffer = torch.empty(2)
             source = (me - step) % stages
-            arriving.append(
-                (
-                    buffer,
-                    channels.receive(buffer, source, Tag(backward, 0, m)),
-                    grid.pp.ranks[source] * 100 + m + backward * 50,
-                )
-            )
-            channels.send(torch.full((2,), rank * 100.0 + m + backward * 50), (me + step) % stages, Tag(backward, 0, m))
+            number, tag = m + backward * 50, Tag(backward, 0, m)
+            handle = channels.receive(buffer, source, tag)
+            arriving.append((buffer, handle, grid.pp.ranks[source] * 100 + number))
+            channels.send(torch.full((2,), rank * 100.0 + number), (me + step) % stages, tag)
     for buffer, handle, wanted in arriving:
         handle.wait()
         assert buffer.tolist() == [wanted] * 2

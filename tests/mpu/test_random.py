@@ -140,15 +140,10 @@ def test_weights_are_unrelated():
     others = [weights(400, 500, name) for name in ("v", "w.", "blocks.1.w", "blocks.2.w", "blocks.11.w")]
     others += [weights(400, 500, seed=seed) for seed in (0, 2, 3, -1, 2**40 + 1)]
     pairs = [(x, other) for other in others] + list(pairwise(others))
-    pairs += [(x[:, :-lag], x[:, lag:]) for lag in (1, 2, 3, 4, 8, 16, 64)] + [
-        (x[:-lag], x[lag:]) for lag in (1, 2, 3, 4, 8, 16, 64)
-    ]
-    pairs += [
-        (x[:, 0::2], x[:, 1::2]),
-        (x[:-1, 1:], x[1:, :-1]),
-        (x[:-1, :-2], x[1:, 2:]),
-        (x[:, :400], x[:, :400].t()),
-    ]
+    for lag in (1, 2, 3, 4, 8, 16, 64):
+        pairs += [(x[:, :-lag], x[:, lag:]), (x[:-lag], x[lag:])]
+    pairs += [(x[:, 0::2], x[:, 1::2]), (x[:-1, 1:], x[1:, :-1]), (x[:-1, :-2], x[1:, 2:])]
+    pairs.append((x[:, :400], x[:, :400].t()))
     for a, b in pairs:
         bound = 4.5 / math.sqrt(a.numel())
         assert abs(correlation(a, b)) < bound
@@ -184,21 +179,13 @@ def test_dropout_masks_are_unrelated():
         return (hidden_dropout(torch.ones(100, 2, 400), 0.3, key, samples) == 0).double()
 
     x = mask()
-    pairs = [
-        (x, mask(DropoutKey(3, 3, 1))),
-        (x, mask(DropoutKey(3, 2, 0))),
-        (x, mask(DropoutKey(4, 2, 1))),
-        (x, mask(first=7)),
-    ]
-    pairs += [(x, mask(DropoutKey(3, 1, 2))), (x[:, 0], x[:, 1])]
-    pairs += [(x[:-lag], x[lag:]) for lag in (1, 2, 5, 64)] + [
-        (x[..., :-lag], x[..., lag:]) for lag in (1, 2, 3, 5, 64)
-    ]
+    pairs = [(x, mask(DropoutKey(*key))) for key in ((3, 3, 1), (3, 2, 0), (4, 2, 1), (3, 1, 2))]
+    pairs += [(x, mask(first=7)), (x[:, 0], x[:, 1])]
+    pairs += [(x[:-lag], x[lag:]) for lag in (1, 2, 5, 64)]
+    pairs += [(x[..., :-lag], x[..., lag:]) for lag in (1, 2, 3, 5, 64)]
     probs = (attention_dropout(torch.ones(2, 4, 100, 400), 0.3, KEY, torch.tensor([5, 6])) == 0).double()
-    pairs += [(probs[:, i], probs[:, i + 1]) for i in range(3)] + [
-        (probs[0], probs[1]),
-        (probs[:, 0], x.transpose(0, 1)),
-    ]
+    pairs += [(probs[:, i], probs[:, i + 1]) for i in range(3)]
+    pairs += [(probs[0], probs[1]), (probs[:, 0], x.transpose(0, 1))]
     for a, b in pairs:
         assert abs(correlation(a, b)) < 4.5 / math.sqrt(a.numel())
     assert torch.equal(mask(first=6)[:, 0], x[:, 1]), "a sample's mask does not depend on its place in the micro-batch"

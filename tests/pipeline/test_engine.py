@@ -266,31 +266,23 @@ def virtuals(name: str, *wanted: int) -> list[int]:
     return [number for number in wanted if CHUNKS[name] in (None, number)]
 
 
-def all_cases(every: bool = False, tied: bool = False) -> list[tuple]:
-    return [
-        (name, virtual, m, every, tied, cut)
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_every_schedule_gives_the_gradients_of_plain_autograd(pp):
+    cases = [
+        (name, virtual, m, False, False, cut)
         for name in SCHEDULES
         for virtual in virtuals(name, 1, 2, 3)
         for m, cut in ((1, False), (2, True), (4, False), (7, True))
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-def test_every_schedule_gives_the_gradients_of_plain_autograd(pp):
-    cases = all_cases()
     compare(run_ranks(pp, body, pp, cases), cases, pp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_tied_weights_and_reduction_at_every_micro_batch(pp):
-    cases = [
-        (name, virtual, 3, True, True, cut)
-        for name in SCHEDULES
-        for virtual in virtuals(name, 1, 2)
-        for cut in (False, True)
-    ]
+    chunks = [(name, virtual) for name in SCHEDULES for virtual in virtuals(name, 1, 2)]
+    cases = [(*chunk, 3, True, True, cut) for chunk in chunks for cut in (False, True)]
     compare(run_ranks(pp, body, pp, cases), cases, pp)
 
 

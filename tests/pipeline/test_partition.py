@@ -44,13 +44,8 @@ def test_largest_chunk_is_minimal_and_the_rest_as_even_as_can_be():
         assert len(sizes) == parts and sum(sizes) == layers and all(sizes[1:-1])
         every = [loads(s, costs, first, last) for s in every_partition(layers, parts)]
         mine = loads(sizes, costs, first, last)
-        assert (max(mine), sum(c * c for c in mine)) == min((max(x), sum(c * c for c in x)) for x in every), (
-            costs,
-            first,
-            last,
-            parts,
-            sizes,
-        )
+        best = min((max(x), sum(c * c for c in x)) for x in every)
+        assert (max(mine), sum(c * c for c in mine)) == best, (costs, first, last, parts, sizes)
 
 
 def test_measured_times_tie_as_the_numbers_they_are():

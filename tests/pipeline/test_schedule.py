@@ -112,12 +112,8 @@ def test_two_stages_wrap_both_ways_on_channels_of_their_own():
 
 
 def test_which_schedules_are_breadth_first():
-    assert [is_breadth_first(name, v) for name, v in (("gpipe", 1), ("gpipe", 2), ("1f1b", 2), ("interleaved", 2))] == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert is_breadth_first("gpipe", 2)
+    assert not any(is_breadth_first(name, v) for name, v in (("gpipe", 1), ("1f1b", 2), ("interleaved", 2)))
 
 
 def test_one_stage_alone_hands_over_without_messages():

@@ -98,19 +98,10 @@ def test_the_middle_of_the_v_hands_over_on_its_stage():
     ]
     for stage, instructions in enumerate(schedule):
         peers = {(i.op, i.chunk, i.peer) for i in instructions if not i.is_compute}
-        down = {
-            (Op.SEND_FORWARD, 0, stage + 1),
-            (Op.RECV_BACKWARD, 0, stage + 1),
-            (Op.RECV_FORWARD, 1, stage + 1),
-            (Op.SEND_BACKWARD, 1, stage + 1),
-        }
-        up = {
-            (Op.RECV_FORWARD, 0, stage - 1),
-            (Op.SEND_BACKWARD, 0, stage - 1),
-            (Op.SEND_FORWARD, 1, stage - 1),
-            (Op.RECV_BACKWARD, 1, stage - 1),
-        }
-        assert peers == (down if stage < 2 else set()) | (up if stage > 0 else set())
+        sends, receives = (Op.SEND_FORWARD, Op.RECV_BACKWARD), (Op.RECV_FORWARD, Op.SEND_BACKWARD)
+        ways = [(op, chunk, stage + 1) for chunk, ops in ((0, sends), (1, receives)) for op in ops if stage < 2]
+        ways += [(op, chunk, stage - 1) for chunk, ops in ((0, receives), (1, sends)) for op in ops if stage > 0]
+        assert peers == {*ways}
     (alone,) = make_schedule("zb-v", 1, 3, 2)
     assert all(i.is_compute for i in alone)
     assert stage_schedule("zb-v", 4, 6, 2, 2) == make_schedule("zb-v", 4, 6, 2)[2]

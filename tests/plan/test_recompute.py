@@ -92,14 +92,11 @@ def _least_of_others(run: Run, axes: Axes, stage: int) -> int:
     """What the other stages need with everything recomputed."""
     plan, specs = activation_plan(run, "cpu"), stage_specs(run)
     full = ("full",) * run.model.num_layers
-    needs = [
-        peak_bytes(
-            instructions_of(run, axes, other), [chunk_bytes(plan, specs[n], full) for n in chunks_of(run).of(other)]
-        )
-        for other in range(axes.pp)
-        if other != stage
-    ]
-    return max(needs, default=0)
+    needs = [0]
+    for other in {*range(axes.pp)} - {stage}:
+        chunks = [chunk_bytes(plan, specs[n], full) for n in chunks_of(run).of(other)]
+        needs.append(peak_bytes(instructions_of(run, axes, other), chunks))
+    return max(needs)
 
 
 VERTICAL = "--micro-batch-order vertical"

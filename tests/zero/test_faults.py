@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any
 
 import pytest
@@ -83,16 +83,9 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
     ids=str,
 )
 def test_fault_04_05_06_each_element_counts_once_in_the_norm(axes: Axes) -> None:
-    """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, all
-    stages and chunks.
-    """
-    cases = [
-        Case(axes, s, virtual_stages=v, partial=p)
-        for s in STAGES
-        for v in (1, 2)
-        for p in (False, True)
-        if axes.pp > 1 or v == 1
-    ]
+    """MLM#7227, #7452, DS#5411, TT#596, #649: tied, replicated, sharded and partial parameters, stages and chunks."""
+    shapes = product(STAGES, (1, 2)[: axes.pp], (False, True)[: axes.tp])
+    cases = [Case(axes, stage, virtual_stages=virtual, partial=partial) for stage, virtual, partial in shapes]
     elements = sum(t.numel() for t in reference(Case(steps=0))["weights"].values())
     for found in run_ranks(axes.world_size, known_norms, cases):
         torch.testing.assert_close(found, [math.sqrt(elements)] * len(cases), rtol=1e-14, atol=0.0)

@@ -232,12 +232,8 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
             whole_model(model),
         )
         specs = [[[spec_of(p) for p in unit.parameters()] for unit in stage.units()]]
-        layouts.append(
-            [
-                [(e.spec.name, e.offset, e.spec.tp_partial) for e in bucket.entries]
-                for bucket in pack(specs, shared_by(4), Packing(2000))
-            ]
-        )
+        packed = pack(specs, shared_by(4), Packing(2000))
+        layouts.append([[(e.spec.name, e.offset, e.spec.tp_partial) for e in bucket.entries] for bucket in packed])
     assert all(layout == layouts[0] for layout in layouts)
     assert any(partial for bucket in layouts[0] for _, _, partial in bucket)
     beside = [[name for name, _, _ in bucket] for bucket in layouts[0]]

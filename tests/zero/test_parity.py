@@ -110,13 +110,8 @@ def test_other_optimizers() -> None:
 def test_bucket_sizes() -> None:
     """One parameter a bucket, and all in one; neither divides by 4."""
     axes = Axes(dp=4)
-    check(
-        axes,
-        [
-            Case(axes, stage, accumulation=2, bucket_size=size, tied=False)
-            for stage, size in product(STAGES, (1, 100_000))
-        ],
-    )
+    sizes = product(STAGES, (1, 100_000))
+    check(axes, [Case(axes, stage, accumulation=2, bucket_size=size, tied=False) for stage, size in sizes])
 
 
 @pytest.mark.slow

@@ -300,13 +300,8 @@ def sample_numbers(case: Case, step: int) -> list[int]:
 
 def configs(case: Case) -> tuple[OptimizerConfig, ParallelConfig]:
     optimizer = OptimizerConfig(precision=case.precision, optimizer=case.optimizer, weight_decay=0.1)
-    parallel = ParallelConfig(
-        zero_stage=case.zero_stage,
-        overlap=case.overlap,
-        bucket_size=case.bucket_size,
-        grad_reduce_dtype=case.grad_reduce_dtype,
-    )
-    return optimizer, parallel
+    same = {name: getattr(case, name) for name in ("zero_stage", "overlap", "bucket_size", "grad_reduce_dtype")}
+    return optimizer, ParallelConfig(**same)
 
 
 def build(case: Case, grid: ProcessGrid | None = None) -> Rank:
