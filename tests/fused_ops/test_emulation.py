@@ -36,52 +36,53 @@ FAULTS = {
         "dim3(1), dim3(40)",
     ),
 }
-RUN = "import ctypes, sys; x = (ctypes.c_float * 4096)(); ctypes.CDLL(sys.argv[1]).run(x, 0)"
+BARRIER = (
+    "__global__ void k(float* x) {{ __shared__ float held[64]; held[threadIdx.x] = -1.0f; __syncthreads(); "
+    "held[threadIdx.x] = threadIdx.x; {} x[blockIdx.x * 64 + threadIdx.x] = held[(threadIdx.x + 1) % 64]; "
+    "__syncthreads(); }}"
+)
+BARRIERS = {True: BARRIER.format("__syncthreads();"), False: BARRIER.format("")}
+CASES = FAULTS | {barrier: (kernel, "dim3(6), dim3(64)") for barrier, kernel in BARRIERS.items()}
+RUN = "import ctypes, sys; x = (ctypes.c_float * 4096)(); ctypes.CDLL(sys.argv[1])[sys.argv[2]](x, 0)"
 
 
-def library(folder: Path, kernel: str, geometry: str) -> Path:
-    call = f'extern "C" int run(float* x) {{ return launch(Launch{{}}, k, {geometry}, x); }}\n'
-    source, made = folder / "case.cu", folder / "case.so"
-    source.write_text(f"{HEAD}{kernel}\n{call}")
-    words = [
-        compiling.compiler(),
-        *compiling.EMULATION_FLAGS,
-        "-fvisibility=default",
-        f"-I{compiling.SOURCES / 'cuda'}",
-        "-shared",
-    ]
-    subprocess.run([*words, str(source), "-o", str(made)], check=True, capture_output=True)
-    return made
-
-
-@pytest.fixture(autouse=True)
-def needs_a_compiler():
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All kernels in one, with a function for each."""
     try:
-        compiling.compiler()
+        compiler = compiling.compiler()
     except compiling.CompileError as error:
         pytest.skip(str(error))
+    lines = [HEAD]
+    for number, (kernel, geometry) in enumerate(CASES.values()):
+        lines.append(f"namespace case_{number} {{ {kernel} }}")
+        lines.append(f'extern "C" int run_{number}(float* x) {{')
+        lines.append(f"  return launch(Launch{{}}, case_{number}::k, {geometry}, x);\n}}")
+    source = tmp_path_factory.mktemp("emulation") / "cases.cu"
+    source.write_text("\n".join(lines))
+    words = [compiler, *compiling.EMULATION_FLAGS, "-fvisibility=default", f"-I{compiling.SOURCES / 'cuda'}", "-shared"]
+    subprocess.run([*words, str(source), "-o", str(source.with_suffix(".so"))], check=True, capture_output=True)
+    return source.with_suffix(".so")
+
+
+def function_of(case: str | bool) -> str:
+    return f"run_{[*CASES].index(case)}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_the_process(tmp_path, fault):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(library(tmp_path, *FAULTS[fault]))], capture_output=True, text=True, check=False
-    )
+def test_a_fault_ends_the_process(library, fault):
+    words = [sys.executable, "-c", RUN, str(library), function_of(fault)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode < 0 and fault in done.stderr
 
 
-@pytest.mark.parametrize("barrier", ["__syncthreads();", ""])
-def test_a_missing_barrier_shows(tmp_path, barrier):
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_a_missing_barrier_shows(library, barrier):
     """Each thread takes what its neighbour has put down, around the block: in every order of the threads somebody comes
     too early.
     """
-    kernel = (
-        "__global__ void k(float* x) { __shared__ float held[64]; held[threadIdx.x] = -1.0f; __syncthreads(); "
-        f"held[threadIdx.x] = threadIdx.x; {barrier} x[blockIdx.x * 64 + threadIdx.x] = held[(threadIdx.x + 1) % 64]; "
-        f"__syncthreads(); }}"
-    )
     x = (ctypes.c_float * 4096)()
-    assert ctypes.CDLL(str(library(tmp_path, kernel, "dim3(6), dim3(64)"))).run(x) == 0
+    assert ctypes.CDLL(str(library))[function_of(barrier)](x) == 0
     right = [(i + 1) % 64 for i in range(64)]
-    assert all((list(x[block * 64 : block * 64 + 64]) == right) == bool(barrier) for block in range(6))
+    assert all((list(x[block * 64 : block * 64 + 64]) == right) == barrier for block in range(6))
