@@ -141,29 +141,14 @@ def test_what_is_no_conversation_is_no_question(marked: Path) -> None:
 
 
 def test_the_token_that_ends_a_turn(tmp_path: Path) -> None:
-    ends = {
-        CHATML: "<|im_end|>",
-        PLAIN: "<|im_end|>",
-        HEADERS: "<|im_end|>",
-        INSTRUCT: "<|endoftext|>",
-        "{{ messages }}": None,
-        "{{ x.y }}": None,
-    }
-    for number, (template, end) in enumerate(ends.items()):
-        assert (
-            template_of(build_tokenizer("hf", str(write_tokenizer(tmp_path / str(number), template)))).end_of_turn()
-            == end
-        )
+    ends = dict.fromkeys((CHATML, PLAIN, HEADERS), "<|im_end|>") | {INSTRUCT: "<|endoftext|>"}
+    for number, (template, end) in enumerate((ends | {"{{ messages }}": None, "{{ x.y }}": None}).items()):
+        tokenizer = build_tokenizer("hf", str(write_tokenizer(tmp_path / str(number), template)))
+        assert template_of(tokenizer).end_of_turn() == end
 
 
-_ADDED = {
-    "content": "<s>",
-    "special": True,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "single_word": False,
-}
+_ADDED: dict[str, Any] = {"content": "<s>", "special": True}
+_ADDED |= dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
 NAMED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "only in the map": ({}, {"bos_token": "<s>", "eos_token": _ADDED | {"content": "<|endoftext|>"}}),
     "otherwise in the map": (

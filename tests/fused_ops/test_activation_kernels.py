@@ -93,11 +93,8 @@ def test_nan_and_inf_as_in_the_reference(level, name, dtype):
 
 
 def test_bias_gradient_does_not_depend_on_the_threads(level):
-    x, bias, weight = (
-        drawn(1000, 70, dtype=torch.float32),
-        drawn(70, dtype=torch.float32),
-        drawn(1000, 70, seed=2, dtype=torch.float32),
-    )
+    x, weight = (drawn(1000, 70, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    bias = drawn(70, dtype=torch.float32)
     the_same_for_any_threads(lambda: run(ACTIVATIONS["gelu"], [x, bias], weight))
     the_same_for_any_threads(lambda: run(ACTIVATIONS["gelu-tanh"], [x.bfloat16(), bias.bfloat16()], weight))
 

@@ -90,20 +90,10 @@ def test_the_loss_of_a_large_vocabulary(level):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_inf_as_in_the_reference(level, monkeypatch, dtype):
     logits, target = drawn(9, 4500, dtype=dtype), torch.tensor([0, 5, -1, 4000, 0, 1, 2, 3, 4])
-    logits[0, 7], logits[1, :2500], logits[2], logits[3, 4000], logits[4, 4400] = (
-        math.nan,
-        -math.inf,
-        -math.inf,
-        -math.inf,
-        math.inf,
-    )
-    logits[5, 0], logits[6, 0], logits[6, 4000], logits[7, 10], logits[7, 4000] = (
-        math.inf,
-        math.nan,
-        math.inf,
-        math.inf,
-        math.inf,
-    )
+    logits[0, 7], logits[6, 0] = math.nan, math.nan
+    for row, column in ((4, 4400), (5, 0), (6, 4000), (7, 10), (7, 4000)):
+        logits[row, column] = math.inf
+    logits[1, :2500], logits[2], logits[3, 4000] = -math.inf, -math.inf, -math.inf
     found = both_passes(logits, target, 4490, True, torch.ones(9))
     monkeypatch.setenv("MEGAZERO_FUSED", "reference")
     expected = both_passes(logits, target, 4490, True, torch.ones(9))

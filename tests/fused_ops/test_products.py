@@ -40,16 +40,8 @@ from megazero.train.prepare import prepare
 from tests.fused_ops.levels import CPU_LEVELS, drawn, the_same_for_any_threads
 from tests.parity.training import data_flags, small_model
 
-SHAPES = [
-    (1, 1, 1),
-    (7, COLUMNS - 1, 33),
-    (40, COLUMNS + 1, 65),
-    (ROWS + 3, 3 * COLUMNS, 40),
-    (5, 40, ROWS + 7),
-    (ROWS + 3, 9, DEPTH + 3),
-    (780, 70, 520),
-    (13, 31, 0),
-]
+SHAPES = [(1, 1, 1), (7, COLUMNS - 1, 33), (40, COLUMNS + 1, 65), (ROWS + 3, 3 * COLUMNS, 40), (5, 40, ROWS + 7)]
+SHAPES += [(ROWS + 3, 9, DEPTH + 3), (780, 70, 520), (13, 31, 0)]
 """m, n, k: one block of the result and less, blocks with a rest, whole blocks; nothing to sum. In the kernel a tile has
 at most 768 x 512 elements, and 512 of k are packed at a time.
 """
