@@ -93,11 +93,8 @@ def test_receives_are_posted_one_computation_ahead():
             computes = [i for i in stage if i.is_compute]
             for receive in (i for i in stage if not i.is_compute and not i.is_send):
                 use = Op.BACKWARD if receive.is_backward else Op.FORWARD
-                number = next(
-                    n
-                    for n, i in enumerate(computes)
-                    if (i.op, i.micro_batch, i.chunk) == (use, receive.micro_batch, receive.chunk)
-                )
+                keys = [(i.op, i.micro_batch, i.chunk) for i in computes]
+                number = keys.index((use, receive.micro_batch, receive.chunk))
                 before = sum(i.is_compute for i in stage[: stage.index(receive)])
                 assert before == max(0, number - 1)
 
@@ -139,11 +136,8 @@ def test_longer_messages_and_uneven_chunks_cost_time():
     # Stage 2 starts after 2 forwards, works 8 x (2 + 2), waits 1 for its first and 1 for its last gradient; 2 backwards
     # follow.
     slow = simulate(schedule, replace(times, forward=(1, 1, 2, 1)))
-    assert (
-        slow.busy == (24, 24, 32, 24)
-        and slow.makespan == 2 + 32 + 2 + 4
-        and slow.bubble == pytest.approx(1 - 104 / (4 * 40))
-    )
+    assert slow.busy == (24, 24, 32, 24) and slow.makespan == 2 + 32 + 2 + 4
+    assert slow.bubble == pytest.approx(1 - 104 / (4 * 40))
     assert peak_activations(schedule[1], weights=[2.5]) == 7.5
 
 

@@ -53,10 +53,8 @@ def test_bubbles_at_the_published_profiles():
         reports = {name: run(name, p, m, *profile) for name in ("1f1b", "zb-h1", "zb-v")}
         assert reports["1f1b"].bubble == pytest.approx(float(row["bubble_1f1b"]), abs=2e-4)
         assert reports["1f1b"].own_bubble == pytest.approx(reports["1f1b"].bubble, abs=1e-12)
-        assert (
-            reports["1f1b"].bubble > reports["zb-h1"].bubble + 0.08
-            and reports["zb-h1"].bubble > reports["zb-v"].bubble + 0.06
-        )
+        assert reports["1f1b"].bubble > reports["zb-h1"].bubble + 0.08
+        assert reports["zb-h1"].bubble > reports["zb-v"].bubble + 0.06
         assert reports["zb-v"].own_bubble <= reports["zb-v"].bubble
         assert max(reports["1f1b"].peak_activations) == max(reports["zb-h1"].peak_activations) == p
         assert max(reports["zb-v"].peak_activations) == 2 * p, "chunks of half a stage"
@@ -91,11 +89,8 @@ def test_uneven_chunks_and_long_messages_are_no_deadlock():
 
 def test_the_middle_of_the_v_hands_over_on_its_stage():
     schedule = make_schedule("zb-v", 3, 4, 2)
-    assert [[i.model_chunk for i in stage if i.op is Op.FORWARD and i.micro_batch == 0] for stage in schedule] == [
-        [0, 5],
-        [1, 4],
-        [2, 3],
-    ]
+    first = [[i.model_chunk for i in stage if i.op is Op.FORWARD and i.micro_batch == 0] for stage in schedule]
+    assert first == [[0, 5], [1, 4], [2, 3]]
     for stage, instructions in enumerate(schedule):
         peers = {(i.op, i.chunk, i.peer) for i in instructions if not i.is_compute}
         sends, receives = (Op.SEND_FORWARD, Op.RECV_BACKWARD), (Op.RECV_FORWARD, Op.SEND_BACKWARD)

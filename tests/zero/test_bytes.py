@@ -145,11 +145,8 @@ def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
 
 
 def test_fault_13_the_sum_is_that_of_the_dtype() -> None:
-    asked = [
-        Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=dtype)
-        for stage in STAGES
-        for dtype in ("fp32", "bf16")
-    ]
+    pairs = product(STAGES, ("fp32", "bf16"))
+    asked = [Case(Axes(dp=2), stage, precision="bf16", grad_reduce_dtype=dtype) for stage, dtype in pairs]
     for found in run_ranks(2, reduce_tiny, asked):
         for case, (got,) in zip(asked, found, strict=True):
             assert got == (2.0 if case.grad_reduce_dtype == "bf16" else 2.0 + 2.0**-11), case

@@ -36,10 +36,8 @@ def shared_by(replicas: int) -> dict[StateGroup, int]:
 
 def specs_of(case: Case, pp_index: int, tp_index: int) -> list[list[list[ParameterSpec]]]:
     tp = Group(tuple(range(case.axes.tp)), tp_index, None)
-    return [
-        [[spec_of(p) for p in unit.parameters()] for unit in chunk.units()]
-        for chunk in build_chunks(case, pp_index, tp)
-    ]
+    chunks = build_chunks(case, pp_index, tp)
+    return [[[spec_of(p) for p in unit.parameters()] for unit in chunk.units()] for chunk in chunks]
 
 
 def test_decayed_parameters_come_first_and_nothing_lies_between() -> None:
@@ -144,11 +142,7 @@ def test_every_element_is_owned_once(axes: Axes) -> None:
         for _, piece in owned_fragments(specs_of(case, at.pp, at.tp), axes, at, Packing(50)):
             replica = -1 if piece.spec.tp_sharded else at.tp
             owned.setdefault((piece.spec.name, piece.spec.box, replica), []).append((piece.start, piece.stop))
-    names = {
-        unit_place.name
-        for chunk in build_chunks(Case(), 0, single_rank_group())
-        for unit_place in map(spec_of, chunk.parameters())
-    }
+    names = {spec.name for unit in specs_of(Case(), 0, 0)[0] for spec in unit}
     assert {name for name, _, _ in owned} == names
     for (name, box, _), ranges in owned.items():
         ranges.sort()

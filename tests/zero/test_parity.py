@@ -24,17 +24,12 @@ def train_on(axes: Axes, cases: list[Case]) -> Iterable[tuple[Case, list[dict[st
 def check(axes: Axes, cases: list[Case]) -> None:
     for case, ranks in train_on(axes, cases):
         expected = reference(case)
-        assert (
-            worst_difference(joined(rank["gradients"] for rank in ranks), expected["gradients"], floor=0.0)[0] < 1e-13
-        ), case
+        gradients, fragments = (joined(rank[name] for rank in ranks) for name in ("gradients", "fragments"))
+        assert worst_difference(gradients, expected["gradients"], floor=0.0)[0] < 1e-13, case
         for rank in ranks:
             torch.testing.assert_close(rank["norms"], expected["norms"], rtol=1e-12, atol=0.0, msg=str(case))
-        assert (
-            worst_difference(assemble(rank["weights"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10
-        ), case
-        assert (
-            worst_difference(joined(rank["fragments"] for rank in ranks), expected["weights"], floor=0.0)[0] < 1e-10
-        ), case
+        for weights in (assemble(rank["weights"] for rank in ranks), fragments):
+            assert worst_difference(weights, expected["weights"], floor=0.0)[0] < 1e-10, case
 
 
 @pytest.mark.slow
