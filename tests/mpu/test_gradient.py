@@ -48,10 +48,8 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_two_backwards_add_up_to_what_autograd_gets(bias: bool, later: bool) -> None:
-    weight, offset = (
-        parameter("weight", 5, 7, dtype=torch.float64),
-        parameter("bias", 5, dtype=torch.float64) if bias else None,
-    )
+    weight = parameter("weight", 5, 7, dtype=torch.float64)
+    offset = parameter("bias", 5, dtype=torch.float64) if bias else None
     inputs = [drawn(3, 2, 7, dtype=torch.float64, seed=seed).requires_grad_() for seed in (1, 2)]
 
     def run() -> list[Tensor | None]:
@@ -97,11 +95,8 @@ def test_a_wider_target_gets_a_gradient_that_was_not_rounded(dtype: torch.dtype)
 def test_a_bias_behind_a_sum_hands_over_a_gradient_that_was_not_rounded(dtype: torch.dtype) -> None:
     """That of a row-parallel layer, which is added after the reduction over tp."""
     bias = parameter("bias", 33, dtype=dtype)
-    kept, y, grad = (
-        Kept(bias, torch.float32),
-        drawn(70, 3, 33, dtype=dtype).requires_grad_(),
-        drawn(70, 3, 33, dtype=dtype, seed=2),
-    )
+    kept, grad = Kept(bias, torch.float32), drawn(70, 3, 33, dtype=dtype, seed=2)
+    y = drawn(70, 3, 33, dtype=dtype).requires_grad_()
     result = with_bias(y, bias)
     assert torch.equal(result, y + bias)
     for _ in range(2):
