@@ -226,7 +226,7 @@ FAULTS = (
         "megazero/config/dtypes.py",
         'return state_dtype(precision) if wanted == "auto" else _DTYPES[wanted]',
         'return compute_dtype(precision) if wanted == "auto" else _DTYPES[wanted]',
-        "tests/zero/test_bytes.py::test_traffic_is_that_of_the_arithmetic",
+        "tests/zero/test_bytes.py::test_a_step_holds_and_sends_what_the_arithmetic_says",
     ),
     Fault(
         14,
