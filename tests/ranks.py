@@ -40,6 +40,7 @@ def serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    new = True
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
@@ -58,6 +59,9 @@ def serve(pipe: Connection) -> None:
             # end of their connections is closed.
             gc.collect()
             dist.destroy_process_group()
+            if new:  # later collections then pass over the modules that the first job has imported
+                gc.freeze()
+                new = False
             pipe.send_bytes(pickle.dumps((True, result)))
         except BaseException:
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
