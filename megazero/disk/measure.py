@@ -13,16 +13,19 @@ from pathlib import Path
 
 from megazero.disk.backend import DiskOptions, open_backend
 from megazero.disk.buffers import AlignedBuffers, DirectMemory
+from megazero.disk.checksum import BLOCK
 from megazero.disk.lanes import DiskLanes, DiskRequest
-from megazero.disk.layout import Extent, PieceMemory, SwapLayout, moves
+from megazero.disk.layout import Extent, PieceMemory, SwapLayout, moves, padded
 from megazero.disk.requests import run_moves
 from megazero.disk.swap_file import SwapFile, stem_of
 from megazero.disk.transport import Transport
 
 TRIAL = "trial-"
 """What the name of its job begins with."""
-TRIAL_BYTES = 128 << 20
-"""Of the file by which a path is weighed."""
+TRIAL_BYTES = 16 << 20, 128 << 20
+"""The least and the most of the file by which a path is weighed. It is no larger than what the paths will hold."""
+TRIAL_SECONDS = 0.3
+"""For which the largest such file is read, and written; a smaller one for as much less."""
 AREAS = 2
 """Parts of the file: one is written while the other is read."""
 
@@ -126,17 +129,22 @@ class DiskTrial:
         return self._lanes.submit(write, work)
 
 
-def weights_of(folders: Sequence[Path], options: DiskOptions, seconds: float = 0.3) -> tuple[float, ...]:
+def weights_of(folders: Sequence[Path], options: DiskOptions, held_bytes: int) -> tuple[float, ...]:
     """The shares of several paths, which add up to 1, in proportion to what each reads and writes in a second.
+
+    held_bytes  of all that the paths will hold together: little of that is not worth a long trial
 
     A path alone is not measured. Raises DiskError.
     """
     if len(folders) == 1:
         return (1.0,)
-    found = []
+    least, most = TRIAL_BYTES
+    total = min(max(held_bytes, least), most)
+    piece_bytes, seconds = padded(total // 8, BLOCK), TRIAL_SECONDS * total / most
+    rates = []
     for folder in folders:
-        with DiskTrial(folder, options, TRIAL_BYTES, piece_bytes=TRIAL_BYTES // 8) as trial:
+        with DiskTrial(folder, options, total, piece_bytes) as trial:
             trial.fill()
             (writes,), (reads,) = trial.rates(True, seconds=seconds), trial.rates(False, seconds=seconds)
-        found.append(1 / (1 / reads + 1 / writes))
-    return tuple(rate / sum(found) for rate in found)
+        rates.append(1 / (1 / reads + 1 / writes))
+    return tuple(rate / sum(rates) for rate in rates)

@@ -51,7 +51,7 @@ def open_swap(
     if record is not None:
         _assert_fits(record, pieces, len(folders), record_path)
         weights = record.weights
-    layout = SwapLayout(pieces, weights or weights_of(folders, options), slots)
+    layout = SwapLayout(pieces, weights or weights_of(folders, options, slots * sum(pieces.values())), slots)
     files: list[SwapFile] = []
     try:
         for folder, size in zip(folders, layout.file_bytes, strict=True):

@@ -13,6 +13,7 @@ import torch
 
 from megazero.disk.backend import DiskOptions
 from megazero.disk.errors import DiskError, SwapDamaged
+from megazero.disk.measure import DiskTrial
 from megazero.disk.opening import open_swap, record_of
 from megazero.disk.record import SwapRecord
 from tests.disk.contents import content, contents, empty, opened, place, read_all, same
@@ -201,12 +202,24 @@ def test_paths_are_measured_where_nobody_weighs_them(tmp_path: Path, monkeypatch
     folders = [tmp_path / "x", tmp_path / "y"]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr("megazero.disk.measure.TRIAL_BYTES", 4 << 20)
+    totals: list[int] = []
+    init = DiskTrial.__init__
+
+    def noted(self: DiskTrial, folder: Path, options: DiskOptions, total: int, piece_bytes: int) -> None:
+        totals.append(total)
+        init(self, folder, options, total, piece_bytes)
+
+    monkeypatch.setattr("megazero.disk.measure.TRIAL_BYTES", (1 << 20, 4 << 20))
+    monkeypatch.setattr(DiskTrial, "__init__", noted)
     space = open_swap(folders, {"a": 10 * BUFFER}, DiskOptions(BUFFER, 2), job="test")
     weights = space._layout.weights
     assert sum(weights) == pytest.approx(1) and all(weight > 0.02 for weight in weights) and weights != (0.5, 0.5)
     assert sorted(path.name for folder in folders for path in folder.iterdir()) == ["megazero-swap-test-00000.bin"] * 2
     space.close(remove=True)
+    for held, slots, total in ((100, 2, 1 << 20), (1 << 20, 2, 2 << 20), (2 << 20, 1, 2 << 20), (3 << 20, 2, 4 << 20)):
+        totals.clear()
+        open_swap(folders, {"a": held}, DiskOptions(BUFFER, 2), job="test", slots=slots).close(remove=True)
+        assert totals == [total] * 2  # as much as the paths will hold, between the least and the most
 
 
 def test_sizes_are_checked(tmp_path: Path, options: DiskOptions) -> None:
