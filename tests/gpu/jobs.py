@@ -26,18 +26,7 @@ from tests.parity.training import Recorder, data_flags
 # other tests of this process run first.
 os.environ.setdefault(*devices.CUBLAS_WORKSPACE)
 
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "128",
-    "--num-attention-heads",
-    "8",
-    "--seq-length",
-    "128",
-    "--vocab-size",
-    "1003",
-]
+MODEL = "--num-layers 4 --hidden-size 128 --num-attention-heads 8 --seq-length 128 --vocab-size 1003".split()
 
 
 def flags_of(flags: list[str], corpus: Path, cache: Path) -> list[str]:

@@ -51,17 +51,7 @@ def test_graphs_train_as_ever(name: str, corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_replay_waits_for_nothing(corpus: Path, tmp_path: Path) -> None:
-    flags = [
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "8",
-        "--train-iters",
-        "50",
-        "--log-interval",
-        "50",
-        "--cuda-graphs",
-    ]
+    flags = "--micro-batch-size 2 --global-batch-size 8 --train-iters 50 --log-interval 50 --cuda-graphs".split()
     job, _ = job_on_card(flags_of(flags, corpus, tmp_path / "cache"))
     assert isinstance(job.trainer.engine, GraphedEngine)
     for _ in range(WARM_UP + 1):

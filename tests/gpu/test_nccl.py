@@ -123,18 +123,7 @@ def test_a_run_with_hybrid_shards_equals_the_one_without_groups(
 
 
 def test_a_step_waits_for_no_collective(grid: ProcessGrid, corpus: Path, tmp_path: Path) -> None:
-    flags = [
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "50",
-        "--log-interval",
-        "50",
-        "--zero-stage",
-        "1",
-    ]
+    flags = "--micro-batch-size 2 --global-batch-size 4 --train-iters 50 --log-interval 50 --zero-stage 1".split()
     job, _ = job_on_card(flags_of(flags, corpus, tmp_path / "cache"), grid)
     for _ in range(2):
         job.trainer.train_step(stop=False)

@@ -29,27 +29,9 @@ RUNS = {
     "bf16, alibi": [],
     "fp16, learned, dropout": ["--precision", "fp16", "--position-embedding", "learned", "--hidden-dropout", "0.1"],
     "documents, masks": ["--document-mask", "--eod-mask-loss", "--eod-id", "0"],
-    "llama": [
-        "--position-embedding",
-        "rotary",
-        "--norm",
-        "rmsnorm",
-        "--activation",
-        "swiglu",
-        "--num-query-groups",
-        "4",
-    ],
+    "llama": "--position-embedding rotary --norm rmsnorm --activation swiglu --num-query-groups 4".split(),
     "attention dropout, recompute": ["--attention-dropout", "0.1", "--recompute-granularity", "full"],
-    "fp32, smoothing, sgd": [
-        "--precision",
-        "fp32",
-        "--label-smoothing",
-        "0.1",
-        "--z-loss",
-        "1e-3",
-        "--optimizer",
-        "sgd",
-    ],
+    "fp32, smoothing, sgd": "--precision fp32 --label-smoothing 0.1 --z-loss 1e-3 --optimizer sgd".split(),
 }
 
 

@@ -34,18 +34,7 @@ MODEL = [
     *("--num-layers", "4", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "1024"),
     *("--bucket-size", "20000000", "--position-embedding", "learned"),
 ]
-NUMBERS = [
-    "--micro-batch-size",
-    "4",
-    "--global-batch-size",
-    "4",
-    "--train-iters",
-    "50",
-    "--log-interval",
-    "50",
-    "--zero-stage",
-    "1",
-]
+NUMBERS = "--micro-batch-size 4 --global-batch-size 4 --train-iters 50 --log-interval 50 --zero-stage 1".split()
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,7 @@ from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
 MODEL = small_model(2, heads=4)
-NUMBERS = [
-    "--precision",
-    "fp64",
-    "--global-batch-size",
-    "1",
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "4",
-    "--lr",
-    "1e-2",
-    "--split",
-    "80,10,10",
-]
+NUMBERS = "--precision fp64 --global-batch-size 1 --micro-batch-size 1 --train-iters 4 --lr 1e-2 --split 80,10,10"
 DOCUMENTS = 200
 
 
@@ -47,7 +34,7 @@ def test_the_finished_run_is_evaluated_on_the_test_part(corpus: Path, tmp_path: 
             writer.write(whole[document], [len(whole[document])])
     samples = str((sum(len(whole[document]) for document in range(DOCUMENTS * 9 // 10, DOCUMENTS)) - 1) // 12)
     asked = ["--eval-iters", samples, "--valid-data-path", "held", str(tmp_path / "held"), "--test-iters", samples]
-    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *NUMBERS, *asked]
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *NUMBERS.split(), *asked]
     for size, layout in ((1, []), (2, ["--pp", "2"])):
         (at, valid), (end, test) = run_ranks(size, evaluations, size, [*flags, *layout])[0]
         assert at == end == 4 and test.keys() == {"test_loss"}
@@ -58,7 +45,15 @@ def test_the_finished_run_is_evaluated_on_the_test_part(corpus: Path, tmp_path: 
 
 
 def test_a_split_without_a_test_part_is_refused(corpus: Path, tmp_path: Path) -> None:
-    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *NUMBERS, "--split", "90,10,0", "--test-iters", "2"]
+    flags = [
+        *MODEL,
+        *data_flags(corpus, tmp_path / "cache"),
+        *NUMBERS.split(),
+        "--split",
+        "90,10,0",
+        "--test-iters",
+        "2",
+    ]
     with pytest.raises(
         ConfigError,
         match=r"2 test samples are asked of .*change --split, or ask for no test samples \(in training: --test-iters "

@@ -242,9 +242,10 @@ def changed(step: Step, stage: int, instructions: tuple[Instruction, ...]) -> St
     return replace(step, lists=step.lists | {(stage, 0): instructions})
 
 
-def checked(step: Step, border: Border | None = None) -> None:
-    """Raise ProgramError for the first fault of a step. border: another one than its own."""
+def checked(step: Step, border: Border | None = None) -> Step:
+    """The step. Raises ProgramError for its first fault. border: another one than its own."""
     check(step.lists, step.shapes, step.micro_batches, step.budgets, step.border if border is None else border)
+    return step
 
 
 def check_schedule(lists: Sequence[Sequence[Instruction]], micro_batches: int) -> None:

@@ -52,34 +52,30 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_where_they_stand(name: str) -> None:
     model, expected = PLACES[name]
-    step = step_of(model)
-    checked(step)
-    assert words(step.lists[0, 0]) == expected
+    assert words(checked(step_of(model)).lists[0, 0]) == expected
 
 
 def test_nothing_that_a_computation_needs_waits_behind_them() -> None:
     """Parameters on disks are read on the same lane: those of the last backward come first."""
-    step = step_of(replace(MANY, rests=Tier.DISK, border=LATE_AHEAD))
-    checked(step)
+    step = checked(step_of(replace(MANY, rests=Tier.DISK, border=LATE_AHEAD)))
     read = [i.op for i in step.lists[0, 0] if i.lane is Lane.FROM_DISK]
     assert read[-SLOTS:] == [Op.READ_STATE] * SLOTS and Op.READ_PARAMETERS in read
 
 
 def test_parts_that_are_read_ahead_come_before_parts_in_host_memory() -> None:
     """Those take slots as well, and would wait for one for ever."""
-    step = step_of(replace(MANY, parts=(Tier.HOST, Tier.DISK), border=LATE_AHEAD))
-    checked(step)
+    step = checked(step_of(replace(MANY, parts=(Tier.HOST, Tier.DISK), border=LATE_AHEAD)))
     updates = [(i.buckets[0], i.part) for i in step.lists[0, 0] if i.op is Op.UPDATE_HOST]
     assert updates[: SLOTS + 1] == [*((bucket, 1) for bucket in range(SLOTS)), (0, 0)]
 
 
 FAULTS = {
-    "it is read twice": Fault(replace(MANY, border=LATE_AHEAD), 0, again(READ(1)), READ(1), "the optimizer state", 1),
+    "it is read twice": Fault(replace(MANY, border=LATE_AHEAD), again(READ(1)), READ(1), "the optimizer state", 1),
     "state that was read is written before its update": Fault(
-        replace(MANY, border=LATE_AHEAD), 0, swap(UPDATE(0), WRITE(0)), WRITE(0), "optimizer state"
+        replace(MANY, border=LATE_AHEAD), swap(UPDATE(0), WRITE(0)), WRITE(0), "optimizer state"
     ),
     "a seventh part takes a slot before the first has left it": Fault(
-        replace(MANY, border=LATE_AHEAD), 0, move(READ(6), UPDATE(0)), READ(6), "takes slot 0 of 6"
+        replace(MANY, border=LATE_AHEAD), move(READ(6), UPDATE(0)), READ(6), "takes slot 0 of 6"
     ),
 }
 

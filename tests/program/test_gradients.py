@@ -57,9 +57,7 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_a_gradient_leaves_behind_each_of_its_reductions(name: str) -> None:
     model, expected = BACKWARDS[name]
-    step = step_of(model)
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(model)).lists[0, 0])
     assert found[: found.index(" norm")] == expected
 
 
@@ -78,24 +76,19 @@ ENDS = {
 @pytest.mark.parametrize("alone", [False, True], ids=["behind the norm", "updates alone"])
 def test_updates_use_the_sum_where_it_rests(name: str, alone: bool) -> None:
     model, expected = ENDS[name]
-    step = step_of(replace(model, border=SETTLING) if alone else model)
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(replace(model, border=SETTLING) if alone else model)).lists[0, 0])
     assert (found if alone else found[found.index("norm") :]) == ("" if alone else "norm ") + expected
 
 
 def test_late_updates_stand_before_the_first_use() -> None:
-    step = step_of(replace(ON_DISK, parts=(Tier.DEVICE, Tier.HOST), border=LATE))
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(replace(ON_DISK, parts=(Tier.DEVICE, Tier.HOST), border=LATE))).lists[0, 0])
     assert found[: found.index(" B2")] == (
         "g0.1 h0.1 b0.1 g1.1 h1.1 b1.1 g2.1 h2.1 b2.1 g0.0 f0.0 u0.0 g1.0 f1.0 u1.0 g2.0 f2.0 u2.0"
     )
 
 
 def test_a_tied_bucket_is_reduced_once_where_two_stages_meet() -> None:
-    step = step_of(replace(SHARED, pp=2, tied=True, micro_batches=3))
-    checked(step)
+    step = checked(step_of(replace(SHARED, pp=2, tied=True, micro_batches=3)))
     for stage in range(2):
         (tied,) = [n for n, bucket in enumerate(step.shapes[stage, 0].buckets) if bucket.spans_stages]
         found = words(step.lists[stage, 0]).split()
@@ -112,8 +105,7 @@ def test_every_reduction_leaves_once(seed: int) -> None:
     for _ in range(60):
         drew = drawn(source)
         model = replace(drew, sums=source.choice((Tier.HOST, Tier.DISK)), rests=Tier.DEVICE, leaving=0.0, parts=())
-        step = step_of(model)
-        checked(step)
+        step = checked(step_of(model))
         for role, instructions in step.lists.items():
             shape, ops = step.shapes[role], Counter((i.op, i.buckets[0]) for i in instructions if i.buckets)
             moved = 0
@@ -145,48 +137,44 @@ REDUCE, FETCH, GET, UPDATE = map(words_of, (Op.REDUCE, Op.FETCH_GRADIENT, Op.REA
 LATE_HOST = replace(ALONE, border=LATE)
 FAULTS = {
     "a gradient does not leave": Fault(
-        ALONE, 0, drop(STORE(1)), REDUCE(1), "makes the reduced gradient of part 0 of bucket 1", 1
+        ALONE, drop(STORE(1)), REDUCE(1), "makes the reduced gradient of part 0 of bucket 1", 1
     ),
-    "it is stored twice": Fault(ALONE, 0, again(STORE(1)), STORE(1), "the reduced gradient of part 0 of bucket 1", 1),
+    "it is stored twice": Fault(ALONE, again(STORE(1)), STORE(1), "the reduced gradient of part 0 of bucket 1", 1),
     "a later one is stored over the sum": Fault(
         ALONE,
-        0,
         lambda own: [replace(i, op=Op.STORE_GRADIENT) if str(i).startswith(COPY(1)) else i for i in own],
         STORE(1),
         "makes the sum of gradients in host memory of part 0 of bucket 1",
         1,
     ),
-    "it is not added": Fault(ALONE, 0, drop(ADD(1)), COUNT(1), "counts the gradient of bucket 1"),
-    "it is added twice": Fault(ALONE, 0, again(ADD(1)), ADD(1), "the gradient in host memory of part 0 of bucket 1", 1),
-    "it is counted too early": Fault(ALONE, 0, move(COUNT(1), COPY(1)), COUNT(1), "before it is complete"),
+    "it is not added": Fault(ALONE, drop(ADD(1)), COUNT(1), "counts the gradient of bucket 1"),
+    "it is added twice": Fault(ALONE, again(ADD(1)), ADD(1), "the gradient in host memory of part 0 of bucket 1", 1),
+    "it is counted too early": Fault(ALONE, move(COUNT(1), COPY(1)), COUNT(1), "before it is complete"),
     "it is counted in the first backward": Fault(
-        ALONE, 0, move(COUNT(2), REDUCE(1)), COUNT(2), "backwards of units have still to add"
+        ALONE, move(COUNT(2), REDUCE(1)), COUNT(2), "backwards of units have still to add"
     ),
-    "it is not counted": Fault(ALONE, 0, drop(COUNT(1)), "norm", "the squares of the gradient of bucket 1"),
-    "it is counted twice": Fault(
-        ALONE, 0, again(COUNT(1)), COUNT(1), "makes the squares of the gradient of bucket 1", 1
-    ),
+    "it is not counted": Fault(ALONE, drop(COUNT(1)), "norm", "the squares of the gradient of bucket 1"),
+    "it is counted twice": Fault(ALONE, again(COUNT(1)), COUNT(1), "makes the squares of the gradient of bucket 1", 1),
     "a bucket is reduced again before it has left": Fault(
-        ALONE, 0, move(STORE(2), REDUCE(1), at=1), REDUCE(2), "makes the reduced gradient of part 0 of bucket 2", 1
+        ALONE, move(STORE(2), REDUCE(1), at=1), REDUCE(2), "makes the reduced gradient of part 0 of bucket 2", 1
     ),
     "a sum is not read": Fault(
-        ON_DISK, 0, drop(READ(1)), ADD(1), "the sum of gradients in host memory of part 0 of bucket 1"
+        ON_DISK, drop(READ(1)), ADD(1), "the sum of gradients in host memory of part 0 of bucket 1"
     ),
     "a sum is not written": Fault(
-        ON_DISK, 0, drop(WRITE(1)), READ(1), "the sum of gradients on disks of part 0 of bucket 1"
+        ON_DISK, drop(WRITE(1)), READ(1), "the sum of gradients on disks of part 0 of bucket 1"
     ),
     "a sum is written before it is added to": Fault(
-        ON_DISK, 0, swap(WRITE(1), ADD(1), nth=1), WRITE(1), "are on their way to host memory", 1
+        ON_DISK, swap(WRITE(1), ADD(1), nth=1), WRITE(1), "are on their way to host memory", 1
     ),
     "an update before its gradient is back": Fault(
-        ALONE, 0, drop(FETCH(1)), UPDATE(1), "the gradient back on the device of part 0 of bucket 1"
+        ALONE, drop(FETCH(1)), UPDATE(1), "the gradient back on the device of part 0 of bucket 1"
     ),
     "a gradient comes back unread": Fault(
-        ON_DISK, 0, drop(GET(1)), FETCH(1), "the gradient in host memory of part 0 of bucket 1"
+        ON_DISK, drop(GET(1)), FETCH(1), "the gradient in host memory of part 0 of bucket 1"
     ),
     "a gradient comes back that nobody uses": Fault(
         ALONE,
-        0,
         put(Instruction(Op.FETCH_GRADIENT, buckets=(1,), part=0), FETCH(1)),
         FETCH(1),
         "the sum of gradients in host memory of part 0 of bucket 1",
@@ -194,7 +182,6 @@ FAULTS = {
     ),
     "a late gradient is stored over one that is owed": Fault(
         LATE_HOST,
-        0,
         lambda own: [i for i in own if i.op not in (Op.FETCH_GRADIENT, Op.UPDATE) or i.buckets != (0,)],
         "forward",
         "whose update from the last step is still owed",

@@ -54,50 +54,43 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_where_they_stand(name: str) -> None:
     model, expected = PLACES[name]
-    step = step_of(model)
-    checked(step)
-    assert words(step.lists[0, 0]) == expected
+    assert words(checked(step_of(model)).lists[0, 0]) == expected
 
 
 FAULTS = {
     "a gradient is copied before the norm": Fault(
-        ONE_RANK, 0, move(COPY(1, 1), "norm"), "norm", "the reduced gradient of part 1 of bucket 1"
+        ONE_RANK, move(COPY(1, 1), "norm"), "norm", "the reduced gradient of part 1 of bucket 1"
     ),
     "an update before its gradient is there": Fault(
-        ONE_RANK, 0, move(UPDATE(1, 1), COPY(1, 1)), UPDATE(1, 1), "the gradient in host memory"
+        ONE_RANK, move(UPDATE(1, 1), COPY(1, 1)), UPDATE(1, 1), "the gradient in host memory"
     ),
     "an update before its state is there": Fault(
-        ONE_RANK, 0, move(UPDATE(1, 1), READ(1, 1)), UPDATE(1, 1), "in host memory of part 1"
+        ONE_RANK, move(UPDATE(1, 1), READ(1, 1)), UPDATE(1, 1), "in host memory of part 1"
     ),
-    "a state is read twice": Fault(ONE_RANK, 0, again(READ(2, 1)), READ(2, 1), "the optimizer state", 1),
+    "a state is read twice": Fault(ONE_RANK, again(READ(2, 1)), READ(2, 1), "the optimizer state", 1),
     "a state is not written": Fault(
-        ONE_RANK, 0, drop(WRITE(2, 1)), UPDATE(2, 1), "the updated optimizer state in host memory"
+        ONE_RANK, drop(WRITE(2, 1)), UPDATE(2, 1), "the updated optimizer state in host memory"
     ),
     "a state is written before its update": Fault(
-        ONE_RANK, 0, move(WRITE(2, 1), UPDATE(2, 1)), WRITE(2, 1), "the updated optimizer state"
+        ONE_RANK, move(WRITE(2, 1), UPDATE(2, 1)), WRITE(2, 1), "the updated optimizer state"
     ),
     "parameters are not copied": Fault(
-        ONE_RANK, 0, drop(BACK(3, 1)), GATHER(3), "reads the stored parameters of part 1 of bucket 3"
+        ONE_RANK, drop(BACK(3, 1)), GATHER(3), "reads the stored parameters of part 1 of bucket 3"
     ),
     "a part is not updated": Fault(
-        replace(ONE_RANK, zero=0),
-        0,
-        drop(ON_DEVICE(3, 0)),
-        "reduce gradients (bucket 3",
-        "the reduced gradient of part 0",
+        replace(ONE_RANK, zero=0), drop(ON_DEVICE(3, 0)), "reduce gradients (bucket 3", "the reduced gradient of part 0"
     ),
     "a part is updated twice": Fault(
-        ONE_RANK, 0, again(ON_DEVICE(3, 0)), ON_DEVICE(3, 0), "the reduced gradient of part 0", 1
+        ONE_RANK, again(ON_DEVICE(3, 0)), ON_DEVICE(3, 0), "the reduced gradient of part 0", 1
     ),
     "another part's parameters": Fault(
-        ZERO3, 0, alter(BACK(1, 1), part=0), BACK(1, 0), "the updated parameters in host memory", 1
+        ZERO3, alter(BACK(1, 1), part=0), BACK(1, 0), "the updated parameters in host memory", 1
     ),
     "a gather before the parameters are there": Fault(
-        replace(ONE_RANK, parts=(Tier.HOST,)), 0, move(GATHER(1), BACK(1, 0)), GATHER(1), "of part 0"
+        replace(ONE_RANK, parts=(Tier.HOST,)), move(GATHER(1), BACK(1, 0)), GATHER(1), "of part 0"
     ),
     "a late forward before the parameters are there": Fault(
         replace(ONE_RANK, zero=0, parts=(Tier.HOST,), border=LATE),
-        0,
         move("forward (micro-batch 0", BACK(0, 0)),
         "forward (micro-batch 0",
         "the whole parameters of part 0 of bucket 0",

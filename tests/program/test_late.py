@@ -107,53 +107,51 @@ ZERO0, ZERO1, ZERO3 = (replace(ONE_RANK, zero=zero) for zero in (0, 1, 3))
 PIPELINE, TIED = Model(zero=3, partial=True, border=LATE), Model(zero=1, tied=True, border=LATE)
 OWED = "whose update from the last step is still owed"
 FAULTS = {
-    "an update is missing": Fault(ZERO1, 0, drop(UPDATE.format(2)), GATHER.format(2), OWED),
+    "an update is missing": Fault(ZERO1, drop(UPDATE.format(2)), GATHER.format(2), OWED),
     "an update and its gather are missing": Fault(
-        ZERO1, 0, lambda own: drop(GATHER.format(2))(drop(UPDATE.format(2))(own)), unit(FORWARD, 0, 2), OWED
+        ZERO1, lambda own: drop(GATHER.format(2))(drop(UPDATE.format(2))(own)), unit(FORWARD, 0, 2), OWED
     ),
-    "all updates are missing": Fault(ZERO0, 0, drop("update"), unit(FORWARD, 0), "parameters of bucket 0, whose"),
+    "all updates are missing": Fault(ZERO0, drop("update"), unit(FORWARD, 0), "parameters of bucket 0, whose"),
     "an update is missing where parameters are sharded": Fault(
-        PIPELINE, 0, drop(UPDATE.format(2)), GATHER.format(2), "the stored parameters of bucket 2, whose update"
+        PIPELINE, drop(UPDATE.format(2)), GATHER.format(2), "the stored parameters of bucket 2, whose update"
     ),
     "an update comes after its use": Fault(
-        ZERO0, 0, move("update", unit(BACKWARD, 0)), unit(FORWARD, 0), "parameters of bucket 0, whose update"
+        ZERO0, move("update", unit(BACKWARD, 0)), unit(FORWARD, 0), "parameters of bucket 0, whose update"
     ),
     "an update comes after its gather": Fault(
-        ZERO3, 0, move(UPDATE.format(1), unit(FORWARD, 0, 1)), GATHER.format(1), "bucket 1, whose update"
+        ZERO3, move(UPDATE.format(1), unit(FORWARD, 0, 1)), GATHER.format(1), "bucket 1, whose update"
     ),
     "an update comes after the backward": Fault(
-        ZERO1, 0, move(UPDATE.format(3), unit(BACKWARD, 0, 1)), GATHER.format(3), "bucket 3, whose update"
+        ZERO1, move(UPDATE.format(3), unit(BACKWARD, 0, 1)), GATHER.format(3), "bucket 3, whose update"
     ),
     "updated parameters are not gathered": Fault(
-        ZERO1, 0, drop(GATHER.format(1)), unit(FORWARD, 0, 1), "parameters of bucket 1, which no instruction"
+        ZERO1, drop(GATHER.format(1)), unit(FORWARD, 0, 1), "parameters of bucket 1, which no instruction"
     ),
     "an update comes twice": Fault(
-        ZERO1, 0, again(UPDATE.format(1)), UPDATE.format(1), "the last step's gradient of bucket 1, which number", 1
+        ZERO1, again(UPDATE.format(1)), UPDATE.format(1), "the last step's gradient of bucket 1, which number", 1
     ),
     "an update comes again behind the norm": Fault(
-        ZERO3, 0, lambda own: [*own, Instruction(Op.UPDATE, buckets=(1,))], UPDATE.format(1), "has ended", 1
+        ZERO3, lambda own: [*own, Instruction(Op.UPDATE, buckets=(1,))], UPDATE.format(1), "has ended", 1
     ),
     "an update of frozen parameters": Fault(
         replace(PIPELINE, frozen=True),
-        0,
         put(Instruction(Op.UPDATE, buckets=(3,)), FORWARD),
         UPDATE.format(3),
         "the last step's gradient of bucket 3, which no instruction",
     ),
-    "the norm comes twice": Fault(ZERO3, 0, again("norm"), "norm", "makes the norm", 1),
-    "a reduction is missing": Fault(ZERO1, 0, drop(REDUCE.format(1)), "norm", "the reduced gradient of bucket 1"),
+    "the norm comes twice": Fault(ZERO3, again("norm"), "norm", "makes the norm", 1),
+    "a reduction is missing": Fault(ZERO1, drop(REDUCE.format(1)), "norm", "the reduced gradient of bucket 1"),
     "a first step has an update": Fault(
         replace(ZERO0, border=FIRST),
-        0,
         put(Instruction(Op.UPDATE, buckets=(0,)), FORWARD),
         UPDATE.format(0),
         "the last step's norm, which no instruction",
     ),
     "an update of updates alone comes twice": Fault(
-        replace(ZERO1, border=SETTLING), 0, again(UPDATE.format(2)), UPDATE.format(2), "gradient of bucket 2", 1
+        replace(ZERO1, border=SETTLING), again(UPDATE.format(2)), UPDATE.format(2), "gradient of bucket 2", 1
     ),
     "a gather of updates alone comes before its update": Fault(
-        replace(ZERO1, border=SETTLING), 0, move(GATHER.format(1), UPDATE.format(1)), GATHER.format(1), OWED
+        replace(ZERO1, border=SETTLING), move(GATHER.format(1), UPDATE.format(1)), GATHER.format(1), OWED
     ),
 }
 
@@ -209,8 +207,7 @@ def test_a_gradient_is_not_added_to_before_its_update() -> None:
 
 def test_a_tied_embedding_that_is_updated_at_its_use_is_a_deadlock() -> None:
     """The last stage would come to the gather only after the first stage's forward, which waits for it."""
-    step = step_of(TIED)
-    checked(step)
+    step = checked(step_of(TIED))
     own = list(step.lists[1, 0])
     late = move(GATHER.format(3), unit(FORWARD, 0, 2))(move(UPDATE.format(3), unit(FORWARD, 0, 2))(own))
     assert texts(late) != texts(own) and sorted(texts(late)) == sorted(texts(own))

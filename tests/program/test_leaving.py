@@ -103,8 +103,7 @@ def test_drawn_steps_are_legal_and_keep_to_their_share(seed: int) -> None:
             drawn(source), leaving=source.choice((0.2, 0.7, 1.0)), evaluation=False, parts=(), disk_buffers=None
         )
         model = replace(model, rests=Tier.DEVICE, sums=Tier.DEVICE, border=source.choice((ON_TIME, FIRST, LATE)))
-        step = step_of(model)
-        checked(step)
+        step = checked(step_of(model))
         for role, instructions in step.lists.items():
             away(instructions)
             shape = step.shapes[role]
@@ -136,36 +135,35 @@ HOST = Model(micro_batches=3, leaving=1.0)
 """The first of two stages: embedding and two blocks."""
 FAULTS = {
     "a backward before its return": Fault(
-        HOST, 0, move(unit(RETURN, 0, 1), unit("backward", 0, 0)), unit("backward", 0, 1), "free activations"
+        HOST, move(unit(RETURN, 0, 1), unit("backward", 0, 0)), unit("backward", 0, 1), "free activations"
     ),
     "a return is missing": Fault(
-        HOST, 0, drop(unit(RETURN, 0, 1)), unit("backward", 0, 1), f"{FREE} (micro-batch 0, chunk 0, unit 1), has ended"
+        HOST, drop(unit(RETURN, 0, 1)), unit("backward", 0, 1), f"{FREE} (micro-batch 0, chunk 0, unit 1), has ended"
     ),
     "the same leaves twice": Fault(
-        HOST, 0, again(unit(LEAVE, 0, 0)), unit(LEAVE, 0, 0), f"makes {ON_HOST} of units 0 to 0", 1
+        HOST, again(unit(LEAVE, 0, 0)), unit(LEAVE, 0, 0), f"makes {ON_HOST} of units 0 to 0", 1
     ),
     "the same returns twice": Fault(
-        HOST, 0, again(unit(RETURN, 0, 1)), unit(RETURN, 0, 1), f"reads {ON_HOST} of units 1 to 1", 1
+        HOST, again(unit(RETURN, 0, 1)), unit(RETURN, 0, 1), f"reads {ON_HOST} of units 1 to 1", 1
     ),
-    "nothing was copied": Fault(HOST, 0, drop(unit(LEAVE, 0, 0)), unit(FREE, 0, 0), f"reads {ON_HOST}"),
+    "nothing was copied": Fault(HOST, drop(unit(LEAVE, 0, 0)), unit(FREE, 0, 0), f"reads {ON_HOST}"),
     "it leaves before its forward": Fault(
-        HOST, 0, move(unit(LEAVE, 0, 0), unit("forward", 0, 0)), unit(LEAVE, 0, 0), "which no instruction before"
+        HOST, move(unit(LEAVE, 0, 0), unit("forward", 0, 0)), unit(LEAVE, 0, 0), "which no instruction before"
     ),
     "it is freed before it is copied": Fault(
-        HOST, 0, move(unit(FREE, 0, 0), unit(LEAVE, 0, 0)), unit(FREE, 0, 0), f"reads {ON_HOST}"
+        HOST, move(unit(FREE, 0, 0), unit(LEAVE, 0, 0)), unit(FREE, 0, 0), f"reads {ON_HOST}"
     ),
     "it is freed twice": Fault(
-        HOST, 0, again(unit(FREE, 0, 0)), unit(FREE, 0, 0), f"{FREE} (micro-batch 0, chunk 0, unit 0), has ended", 1
+        HOST, again(unit(FREE, 0, 0)), unit(FREE, 0, 0), f"{FREE} (micro-batch 0, chunk 0, unit 0), has ended", 1
     ),
     "it is never freed": Fault(
-        HOST, 0, drop(unit(FREE, 0, 0)), unit(RETURN, 0, 0), "makes the activations of units 0 to 0"
+        HOST, drop(unit(FREE, 0, 0)), unit(RETURN, 0, 0), "makes the activations of units 0 to 0"
     ),
     "it returns before it is freed": Fault(
-        HOST, 0, swap(unit(FREE, 0, 0), unit(RETURN, 0, 0)), unit(RETURN, 0, 0), "makes the activations of units 0"
+        HOST, swap(unit(FREE, 0, 0), unit(RETURN, 0, 0)), unit(RETURN, 0, 0), "makes the activations of units 0"
     ),
     "a copy on the host is left": Fault(
         HOST,
-        0,
         lambda own: drop(unit(FREE, 2, 0))(drop(unit(RETURN, 2, 0))(own)),
         unit(Op.BACKWARD.value, 2, 0),
         "the activations of units 0 to 0 of chunk 0 as one graph (micro-batch 2) are on their way to host memory",

@@ -94,8 +94,7 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
         model = replace(model, rests=Tier.DEVICE, sums=Tier.DEVICE)
         buffers = source.choice((4, 4, 5, 9))
         model = replace(model, border=source.choice((ON_TIME, FIRST, LATE)), disk_buffers=buffers * BUFFER)
-        step = step_of(model)
-        checked(step)
+        step = checked(step_of(model))
         for role, instructions in step.lists.items():
             shape = step.shapes[role]
             graphs = kept_graphs(instructions, shape)
@@ -143,19 +142,19 @@ LEAVE, RETURN = "copy activations to host memory", "copy activations to the devi
 ON_DISK, ON_HOST = "the disk's copy of the activations", "the host's copy of the activations"
 FAULTS = {
     "it is dropped before it is written": Fault(
-        ONE, 0, move(unit(DROP, 0, 3), unit(WRITE, 0, 3)), unit(DROP, 0, 3), f"reads {ON_DISK}"
+        ONE, move(unit(DROP, 0, 3), unit(WRITE, 0, 3)), unit(DROP, 0, 3), f"reads {ON_DISK}"
     ),
     "it is read before it is dropped": Fault(
-        ONE, 0, move(unit(READ, 0, 4), unit(DROP, 0, 4)), unit(READ, 0, 4), f"makes {ON_HOST}"
+        ONE, move(unit(READ, 0, 4), unit(DROP, 0, 4)), unit(READ, 0, 4), f"makes {ON_HOST}"
     ),
-    "it is never written": Fault(ONE, 0, drop(unit(WRITE, 0, 3)), unit(DROP, 0, 3), f"reads {ON_DISK}"),
-    "it is written twice": Fault(ONE, 0, again(unit(WRITE, 0, 3)), unit(WRITE, 0, 3), f"makes {ON_DISK}", 1),
-    "it is never read": Fault(ONE, 0, drop(unit(READ, 0, 3)), unit(RETURN, 0, 3), f"reads {ON_HOST}"),
+    "it is never written": Fault(ONE, drop(unit(WRITE, 0, 3)), unit(DROP, 0, 3), f"reads {ON_DISK}"),
+    "it is written twice": Fault(ONE, again(unit(WRITE, 0, 3)), unit(WRITE, 0, 3), f"makes {ON_DISK}", 1),
+    "it is never read": Fault(ONE, drop(unit(READ, 0, 3)), unit(RETURN, 0, 3), f"reads {ON_HOST}"),
     "it is copied back before it is read": Fault(
-        ONE, 0, move(unit(RETURN, 0, 3), unit(READ, 0, 3)), unit(RETURN, 0, 3), f"reads {ON_HOST}"
+        ONE, move(unit(RETURN, 0, 3), unit(READ, 0, 3)), unit(RETURN, 0, 3), f"reads {ON_HOST}"
     ),
     "it is written before it is there": Fault(
-        ONE, 0, move(unit(WRITE, 0, 3), unit(LEAVE, 0, 3)), unit(WRITE, 0, 3), f"reads {ON_HOST}"
+        ONE, move(unit(WRITE, 0, 3), unit(LEAVE, 0, 3)), unit(WRITE, 0, 3), f"reads {ON_HOST}"
     ),
 }
 

@@ -51,9 +51,7 @@ FORWARDS = {
 @pytest.mark.parametrize("name", FORWARDS)
 def test_loads_stand_before_the_gather_of_their_bucket(name: str) -> None:
     model, expected = FORWARDS[name]
-    step = step_of(model)
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(model)).lists[0, 0])
     assert found[: found.index("F2") + 2] == expected
 
 
@@ -81,18 +79,14 @@ ENDS = {
 @pytest.mark.parametrize("alone", [False, True], ids=["behind the norm", "updates alone"])
 def test_updates_bring_parameters_to_where_they_rest(name: str, alone: bool) -> None:
     model, expected = ENDS[name]
-    step = step_of(replace(model, border=SETTLING) if alone else model)
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(replace(model, border=SETTLING) if alone else model)).lists[0, 0])
     assert found if alone else found[found.index("norm") :] == f"norm {expected}"
     assert found.endswith(expected)
 
 
 def test_late_updates_stand_before_the_loads() -> None:
     """Those in host memory first, and those on the device each before its own."""
-    step = step_of(replace(ON_DISK, parts=(Tier.DEVICE, Tier.HOST), border=LATE))
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(replace(ON_DISK, parts=(Tier.DEVICE, Tier.HOST), border=LATE))).lists[0, 0])
     assert found[: found.index("F0")] == (
         "c0.1 h0.1 w0.1 c1.1 h1.1 w1.1 c2.1 h2.1 w2.1 "
         "u0.0 s0.0 w0.0 r0.0 l0.0 r0.1 l0.1 g0 u1.0 s1.0 w1.0 r1.0 l1.0 r1.1 l1.1 g1 "
@@ -106,8 +100,7 @@ def test_every_gather_has_its_own_loads(seed: int) -> None:
     for _ in range(60):
         rests = source.choice((Tier.HOST, Tier.DISK))
         model = replace(drawn(source), rests=rests, staying=0, sums=Tier.DEVICE, leaving=0.0)
-        step = step_of(model)
-        checked(step)
+        step = checked(step_of(model))
         for role, instructions in step.lists.items():
             shape, waiting, moved = step.shapes[role], dict[int, list[int]](), 0
             for before, i in zip((None, *instructions), instructions, strict=False):
@@ -140,74 +133,63 @@ LOAD, READ, STORE, WRITE = map(words_of, (Op.LOAD, Op.READ_PARAMETERS, Op.STORE,
 UPDATE, GATHER = words_of(Op.UPDATE), words_of(Op.GATHER)
 LATE_DISK = replace(ON_DISK, border=LATE)
 FAULTS = {
-    "a load is missing": Fault(ALONE, 0, drop(LOAD(1)), GATHER(1), "the loaded parameters of bucket 1"),
-    "a part is not loaded": Fault(
-        ON_DISK, 0, drop(LOAD(1, 1)), GATHER(1), "the loaded parameters of part 1 of bucket 1"
-    ),
+    "a load is missing": Fault(ALONE, drop(LOAD(1)), GATHER(1), "the loaded parameters of bucket 1"),
+    "a part is not loaded": Fault(ON_DISK, drop(LOAD(1, 1)), GATHER(1), "the loaded parameters of part 1 of bucket 1"),
     "a part is loaded twice": Fault(
-        ON_DISK, 0, again(LOAD(1, 1)), LOAD(1, 1), "the parameters that were read of part 1", 1
+        ON_DISK, again(LOAD(1, 1)), LOAD(1, 1), "the parameters that were read of part 1", 1
     ),
-    "shards are loaded twice": Fault(SHARED, 0, again(LOAD(1)), LOAD(1), "makes the loaded parameters of bucket 1", 1),
+    "shards are loaded twice": Fault(SHARED, again(LOAD(1)), LOAD(1), "makes the loaded parameters of bucket 1", 1),
     "another part is loaded": Fault(
-        ON_DISK, 0, alter(LOAD(1, 1), part=0), LOAD(1, 0), "the parameters that were read of part 0 of bucket 1", 1
+        ON_DISK, alter(LOAD(1, 1), part=0), LOAD(1, 0), "the parameters that were read of part 0 of bucket 1", 1
     ),
-    "a gather before its load": Fault(
-        SHARED, 0, move(GATHER(0), LOAD(0)), GATHER(0), "the loaded parameters of bucket 0"
-    ),
+    "a gather before its load": Fault(SHARED, move(GATHER(0), LOAD(0)), GATHER(0), "the loaded parameters of bucket 0"),
     "a load of what is not gathered": Fault(
-        ALONE, 0, put(Instruction(Op.LOAD, buckets=(0,)), "norm"), LOAD(0), "the loaded parameters of bucket 0", -1
+        ALONE, put(Instruction(Op.LOAD, buckets=(0,)), "norm"), LOAD(0), "the loaded parameters of bucket 0", -1
     ),
     "a part is loaded that was not read": Fault(
-        ON_DISK, 0, drop(READ(2, 0)), LOAD(2, 0), "the parameters that were read of part 0 of bucket 2"
+        ON_DISK, drop(READ(2, 0)), LOAD(2, 0), "the parameters that were read of part 0 of bucket 2"
     ),
     "a part is read behind its load": Fault(
-        ON_DISK, 0, swap(READ(0, 1), LOAD(0, 1)), LOAD(0, 1), "the parameters that were read of part 1 of bucket 0"
+        ON_DISK, swap(READ(0, 1), LOAD(0, 1)), LOAD(0, 1), "the parameters that were read of part 1 of bucket 0"
     ),
     "a part is read twice": Fault(
-        ON_DISK, 0, again(READ(0, 1)), READ(0, 1), "makes the parameters that were read of part 1", 1
+        ON_DISK, again(READ(0, 1)), READ(0, 1), "makes the parameters that were read of part 1", 1
     ),
     "updated weights are not stored": Fault(
-        ALONE, 0, drop(STORE(1)), UPDATE(1), "the stored parameters of bucket 1, which nothing makes again"
+        ALONE, drop(STORE(1)), UPDATE(1), "the stored parameters of bucket 1, which nothing makes again"
     ),
     "weights are stored before their update": Fault(
-        ALONE, 0, move(STORE(1), UPDATE(1)), STORE(1), "the updated weights on the device of bucket 1"
+        ALONE, move(STORE(1), UPDATE(1)), STORE(1), "the updated weights on the device of bucket 1"
     ),
     "another bucket's weights are stored": Fault(
-        ALONE, 0, alter(STORE(1), buckets=(2,)), STORE(2), "the updated weights on the device of bucket 2"
+        ALONE, alter(STORE(1), buckets=(2,)), STORE(2), "the updated weights on the device of bucket 2"
     ),
     "updated parameters are not written": Fault(
         ON_DISK,
-        0,
         drop(WRITE(1, 1)),
         "update in host memory (bucket 1",
         "the stored parameters of part 1 of bucket 1, which nothing makes again",
     ),
     "parameters are written before their update": Fault(
         ON_DISK,
-        0,
         move(WRITE(1, 1), "update in host memory (bucket 1"),
         WRITE(1, 1),
         "the updated parameters in host memory of part 1 of bucket 1",
     ),
     "parameters are written that were not stored": Fault(
         ON_DISK,
-        0,
         swap(STORE(2, 0), WRITE(2, 0)),
         WRITE(2, 0),
         "the updated parameters in host memory of part 0 of bucket 2",
     ),
     "a late load before the update": Fault(
-        replace(ALONE, border=LATE),
-        0,
-        move(LOAD(1), UPDATE(1)),
-        LOAD(1),
-        "whose update from the last step is still owed",
+        replace(ALONE, border=LATE), move(LOAD(1), UPDATE(1)), LOAD(1), "whose update from the last step is still owed"
     ),
     "a late load before updated weights are stored": Fault(
-        replace(ALONE, border=LATE), 0, swap(STORE(1), LOAD(1)), LOAD(1), "the stored parameters of bucket 1"
+        replace(ALONE, border=LATE), swap(STORE(1), LOAD(1)), LOAD(1), "the stored parameters of bucket 1"
     ),
     "a late read before the write": Fault(
-        LATE_DISK, 0, move(READ(1, 0), WRITE(1, 0)), READ(1, 0), "the stored parameters of part 0 of bucket 1"
+        LATE_DISK, move(READ(1, 0), WRITE(1, 0)), READ(1, 0), "the stored parameters of part 0 of bucket 1"
     ),
 }
 
@@ -219,9 +201,7 @@ def test_a_planted_fault_is_refused_and_its_instruction_named(fault: Fault) -> N
 
 def test_late_updates_on_disks_leave_the_lane_to_the_parameters_that_are_needed_first() -> None:
     """One lane reads optimizer state and parameters: a bucket's state comes one bucket ahead, not that of all."""
-    step = step_of(replace(ON_DISK, parts=(Tier.DISK,), border=LATE))
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(replace(ON_DISK, parts=(Tier.DISK,), border=LATE))).lists[0, 0])
     assert found[: found.index("F1")] == (
         "rs0.0 c0.0 h0.0 w0.0 ws0.0 rs1.0 c1.0 h1.0 w1.0 ws1.0 r0.0 l0.0 g0 "
         "rs2.0 c2.0 h2.0 w2.0 ws2.0 r1.0 l1.0 g1 F0 x0 r2.0 l2.0 g2 "
@@ -230,9 +210,7 @@ def test_late_updates_on_disks_leave_the_lane_to_the_parameters_that_are_needed_
 
 def test_a_late_update_stands_before_loads_that_are_ahead_of_what_stays_on_the_device() -> None:
     """The head is loaded beside the embedding, before the use of a block that rests on the device."""
-    step = step_of(replace(ON_DISK, staying=2, parts=(Tier.DISK,), border=LATE))
-    checked(step)
-    found = words(step.lists[0, 0])
+    found = words(checked(step_of(replace(ON_DISK, staying=2, parts=(Tier.DISK,), border=LATE))).lists[0, 0])
     assert found[: found.index("F2")] == (
         "rs0.0 c0.0 h0.0 b0.0 ws0.0 rs1.0 c1.0 h1.0 b1.0 ws1.0 rs2.0 c2.0 h2.0 w2.0 ws2.0 r2.0 l2.0 g2 F0 F1 "
     )

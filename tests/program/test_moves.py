@@ -171,8 +171,7 @@ def test_an_illegal_move_is_refused_and_named(fault: tuple[Model, Change, str, s
     found = refusal(model, change)
     assert found is not None and found[0] == named, found
     assert says in found[1]
-    step = step_of(model)
-    checked(step)
+    step = checked(step_of(model))
     with pytest.raises(ProgramError):
         checked(changed(step, 0, tuple(change(list(step.lists[0, 0])))))
 

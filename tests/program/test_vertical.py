@@ -123,8 +123,7 @@ def test_what_is_gathered_and_reduced_does_not_grow_with_the_micro_batches(pp: i
     """Every bucket once for each group's forward, and once for its backward, at most; one reduction for each group."""
     for m in (1, 4, 7):
         model = Model("1f1b", pp, 1, m, (4,), zero=3, vertical=VerticalOrder(most))
-        step = step_of(model)
-        checked(step)
+        step = checked(step_of(model))
         assert model.groups is not None
         passes = len(model.groups)
         for stage in range(pp):
@@ -234,8 +233,7 @@ def test_messages_end(name: str, chunks: int) -> None:
 def test_a_table_is_gathered_once_for_the_whole_row_of_the_head() -> None:
     """Backward does not read it, and it is as large as the budget: between the micro-batches it stays."""
     model = Model(pp=1, micro_batches=4, zero=3, vertical=VerticalOrder(), budget="one")
-    step = step_of(model)
-    checked(step)
+    step = checked(step_of(model))
     assert shape_of(model, 0).buckets[-1].parameter_bytes == 2 * HEAD != 2 * EMBEDDING
     gathers = Counter(i.buckets[0] for i in step.lists[0, 0] if i.op is Op.GATHER)
     assert gathers[len(step.shapes[0, 0].buckets) - 1] == 1
