@@ -1,5 +1,5 @@
-"""Processes that have imported torch and are forked on demand: a rank starts in a tenth of a second, instead of two
-seconds of imports.
+"""Processes that have imported torch and the program and are forked on demand: a rank starts in a tenth of a second,
+instead of three seconds of imports.
 
     nursery = Nursery("1")            # a process that imports, with this hash seed, and then waits
     pid = nursery.fork(pipe)          # a child of it that serves this pipe with tests.ranks.serve
@@ -25,15 +25,16 @@ ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
     "numpy",
     "yaml",
     "safetensors.torch",
     "regex",
     "pytest",
+    "tests.parity.training",
 )
-"""The second is imported by the first backward of any process, with sympy.
-
-Nothing of the program: its modules may look at their process when they are imported, and find their own here.
+"""The second is imported by the first backward of any process, with sympy, and the third by the first recomputation. The
+last is the program.
 """
 
 

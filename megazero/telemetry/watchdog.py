@@ -16,7 +16,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PARENT_AT_START = os.getppid()
+_parent_at_start = [os.getppid()]
+"""Its process id."""
+os.register_at_fork(after_in_child=lambda: _parent_at_start.__setitem__(0, os.getppid()))
 
 
 def started_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
@@ -37,9 +39,9 @@ def die_with_parent() -> bool:
     return libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
 
 
-def parent_alive(initial_ppid: int = _PARENT_AT_START) -> bool:
-    """Whether the parent process is still the one at the start. An orphan gets another parent."""
-    return os.getppid() == initial_ppid
+def parent_alive(initial_ppid: int | None = None) -> bool:
+    """Whether the parent process is still the one at the start, or at the fork. An orphan gets another parent."""
+    return os.getppid() == (_parent_at_start[0] if initial_ppid is None else initial_ppid)
 
 
 STOPPING = signal.SIGTERM, signal.SIGINT, signal.SIGHUP

@@ -38,7 +38,6 @@ from megazero.disk.swap_file import SwapFile
 from megazero.launch import Environment, exit_now, exit_status
 from megazero.mpu import collectives
 from megazero.system import allocator
-from megazero.telemetry import watchdog
 from megazero.train.save_policy import SavePolicy
 from megazero.train.start import start_process
 from megazero.train.trainer import Trainer
@@ -357,7 +356,6 @@ def _be_rank(world: dict[str, object], halts: Sequence[Halt], flags: list[str]) 
     torch.set_num_threads(1)
     world = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1} | world
     os.environ.update({name: str(value) for name, value in world.items()})
-    watchdog.parent_alive.__defaults__ = (os.getppid(),)  # it was imported in the server, which has another
     try:
         program(halts, flags)
     finally:

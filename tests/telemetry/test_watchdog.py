@@ -9,6 +9,7 @@ import time
 import pytest
 
 from megazero.telemetry.watchdog import STOPPING, StopSignals, die_with_parent, parent_alive, started_by_torchrun
+from tests.ranks import run_ranks
 
 
 def test_signals_set_a_flag_and_a_second_one_does_not_kill() -> None:
@@ -75,6 +76,16 @@ def test_the_parent_is_known() -> None:
     assert parent_alive()
     assert parent_alive(os.getppid())
     assert not parent_alive(os.getppid() + 1)
+
+
+def parent_of_a_rank(rank: int) -> tuple[bool, int]:
+    return parent_alive(), os.getppid()
+
+
+def test_who_forks_a_process_is_its_parent() -> None:
+    """Ranks of the pool are forked off a process that has imported the program, and has another parent."""
+    ((alive, parent),) = run_ranks(1, parent_of_a_rank)
+    assert alive and parent not in (os.getpid(), os.getppid())
 
 
 def test_only_torchruns_ranks_die_with_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
