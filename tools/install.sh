@@ -7,8 +7,8 @@
 #                answers (PyPI's torch depends on some 3 GB of CUDA libraries), else pip's own
 #
 # torch is installed first and pinned, so that no later package chooses another version. The script may be run again.
-# pip would compile every Python file of every package, most of which nobody imports: 17 s for torch alone. Instead the
-# last line imports what a training imports, and Python keeps the compiled files, even if the user's settings forbid it.
+# pip would compile every Python file of every package, most of which nobody imports: 17 s for torch alone. Instead
+# `keep` imports what a training imports, and Python keeps the compiled files, even if the user's settings forbid it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 extras=${2:-} python=${PYTHON:-python3}
@@ -52,7 +52,10 @@ index=()
 say "2/3 installing torch ($(grep '^torch==' constraints.txt))${TORCH_INDEX:+ with $TORCH_INDEX}: 200 MB for the CPU, 3 GB with CUDA"
 "$venv/bin/python" -m pip install --no-compile -c constraints.txt "${index[@]}" torch
 
+keep() { env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import $1; print('torch', torch.__version__)"; }
+keep "torch.fx.experimental.symbolic_shapes, torch" &>/dev/null & # pip waits for the network meanwhile; numpy is not there yet
+
 say "3/3 installing megazero${extras:+ with $extras}"
 "$venv/bin/python" -m pip install --no-compile -c constraints.txt "${index[@]}" -e ".${extras:+[$extras]}"
-imported="import megazero.train.api, torch.fx.experimental.symbolic_shapes, torch; print('torch', torch.__version__)"
-say "installed in $venv: $(env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "$imported")"
+wait
+say "installed in $venv: $(keep "megazero.train.api, torch.fx.experimental.symbolic_shapes, torch")"

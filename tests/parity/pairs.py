@@ -42,7 +42,8 @@ def fitted(values: Values, fit: Fit, wanted: Values) -> Values | None:
 
 def drawn(axes: Axes, fit: Fit, source: random.Random, wanted: Values) -> Values | None:
     """The values of a case that has the wanted ones, if one draw gives such a case."""
-    return fitted({name: source.choice(of) for name, of in axes.items()}, fit, wanted)
+    choice = source.choice
+    return fitted({name: choice(of) for name, of in axes.items()}, fit, wanted)
 
 
 def covering(
@@ -56,7 +57,7 @@ def covering(
     waiting = [*required]
 
     def worth(values: Values) -> float:
-        return sum(pair in missing for pair in pairs(values)) / cost(values)
+        return sum(map(missing.__contains__, pairs(values))) / cost(values)
 
     while True:
         pair = source.choice([*missing]) if missing and not waiting else ()
