@@ -33,8 +33,8 @@ IMPORTED = (
     "pytest",
     "tests.parity.training",
 )
-"""The second is imported by the first backward of any process, with sympy, and the third by the first recomputation. The
-last is the program.
+"""The first backward of any process imports the second, with sympy; its first recomputation imports the third. The last
+is the program.
 """
 
 
