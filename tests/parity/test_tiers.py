@@ -89,7 +89,7 @@ def saved(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*.safetensors")}
 
 
-@pytest.mark.layouts(draw=cases, check=1, test=18, all=COUNT, salt=16)
+@pytest.mark.layouts(draw=cases, check=1, test=16, all=COUNT, salt=16)
 def test_every_tier_with_everything(
     case: Case, flags_of: Flags, alone: Callable[[Case], Outcome], tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def test_no_slower_than_the_best_of_ten_static_shares(layout: str, rates: Machin
 @pytest.mark.parametrize("percent", [10, 50])
 @pytest.mark.parametrize("rates", [CARD, SLOW_COPIES, replace(CARD, beside=0.1)], ids=["card", "slow copies", "cpu"])
 @pytest.mark.parametrize("layout", ["one rank", "ZeRO-3 on two"])
-@pytest.mark.sampled(cases=2)
+@pytest.mark.sampled(cases=1)
 def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, percent: int) -> None:
     """All tiers and switches, and some shares of the optimizer state and of activations, one by one."""
     of = machine(layout, rates, more="--nvme-path d", micro_batches=2)
