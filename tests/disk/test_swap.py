@@ -210,6 +210,7 @@ def test_paths_are_measured_where_nobody_weighs_them(tmp_path: Path, monkeypatch
         init(self, folder, options, total, piece_bytes)
 
     monkeypatch.setattr("megazero.disk.measure.TRIAL_BYTES", (1 << 20, 4 << 20))
+    monkeypatch.setattr("megazero.disk.measure.TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(DiskTrial, "__init__", noted)
     space = open_swap(folders, {"a": 10 * BUFFER}, DiskOptions(BUFFER, 2), job="test")
     weights = space._layout.weights
