@@ -108,6 +108,7 @@ ALLOWED = {"bf16": (2e-4, 3e-3), "fp16": (1e-5, 3e-4)}
 DROPOUT = {"no dropout": (), "dropout": ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("dropout", DROPOUT)
 @pytest.mark.parametrize("tp", [1, 2])

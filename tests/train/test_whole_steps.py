@@ -211,6 +211,7 @@ def problem_on_rank(rank: int, size: int, flags: list[str]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("words", ["none", "cpu:0.5", "none --offload-params nvme --zero-stage 3"])
 def test_a_file_may_ask_for_whole_steps_where_no_optimizer_state_is_on_disks(
     words: str, corpus: Path, tmp_path: Path
