@@ -236,6 +236,7 @@ def test_without_torch_the_line_names_the_python(tmp_path: Path, program: str) -
     assert sys.executable in done.stderr and "no torch here" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_scripts_of_a_clone_run_where_none_is_installed(tmp_path: Path) -> None:
     """What they import is there. -S hides an editable install of this environment, with its .pth file."""
     there = [str(ROOT / "tools"), str(importlib.metadata.distribution("numpy").locate_file(""))]

@@ -102,6 +102,7 @@ def report(folder: Path | None = None) -> gpu.Report:
     return gpu.Report(folder, {"rehearse": True}, {"card": {}, "note": "", "facts": {}, "ops": [], "training": []})
 
 
+@pytest.mark.slow
 def test_an_item_that_ends_its_process_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four: the second ends the process without a word, the third hangs, the last is measured by a third process."""
     items = [(name, "", "ours") for name in ("good", "dies", "hangs", "also good")]

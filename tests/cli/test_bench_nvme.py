@@ -133,6 +133,7 @@ def test_a_disk_that_is_too_small_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_middle_removes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*given: object) -> None:
         raise KeyboardInterrupt

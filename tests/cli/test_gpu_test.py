@@ -32,6 +32,7 @@ def test_a_verdict(sanitizer: bool, status: int | None, output: str, verdict: st
     assert judged(Stage("x", (), 1, sanitizer=sanitizer), status, output) == verdict
 
 
+@pytest.mark.slow
 def test_stages_run_beside_each_other_and_have_an_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     slow = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"

@@ -238,6 +238,7 @@ def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert same(read_all(space, PIECES), contents(PIECES, 1))
 
 
+@pytest.mark.slow
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, answer = pool._read, threading.Event()
 

@@ -161,6 +161,7 @@ is in no checkpoint.
 """
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("seed", [16, 2026])
 def test_every_two_values_meet_that_can(seed: int) -> None:
     drawn = list(cases(COUNT, seed))

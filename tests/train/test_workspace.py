@@ -60,6 +60,7 @@ def test_a_step_takes_what_is_planned_and_no_more_than_the_workspace(
 RATES = "flops: 1e11\nto_host: 10GB\nto_device: 10GB\nupdate: 40GB\nupdate_host: 2GB\n"
 
 
+@pytest.mark.slow
 def test_a_search_leaves_the_workspace_free(tmp_path: Path) -> None:
     """By the rates of a file: what fits beside 400 KB of products is what fits into a budget without them."""
 
