@@ -147,6 +147,7 @@ def train_ours(job: Job, recorder: Recorder) -> list[tuple[float, float]]:
     return [(record.loss, record.grad_norm) for record in recorder.records]
 
 
+@pytest.mark.few(cases=1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_five_steps_equal_transformers(case: Case, corpus: Path, tmp_path: Path) -> None:
     job, recorder = job_on_rank(0, 1, [*case.words(), *data_flags(corpus, tmp_path / "cache")])

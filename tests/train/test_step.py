@@ -137,6 +137,7 @@ def job_on_meta(flags: str, corpus: Path, cache: Path, patch: pytest.MonkeyPatch
     return build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "meta"))
 
 
+@pytest.mark.few(cases=3)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_reads_nothing_from_its_device(
     name: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
