@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -12,15 +13,18 @@ from megazero.system.streams import WaitedCopies
 
 
 class Copied:
-    """A copy on its way. Whoever waits for it lets go of the tensors: the thread has none of them by then."""
+    """A copy on its way. Whoever waits for it lets go of the tensors: no thread of copies has them by then."""
 
     def __init__(self, future: Future[None], held: list[Tensor]) -> None:
-        self._future, self._held = future, held
+        self._future, self._held, self._letting_go = future, held, Lock()
 
     def result(self) -> None:
         """Return once the copy is made. Raises what has gone wrong."""
         self._future.result()
-        self._held.clear()
+        # torch releases the interpreter's lock while it lets go of a tensor. Without a lock here, a second thread that
+        # waits for the same copy could go on meanwhile, and the memory would be freed after its last owner is gone.
+        with self._letting_go:
+            self._held.clear()
 
 
 class CopyThread:
