@@ -1,5 +1,5 @@
 # make pretrain   install into .venv and pretrain a small BLOOM-shaped model on Python's standard library (4 ranks, CPU; FLAGS="--train-iters 20")
-# make check      after each change: lint, types and the quick tests; under 3 minutes once the rest is installed
+# make check      after each change: lint, types and the quick tests; 2 minutes once the rest is installed
 # make test       install into .venv and run all that a change can break, lint and types too; the same cases in each run (SEED=n: other ones)
 # make test-all   every test and every case of every grid, judged by DeepSpeed, Megatron-core and lm-eval, too; hours
 # make explore    make test with new cases again and again; prints the command that repeats a failure (HOURS=2 PYTEST=tests/parity)

@@ -17,17 +17,8 @@ from tests.repeats import Repeats, fix_examples, fix_the_order_of_sets, seed_of_
 from tests.sampling import thinned
 from tests.skips import SkipsAreFailures, in_ci
 
-LONGEST = (
-    "tests/parity",
-    "tests/e2e",
-    "tests/checkpoint",
-    "tests/fused_ops",
-    "tests/convert",
-    "tests/lora",
-    "tests/pipeline",
-    "tests/zero",
-)
-"""Folders whose files run first. Processes of pytest share the files, so a long file must not be the last to start."""
+LONGEST = "parity e2e checkpoint fused_ops convert lora pipeline zero".split()
+"""Rooms whose files run first. Processes of pytest share the files, so a long file must not be the last to start."""
 BYTES_PER_WORKER = 4 * 2**30
 
 
@@ -95,9 +86,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], out = thinned(items, config.option.depth, config.option.seed)
     config.hook.pytest_deselected(items=out)
-    items.sort(
-        key=lambda item: next((n for n, room in enumerate(LONGEST) if item.nodeid.startswith(f"{room}/")), len(LONGEST))
-    )
+    order = {("tests", room): number for number, room in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(tuple(item.nodeid.split("/")[:2]), len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:

@@ -23,15 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (
-    "torch.distributed",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._dynamo",
-    "numpy",
-    "yaml",
-    "safetensors.torch",
-    "regex",
-    "pytest",
-    "tests.parity.training",
+    *("torch.distributed", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
+    *("numpy", "yaml", "safetensors.torch", "regex", "pytest", "tests.parity.training"),
 )
 """The first backward of any process imports the second, with sympy; its first recomputation imports the third. The last
 is the program.

@@ -270,13 +270,8 @@ def test_the_pretraining_script_is_a_valid_run_of_four_ranks(tmp_path: Path) -> 
     words = [line.removeprefix("word ") for line in done.stdout.splitlines() if line.startswith("word ")]
     ranks, script = words[words.index("--nproc-per-node") + 1], words.index("pretrain_gpt.py")
     run = parse_run(words[script + 1 :], int(ranks))
-    assert (ranks, run.parallel.tp, run.parallel.pp, run.parallel.zero_stage, run.optimizer.precision) == (
-        "4",
-        2,
-        2,
-        1,
-        "bf16",
-    )
+    assert (ranks, run.optimizer.precision) == ("4", "bf16")
+    assert (run.parallel.tp, run.parallel.pp, run.parallel.zero_stage) == (2, 2, 1)
     tools = [line.removeprefix("tool ") for line in done.stdout.splitlines() if line.startswith("tool ")]
     assert tools[0] == "tools/convert_checkpoint.py" and tools[tools.index("--to") + 1] == "hf" and "--verify" in tools
     assert "tools/generate_text.py" in tools and tools[tools.index("--load") + 1] == f"{tmp_path}/run/hf"

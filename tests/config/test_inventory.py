@@ -72,14 +72,8 @@ def test_linear_layers_have_their_weights_on_a_rank(name: str) -> None:
 
 
 def test_names_that_are_none_of_a_model_are_divided_by_nobody() -> None:
-    for name in (
-        "blocks.3.attention.qkv",
-        "blocks.3.mlp.other.weight",
-        "mlp.up.weight",
-        "head.norm.weight",
-        "embedding.position.weight",
-    ):
-        assert tp_axis(name) is None
+    names = "blocks.3.attention.qkv blocks.3.mlp.other.weight mlp.up.weight head.norm.weight embedding.position.weight"
+    assert {tp_axis(name) for name in names.split()} == {None}
     assert [tp_axis(f"blocks.10.{name}") for name in ("mlp.up.bias", "mlp.down.weight")] == [0, 1]
     assert tp_axis("blocks.10.mlp.down.bias") is None
     assert tp_axis("blocks.10.attention.qkv.lora_a") is None, "adapters are not in the list"

@@ -18,6 +18,7 @@ from fused_ops.native import library
 from tests.fused_ops.watched import Record, watched_sources, watching
 from tests.gpu import sanitize
 from tests.gpu.sanitize import Draw
+from tests.tables import rows
 
 pytestmark = pytest.mark.slow
 FOLDER = compiling.SOURCES / "cuda"
@@ -32,46 +33,33 @@ def needs_a_compiler() -> None:
 
 
 BLOCKS, THREADS = 3, 64
-PLANTED: dict[str, tuple[str, str]] = {
-    "nothing between write and read": ("held[t] = 1; x[i] = held[t ^ 1];", "between, what another wrote in shared"),
-    "a barrier between write and read": ("held[t] = 1; __syncthreads(); x[i] = held[t ^ 1];", ""),
-    "nothing between read and write": (
-        "held[t] = 1; __syncthreads(); x[i] = held[t ^ 1]; held[t] = 2;",
-        "a thread writes, without a barrier between, what another read in shared",
-    ),
-    "a barrier between read and write": (
-        "held[t] = 1; __syncthreads(); x[i] = held[t ^ 1]; __syncthreads(); held[t] = 2;",
-        "",
-    ),
-    "many readers, one of another warp": (
-        "held[t] = 1; __syncthreads(); x[i] = held[0]; if (t < 32) __syncwarp(); if (t == 0) held[0] = 2;",
-        "a thread writes, without a barrier between, what another read in shared",
-    ),
-    "two writers": (
-        "held[t / 2] = t; x[i] = held[t / 2];",
-        "two threads write, without a barrier between, the same shared",
-    ),
-    "two writers of neighbouring bytes": ("((char*)held)[t] = 1; x[i] = ((char*)held)[t];", ""),
-    "a shuffle between write and read": (
-        "held[t] = 1; float y = __shfl_xor_sync(WHOLE_WARP, 1.0f, 1); x[i] = held[t ^ 1] + y;",
-        "between, what another wrote in shared",
-    ),
-    "a barrier of the warp between write and read": ("held[t] = 1; __syncwarp(); x[i] = held[t ^ 1];", ""),
-    "a barrier of the warp between two warps": (
-        "held[t] = 1; __syncwarp(); x[i] = held[t ^ 32];",
-        "between, what another wrote in shared",
-    ),
-    "left by the block before": ("if (blockIdx.x == 0) held[t] = 1; x[i] = held[t];", "none of its block has written"),
-    "two blocks write": ("x[t] = 1;", "two blocks write the same global memory"),
-    "two of three blocks write the same half of a word": (
-        "((short*)x)[2 * t + blockIdx.x % 2] = 1;",
-        "two blocks write the same",
-    ),
-    "two blocks write halves of a word": ("if (blockIdx.x < 2) ((short*)x)[2 * t + blockIdx.x] = 1;", ""),
-    "two blocks read": ("x[THREADS + i] = x[t];", ""),
-    "a block reads what another writes": ("x[i] = x[(i + THREADS) % (BLOCKS * THREADS)];", "a block"),
-    "nothing between two threads in global memory": ("x[i] = 1; x[i ^ 1] += 1;", "between, "),
-    "a barrier between two threads in global memory": ("x[i] = 1; __syncthreads(); x[i ^ 1] += 1;", ""),
+PLANTED = {
+    name: (body, told)
+    for name, body, told in rows("""
+nothing between write and read | held[t] = 1; x[i] = held[t ^ 1]; | between, what another wrote in shared
+a barrier between write and read | held[t] = 1; __syncthreads(); x[i] = held[t ^ 1]; |
+nothing between read and write | held[t] = 1; __syncthreads(); x[i] = held[t ^ 1]; held[t] = 2; |
+    a thread writes, without a barrier between, what another read in shared
+a barrier between read and write | held[t] = 1; __syncthreads(); x[i] = held[t ^ 1]; __syncthreads(); held[t] = 2; |
+many readers, one of another warp | held[t] = 1; __syncthreads(); x[i] = held[0]; if (t < 32) __syncwarp(); if (t == 0)
+    held[0] = 2; | a thread writes, without a barrier between, what another read in shared
+two writers | held[t / 2] = t; x[i] = held[t / 2]; | two threads write, without a barrier between, the same shared
+two writers of neighbouring bytes | ((char*)held)[t] = 1; x[i] = ((char*)held)[t]; |
+a shuffle between write and read | held[t] = 1; float y = __shfl_xor_sync(WHOLE_WARP, 1.0f, 1); x[i] = held[t ^ 1] + y;
+    | between, what another wrote in shared
+a barrier of the warp between write and read | held[t] = 1; __syncwarp(); x[i] = held[t ^ 1]; |
+a barrier of the warp between two warps | held[t] = 1; __syncwarp(); x[i] = held[t ^ 32]; |
+    between, what another wrote in shared
+left by the block before | if (blockIdx.x == 0) held[t] = 1; x[i] = held[t]; | none of its block has written
+two blocks write | x[t] = 1; | two blocks write the same global memory
+two of three blocks write the same half of a word | ((short*)x)[2 * t + blockIdx.x % 2] = 1; |
+    two blocks write the same
+two blocks write halves of a word | if (blockIdx.x < 2) ((short*)x)[2 * t + blockIdx.x] = 1; |
+two blocks read | x[THREADS + i] = x[t]; |
+a block reads what another writes | x[i] = x[(i + THREADS) % (BLOCKS * THREADS)]; | a block
+nothing between two threads in global memory | x[i] = 1; x[i ^ 1] += 1; | between,
+a barrier between two threads in global memory | x[i] = 1; __syncthreads(); x[i ^ 1] += 1; |
+""")
 }
 """What a kernel does, t being its thread and i a place of its own, and how its fault is told; empty: it has none."""
 

@@ -10,31 +10,23 @@ from pathlib import Path
 import pytest
 
 from fused_ops.native import compile as compiling
+from tests.tables import rows
 
 HEAD = '#include "launch.h"\n#include "reduce.h"\nusing namespace mz;\n'
 FAULTS = {
-    "an access that is not aligned": (
-        "__global__ void k(float* x) { store<4>(x + 1 + threadIdx.x * 4, load<4>(x + 4)); }",
-        "dim3(1), dim3(32)",
-    ),
-    "threads of a warp wait for others that have ended": (
-        "__global__ void k(float* x) { if (threadIdx.x == 3) return; x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, "
-        "Sum())[0]; }",
-        "dim3(1), dim3(32)",
-    ),
-    "threads wait at a barrier for others that have ended": (
-        "__global__ void k(float* x) { if (threadIdx.x < 32) __syncthreads(); x[threadIdx.x] = 1.0f; }",
-        "dim3(1), dim3(64)",
-    ),
-    "some threads wait at a barrier and others for their warp": (
-        "__global__ void k(float* x) { if (threadIdx.x % 2) __syncthreads(); x[threadIdx.x] = "
-        "over_warp(Floats<1>{{1.0f}}, Sum())[0]; }",
-        "dim3(1), dim3(32)",
-    ),
-    "a shuffle in a block that is not made of whole warps": (
-        "__global__ void k(float* x) { x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, Sum())[0]; }",
-        "dim3(1), dim3(40)",
-    ),
+    name: (kernel, size)
+    for name, kernel, size in rows("""
+an access that is not aligned | __global__ void k(float* x) { store<4>(x + 1 + threadIdx.x * 4, load<4>(x + 4)); } |
+    dim3(1), dim3(32)
+threads of a warp wait for others that have ended | __global__ void k(float* x) { if (threadIdx.x == 3) return;
+    x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, Sum())[0]; } | dim3(1), dim3(32)
+threads wait at a barrier for others that have ended |
+    __global__ void k(float* x) { if (threadIdx.x < 32) __syncthreads(); x[threadIdx.x] = 1.0f; } | dim3(1), dim3(64)
+some threads wait at a barrier and others for their warp | __global__ void k(float* x) { if (threadIdx.x % 2)
+    __syncthreads(); x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, Sum())[0]; } | dim3(1), dim3(32)
+a shuffle in a block that is not made of whole warps |
+    __global__ void k(float* x) { x[threadIdx.x] = over_warp(Floats<1>{{1.0f}}, Sum())[0]; } | dim3(1), dim3(40)
+""")
 }
 BARRIER = (
     "__global__ void k(float* x) {{ __shared__ float held[64]; held[threadIdx.x] = -1.0f; __syncthreads(); "

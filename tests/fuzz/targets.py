@@ -287,17 +287,10 @@ def checkpoint_targets(folder: Path) -> dict[str, Target]:
     from tests.convert.distributed import save
     from tests.fuzz.files import FILES
 
+    formats = "megazero hf megatron megatron-deepspeed universal consolidated consolidated-safetensors"
     wholes = {
         format: folders.checkpoint(folder, format, moments=format in ("megazero", "megatron-deepspeed", "universal"))
-        for format in (
-            "megazero",
-            "hf",
-            "megatron",
-            "megatron-deepspeed",
-            "universal",
-            "consolidated",
-            "consolidated-safetensors",
-        )
+        for format in formats.split()
     }
     wholes |= folders.sharded(wholes["hf"], folder)
     wholes["torch_dist"] = folders.torch_dist(folder)

@@ -24,21 +24,22 @@ from tests.lora.test_peft import peft_steps, share_one_a
 from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
 from tests.plan.test_step_memory import MODEL, Held, held_on_rank
 from tests.ranks import run_ranks
+from tests.tables import rows
 
 __all__ = ["bases"]
 BITS = {"tied": 4, "gated": 8}
-LAYOUTS: dict[str, tuple[str, int, str]] = {
-    "tp2-pp2-dp2-z3": ("tied", 8, "--tp 2 --pp 2 --zero-stage 3"),
-    "tp4-sp-recompute": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
-    "tp2-dp2-z3-step": ("gated", 4, "--tp 2 --zero-stage 3 --zero3-regather step --zero3-gathered-bytes 160KB"),
-    "tp2-sp-pp2-zb-h1": ("tied", 4, "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1"),
-    "dp4-z2-hybrid": ("gated", 4, "--zero-stage 2 --zero-shard-size 2 --bucket-size 300 --micro-batch-size 1"),
-    "pp2-dp2-z3-interleaved-late": (
-        "tied",
-        4,
-        "--pp 2 --zero-stage 3 --virtual-stages 2 --micro-batch-size 1 --no-overlap --recompute-granularity selective",
-    ),
-    "dp2-z1": ("tied", 2, "--zero-stage 1 --micro-batch-size 3"),
+LAYOUTS = {
+    name: (shape, int(ranks), words)
+    for name, shape, ranks, words in rows("""
+tp2-pp2-dp2-z3 | tied | 8 | --tp 2 --pp 2 --zero-stage 3
+tp4-sp-recompute | gated | 4 | --tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full
+tp2-dp2-z3-step | gated | 4 | --tp 2 --zero-stage 3 --zero3-regather step --zero3-gathered-bytes 160KB
+tp2-sp-pp2-zb-h1 | tied | 4 | --tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1
+dp4-z2-hybrid | gated | 4 | --zero-stage 2 --zero-shard-size 2 --bucket-size 300 --micro-batch-size 1
+pp2-dp2-z3-interleaved-late | tied | 4 |
+    --pp 2 --zero-stage 3 --virtual-stages 2 --micro-batch-size 1 --no-overlap --recompute-granularity selective
+dp2-z1 | tied | 2 | --zero-stage 1 --micro-batch-size 3
+""")
 }
 
 

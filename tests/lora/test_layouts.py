@@ -11,6 +11,7 @@ import torch
 
 from megazero.convert.registry import open_source
 from tests.parity.training import Outcome, data_flags, train, worst
+from tests.tables import rows
 
 STEPS = 4
 SHAPES = {
@@ -27,25 +28,17 @@ NUMBERS = (
     f"--precision fp64 --global-batch-size 12 --lr 1e-2 --clip-grad 0.05 --lora-rank 3 --lora-dropout 0.2 "
     f"--hidden-dropout 0.1 --seq-length 12 --train-iters {STEPS}"
 )
-LAYOUTS: dict[str, tuple[str, int, str]] = {
-    "tp4-sp": ("gated", 4, "--tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full"),
-    "tp2-sp-pp2-zb-h1": (
-        "tied",
-        4,
-        "--tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --recompute-granularity full",
-    ),
-    "tp2-dp2-z2": ("gated", 4, "--tp 2 --zero-stage 2 --bucket-size 300"),
-    "pp2-dp2-z1-interleaved": (
-        "tied",
-        4,
-        "--pp 2 --zero-stage 1 --virtual-stages 2 --micro-batch-size 1 --bucket-size 500",
-    ),
-    "pp2-dp2-zb-v-z2": (
-        "tied",
-        4,
-        "--pp 2 --zero-stage 2 --pipeline-schedule zb-v --virtual-stages 2 --recompute-granularity selective",
-    ),
-    "ends-alone-zb-h1": ("tied", 4, "--pp 4 --partition 0 2 2 0 --micro-batch-size 4 --pipeline-schedule zb-h1"),
+LAYOUTS = {
+    name: (shape, int(ranks), words)
+    for name, shape, ranks, words in rows("""
+tp4-sp | gated | 4 | --tp 4 --sequence-parallel --micro-batch-size 4 --recompute-granularity full
+tp2-sp-pp2-zb-h1 | tied | 4 | --tp 2 --sequence-parallel --pp 2 --pipeline-schedule zb-h1 --recompute-granularity full
+tp2-dp2-z2 | gated | 4 | --tp 2 --zero-stage 2 --bucket-size 300
+pp2-dp2-z1-interleaved | tied | 4 | --pp 2 --zero-stage 1 --virtual-stages 2 --micro-batch-size 1 --bucket-size 500
+pp2-dp2-zb-v-z2 | tied | 4 |
+    --pp 2 --zero-stage 2 --pipeline-schedule zb-v --virtual-stages 2 --recompute-granularity selective
+ends-alone-zb-h1 | tied | 4 | --pp 4 --partition 0 2 2 0 --micro-batch-size 4 --pipeline-schedule zb-h1
+""")
 }
 
 

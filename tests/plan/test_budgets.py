@@ -19,6 +19,7 @@ from megazero.plan.timed_steps import timed_traces
 from megazero.system import host_memory
 from megazero.train.memory_budgets import budget_sentences, peaks_table
 from megazero.train.requirements import budget_problems
+from tests.tables import rows
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1003 --device cpu "
@@ -83,50 +84,31 @@ def test_a_refusal_says_where_and_of_what() -> None:
 
 
 CASES = {
-    "a smaller micro-batch": ("--device-memory-budget 6MB", 1, "--micro-batch-size 1"),
-    "ZeRO first, which costs nothing": ("--device-memory-budget 7MB", 2, "--zero-stage 1"),
-    "ZeRO-2": (
-        "--device-memory-budget 12MB --zero-stage 1 --micro-batch-size 1 --num-layers 24 --vocab-size 250 "
-        "--bucket-size 60000",
-        4,
-        "--zero-stage 2",
-    ),
-    "selective recompute": (f"{ACTIVATIONS} --attention softmax --device-memory-budget 14MB", 1, "selective"),
-    "activations leave": (f"{ACTIVATIONS} --num-layers 8 --device-memory-budget 12MB", 1, "--offload-activations cpu"),
-    "full recompute": (
-        f"{ACTIVATIONS} --num-layers 8 --device-memory-budget 12MB --host-memory-budget 1MB",
-        1,
-        "--recompute-granularity full",
-    ),
-    "a share of the optimizer": (
-        "--device-memory-budget 5.2MB --micro-batch-size 1 --seq-length 128",
-        1,
-        "--offload-optimizer cpu:0.",
-    ),
-    "smaller buckets": (
-        "--zero-stage 2 --micro-batch-size 1 --num-layers 24 --vocab-size 250 --device-memory-budget 20MB",
-        4,
-        "--bucket-size",
-    ),
-    "a share of the gradients": (
-        "--hidden-size 1024 --num-layers 24 --micro-batch-size 1 --global-batch-size 1 --offload-optimizer cpu "
-        "--device-memory-budget 1.7GB",
-        1,
-        "--offload-gradients cpu:0.",
-    ),
-    "a share of the parameters": (
-        "--micro-batch-size 1 --seq-length 16 --vocab-size 9003 --offload-optimizer cpu --nvme-buffer-bytes 100KB "
-        "--device-memory-budget 4.9MB",
-        1,
-        "--offload-params cpu",
-    ),
-    "buffers": ("--offload-optimizer cpu --host-memory-budget 4MB", 1, "--nvme-buffer-bytes"),
-    "less in host memory": (
-        "--offload-optimizer cpu --nvme-buffer-bytes 100KB --device-memory-budget 6MB --host-memory-budget 3MB",
-        1,
-        "--offload-optimizer cpu:0.",
-    ),
-    "nothing in host memory": ("--offload-activations cpu --host-memory-budget 1KB", 1, "--offload-activations none"),
+    name: (words, int(ranks), offered)
+    for name, words, ranks, offered in rows("""
+a smaller micro-batch | --device-memory-budget 6MB | 1 | --micro-batch-size 1
+ZeRO first, which costs nothing | --device-memory-budget 7MB | 2 | --zero-stage 1
+ZeRO-2 | --device-memory-budget 12MB --zero-stage 1 --micro-batch-size 1 --num-layers 24 --vocab-size 250 --bucket-size
+    60000 | 4 | --zero-stage 2
+selective recompute | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --attention softmax
+    --device-memory-budget 14MB | 1 | selective
+activations leave | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --num-layers 8 --device-memory-budget
+    12MB | 1 | --offload-activations cpu
+full recompute | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --num-layers 8 --device-memory-budget 12MB
+    --host-memory-budget 1MB | 1 | --recompute-granularity full
+a share of the optimizer | --device-memory-budget 5.2MB --micro-batch-size 1 --seq-length 128 | 1 |
+    --offload-optimizer cpu:0.
+smaller buckets | --zero-stage 2 --micro-batch-size 1 --num-layers 24 --vocab-size 250 --device-memory-budget 20MB |
+    4 | --bucket-size
+a share of the gradients | --hidden-size 1024 --num-layers 24 --micro-batch-size 1 --global-batch-size 1
+    --offload-optimizer cpu --device-memory-budget 1.7GB | 1 | --offload-gradients cpu:0.
+a share of the parameters | --micro-batch-size 1 --seq-length 16 --vocab-size 9003 --offload-optimizer cpu
+    --nvme-buffer-bytes 100KB --device-memory-budget 4.9MB | 1 | --offload-params cpu
+buffers | --offload-optimizer cpu --host-memory-budget 4MB | 1 | --nvme-buffer-bytes
+less in host memory | --offload-optimizer cpu --nvme-buffer-bytes 100KB --device-memory-budget 6MB --host-memory-budget
+    3MB | 1 | --offload-optimizer cpu:0.
+nothing in host memory | --offload-activations cpu --host-memory-budget 1KB | 1 | --offload-activations none
+""")
 }
 
 
