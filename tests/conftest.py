@@ -86,8 +86,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], out = thinned(items, config.option.depth, config.option.seed)
     config.hook.pytest_deselected(items=out)
-    order = {("tests", room): number for number, room in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(tuple(item.nodeid.split("/")[:2]), len(LONGEST)))
+    order = {f"tests/{room}": number for number, room in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get("/".join(item.nodeid.split("/")[:2]), len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:
