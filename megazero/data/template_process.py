@@ -20,13 +20,13 @@ from typing import Any
 from megazero.data import template_program
 from megazero.data.indexed import DataError
 from megazero.data.template_program import Limits
+from megazero.system.reading import shown
 
 DEFAULT = Limits()
 OLDEST_JINJA = (3, 1, 6)
 """The oldest allowed version: earlier sandboxes have known escapes."""
 _START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
-    "import_module(sys.argv[2]).main()"
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2], run_name='__main__')"
 )
 _PATIENCE = 2.0
 """Seconds that a process has to end by itself after its input is closed."""
@@ -63,21 +63,24 @@ class TemplateProcess:
             return self._answer(request)
 
     def _start(self) -> None:
-        # In a session of its own it does not get Ctrl-C of the terminal. It ends at the end of its input, also when
-        # this process is killed.
+        # The program is given as a file, since an import hook of this process (an editable install has one) is not
+        # there. In a session of its own it does not get Ctrl-C of the terminal. It ends at the end of its input, also
+        # when this process is killed.
         self._process = subprocess.Popen(
             [
                 sys.executable,
                 "-I",
                 "-S",
+                "-W",
+                "ignore",
                 "-c",
                 _START,
-                json.dumps([place or os.getcwd() for place in sys.path]),
-                template_program.__name__,
+                json.dumps(_places()),
+                template_program.__file__,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         self._owner = os.getpid()
@@ -87,17 +90,18 @@ class TemplateProcess:
     def _answer(self, request: str) -> str:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
+        said = b""
         try:
-            process.stdin.write(request.encode("ascii") + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
+            with suppress(BrokenPipeError):  # it may have said why
+                process.stdin.write(request.encode("ascii") + b"\n")
+                process.stdin.flush()
+            while (line := process.stdout.readline()) and not line.startswith(b"{"):
+                said = line.strip() or said  # no answer, but what Python itself says when the program ends by an error
         except BaseException:  # after Ctrl-C before the answer, the next request would get this answer
             self._drop()
             raise
         if not line.endswith(b"\n"):
-            raise DataError(f"the chat template fails: {self._why(self._drop())}")
+            raise DataError(f"the chat template fails: {self._why(self._drop(), said.decode(errors='replace'))}")
         answer: dict[str, str] = json.loads(line)
         if "unreadable" in answer:
             raise DataError(f"the chat template is no program that jinja2 understands: {answer['unreadable']}")
@@ -113,10 +117,11 @@ class TemplateProcess:
         process.kill()
         return _ended(process)
 
-    def _why(self, status: int) -> str:
+    def _why(self, status: int, said: str) -> str:
         if status == -signal.SIGXCPU:
             return f"it takes more than {self.limits.seconds} s"
-        return f"its process ended with {'signal' if status < 0 else 'status'} {abs(status)}"
+        ended = f"its process ended with {'signal' if status < 0 else 'status'} {abs(status)}"
+        return f"{ended}: {shown(said)}" if said else ended
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
@@ -130,6 +135,13 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+def _places() -> list[str]:
+    """Where the program looks for modules: this process's path, and where its import hooks find jinja2."""
+    specs = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
+    packages = [os.path.dirname(os.path.dirname(spec.origin)) for spec in specs if spec and spec.origin]
+    return list(dict.fromkeys([*(place or os.getcwd() for place in sys.path), *packages]))
 
 
 def _require_jinja() -> None:

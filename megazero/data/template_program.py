@@ -3,7 +3,7 @@
 A template is an untrusted program that comes with a tokenizer. Jinja's sandbox restricts what it can access. It does
 not prevent endless loops or huge strings, and one product of long numbers or strings can block a process. So the
 template runs in a process of its own with limits of the kernel. This module imports nothing of megazero;
-`template_process` starts it.
+`template_process` starts it as a file.
 
     {"source": ..., "limits": ...}       -> {"text": ""}
     {"variables": ..., "today": ISO}     -> {"text": ...}
@@ -128,3 +128,7 @@ def _to_json(
 ) -> str:
     """Replaces Jinja's own filter, which escapes characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from megazero.data.template_process import TemplateProcess
 from megazero.data.template_program import Limits
 from tests.forks import fork
 
+ROOT = Path(__file__).parents[2]
 QUICK = Limits(seconds=1, memory=1 << 28, characters=1 << 16, growth=2)
 IF_EVIL = "{% if evil %}%s{% endif %}fine{{ evil }}"
 ENDLESS = {
@@ -72,6 +74,37 @@ def test_what_is_given_is_json() -> None:
     assert template.render({"x": "\ud83d\n\u2028"}) == "\ud83d\n\u2028"
     with pytest.raises(DataError, match="cannot be given what is no JSON: Object of type object"):
         template.render({"x": object()})
+
+
+def _started(folder: Path, *, before: str = "") -> subprocess.CompletedProcess[str]:
+    """A program in a folder that has no package, with the import hook of an editable install, renders a template."""
+    hook = f"""
+import importlib.machinery, importlib.util, sys
+class Hook:
+    def find_spec(name, path=None, target=None):
+        if name in ("megazero", "fused_ops"):
+            return importlib.machinery.PathFinder.find_spec(name, [{str(ROOT)!r}])
+sys.path[:] = [place for place in sys.path if place not in ("", {str(ROOT)!r})]
+sys.meta_path.append(Hook)
+{before}
+from megazero.data.template_process import TemplateProcess
+print(TemplateProcess("{{{{ x }}}}").render({{"x": "rendered"}}))
+"""
+    return subprocess.run([sys.executable, "-c", hook], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_an_import_hook_may_find_the_package(tmp_path: Path) -> None:
+    """The process of the template has no such hook."""
+    done = _started(tmp_path)
+    assert (done.stdout, done.stderr) == ("rendered\n", "")
+
+
+def test_what_ends_the_process_is_said(tmp_path: Path) -> None:
+    """A jinja2 that fails where it is imported: its last line is in the message."""
+    (tmp_path / "jinja2").mkdir()
+    (tmp_path / "jinja2" / "__init__.py").write_text("import os, sys\nsys.exit('no jinja today')\n")
+    done = _started(tmp_path, before=f"sys.path.insert(0, {str(tmp_path)!r})")
+    assert "the chat template fails: its process ended with status 1: 'no jinja today'" in done.stderr
 
 
 def test_nothing_is_left() -> None:
