@@ -36,7 +36,8 @@ def prepared_anew(found: CudaLibrary, function: Any, arguments: Sequence[Argumen
     given = [as_c_argument(argument) for argument in arguments]
     (scratch, *_), *_ = found._scratch.values()
     launch = _Launch(0, scratch.data_ptr(), scratch.numel(), 0)
-    assert function(ctypes.byref(launch), *given) == 0
+    failed = function(ctypes.byref(launch), *given)
+    assert not failed
 
 
 def microseconds(body: Callable[[], object]) -> float:

@@ -179,6 +179,33 @@ def test_no_global_statement() -> None:
     assert not wrong, wrong
 
 
+PURE = """Size _lends all any bool cast dict dim is_contiguous is_file is_dir isinstance keys len max min nbytes numel
+prod set sorted startswith stride sum to tuple zip""".split()
+"""Functions and methods without an effect, which an assertion may call."""
+
+
+def effects_of_assertions(tree: Iterable[ast.AST]) -> list[int]:
+    """Lines of assertions whose condition calls what may have an effect, or binds a name."""
+    return [
+        assertion.lineno
+        for assertion in tree
+        if isinstance(assertion, ast.Assert)
+        for node in ast.walk(assertion.test)
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield)
+        or (isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] not in PURE)
+    ]
+
+
+def test_no_assertion_has_an_effect() -> None:
+    """Python leaves assertions out under -O; the program is the same."""
+    told = "assert next(it) is None\nassert (n := 3)\nassert all(d.pop(x) for x in y)\nassert len(a.b) == 2"
+    assert effects_of_assertions(ast.walk(ast.parse(told))) == [1, 2, 3]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}" for path in OURS.values() for line in effects_of_assertions(nodes(path))
+    ]
+    assert not found
+
+
 CHANGES = ("insert", "append", "extend", "remove", "pop", "clear")
 
 

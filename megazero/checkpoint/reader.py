@@ -115,7 +115,8 @@ def read_portions(
         ahead = _ReadAhead(_reads(files, held, columns), pool)
         try:
             total = sum(ahead.fill(number, fragments, portions) for number, fragments in enumerate(held))
-            assert next(portions, None) is None, "more portions than were told"  # and the last one is stored now
+            surplus = next(portions, None)  # the last portion is stored when the next one is asked for
+            assert surplus is None, "more portions than were told"
             return total
         finally:
             ahead.cancel()

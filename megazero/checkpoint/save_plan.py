@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from megazero.checkpoint.format import WEIGHT, columns_of
+from megazero.checkpoint.narrowing import narrowed
 from megazero.zero.fragment import Fragment, FragmentSpec, StoredFragment
 
 _Fragment = TypeVar("_Fragment", bound=FragmentSpec)
@@ -73,7 +74,8 @@ def values_to_write(
         start, stop = max(one.start, wanted.start), min(one.stop, wanted.stop)
         held = columns_of(one)
         columns = {
-            name: held[name][start - one.start : stop - one.start].to(dtype) for name, dtype in wanted.dtypes.items()
+            name: narrowed(held[name][start - one.start : stop - one.start], dtype, one.spec.name)
+            for name, dtype in wanted.dtypes.items()
         }
         return Fragment(one.spec, start, stop, **columns)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.narrowing import narrowed
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.inventory import TABLES
@@ -40,7 +41,7 @@ class Rounded(_Changed):
         self.dtype = dtype
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        return super().read(name, column).to(self.dtype)
+        return narrowed(super().read(name, column), self.dtype, name)
 
 
 def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.blocks import DTYPES
 from megazero.checkpoint.format import MANIFEST, CheckpointError, Manifest
+from megazero.checkpoint.narrowing import narrowed
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
 from megazero.checkpoint.resume_changes import record_of, run_from
@@ -164,7 +165,9 @@ def _portions(source: Source, fragments: Sequence[StoredFragment], advance: Adva
         for column, dtype in held.dtypes.items():
             values = source.read(held.spec.name, column).reshape(-1)
             for start, stop in windows(held.numel, PART):
-                yield [Fragment(held.spec, start, stop, **{column: values[start:stop].to(dtype)})]
+                yield [
+                    Fragment(held.spec, start, stop, **{column: narrowed(values[start:stop], dtype, held.spec.name)})
+                ]
             advance(values.nbytes)
             del values  # or it would be held while the next one is read
 

@@ -28,9 +28,8 @@ def parameters_by_name(chunks: Sequence[Sequence[nn.Module]], *, trained: bool) 
     by_name: dict[str, Parameter] = {}
     for parameter in (p for units in chunks for unit in units for p in unit.parameters() if p.requires_grad == trained):
         spec = spec_of(parameter)
-        assert by_name.setdefault(spec.name, cast(Parameter, parameter)) is parameter, (
-            f"two parameters are called {spec.name}"
-        )
+        first = by_name.setdefault(spec.name, cast(Parameter, parameter))
+        assert first is parameter, f"two parameters are called {spec.name}"
     return by_name
 
 

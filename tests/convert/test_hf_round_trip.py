@@ -152,6 +152,6 @@ def test_other_dtypes_and_overflow(tmp_path: Path) -> None:
     model = random_model(case)
     model.model.decoder.layers[1].fc1.weight.data[3, 4] = 7e4
     model.save_pretrained(tmp_path / "large")
-    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.up\.weight holds 70000, and torch\.float16 ends at 65504"):
+    with pytest.raises(ValueError, match=r"layers\.1\.fc1\.weight holds 70000, and torch\.float16 ends at 65504"):
         to("hf", tmp_path / "large", tmp_path / "fp16", TargetOptions(dtype=torch.float16))
     assert not (tmp_path / "fp16").exists()

@@ -46,7 +46,7 @@ def test_a_source_that_transformers_does_not_open(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuses)
     verdict = verified(tmp_path)
-    assert verdict.holds and "does not open" in verdict.lines[-1]
+    assert verdict.holds and "does not open" in verdict.lines[-2] and "not compared: what megazero" in verdict.lines[-1]
 
 
 def altered(to: str, pattern: str, alter: Callable[[Any], None], folder: Path, wanted: TargetOptions) -> Verdict:

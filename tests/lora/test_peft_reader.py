@@ -12,8 +12,12 @@ import pytest
 import torch
 
 import megazero
-from megazero.convert.registry import open_source, recognise
+from megazero.convert.convert import convert
+from megazero.convert.formats import TargetOptions
+from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError
+from megazero.convert.verification import verify
+from megazero.data.progress import silent
 from tests.lora.families import saved_base, their_base, with_adapters
 from tests.parity.float64 import in_float64
 
@@ -28,6 +32,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "opt",
         {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "k_proj", "fc2"]},
     ),
+    "llama, some of its layers": (
+        "llama",
+        {"r": 4, "lora_alpha": 16, "target_modules": ["v_proj", "down_proj", "q_proj"], "layers_to_transform": [1]},
+    ),
+    "llama, scales of their own": (
+        "llama",
+        {
+            "r": 2,
+            "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj"],
+            "rank_pattern": {"q_proj": 5, "layers.1.mlp.up_proj": 3},
+            "alpha_pattern": {"v_proj": 3, "layers.0.self_attn.o_proj": 7.5, "up_proj": 1},
+        },
+    ),
     "gpt2": ("gpt2", {"r": 3, "target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}),
     "bloom": ("bloom", {"r": 3, "target_modules": ["query_key_value"]}),
 }
@@ -39,7 +56,7 @@ def made(family: str, settings: dict[str, Any], folder: Path) -> Path:
     with in_float64():
         torch.manual_seed(3)
         model = peft.get_peft_model(
-            their_base(base), peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+            their_base(base), peft.LoraConfig(**{"task_type": "CAUSAL_LM", "init_lora_weights": False, **settings})
         )
         model.save_pretrained(folder / "adapter")
     return folder / "adapter"
@@ -58,6 +75,75 @@ def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
     ours = megazero.load(adapter, precision="fp64")(ids)
     assert (theirs - before).abs().max() > 1e-3 * theirs.abs().max(), "the adapters change nothing"
     assert (ours - theirs).abs().max() < (1e-6 if family == "bloom" else 1e-10) * theirs.abs().max()
+
+
+@pytest.mark.few(cases=3)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_is_written_again(case: str, tmp_path: Path) -> None:
+    """Adapters to adapters: PEFT gives the same logits with what is written as with what it wrote, and so do we."""
+    family, settings = CASES[case]
+    adapter, again = made(family, settings, tmp_path), tmp_path / "again"
+    with open_source(adapter) as source:
+        convert(source, format_table()["peft"], again, TargetOptions(), silent)
+        verdict = verify(source, again, "peft", silent)
+    assert verdict.holds, verdict.lines
+    ids = torch.randint(1003, (2, 12), generator=torch.Generator().manual_seed(1))
+    with in_float64(), torch.no_grad():
+        first, second = (with_adapters(their_base(tmp_path / family), path)(ids).logits for path in (adapter, again))
+    assert (first - second).abs().max() < 1e-12 * first.abs().max()
+    ours = [megazero.load(path, precision="fp64")(ids) for path in (adapter, again)]
+    assert (ours[0] - ours[1]).abs().max() < 1e-12 * ours[0].abs().max()
+    was, now = (safetensors_keys(path) for path in (adapter, again))
+    assert was == now, "no module gets an adapter that it had not, and ranks stay"
+
+
+def safetensors_keys(adapter: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import safe_open
+
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+CHANGES_ITS_BASE: tuple[str, ...] = ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga", "of tomorrow")
+MORE: tuple[dict[str, Any], ...] = (
+    {"alora_invocation_tokens": [1, 2]},
+    {"loftq_config": {"loftq_bits": 4}},
+    {"modules_to_save": ["lm_head"]},
+    {"kasa_config": {"beta": 1}},
+    {"key_of_tomorrow": 3},
+    {"bias": "all"},
+    {"peft_type": "IA3"},
+    {"alpha_pattern": {"(a+)+b": 2}},
+    {"alpha_pattern": {"q_proj": "2"}},
+    {"alpha_pattern": {"q_proj": -2}},
+    {"alpha_pattern": [2]},
+)
+
+
+def test_only_what_is_known_to_be_plain_is_read(tmp_path: Path) -> None:
+    """Other ways to begin, and every key that nobody knows, with a value that could mean anything."""
+    adapter = made("llama", CASES["llama, query and value"][1], tmp_path)
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for change in (*({"init_lora_weights": way} for way in CHANGES_ITS_BASE), *MORE):
+        file.write_text(json.dumps(config | change))
+        ((key, _),) = change.items()
+        with pytest.raises(ConversionError, match=key):
+            open_source(adapter)
+    plain: tuple[dict[str, Any], ...]
+    plain = {"init_lora_weights": "gaussian"}, {"key_of_tomorrow": None}, {"key_of_tomorrow": {}}
+    for change in plain:
+        file.write_text(json.dumps(config | change))
+        open_source(adapter).closing.close()
+
+
+def test_a_base_that_peft_has_changed_is_not_the_one_on_disk(tmp_path: Path) -> None:
+    """PiSSA takes the largest directions out of W. Its adapter without that W is another model."""
+    peft, base = pytest.importorskip("peft"), saved_base("llama", tmp_path)
+    settings = CASES["llama, query and value"][1] | {"task_type": "CAUSAL_LM", "init_lora_weights": "pissa"}
+    peft.get_peft_model(their_base(base).float(), peft.LoraConfig(**settings)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConversionError, match=r"init_lora_weights 'pissa'; .*path_initial_model_for_weight_conversion"):
+        open_source(tmp_path / "adapter")
 
 
 def test_what_is_more_than_low_rank_is_refused(tmp_path: Path) -> None:

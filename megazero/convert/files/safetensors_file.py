@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.narrowing import narrowed
+
 CODES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,20 +67,22 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for slot, tensor in zip(slots, tensors, strict=True):
             assert tuple(tensor.shape) == slot.shape, f"{slot.key}: {tuple(tensor.shape)} instead of {slot.shape}"
-            for piece in flat_pieces(tensor, slot.dtype):
+            for piece in flat_pieces(tensor, slot.dtype, slot.key):
                 file.write(piece.view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def flat_pieces(tensor: Tensor, dtype: torch.dtype) -> Iterable[Tensor]:
+def flat_pieces(tensor: Tensor, dtype: torch.dtype, name: str) -> Iterable[Tensor]:
     """The values in row-major order, as contiguous 1-D pieces of this dtype of at most `BLOCK` elements. A strided view
     is never copied as a whole.
+
+    name: of the tensor, for the message of OutOfRange, which is raised for a finite value that the dtype cannot hold.
     """
     if tensor.is_contiguous():
         for piece in tensor.detach().reshape(-1).split(BLOCK):
-            yield piece.to(dtype)
+            yield narrowed(piece, dtype, name)
         return
     row = max(tensor[0].numel(), 1)
     for rows in tensor.detach().split(max(BLOCK // row, 1)):
-        yield rows.to(dtype).contiguous().reshape(-1)
+        yield narrowed(rows, dtype, name).contiguous().reshape(-1)

@@ -63,7 +63,7 @@ class TorchFileWriter:
             opened.pop_all()
 
     def feed(self, piece: Tensor) -> None:
-        """Add the next elements of the current tensor, [any], rounded to its dtype.
+        """Add the next elements of the current tensor, [any], in its dtype.
 
         A piece holds elements of one tensor only.
         """
@@ -71,7 +71,8 @@ class TorchFileWriter:
         assert piece.numel() <= self._missing, (
             f"{self._path}: {piece.numel()} elements where {self._missing} are missing"
         )
-        _pour(piece, self._entry, self._hollow.dtype)
+        assert piece.dtype == self._hollow.dtype, f"{self._path}: {piece.dtype} where {self._hollow.dtype} is announced"
+        _pour(piece, self._entry)
         self._missing -= piece.numel()
         if not self._missing:
             self._next()
@@ -101,7 +102,7 @@ class TorchFileWriter:
                 return
             with entry:
                 if isinstance(tensor, Tensor):
-                    _pour(tensor.detach().cpu(), entry, tensor.dtype)
+                    _pour(tensor.detach().cpu(), entry)
 
     def _open(self, name: str, size: int) -> IO[bytes]:
         """Begin an entry whose bytes start at a multiple of 64, as in torch's own files."""
@@ -125,14 +126,12 @@ def write_torch_file(path: Path, structure: Any) -> None:
         pass
 
 
-def _pour(tensor: Tensor, entry: IO[bytes], dtype: torch.dtype) -> None:
-    """Write a tensor's elements, a few MiB at a time. A tensor that is not contiguous or of another dtype is never
-    copied as a whole.
-    """
+def _pour(tensor: Tensor, entry: IO[bytes]) -> None:
+    """Write a tensor's elements, a few MiB at a time. A tensor that is not contiguous is never copied as a whole."""
     parts = tensor.reshape(-1) if tensor.is_contiguous() or tensor.dim() < 2 else tensor
-    step = max(1, _PIECE // max(1, parts[:1].numel() * dtype.itemsize))
+    step = max(1, _PIECE // max(1, parts[:1].numel() * tensor.dtype.itemsize))
     for start in range(0, parts.shape[0], step):
-        entry.write(parts[start : start + step].to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
+        entry.write(parts[start : start + step].contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 class _Pickle:

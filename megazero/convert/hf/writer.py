@@ -29,7 +29,7 @@ from megazero.convert.hf.files import INDEX, SINGLE
 from megazero.convert.hf.rules import Names, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
-from megazero.convert.source import ConversionError, Source
+from megazero.convert.source import Source
 from megazero.convert.tokenizers import end_of_turn
 
 SHARD_BYTES = 5_000_000_000
@@ -54,10 +54,11 @@ def write_hf(
     source.report.notes += [f"{CONFIG} of a {family.model_type} model has no key for it: {problem}" for problem in lost]
     slots = _slots(source, family.names, dtype)
     shards = _shards(slots, shard_bytes)
-    tensors = _tensors(source, family.names, dtype, advance)
+    tensors = _tensors(source, family.names, advance)
     for name, shard in shards.items():
         write_safetensors(folder / name, shard, itertools.islice(tensors, len(shard)), _METADATA)
-    assert next(tensors, None) is None, "every tensor has its slot"
+    surplus = next(tensors, None)  # reports the last tensor as read
+    assert surplus is None, "every tensor has its slot"
     if len(shards) > 1:
         weight_map = {slot.key: name for name, shard in shards.items() for slot in shard}
         sizes = {"total_size": sum(slot.nbytes for slot in slots)}
@@ -92,23 +93,10 @@ def _shards(slots: Sequence[TensorHeader], most: int) -> dict[str, list[TensorHe
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-def _tensors(source: Source, names: Names, dtype: torch.dtype, advance: Advance) -> Iterator[Tensor]:
+def _tensors(source: Source, names: Names, advance: Advance) -> Iterator[Tensor]:
     for name, entry in source.entries.items():
-        tensor = source.read(name)
-        _refuse_overflow(name, tensor, dtype)
-        yield from names.rule(name).how.theirs(source.model, tensor)
+        yield from names.rule(name).how.theirs(source.model, source.read(name))
         advance(entry.nbytes())
-
-
-def _refuse_overflow(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a weight that would become infinite in the dtype."""
-    if tensor.dtype == dtype or torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
-        return
-    largest = max(abs(extreme.item()) for extreme in torch.aminmax(tensor))
-    if torch.finfo(dtype).max < largest < float("inf"):
-        raise ConversionError(
-            f"{name} holds {largest:g}, and {dtype} ends at {torch.finfo(dtype).max:g}; nearest: --dtype bf16, or fp32"
-        )
 
 
 def _write_configs(

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.config.lora import adapted, alpha, layers_of
-from megazero.config.schema import LoraConfig, ModelConfig
+from megazero.config.lora import alpha, layers_of, scale
+from megazero.config.schema import ModelConfig
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import family_for, read_json
@@ -71,38 +72,77 @@ def key_of(module: str, factor: str) -> str:
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
-def pairs(names: Names, model: ModelConfig, lora: LoraConfig) -> list[AdapterPair]:
-    """All adapters of a run, in the model's order. Raises ValueError where the family has no tensor for a layer."""
-    layers = adapted(lora, model)
-    return [pair for number in range(model.num_layers) for pair in pairs_of_block(names, number, layers)]
+@dataclass(frozen=True)
+class _Module:
+    """A module of theirs with an adapter.
 
-
-def target_modules(names: Names, model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The ends of module names that PEFT matches: the last part of the name, or two parts where another layer has the
-    same last part.
+    pair     the layer of ours that it is a part of
+    part     which part
+    columns  the columns of the layer's B, and rows of its A, that the module has: [rank of the module], int64
     """
-    every = [module for pair in pairs_of_block(names, 0, layers_of(model)) for module in pair.modules]
-    wanted = [module for pair in pairs_of_block(names, 0, adapted(lora, model)) for module in pair.modules]
+
+    name: str
+    pair: AdapterPair
+    part: int
+    columns: Tensor
+
+
+def _modules(names: Names, adapters: Source) -> list[_Module]:
+    """The modules with an adapter, in the model's order.
+
+    Where the parts of a layer came with an A each (`peft_reader` puts them above each other), each part gets its own
+    back: the columns of B in which it alone has values. A part without values in any has no adapter. Columns that no
+    part has values in belong to all.
+    """
+    model, modules = adapters.model, []
+    for number in range(model.num_layers):
+        for pair in pairs_of_block(names, number, layers_of(model)):
+            if f"{pair.layer}.{FACTORS[1]}" not in adapters.entries:
+                continue
+            used = [part.ne(0).any(0) for part in pair.parts(model, adapters.read(f"{pair.layer}.{FACTORS[1]}"))]
+            unused = ~torch.stack(used).any(0)
+            columns = [torch.nonzero(of_part | unused).flatten() for of_part in used]
+            modules += [
+                _Module(name, pair, part, own)
+                for part, (name, own) in enumerate(zip(pair.modules, columns, strict=True))
+                if len(own)
+            ]
+    return modules
+
+
+def _target_modules(names: Names, model: ModelConfig, wanted: Sequence[str]) -> list[str]:
+    """The ends of module names that PEFT matches, as short as they name no module without an adapter."""
+    every = [
+        module
+        for number in range(model.num_layers)
+        for pair in pairs_of_block(names, number, layers_of(model))
+        for module in pair.modules
+    ]
+    unwanted = set(every).difference(wanted)
 
     def end(module: str, parts: int) -> str:
         return ".".join(module.split(".")[-parts:])
 
-    unwanted = {end(module, 1) for module in every if module not in wanted}
-    return sorted({end(module, 2 if end(module, 1) in unwanted else 1) for module in wanted})
+    taken = {parts: {end(module, parts) for module in unwanted} for parts in (1, 2)}
+    ends = ((end(module, 1), end(module, 2), module) for module in wanted)
+    return sorted({one if one not in taken[1] else two if two not in taken[2] else whole for one, two, whole in ends})
 
 
-def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
+def _config(names: Names, adapters: Source, modules: Sequence[_Module], base: str) -> dict[str, Any]:
     """The content of adapter_config.json. base: the path or name at which PEFT will look for the base model."""
-    number = alpha(lora)
+    lora = adapters.run.lora
+    ranks = {module.name: len(module.columns) for module in modules if len(module.columns) != lora.lora_rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.lora_rank,
-        "lora_alpha": int(number) if number == int(number) else number,
+        "lora_alpha": _number(alpha(lora)),
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: _number(scale(lora) * rank) for name, rank in ranks.items()},
         "lora_dropout": lora.lora_dropout,
-        "target_modules": target_modules(names, model, lora),
-        "fan_in_fan_out": any(_transposed(pair.rule) for pair in pairs_of_block(names, 0, adapted(lora, model))),
+        "target_modules": _target_modules(names, adapters.model, [module.name for module in modules]),
+        "fan_in_fan_out": any(_transposed(module.pair.rule) for module in modules),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
@@ -110,6 +150,10 @@ def config_of(names: Names, model: ModelConfig, lora: LoraConfig, base: str) -> 
         "modules_to_save": None,
         "inference_mode": True,
     }
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
 
 
 def write_adapters(
@@ -120,35 +164,35 @@ def write_adapters(
     advance: Advance = lambda _: None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write both files into an existing folder. adapters: a checkpoint's adapters, not merged. dtype: None keeps
-    theirs.
+    """Write both files into an existing folder. adapters: a checkpoint's adapters, not merged, of any of its layers.
+    dtype: None keeps theirs.
 
     Raises OSError.
     """
-    model, lora = adapters.model, adapters.run.lora
-    found = pairs(names, model, lora)
+    modules = _modules(names, adapters)
 
     def tensors() -> Iterator[Tensor]:
-        for pair in found:
-            a, b = (adapters.read(f"{pair.layer}.{factor}") for factor in FACTORS)
-            for rows in pair.parts(model, b):
-                yield from (a, rows)
+        for layer, parts in groupby(modules, lambda module: module.pair.layer):
+            a, b = (adapters.read(f"{layer}.{factor}") for factor in FACTORS)
+            for module in parts:
+                rows = module.pair.parts(adapters.model, b)[module.part]
+                yield from (a[module.columns], rows[:, module.columns])
             advance(a.nbytes + b.nbytes)
 
-    slots = [slot for pair in found for slot in _slots(pair, adapters, dtype)]
+    slots = [slot for module in modules for slot in _slots(module, adapters, dtype)]
     write_safetensors(folder / TENSORS, slots, tensors(), {"format": "pt"})
     with open(folder / CONFIG, "x") as file:
-        json.dump(config_of(names, model, lora, base), file, indent=2)
+        json.dump(_config(names, adapters, modules, base), file, indent=2)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _slots(pair: AdapterPair, adapters: Source, wanted: torch.dtype | None) -> Iterator[TensorHeader]:
-    a, b = (adapters.entries[f"{pair.layer}.{factor}"] for factor in FACTORS)
-    rows = pair.parts(adapters.model, torch.empty(b.shape, device="meta"))
-    for module, part in zip(pair.modules, rows, strict=True):
-        for factor, shape, dtype in (("A", a.shape, a.columns[WEIGHT]), ("B", tuple(part.shape), b.columns[WEIGHT])):
-            yield TensorHeader(key_of(module, factor), wanted or dtype, shape)
+def _slots(module: _Module, adapters: Source, wanted: torch.dtype | None) -> Iterator[TensorHeader]:
+    a, b = (adapters.entries[f"{module.pair.layer}.{factor}"] for factor in FACTORS)
+    rows = module.pair.parts(adapters.model, torch.empty(b.shape, device="meta"))[module.part].shape[0]
+    rank = len(module.columns)
+    yield TensorHeader(key_of(module.name, "A"), wanted or a.columns[WEIGHT], (rank, a.shape[1]))
+    yield TensorHeader(key_of(module.name, "B"), wanted or b.columns[WEIGHT], (rows, rank))
 
 
 def names_for(model: ModelConfig, base: Source) -> Names:

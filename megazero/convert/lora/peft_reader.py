@@ -8,6 +8,7 @@ in B where a part has no adapter.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,18 +30,28 @@ from megazero.convert.lora.peft import CONFIG, TENSORS, AdapterPair, key_of, nam
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.system.reading import shown
 
-_NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
-_DEMANDS: Mapping[str, tuple[Any, ...]] = {
+_ANY = frozenset(
+    """alpha_pattern auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode
+    layers_pattern layers_to_transform lora_alpha lora_dropout megatron_config megatron_core peft_version
+    qalora_group_size r rank_pattern revision runtime_config target_modules task_type use_rslora""".split()
+)
+"""Keys of adapter_config.json that leave an adapter W + scale B A whatever they hold, or of which the scale is made."""
+_ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    **dict.fromkeys(
-        ("use_dora", "lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "alpha_pattern"), _NOTHING
-    ),
-    **dict.fromkeys(
-        ("layer_replication", "trainable_token_indices", "target_parameters", "arrow_config", "velora_config"), _NOTHING
-    ),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""Keys of adapter_config.json and the values that leave an adapter W + scale B A."""
+"""Keys that leave it so with these values. Other ways to begin (PiSSA, OLoRA, CorDA, LoftQ) change W."""
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
+"""The values with which every other key, also one that nobody knows yet, leaves it so."""
+_PLAIN = re.compile(r"[\w.]+")
+"""A pattern of module names that is a name. PEFT takes regular expressions."""
+
+
+_CONVERTED = (
+    "; PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...) makes plain LoRA of an adapter that "
+    "changes its base"
+)
 
 
 def recognises(path: Path) -> bool:
@@ -52,10 +63,14 @@ def open_peft(path: Path) -> PeftAdapters:
     """Adapters that get their names once the model is known (`PeftAdapters.on`). Raises ConversionError."""
     config = read_json(path / CONFIG)
     wrong = [
-        f"{key} {config[key]!r}" for key, allowed in _DEMANDS.items() if key in config and config[key] not in allowed
+        f"{key} {shown(value)}"
+        for key, value in config.items()
+        if key not in _ANY and value not in _ONLY.get(key, _NOTHING)
     ]
     if wrong:
-        raise ConversionError(f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA, W + scale B A")
+        begun = isinstance(config.get("init_lora_weights"), str) * _CONVERTED
+        raise ConversionError(f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA, W + scale B A{begun}")
+    _check_patterns(path, config)
     for key, field in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
         try:
             reason = out_of_range(field, run_options()[field].from_value(config.get(key)) or 0)
@@ -72,6 +87,20 @@ def open_peft(path: Path) -> PeftAdapters:
     return source
 
 
+def _check_patterns(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse an alpha_pattern that is not names of modules with a number each."""
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ConversionError(f"{path / CONFIG}: alpha_pattern {shown(patterns)} is no object")
+    for name, alpha in patterns.items():
+        is_number = type(alpha) in (int, float) and 0 < alpha < math.inf
+        if not _PLAIN.fullmatch(name) or not is_number:
+            raise ConversionError(
+                f"{path / CONFIG}: alpha_pattern {shown(name)}: {shown(alpha)} is not the name of a module, or the end "
+                "of one, with a number above 0"
+            )
+
+
 class PeftAdapters(UnboundAdapters):
     """PEFT's two files, before the model that they belong to is known."""
 
@@ -80,6 +109,13 @@ class PeftAdapters(UnboundAdapters):
         lora = LoraConfig(lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]))
         super().__init__("peft", path, Run(checkpoint=CheckpointConfig(init_from=base), lora=lora), {})
         self.stored, self.by_root = stored, bool(config.get("use_rslora"))
+        self._alphas: dict[str, float] = config.get("alpha_pattern") or {}
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha of a module: of the first pattern that its name ends with, else the adapter's."""
+        ends = (alpha for end, alpha in self._alphas.items() if re.search(rf"(^|\.){end}$", module))
+        assert self.run.lora.lora_alpha is not None
+        return next(ends, self.run.lora.lora_alpha)
 
     def on(self, base: Source) -> Source:
         return BoundAdapters(self, base)
@@ -113,9 +149,8 @@ class BoundAdapters(Source):
         entries: dict[str, TensorInfo] = {}
         for number in range(base.model.num_layers):
             for pair in pairs_of_block(names, number, layers_of(base.model)):
-                keys = [(key_of(module, "A"), key_of(module, "B")) for module in pair.modules]
-                parts = [self._part(files, a, b) for a, b in keys]
-                left -= {key for both in keys for key in both}
+                parts = [self._part(files, module) for module in pair.modules]
+                left -= {key_of(module, factor) for module in pair.modules for factor in "AB"}
                 if any(part.rank for part in parts):
                     self._layers[pair.layer] = pair, parts, _share_a(parts)
                     entries |= dict(self._entries(base, pair, parts))
@@ -125,18 +160,18 @@ class BoundAdapters(Source):
             )
         self.entries = entries
 
-    def _part(self, files: PeftAdapters, a: str, b: str) -> _Part:
+    def _part(self, files: PeftAdapters, module: str) -> _Part:
+        a, b = key_of(module, "A"), key_of(module, "B")
         if a not in files.stored and b not in files.stored:
             return _Part()
         shapes = [files.stored[key].shape if key in files.stored else () for key in (a, b)]
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
             raise ConversionError(f"{files.path}: {a} and {b} do not belong together")
-        lora, rank = self.run.lora, shapes[0][0]
+        rank = shapes[0][0]
         if not rank:
             raise ConversionError(f"{files.path / TENSORS}: {a} is of rank 0")
-        assert lora.lora_alpha is not None
-        own = lora.lora_alpha / (math.sqrt(rank) if files.by_root else rank)
-        return _Part(files.stored[a], files.stored[b], own / scale(lora))
+        own = files.alpha_of(module) / (math.sqrt(rank) if files.by_root else rank)
+        return _Part(files.stored[a], files.stored[b], own / scale(self.run.lora))
 
     def _entries(self, base: Source, pair: AdapterPair, parts: list[_Part]) -> Iterator[tuple[str, TensorInfo]]:
         weight = base.entries[f"{pair.layer}.weight"].shape

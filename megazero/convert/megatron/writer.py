@@ -140,7 +140,7 @@ def _feed(file: TorchFileWriter, whole: Tensor, name: str, rows: int, rank: int,
         own = rows // tp
         part = whole[rank * own : (rank + 1) * own]
         missing = own - part.shape[0]
-    for piece in flat_pieces(part, dtype) if part.numel() else ():
+    for piece in flat_pieces(part, dtype, name) if part.numel() else ():
         file.feed(piece)
     if missing:
         file.feed(torch.zeros(missing, *whole.shape[1:], dtype=dtype))

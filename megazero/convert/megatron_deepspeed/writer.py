@@ -13,6 +13,7 @@ import torch
 
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
+from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter, write_torch_file
 from megazero.convert.files.unpickle import record_type
 from megazero.convert.formats import Advance, TargetOptions
@@ -58,7 +59,8 @@ def _write_layer(
                 whole = source.read(name, WEIGHT)
                 for file, pieces in zip(files, rank_pieces(name, whole, tp, planned.rows), strict=True):
                     for piece in pieces:
-                        file.feed(piece)
+                        for flat in flat_pieces(piece, dtype, name):
+                            file.feed(flat)
                 advance(source.entries[name].nbytes())
 
 

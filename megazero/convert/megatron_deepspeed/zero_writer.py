@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.files.torch_file_writer import TensorPlaceholder, TorchFileWriter
 from megazero.convert.files.unpickle import Record, record_type
 from megazero.convert.formats import Advance, TargetOptions
@@ -103,7 +104,8 @@ def _fill(
             whole = source.read(name, column)
             for t, pieces in enumerate(rank_pieces(name, whole, len(files), planned.rows)):
                 for piece in pieces:
-                    at[t] = _pour(piece.reshape(-1), at[t], group.size, files[t])
+                    for flat in flat_pieces(piece, dtype, name):
+                        at[t] = _pour(flat, at[t], group.size, files[t])
     for t, ranks in enumerate(files):
         assert at[t] + group.padding == group.size * len(ranks), (
             f"{at[t]} elements and {group.padding} of padding for {len(ranks)} x {group.size}"

@@ -125,7 +125,7 @@ def write_torch(source: Source, folder: Path, options: TargetOptions, advance: A
     ) as file:
         for slot, made_of in zip(slots, written_names(source.model).values(), strict=True):
             for value in _read(source, made_of, advance):
-                for piece in flat_pieces(value, slot.dtype):
+                for piece in flat_pieces(value, slot.dtype, slot.key):
                     file.feed(piece)
     _write_args(args, folder)
 

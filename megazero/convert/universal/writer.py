@@ -83,7 +83,7 @@ def _parameter(source: Source, made_of: Sequence[str]) -> dict[str, Any]:
 def _values(source: Source, made_of: Sequence[str], column: str, advance: Advance) -> Iterator[Tensor]:
     """The values in order, a few million elements at a time."""
     for name in made_of:
-        yield from flat_pieces(source.read(name, column), torch.float32)
+        yield from flat_pieces(source.read(name, column), torch.float32, f"{column} of {name}")
         advance(source.entries[name].nbytes(column))
 
 
