@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from megazero.data.preprocess import ReaderOptions
+from megazero.data.input_files import JSON_ENDINGS, ReaderOptions
 from megazero.data.tokenizer import KINDS
 
 
@@ -18,7 +18,10 @@ def add_reader_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
     parser.add_argument(
-        "--format", default="auto", choices=("auto", "jsonl", "text"), help="auto: .jsonl, .json and .ndjson are jsonl"
+        "--format",
+        default="auto",
+        choices=("auto", "jsonl", "text"),
+        help=f"auto: {', '.join(JSON_ENDINGS)} are jsonl, other files text",
     )
     parser.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
     parser.add_argument(

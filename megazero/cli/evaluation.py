@@ -17,7 +17,7 @@ from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
-from megazero.data.preprocess import ReaderOptions
+from megazero.data.input_files import ReaderOptions
 from megazero.data.progress import Progress, to_stderr
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.documents import Document, indexed_documents, text_documents

@@ -22,7 +22,13 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.inference.broadcast_json import read_on_first_rank
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.conversation import Conversation, converse, start_messages, user_message
-from megazero.inference.generation_config import KEYS, applicable_defaults, generation_defaults, sampling_of
+from megazero.inference.generation_config import (
+    KEYS,
+    applicable_defaults,
+    generation_defaults,
+    not_applied,
+    sampling_of,
+)
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import STANDARD_INPUT, read_prompts
 from megazero.inference.text import IdTokenizer
@@ -140,6 +146,11 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     if advice := applicable_defaults(generation_defaults(loaded.generation), sampling_flags(args)):
         words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
         generator.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
+    if ignored := not_applied(loaded.generation):
+        generator.note(
+            "the model's generation_config.json changes the text in ways that are not applied here: "
+            + ", ".join(ignored)
+        )
     if args.interactive:
         converse(generator, grid, Conversation(generator, args.system) if args.chat else None)
         return

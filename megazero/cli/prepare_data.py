@@ -24,7 +24,10 @@ def parser() -> argparse.ArgumentParser:
     add_reader_flags(made)
     made.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
     add_tokenizer_flags(made, required=True)
-    made.add_argument("--append-eod", action="store_true", help="end each document with the tokenizer's separator")
+    made.add_argument("--append-eod", action="store_true", help="end each document with a separator")
+    made.add_argument(
+        "--eod-id", type=int, metavar="ID", help="the separator of --append-eod, if it is not the tokenizer's eos_token"
+    )
     made.add_argument("--workers", type=int, default=cores(), help="worker processes (default: all cores)")
     made.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     return made
@@ -38,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def prepare(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise DataError(f"--workers {args.workers}: must be at least 1")
-    job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod)
+    job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod, args.eod_id)
     done = preprocess(
         args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megazero.system.reading import BOUNDS, Unreadable, read_text
+from megazero.system.reading import BOUNDS, Unreadable, read_text, shown
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,6 +45,20 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(str(key))
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node. An explicit tag on text of another kind (`!!bool maybe`) raises what PyYAML happens to
+        raise there.
+        """
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (LookupError, ValueError, AttributeError, TypeError, ArithmeticError) as error:
+            kind = node.tag.removeprefix("tag:yaml.org,2002:")
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown(node.value)} is tagged !!{kind}, and is none", node.start_mark
+            ) from error
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """An integer of bounded length. Python's own bound is for decimal digits only, and its message is unclear."""

@@ -10,7 +10,7 @@ loss too. The tokenizer's chat template formats chats.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.chat import ROLES, STRANGE, ChatTemplate, Rendered, has_template, template_of
-from megazero.data.documents import RawDocument, documents, open_documents
+from megazero.data.documents import RawDocument, documents, json_record, open_documents
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
-from megazero.data.records import in_one_shape
+from megazero.data.records import COUNTS, in_one_shape
 from megazero.data.tokenizer import Tokenizer
-from megazero.system.reading import parse_json, raised_as, shown
+from megazero.system.reading import shown
 
 AT_ONCE = 512
 """Number of lines that are tokenized together, on all cores."""
@@ -123,7 +123,7 @@ class ConversationEncoder:
         more = {key: record[key] for key in ("tools", "documents") if key in record}
         template = self._chat_template(raw)
         with _named(raw):
-            return template.render(messages, **more)
+            return _counted(template.render(messages, **more), messages)
 
     def _chat_template(self, raw: RawDocument) -> ChatTemplate:
         if self.template is None:
@@ -201,15 +201,30 @@ def _wrong(raw: RawDocument, what: str) -> DataError:
     return DataError(f"{raw.path}, line {raw.line}: {what}")
 
 
+def _counted(rendered: Rendered, messages: Sequence[Mapping[str, Any]]) -> Rendered:
+    """Without the spans of turns that do not count. Raises DataError where they cannot be told from the others."""
+    counts = [_counts(message) for message in messages if message["role"] == "assistant"]
+    if all(counts):
+        return rendered
+    if len(counts) != len(rendered.spans):
+        raise DataError(
+            f"{counts.count(False)} of {len(counts)} turns of an assistant do not count (weight, train), and the chat "
+            f"template marks {len(rendered.spans)} texts as an assistant's: which are whose cannot be told"
+        )
+    return Rendered(rendered.text, tuple(span for span, counted in zip(rendered.spans, counts, strict=True) if counted))
+
+
+def _counts(message: Mapping[str, Any]) -> bool:
+    """Whether a turn is learned: not with "weight": 0 (as in OpenAI's files) or "train": false (as in Axolotl's)."""
+    return all(message.get(key) in (1, None) for key in COUNTS)
+
+
 def _record(raw: RawDocument) -> dict[str, Any]:
     try:
         text = raw.data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _wrong(raw, f"byte {error.start} is no UTF-8 ({error.reason})") from None
-    with raised_as(DataError):
-        record = parse_json(text, f"{raw.path}, line {raw.line}")
-    if not isinstance(record, dict):
-        raise _wrong(raw, f"no record, but {type(record).__name__}")
+    record = json_record(text, f"{raw.path}, line {raw.line}")
     strange = STRANGE.search(json.dumps(record, ensure_ascii=False))
     if strange:
         raise _wrong(raw, f"holds U+{ord(strange[0]):04X}, which is no character")
@@ -234,6 +249,14 @@ def _messages(raw: RawDocument, messages: Any) -> list[dict[str, Any]]:
             raise _wrong(raw, f"turn {number} ({role}) has no text as its content")
         if role == "assistant" and not content and not message.get("tool_calls"):
             raise _wrong(raw, f"turn {number} (assistant) is empty, so there is nothing to learn")
-    if not any(message["role"] == "assistant" for message in messages):
+        for key in COUNTS:
+            if message.get(key) not in (0, 1, None):
+                raise _wrong(
+                    raw, f"turn {number}: {key} {shown(message[key])} is neither 0 nor 1; a turn is learned or is not"
+                )
+    assistants = [message for message in messages if message["role"] == "assistant"]
+    if not assistants:
         raise _wrong(raw, "no turn is an assistant's, so there is nothing to learn")
+    if not any(map(_counts, assistants)):
+        raise _wrong(raw, "no turn of an assistant counts (weight, train), so there is nothing to learn")
     return messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
+from megazero.data.input_files import packing
 from megazero.data.utf8 import guess_encoding, skip_mark
-from megazero.system.reading import BOUNDS, json_type, listed, open_file, parse_json, raised_as
+from megazero.system.reading import BOUNDS, Unreadable, json_type, listed, open_file, parse_json, raised_as
 
-JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
-PACKED = (".gz", ".zst")
 PIECE = 1 << 23
+_ONE_A_LINE = (
+    "; a file of JSON lines has one object on each line: `jq -c '.[]' FILE` makes lines of an array, `jq -c . FILE` of "
+    "objects that span lines"
+)
 PACKED_PIECE = 1 << 10
 """Packed bytes that zstd unpacks at once. 4 bytes can stand for 128 kB, so the result has 32 MB at most."""
 
@@ -41,38 +44,6 @@ class RawDocument:
     last: bool
 
 
-def find_files(inputs: Sequence[str | Path], include: Sequence[str] = ()) -> list[Path]:
-    """The files in `inputs`, and all files in its folders (recursively, without hidden ones), each folder sorted.
-
-    include: patterns (`*.txt`). A file in a folder must match one of them by its name or its path within the folder.
-    Raises DataError for a missing input or if there is no file.
-    """
-    found: list[Path] = []
-    for name in inputs:
-        place = Path(name).expanduser()
-        if place.is_file():
-            found.append(place)
-        elif place.is_dir():
-            inside = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
-            seen = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-            found += sorted(
-                place / path for path in seen if not include or any(path.match(pattern) for pattern in include)
-            )
-        else:
-            raise DataError(f"no file or folder {place}" + " (it is a pipe or a device)" * place.exists())
-    if not found:
-        raise DataError(
-            f"no files in {', '.join(map(str, inputs))}"
-            + (f" that match --include {' '.join(include)}" if include else "")
-        )
-    return found
-
-
-def is_json(path: Path) -> bool:
-    """Whether the file is JSON by its ending, before .gz or .zst."""
-    return (Path(path.stem).suffix if path.suffix in PACKED else path.suffix) in JSON_ENDINGS
-
-
 @dataclass
 class OpenDocuments:
     """An open file: `stream` reads its unpacked bytes; `raw.tell()` is the position in the packed file."""
@@ -86,10 +57,10 @@ def open_documents(path: Path) -> Iterator[OpenDocuments]:
     with raised_as(DataError):
         file = open_file(path)
     with file as raw:
-        if path.suffix == ".gz":
+        if packing(path) == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield OpenDocuments(cast(BinaryIO, unpacked), raw)
-        elif path.suffix == ".zst":
+        elif packing(path) == ".zst":
             yield OpenDocuments(io.BufferedReader(_Zstd(raw, path), 1 << 20), raw)
         else:
             yield OpenDocuments(raw, raw)
@@ -187,6 +158,19 @@ def _character_start(data: bytes) -> int:
     return place
 
 
+def json_record(text: str, where: str) -> dict[str, Any]:
+    """The object in a line of JSON lines. Raises DataError, which says what is in the file instead."""
+    opening = text.lstrip()[:1]
+    try:
+        record = parse_json(text, where)
+    except Unreadable as error:
+        spread = opening in ("[", "{") and text.rstrip()[-1:] not in ("]", "}")
+        raise DataError(f"{error}{_ONE_A_LINE * spread}") from error
+    if isinstance(record, dict):
+        return record
+    raise DataError(f"{where} is {json_type(record)}, and no object{_ONE_A_LINE * (opening == '[')}")
+
+
 def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
     """The text of a document. errors: "strict" or "replace", for bytes that are no UTF-8.
 
@@ -203,11 +187,11 @@ def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
         ) from None
     if not raw.is_json:
         return text
-    with raised_as(DataError):
-        record = parse_json(text, where)
-    if not isinstance(record, dict) or not isinstance(record.get(json_key), str):
-        keys = listed(record) if isinstance(record, dict) else json_type(record)
-        raise DataError(f"{where} has no text under --json-key {json_key!r}; it holds {keys}")
+    record = json_record(text, where)
+    if json_key not in record:
+        raise DataError(f"{where} has no text under --json-key {json_key!r}; it holds {listed(record) or 'no key'}")
+    if not isinstance(record[json_key], str):
+        raise DataError(f"{where} holds {json_type(record[json_key])} under --json-key {json_key!r}, and no text")
     found: str = record[json_key]
     if any("\ud800" <= symbol <= "\udfff" for symbol in found):
         return found.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")

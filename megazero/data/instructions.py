@@ -18,14 +18,14 @@ from megazero.data.build import Datasets, cache_root
 from megazero.data.cache import cached_arrays
 from megazero.data.conversations import ConversationEncoder, read_conversations
 from megazero.data.dataset import EmptyDataset
-from megazero.data.documents import find_files
 from megazero.data.file_array import ArrayRows
 from megazero.data.indexed import BLOCK, DataError
+from megazero.data.input_files import find_files
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 
-FORMAT = 4
+FORMAT = 5
 """Version of the cache. It is increased when the same files give other tokens."""
 TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja")
 
@@ -82,7 +82,7 @@ def _tokenized(
     flag: str, names: Sequence[str], cfg: DataConfig, encoder: ConversationEncoder, report: Report
 ) -> Conversations:
     try:
-        paths = find_files(names)
+        paths = find_files(names, report=report)
     except DataError as error:
         raise DataError(f"{flag}: {error}") from error
     facts = {

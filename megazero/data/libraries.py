@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megazero.data.folder_tokens import FolderTokens, read_folder_tokens
 from megazero.data.indexed import DataError
 from megazero.data.special import CUT, SpecialTokens
 from megazero.system.reading import BOUNDS, parse_json, raised_as, read_bytes, read_text, shown
@@ -19,6 +20,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 Encoded = list[tuple[int, int, int]]
 """(id, start, stop) of each token: its id and the range of the text's characters that it covers."""
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+"""Tokens that end a document where tokenizer_config.json names none, the likeliest first."""
 
 
 class SentencePieceTokenizer:
@@ -53,6 +55,16 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)
 
+    def encode_inside(self, text: str) -> list[int]:
+        """As `encode`, without the blank that a model may put before a text: the ids behind a character that no token
+        joins with others.
+        """
+        before, unknown = self._model.encode(CUT), self._model.unk_id()
+        behind: list[int] = self._model.encode(CUT + text)[len(before) :]
+        # The model makes one token of unknown characters in a row, and without bytes the first one is unknown.
+        joined = before[-1] == unknown == self._model.encode(text[:1])[-1]
+        return [unknown, *behind] if joined else behind
+
     def decode(self, ids: list[int]) -> str:
         _require_below(ids, self.vocab_size)
         return self._model.decode(ids)
@@ -76,11 +88,14 @@ class HuggingFaceTokenizer:
             self._model.encode_special_tokens = True
             self._model.no_truncation()
             self._model.no_padding()
+            beside = read_folder_tokens(path.parent)
+            self._complete(beside)
             ids = self._model.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values(), default=-1) + 1
         if not self.vocab_size:
             raise DataError(f"{path} holds no tokens")
-        self.eod_id: int | None = next((ids[token] for token in SEPARATORS if token in ids), None)
+        ends = (beside.end, *SEPARATORS)
+        self.eod_id: int | None = next((ids[token] for token in ends if token in ids), None)
         with _library(path):
             self.begins: tuple[int, ...] = self._habit()
         """Ids that the library would put before a text, such as a begin token. `encode` does not."""
@@ -92,6 +107,20 @@ class HuggingFaceTokenizer:
         self._special = {
             number: text for number, text in special.items() if number != unknown and not BYTE.fullmatch(text)
         }
+
+    def _complete(self, beside: FolderTokens) -> None:
+        """Add the tokens that only the files beside tokenizer.json name. Raises DataError if one gets another id."""
+        import tokenizers
+
+        missing = {token: number for token, number in beside.added.items() if self._model.token_to_id(token) is None}
+        for token, number in sorted(missing.items(), key=lambda item: item[1]):
+            special = token in beside.special
+            self._model.add_tokens([tokenizers.AddedToken(token, special=special, normalized=not special)])
+            if (id_here := self._model.token_to_id(token)) != number:
+                raise DataError(
+                    f"the files beside {self.path} add the token {shown(token)} as {number}, and here it would be "
+                    f"{id_here}: tokens between are missing"
+                )
 
     def _habit(self) -> tuple[int, ...]:
         encoded = self._model.encode("a", add_special_tokens=True)

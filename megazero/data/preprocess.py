@@ -13,13 +13,15 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.documents import RawDocument, documents, find_files, is_json, open_documents, text_of
+from megazero.data.documents import RawDocument, documents, open_documents, text_of
 from megazero.data.indexed import DataError, dtype_for
+from megazero.data.input_files import ReaderOptions, find_files, is_json
+from megazero.data.input_report import InputReport
 from megazero.data.progress import Progress, Report
 from megazero.data.tokenizer import build_tokenizer
 from megazero.data.tokenizer_record import tokenizer_record
@@ -31,71 +33,16 @@ BATCH_DOCUMENTS = 4096
 
 
 @dataclass(frozen=True)
-class ReaderOptions:
-    """How documents are read from files."""
-
-    json_key: str = "text"
-    "Key of the text in a jsonl record."
-    format: str = "auto"
-    "auto: by the file's ending; jsonl and text override it."
-    document: str = "file"
-    "A document of plain text: the whole file, or each line."
-    encoding_errors: str = "strict"
-    "strict or replace, for bytes that are no UTF-8."
-    include: tuple[str, ...] = ()
-    "Patterns of the files that are read in folders; none: all."
-    skip_undecodable: bool = False
-    "Leave out documents that are no UTF-8."
-
-
-@dataclass
-class InputReport:
-    """Counts of the input, which are reported at the end.
-
-    skipped     documents that were left out because they are no UTF-8
-    first       place of the first of them
-    replaced    characters that replace bytes that are no UTF-8
-    characters  characters of text
-    tokens      tokens of text, without separators
-    """
-
-    skipped: int = 0
-    first: str = ""
-    replaced: int = 0
-    characters: int = 0
-    tokens: int = 0
-
-    def skip(self, where: str) -> None:
-        self.skipped += 1
-        self.first = self.first or where
-
-    def lines(self, reader: ReaderOptions) -> list[str]:
-        told = [
-            f"--skip-undecodable: {self.skipped:,} documents left out"
-            + f", the first of them {self.first}" * bool(self.first)
-        ]
-        replaced = [f"--encoding-errors replace: {self.replaced:,} characters stand for bytes that are no UTF-8"]
-        return told * reader.skip_undecodable + replaced * (reader.encoding_errors == "replace")
-
-    def require_text(self, inputs: Sequence[str | Path], files: int, tokenizer: str = "") -> None:
-        """Raise DataError if there was no text, or no token for it."""
-        if not self.characters:
-            skipped = f"; {self.skipped:,} documents that are no UTF-8 were left out" if self.skipped else ""
-            raise DataError(f"no text in {', '.join(map(str, inputs))} ({files:,} files){skipped}")
-        if tokenizer and not self.tokens:
-            raise DataError(
-                f"{tokenizer} gives no token for any of {self.characters:,} characters of text: it does not know them"
-            )
-
-
-@dataclass(frozen=True)
 class PreprocessJob:
-    """The arguments of a worker: the tokenizer, how to read, and whether to append the separator to each document."""
+    """The arguments of a worker: the tokenizer, how to read, whether to append the separator to each document, and the
+    separator's id, if it is not the tokenizer's.
+    """
 
     tokenizer: str
     tokenizer_path: str | None
     reader: ReaderOptions = field(default_factory=ReaderOptions)
     append_eod: bool = False
+    eod_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +65,22 @@ class Encoded:
 
 
 class DocumentEncoder:
-    """Encodes batches in one worker. Raises DataError for --append-eod without a separator."""
+    """Encodes batches in one worker. Raises DataError for --append-eod without a separator, and for --eod-id alone or
+    outside the vocabulary.
+    """
 
     def __init__(self, job: PreprocessJob) -> None:
         self.job = job
         self.tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path)
-        if job.append_eod and self.tokenizer.eod_id is None:
-            raise DataError(f"--append-eod: the {job.tokenizer} tokenizer has no token that ends a document")
+        self.eod_id = self.tokenizer.eod_id if job.eod_id is None else job.eod_id
+        if job.append_eod and self.eod_id is None:
+            raise DataError(
+                f"--append-eod: the {job.tokenizer} tokenizer has no token that ends a document; name one: --eod-id"
+            )
+        if job.eod_id is not None and not job.append_eod:
+            raise DataError(f"--eod-id {job.eod_id} has no effect without --append-eod")
+        if job.append_eod and not 0 <= cast(int, self.eod_id) < self.tokenizer.vocab_size:
+            raise DataError(f"--eod-id {self.eod_id}: the tokenizer has the ids 0 to {self.tokenizer.vocab_size - 1}")
         self.dtype = dtype_for(self.tokenizer.vocab_size)
 
     def __call__(self, batch: list[RawDocument]) -> Encoded:
@@ -140,8 +96,7 @@ class DocumentEncoder:
             ids += new
             if raw.last:
                 if self.job.append_eod:
-                    assert self.tokenizer.eod_id is not None
-                    ids.append(self.tokenizer.eod_id)
+                    ids.append(cast(int, self.eod_id))
                 lengths.append(len(ids) - start)
                 start = len(ids)
         open_end = not batch[-1].last
@@ -163,7 +118,7 @@ def preprocess(
 
     Each document is one sequence, also an empty one. Raises DataError if there is no text at all.
     """
-    files, told = find_files(inputs, job.reader.include), InputReport()
+    files, told = find_files(inputs, job.reader.include, report), InputReport(report=report)
     total = sum(path.stat().st_size for path in files)
     encoder = DocumentEncoder(job)
     progress = Progress(report, f"tokenizing {len(files)} file(s)", total / 1e6, "MB")
@@ -201,7 +156,9 @@ def raw_batches(
             before += path.stat().st_size
             continue
         with open_documents(path) as reading:
-            for raw in documents(reading, path, as_json, reader.document):
+            for number, raw in enumerate(documents(reading, path, as_json, reader.document)):
+                if number == 0 and not as_json and reader.format == "auto":
+                    told.look_at(raw, reader)
                 if reader.skip_undecodable and not is_utf8(BytesIO(raw.data)):
                     told.skip(f"{raw.path}, line {raw.line}")
                     continue
@@ -273,7 +230,7 @@ def _work(batch: list[RawDocument]) -> Encoded:
 
 def texts(inputs: Sequence[str | Path], reader: ReaderOptions, report: Report, what: str) -> Iterator[str]:
     """Decoded documents (long ones in pieces), for training a tokenizer. Raises DataError if there is no text."""
-    files, told = find_files(inputs, reader.include), InputReport()
+    files, told = find_files(inputs, reader.include, report), InputReport(report=report)
     progress = Progress(report, what, sum(path.stat().st_size for path in files) / 1e6, "MB")
     with closing(raw_batches(files, reader, told)) as batches:
         for read, batch in batches:

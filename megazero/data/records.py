@@ -34,6 +34,8 @@ SPEAKERS: Mapping[str, str] = MappingProxyType(
     | {"system": "system", "developer": "developer"}
 )
 """Speaker in ShareGPT-like records -> role in chat templates."""
+COUNTS = ("weight", "train")
+"""Keys of a turn that say whether it is learned."""
 HEADINGS = ("### Instruction:\n", "\n\n### Input:\n", "\n\n### Response:\n")
 
 
@@ -85,7 +87,8 @@ def _sharegpt(record: Record, has_template: bool) -> Record:
         speaker = turn.get("from", turn.get("role"))
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise DataError(f"turn {number} is from {str(speaker)[:40]!r}, who is none of {', '.join(SPEAKERS)}")
-        messages.append(_turn(SPEAKERS[speaker], turn.get("value", turn.get("content"))))
+        told = {key: turn[key] for key in COUNTS if key in turn}
+        messages.append(_turn(SPEAKERS[speaker], turn.get("value", turn.get("content"))) | told)
     return {"messages": messages, **{key: record[key] for key in ("tools", "documents") if key in record}}
 
 

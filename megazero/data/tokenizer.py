@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from megazero.data.folder_tokens import completed
 from megazero.data.gpt2 import GPT2Tokenizer
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
@@ -84,7 +85,9 @@ def gpt2_files(path: str | None) -> tuple[Path, Path]:
 
 
 def _gpt2(path: str | None) -> ListedTokenizer:
-    return GPT2Tokenizer(*gpt2_files(path))
+    vocab, merges = gpt2_files(path)
+    base = GPT2Tokenizer(vocab, merges)
+    return completed(base, vocab.parent, base.encode) if vocab.name in OF_A_MODEL else base
 
 
 def sentencepiece_file(path: str | None) -> Path:
@@ -94,12 +97,18 @@ def sentencepiece_file(path: str | None) -> Path:
 
 
 def _sentencepiece(path: str | None) -> ListedTokenizer:
-    return SentencePieceTokenizer(sentencepiece_file(path))
+    file = sentencepiece_file(path)
+    base = SentencePieceTokenizer(file)
+    return completed(base, file.parent, base.encode_inside) if file.name in OF_A_MODEL else base
 
 
 def _hf(path: str | None) -> ListedTokenizer:
     place = _need(path, "hf", "tokenizer.json or its folder")
     return HuggingFaceTokenizer(place / "tokenizer.json" if place.is_dir() else place)
+
+
+OF_A_MODEL = ("vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""Names of a model's own files. The files beside one of another name may belong to something else."""
 
 
 KINDS: dict[str, Callable[[str | None], ListedTokenizer]] = {

@@ -7,9 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.data.documents import find_files, text_of
+from megazero.data.documents import text_of
 from megazero.data.indexed import IndexedDataset
-from megazero.data.preprocess import ReaderOptions, raw_batches
+from megazero.data.input_files import ReaderOptions, find_files
+from megazero.data.preprocess import raw_batches
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.windows import Ids
 

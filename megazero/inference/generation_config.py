@@ -16,6 +16,20 @@ DRAWN = ("temperature", "top_k", "top_p")
 COUNTS = ("top_k", "max_new_tokens")
 KEYS = (*DRAWN, "repetition_penalty", "max_new_tokens")
 
+NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "min_p", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(
+        ("num_beams", "typical_p", "guidance_scale", "num_beam_groups", "encoder_repetition_penalty"), (1,)
+    ),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), ([], {})),
+    **dict.fromkeys(("force_words_ids", "constraints", "stop_strings"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
+    **dict.fromkeys(("watermarking_config", "dola_layers", "top_h", "max_time"), ()),
+    "token_healing": (False,),
+}
+"""Keys that change the text of `transformers` and are not applied here -> values without an effect, besides null."""
+
 Settings = Mapping[str, float]
 
 
@@ -38,6 +52,15 @@ def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
     if found.get("max_new_tokens", 1) < 1:
         raise DataError(f"generation_config.json: max_new_tokens ({found['max_new_tokens']}) is not 1 or more")
     return found
+
+
+def not_applied(config: Mapping[str, Any]) -> list[str]:
+    """The keys of the file that change the text of `transformers` and are not applied here, as `key value`."""
+    return [
+        f"{key} {shown(config[key])}"
+        for key, idle in NOT_APPLIED.items()
+        if config.get(key) is not None and config[key] not in idle
+    ]
 
 
 def sampling_of(settings: Settings, seed: int = Sampling.seed) -> Sampling:

@@ -20,8 +20,8 @@ from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError
 from megazero.data.build import parse_data_path, parse_valid_data_path
-from megazero.data.documents import find_files
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.input_files import find_files
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
 from megazero.mpu.axes import axes_of

@@ -13,9 +13,10 @@ import pytest
 
 from megazero.data import documents as module
 from megazero.data.conversations import ConversationEncoder, read_conversations
-from megazero.data.documents import documents, open_documents
+from megazero.data.documents import documents, open_documents, text_of
 from megazero.data.indexed import DataError
-from megazero.data.preprocess import ReaderOptions, raw_batches, text_of
+from megazero.data.input_files import ReaderOptions
+from megazero.data.preprocess import raw_batches
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
 from megazero.inference.prompts import read_prompts

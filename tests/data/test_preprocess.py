@@ -17,8 +17,9 @@ import pytest
 
 from megazero.data.documents import RawDocument, text_of
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.input_files import ReaderOptions
 from megazero.data.inspect import summary
-from megazero.data.preprocess import PreprocessJob, ReaderOptions, preprocess, texts
+from megazero.data.preprocess import PreprocessJob, preprocess, texts
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
 from tests.data.pairs import write_pair
@@ -125,7 +126,7 @@ BROKEN = {
         b'{"body": "a", "id": 1}',
         r"key\.jsonl, line 1 has no text under --json-key 'text'; it holds body, id",
     ),
-    "list.jsonl": (b"[1]", r"list\.jsonl, line 1 has no text"),
+    "list.jsonl": (b"[1]", r"list\.jsonl, line 1 is a list, and no object"),
     "latin.txt": ("ok é".encode("latin-1"), r"latin\.txt, line 1: byte 3 of the document is no UTF-8"),
     "cut.txt.gz": (gzip.compress(b"word" * 1000)[:-20], r"cut\.txt\.gz cannot be read to its end"),
     "no.txt.gz": (b"plain", r"no\.txt\.gz cannot be read to its end"),

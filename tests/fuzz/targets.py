@@ -27,9 +27,11 @@ from megazero.convert.source import ConversionError
 from megazero.data.cache import FACTS, cached_arrays
 from megazero.data.chat import has_template
 from megazero.data.conversations import ConversationEncoder, read_conversations
+from megazero.data.documents import text_of
 from megazero.data.indexed import DataError, IndexedDataset
+from megazero.data.input_files import ReaderOptions
 from megazero.data.libraries import HuggingFaceTokenizer
-from megazero.data.preprocess import ReaderOptions, raw_batches, text_of
+from megazero.data.preprocess import raw_batches
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer, build_tokenizer
 from megazero.data.tokenizer_record import path_of, read_tokenizer_record, tokenizer_record

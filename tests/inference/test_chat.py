@@ -26,7 +26,13 @@ from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens
 from megazero.inference.conversation import start_messages, user_message
-from megazero.inference.generation_config import applicable_defaults, generation_defaults
+from megazero.inference.generation_config import (
+    KEYS,
+    NOT_APPLIED,
+    applicable_defaults,
+    generation_defaults,
+    not_applied,
+)
 from megazero.inference.terminal import Terminal
 from megazero.inference.text_generator import TextGenerator
 from megazero.mpu.axes import Axes
@@ -235,6 +241,32 @@ def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], 
         "as the model's generation_config.json says, since no flag says otherwise: --temperature 0.6 --max-new-tokens "
         "2\n" in told
     )
+
+
+NO_CHANGE = """max_length do_sample early_stopping use_mtp use_cache cache_implementation cache_config max_cache_len
+length_penalty renormalize_logits remove_invalid_values num_return_sequences output_attentions output_hidden_states
+output_scores output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id decoder_start_token_id
+is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind
+assistant_ensemble_weight speculation_type compile_config disable_compile continuous_batching_config low_memory
+prefill_chunk_size transformers_version""".split()
+"""Keys of generation_config.json that change no text of one answer, or are read elsewhere."""
+
+
+def test_what_of_generation_config_is_not_applied_is_named(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    keys = {key for key in vars(transformers.GenerationConfig()) if not key.startswith("_")}
+    assert keys <= {*KEYS, *NOT_APPLIED, *NO_CHANGE}, "transformers has a key that nobody has looked at"
+    assert not_applied({key: idle[0] if idle else None for key, idle in NOT_APPLIED.items()}) == []
+    for key in NOT_APPLIED:
+        assert not_applied({key: [3]}) == [f"{key} [3]"]
+    folder = Path(shutil.copytree(model, tmp_path / "advised"))
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [1, 2], "min_new_tokens": 0}))
+    answered(folder, "--prompt", LINES[0], "--max-new-tokens", "2")
+    told = capsys.readouterr().err
+    assert "changes the text in ways that are not applied here: suppress_tokens [1, 2]\n" in told
 
 
 @pytest.mark.parametrize("template", [CHATML, HEADERS, INSTRUCT], ids=["chatml", "headers", "instruct"])
