@@ -37,6 +37,7 @@ WRONG = "megazero/configuration"
 """A key in the launcher's store: set when rank 0 has printed the problems of the configuration. KEY/RANK is set when
 that rank has seen it.
 """
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 RANK_0_SAYS = "the configuration is wrong; rank 0 says how"
 
 
@@ -51,10 +52,24 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        rank, local_rank, world = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        """Raises ConfigError for variables that are no numbers, or contradict each other."""
+        given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        wrong = [
+            f"{name} is {text!r} in the environment: no whole number"
+            for name, text in given.items()
+            if not text.strip().isdecimal()
+        ]
+        if wrong:
+            raise ConfigError(wrong)
+        world = int(given.get("WORLD_SIZE", 1))
+        rank, local_rank, local_world = (
+            int(given.get(name, missing))
+            for name, missing in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", world))
         )
-        return cls(rank, local_rank, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        if not 0 <= rank < world:
+            ranks = "ranks are 0 to WORLD_SIZE - 1"
+            raise ConfigError([f"RANK is {rank} and WORLD_SIZE is {world} in the environment: {ranks}"])
+        return cls(rank, local_rank, world, local_world)
 
     @property
     def ranks_here(self) -> range:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN, READER_LEFT
+from megazero.telemetry.console import open_streams
 
 if TYPE_CHECKING:
     from megazero.launch import Environment
@@ -25,18 +28,22 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
     Ctrl-C gives 130. If the reader of the standard output is gone (a closed pipe), the status is 141, without a line.
     """
     refused: Mistakes = (ImportError, OSError, *failures)
-    _open_what_is_closed()
+    _open_streams()
     try:
         status = work()
         sys.stdout.flush()
-    except BrokenPipeError:  # before the others, because it is an OSError, which `mistakes` may contain
-        _lost_output()
+    except BrokenPipeError as error:  # before the others, because it is an OSError, which `mistakes` may contain
+        _lost_output(error)
         return READER_LEFT
+    except OutputLost as error:
+        print(f"error: {_lost_output(error)}", file=sys.stderr)
+        return FAILED
     except mistakes as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKEN
     except refused as error:
-        print(f"error: {_lost_output() or error}", file=sys.stderr)
+        lost = _lost_output(error) if isinstance(error, OSError) else None
+        print(f"error: {lost or error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("stopped; nothing was written", file=sys.stderr)
@@ -50,20 +57,20 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
     Rank 0 prints a mistake, for all ranks.
     """
     from megazero.config.source import ConfigError
-    from megazero.launch import Environment, exit_now, exit_status
+    from megazero.launch import exit_now, exit_status
 
-    here = Environment.read()
-    _open_what_is_closed()
+    here = read_environment()
+    _open_streams()
 
     def told() -> None:
         try:
             work(here)
             sys.stdout.flush()
-        except BrokenPipeError:
-            _lost_output()
+        except BrokenPipeError as error:
+            _lost_output(error)
             exit_now(READER_LEFT)
-        except OSError:
-            lost = _lost_output()
+        except OSError as error:
+            lost = _lost_output(error)
             if lost is None:
                 raise
             print(f"error: {lost}", file=sys.stderr)
@@ -72,6 +79,32 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
             raise ConfigError([str(error)]) from error
 
     exit_now(exit_status(told, here))
+
+
+def read_environment() -> Environment:
+    """This process among its ranks. Prints what is wrong with the launcher's variables, and ends the process then."""
+    from megazero.config.source import ConfigError
+    from megazero.launch import Environment
+
+    try:
+        return Environment.read()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(MISTAKEN) from error
+
+
+def working_folder_is_gone() -> bool:
+    """Whether the folder that the command was started in does not exist any more. Prints so; libraries would crash."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        gone = os.environ.get("PWD", "")
+        print(
+            f"error: the working folder {gone} is gone: change into one that is there".replace("  ", " "),
+            file=sys.stderr,
+        )
+        return True
+    return False
 
 
 def say(text: str) -> None:
@@ -90,21 +123,52 @@ def say(text: str) -> None:
         raise SystemExit(status)
 
 
-def _open_what_is_closed() -> None:
-    """Open /dev/null as stdout or stderr, if the parent process has closed it. Python then has None there."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+class OutputLost(OSError):
+    """The standard output cannot be written. A closed pipe is a BrokenPipeError as before."""
 
 
-def _lost_output() -> str | None:
+class _Output(io.TextIOWrapper):
+    """The standard output, whose errors can be told from those of other files."""
+
+    def write(self, text: str, /) -> int:
+        with _named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _named():
+            super().flush()
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputLost(error.errno, error.strerror) from error
+
+
+def _open_streams() -> None:
+    """Open standard streams that are closed, and have stdout's errors told from others."""
+    open_streams()
+    if sys.stdout is sys.__stdout__ and type(sys.stdout) is io.TextIOWrapper:
+        out = sys.stdout
+        encoding, errors, by_line = out.encoding, out.errors, out.line_buffering
+        sys.stdout = sys.__stdout__ = _Output(out.detach(), encoding, errors, line_buffering=by_line)  # type: ignore[misc]
+
+
+def _lost_output(error: OSError) -> str | None:
     """After an OSError: the message that the standard output cannot be written; None if it can.
 
     If it cannot, it becomes /dev/null, so that the rest of its buffer does not fail again when the program ends.
     """
     try:
         sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNWRITABLE.format(error.strerror)
-    return None
+    except OSError as failed:
+        error = failed
+    else:
+        if not isinstance(error, OutputLost):  # what was lost is dropped by then, and a flush succeeds
+            return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNWRITABLE.format(error.strerror)

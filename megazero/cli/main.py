@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero import __version__
-from megazero.cli.exit_status import say, status_of
+from megazero.cli.exit_status import say, status_of, working_folder_is_gone
 from megazero.config.options import did_you_mean
 from megazero.system.status import MISTAKEN
 
@@ -93,6 +93,8 @@ def unknown_command_message(name: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names and return its status; 2 if there is no such command."""
+    if working_folder_is_gone():
+        return MISTAKEN
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name == "help" and rest and rest[0] not in HELP:
         name, *rest = rest[0], "--help", *rest[1:]

@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from megazero.cli.exit_status import say
+from megazero.cli.exit_status import say, working_folder_is_gone
 from megazero.cli.parser import pop_flag
 from megazero.config.flags import read_command_line
 from megazero.config.help import requested_help
+from megazero.system.status import MISTAKEN
 from megazero.train.start import start_process
 
 RANKS = "--ranks"
@@ -21,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
 
     Returns a status in the first two cases. In the third the process ends with the rank's status.
     """
+    if working_folder_is_gone():
+        return MISTAKEN
     told = requested_help(argv)
     if told is not None:
         if os.environ.get("RANK", "0") == "0":  # one rank prints it

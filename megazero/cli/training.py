@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import NoReturn
 
-from megazero.cli.exit_status import say
+from megazero.cli.exit_status import read_environment, say
 from megazero.config.parse import parse_arguments
 from megazero.data.progress import silent, to_stderr
 from megazero.launch import Environment, exit_now, exit_status, launch
@@ -38,5 +38,5 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
 
 def run(arguments: Sequence[str], signals: StopSignals) -> NoReturn:
     """Train as this rank, and end its process."""
-    here = Environment.read()
+    here = read_environment()
     exit_now(exit_status(lambda: train(arguments, here, signals), here))

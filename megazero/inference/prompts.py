@@ -13,6 +13,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.system.reading import BOUNDS, Unreadable, parse_json, path_error, raised_as, read_text
 
 STANDARD_INPUT = "-"
+BYTE_ORDER_MARK = "\ufeff"
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
@@ -26,7 +27,9 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 def _lines(file: str) -> list[str]:
     try:
         text = (
-            sys.stdin.read() if file == STANDARD_INPUT else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
+            sys.stdin.read().removeprefix(BYTE_ORDER_MARK)
+            if file == STANDARD_INPUT
+            else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
         )
     except (OSError, UnicodeDecodeError, Unreadable) as error:
         raise DataError(f"--prompt-file {path_error(file, error)}") from error

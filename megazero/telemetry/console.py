@@ -1,7 +1,11 @@
-"""stdout and stderr of a run. If one is lost, the run writes a line to the other and goes on."""
+"""stdin, stdout and stderr: closed ones are opened, and a character that an encoding lacks is escaped.
+
+If a run loses stdout or stderr, it writes a line to the other and goes on.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -45,17 +49,26 @@ class Console:
         return getattr(self._stream, name)
 
 
-def survive_lost_console() -> None:
-    """Replace stdout and stderr by `Console`s, so that the process goes on when one of them fails."""
+def open_streams() -> None:
+    """Open /dev/null in place of the standard streams that the parent process has closed; Python has None there. What
+    stdout's encoding cannot write is escaped (`\\xfc`), as on stderr.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except (
-            OSError
-        ):  # closed by the parent: the next file that is opened would get its number, and with it other output
+        except OSError:  # else the next file that is opened would get its number, and with it other output
             os.open(os.devnull, os.O_RDWR)
-    out = sys.stdout if sys.stdout is not None else open(1, "w", closefd=False)  # noqa: SIM115
-    err = sys.stderr if sys.stderr is not None else open(2, "w", closefd=False)  # noqa: SIM115
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def survive_lost_console() -> None:
+    """Replace stdout and stderr by `Console`s, so that the process goes on when one of them fails."""
+    open_streams()
+    out, err = sys.stdout, sys.stderr
 
     def telling(name: str, other: TextIO) -> Callable[[str], None]:
         def tell(reason: str) -> None:

@@ -1,0 +1,94 @@
+"""What surrounds a command (streams, folder, variables, names that are no text) ends none that could go on, and what
+cannot go on is one line.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.config.source import ConfigError
+from megazero.launch import Environment
+from tests.data.pairs import write_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "megazero"]
+
+
+def ran(words: str, folder: Path, shell: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """A command in a folder. shell: what stands around it, with {} for the command."""
+    line = (shell or "{}").replace("{}", " ".join([*COMMAND, words]))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
+def test_a_path_that_the_terminal_cannot_show(encoding: str, tmp_path: Path) -> None:
+    """Escaped as on stderr; also a name that is no UTF-8, which no encoding can show."""
+    for name in ("ü日", os.fsdecode(b"\xff")):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_pair(folder / "d", [3])
+        line = [*COMMAND, "inspect-data", "--data-path", f"{name}/d"]
+        done = subprocess.run(
+            line, cwd=tmp_path, capture_output=True, check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        wanted = f"{name}/d".encode(encoding, errors="backslashreplace")
+        assert wanted in done.stdout
+
+
+def test_standard_streams_may_be_closed(tmp_path: Path) -> None:
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        assert ran("draw-schedule --pp 2", tmp_path, f"{{}} {closed}").returncode == 0
+
+
+def test_a_full_disk_under_the_output_is_one_line(tmp_path: Path) -> None:
+    """Also for what is written in pieces: what failed is dropped by Python, and a later flush succeeds."""
+    for words in ("draw-schedule --pp 2", "plan-schedule --train-iters 3 --iterations 1-3 --lr 1e-3"):
+        done = ran(words, tmp_path, "{} >/dev/full")
+        assert done.stderr.decode() == "error: the standard output cannot be written: No space left on device\n"
+        assert done.returncode == 1
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    for command in (" ".join(COMMAND), f"{sys.executable} {ROOT / 'pretrain_gpt.py'}"):
+        (tmp_path / "gone").mkdir(exist_ok=True)
+        line = f"cd {tmp_path / 'gone'} && rmdir ../gone && {command} pretrain --train-iters 1"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
+        assert done.stderr == f"error: the working folder {tmp_path / 'gone'} is gone: change into one that is there\n"
+        assert done.returncode == 2
+
+
+VARIABLES: tuple[tuple[dict[str, str], str], ...] = (
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two' in the environment: no whole number"),
+    ({"WORLD_SIZE": "2", "RANK": ""}, "RANK is '' in the environment"),
+    ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1' in the environment"),
+    ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2 in the environment: ranks are 0 to"),
+    ({"WORLD_SIZE": "0"}, "RANK is 0 and WORLD_SIZE is 0"),
+)
+
+
+@pytest.mark.parametrize(("variables", "message"), VARIABLES)
+def test_a_launchers_variables(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=message):
+        Environment.read()
+
+
+def test_wrong_variables_are_one_message(tmp_path: Path) -> None:
+    for words in ("pretrain --train-iters 1", "generate x --prompt a"):
+        done = ran(words, tmp_path, WORLD_SIZE="two")
+        assert done.returncode == 2
+        assert done.stderr.decode() == (
+            "1 problem in the configuration:\n  1. WORLD_SIZE is 'two' in the environment: no whole number\n"
+        )
