@@ -30,3 +30,17 @@ def rarely_saved(run: Run) -> list[str]:
         f"--save without --save-interval: should these {iterations:,} iterations fail before their end, nothing of "
         "them is kept"
     ]
+
+
+LARGEST_USUAL_RATE = 0.1
+"""Adam moves a weight by about the learning rate in a step, and weights begin at about 0.02."""
+
+
+def unusual_rates(run: Run) -> list[str]:
+    """A sentence for a learning rate with which hardly any model learns."""
+    rate = run.schedule.lr
+    if rate == 0:
+        return ["--lr 0: no weight changes"]
+    if rate > LARGEST_USUAL_RATE:
+        return [f"--lr {rate:g}: Adam moves each weight by about that much in a step; usual are 1e-5 to 1e-2"]
+    return []

@@ -18,7 +18,7 @@ from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.effects import without_effect
 from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
-from megazero.config.lengths import rarely_saved
+from megazero.config.lengths import rarely_saved, unusual_rates
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
@@ -149,7 +149,10 @@ def parse_arguments(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), notes)
     return ParsedArguments(
-        run, line.command, (*notes, *without_effect(CheckContext(run, world_size, given)), *rarely_saved(run)), said
+        run,
+        line.command,
+        (*notes, *without_effect(CheckContext(run, world_size, given)), *rarely_saved(run), *unusual_rates(run)),
+        said,
     )
 
 

@@ -5,6 +5,7 @@ Nothing is written, tokenized or read to its end; the start of the run does that
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -73,6 +74,7 @@ def check_paths(
         found = there
     if found is None and run.checkpoint.load:
         problems += _other_format(Path(run.checkpoint.load))
+    problems += _of_another_run(run.checkpoint, found)
     opened = tokenizer is not None or run.data.tokenizer is None
     resolved = run.schedule.epochs is None  # otherwise length and rates are unknown until the data are read
     if (
@@ -122,6 +124,18 @@ def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
         "the place of those of "
         f"the same iteration{pruned}; --load {later[-1]} goes on from there"
     ]
+
+
+def _of_another_run(cfg: CheckpointConfig, found: FoundCheckpoint | None) -> Iterator[str]:
+    """A problem if --save holds checkpoints and this run starts from none of them: it would replace and delete them."""
+    there = [] if cfg.save is None else list_checkpoints(Path(cfg.save))
+    if not there or cfg.save is None:
+        return
+    if found is None or Path(cfg.save).resolve() not in (found.path.resolve(), *found.path.resolve().parents):
+        yield (
+            f"--save {cfg.save}: holds checkpoints up to {there[-1][1].name} of another run, which this run would "
+            f"replace; to go on from them: --load {cfg.save}, to leave them: another --save"
+        )
 
 
 def _other_format(load: Path) -> Iterator[str]:
@@ -229,7 +243,24 @@ def _unusable_places(run: Run) -> list[str]:
     ]
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
+    elif load and _is_missing(load) and not _same_place(load, run.checkpoint.save):
+        problems.append(
+            f"--load {load}: is not there; a run that may have to start from scratch names the same folder as --save"
+        )
     return [*problems, *_unusable_trace(run)]
+
+
+def _is_missing(path: str) -> bool:
+    """Whether nothing is there. A path that leads through a file is another problem, which opening it tells."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return False
+
+
+def _same_place(one: str, other: str | None) -> bool:
+    return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
 def _unusable_trace(run: Run) -> Iterator[str]:

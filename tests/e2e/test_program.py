@@ -33,7 +33,7 @@ def test_an_empty_folder_starts_from_scratch_and_the_saved_run_repeats_it(corpus
     flags = [*TINY, *data, "--precision", "fp32", "--global-batch-size", 8, "--train-iters", 3, "--save", saved]
     told = whole(1, [*flags, "--metrics-file", tmp_path / "m", "--load", saved], tmp_path)
     assert "from scratch (no complete checkpoint in" in told
-    other = ["--metrics-file", tmp_path / "again", "--load", "none", "--save", tmp_path / "other"]
+    other = ["--metrics-file", tmp_path / "again", "--load", tmp_path / "other", "--save", tmp_path / "other"]
     whole(1, ["--config", saved / "run.yaml", *other], tmp_path)
     first, again = metrics(tmp_path / "m"), metrics(tmp_path / "again")
     assert [line["loss"] for line in again] == [line["loss"] for line in first]

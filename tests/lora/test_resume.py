@@ -156,7 +156,7 @@ def test_a_base_that_is_trained_on_stays_what_it_was(corpus: Path, tmp_path: Pat
     assert again.run.checkpoint.init_from == str(tmp_path / "base" / "iter_0000001"), (
         "the same command goes on with the same base"
     )
-    with pytest.raises(ConfigError, match=f"--save {base} holds the model that the adapters belong to"):
+    with pytest.raises(ConfigError, match=f"--save {base}: holds checkpoints up to iter_0000002 of another run"):
         job_on_rank(0, 1, [*tuning, "--save", base])
 
 
@@ -207,6 +207,7 @@ def test_a_base_that_is_gone_is_named(base: Path, corpus: Path, tmp_path: Path) 
     flags = flags_for(base, corpus, tmp_path, "fp32")
     with pytest.raises(ConfigError, match="--init-from"):
         parse_run([str(tmp_path / "nowhere") if word == str(base) else word for word in flags], 1, model_source)
+    (tmp_path / "nothing").mkdir()
     words = [*MODEL, *NUMBERS.split(), "--load", str(tmp_path / "nothing"), *data_flags(corpus, tmp_path / "cache")]
     with pytest.raises(
         ConfigError,

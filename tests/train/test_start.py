@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_the_banner_tells_what_differs_and_where_all_of_it_is(
 def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who forgets --load, or names another run's folder, hears of it before the first save; who goes on does not."""
+    """Who forgets --load, or names another run's folder, is refused; who goes on from an earlier one hears of it."""
     place = tmp_path / "s"
     first = [*flags, "--save", str(place), "--save-interval", "1"]
     sentence = f"--save {place} holds checkpoints up to iter_0000003"
@@ -81,13 +82,28 @@ def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
     def told(*more: str) -> str:
         return " ".join(started([*first, *more], capsys).split())  # long lines are broken
 
-    assert sentence in told() and f"; --load {place}/iter_0000003 goes on from there" in told()
-    assert sentence in told("--load", str(place / "iter_0000002"))
-    assert "--keep-last-k 1 deletes" in told("--keep-last-k", "1")
+    other, earlier = tmp_path / "other", ["--load", str(place / "iter_0000002")]
+    shutil.copytree(place, other)
+    for elsewhere in ([], ["--load", str(other)], ["--load", str(other), "--validate-only"]):
+        with pytest.raises(ConfigError, match=f"--save {place}: holds checkpoints up to iter_0000003 of another run"):
+            train([*first, *elsewhere], Environment(0, 0, 1, 1))
+    assert sentence in told(*earlier) and f"; --load {place}/iter_0000003 goes on from there" in told(*earlier)
+    assert "--keep-last-k 1 deletes" in told(*earlier, "--keep-last-k", "1")
     assert "holds checkpoints" not in told("--load", str(place))
     ahead = ["--load", str(place / "iter_0000001"), "--validate-only"]
     assert sentence in " ".join(answered([*first, *ahead], capsys).split())
     assert "holds checkpoints" not in answered([*first, "--load", str(place), "--validate-only"], capsys)
+
+
+def test_a_load_that_is_not_there_is_no_start_from_scratch(flags: list[str], tmp_path: Path) -> None:
+    """A typo would train for days from nothing. An empty folder, or the one that --save makes, is as it was."""
+    gone, empty = tmp_path / "gone", tmp_path / "empty"
+    empty.mkdir()
+    for save in ([], ["--save", str(tmp_path / "mine")]):
+        with pytest.raises(ConfigError, match=f"--load {gone}: is not there; .* names the same folder as --save"):
+            train([*flags, *save, "--load", str(gone), "--validate-only"], Environment(0, 0, 1, 1))
+    for fine in (["--load", str(empty)], ["--load", str(gone), "--save", str(tmp_path / "x" / ".." / "gone")]):
+        train([*flags, *fine, "--validate-only"], Environment(0, 0, 1, 1))
 
 
 def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
@@ -98,6 +114,19 @@ def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
     for fine in ([*line, "--save-interval", "100"], ["--save", "d"]):
         assert parse_arguments(fine, 1).notes == ()
     assert "no --save DIR" in parse_arguments(["--preset", "bloom-560m"], 1).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--lr 1000", "--lr 1000: Adam moves each weight by about that much in a step; usual are 1e-5 to 1e-2"),
+        ("--lr 0", "--lr 0: no weight changes"),
+    ],
+)
+def test_a_learning_rate_that_learns_nothing_is_worth_knowing(words: str, note: str) -> None:
+    assert parse_arguments([*words.split(), "--train-iters", "2"], 1).notes == (note,)
+    for fine in ("--lr 0.1", "--lr 1e-5"):
+        assert parse_arguments([*fine.split(), "--train-iters", "2"], 1).notes == ()
 
 
 def answered(words: list[str], capsys: pytest.CaptureFixture[str], world: int = 1) -> str:
