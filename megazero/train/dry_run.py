@@ -28,6 +28,11 @@ from megazero.train.path_checks import check_paths, checkpoints_in_the_way, star
 from megazero.train.placed import Placed, chosen, rates_problems, with_choice
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 
+_UNKNOWN_VOCABULARY = (
+    "--skip-files: --tokenizer {} says how many tokens the model has, and is not read; give --vocab-size for this check, "
+    "or leave out --skip-files"
+)
+
 
 def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
     """The text for standard output. ranks_here: the number of ranks without --world-size and --ranks.
@@ -64,6 +69,8 @@ def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> st
         left += ["the machines of these ranks, their memory above all"] * (not against)
     if parsed.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
+        if with_default_vocabulary(run).model.vocab_size is None:
+            raise ConfigError([*problems, _UNKNOWN_VOCABULARY.format(run.data.tokenizer)])
     else:
         present = check_paths(run, ranks, here=here)
         run, problems = present.run, [*problems, *present.problems]

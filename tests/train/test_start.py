@@ -177,6 +177,10 @@ def test_the_verdict_looks_at_what_is_there(
         train(wrong, Environment(0, 0, 1, 1))
     assert len(caught.value.problems) == 3
     assert answered([*wrong, "--skip-files", "--load", "c"], capsys).startswith("OK")
+    unknown = [*MODEL[:-2], *BATCH, "--data-path", "d", "--tokenizer", "byte", "--validate-only", "--skip-files"]
+    with pytest.raises(ConfigError, match=r"--tokenizer byte says how many tokens .* give --vocab-size for this check"):
+        answered(unknown, capsys)
+    assert answered([*unknown, "--vocab-size", "257"], capsys).startswith("OK")
     with pytest.raises(ConfigError, match="--skip-files goes with --validate-only"):
         parse_arguments([*flags, "--skip-files"], 1)
 
