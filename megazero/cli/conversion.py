@@ -20,7 +20,9 @@ MISTAKES = (ConversionError,)
 
 def run(args: argparse.Namespace) -> int:
     """Write the target, print what became of every key, and return the status. Raises ConversionError, OSError."""
-    options = TargetOptions(args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None)
+    options = TargetOptions(
+        args.tp, args.pp, args.dp, compute_dtype(args.dtype) if args.dtype else None, args.without_tokenizer
+    )
     wrong = list(checkpoint_problems(args))
     if wrong:
         raise ConversionError("; ".join(wrong))

@@ -33,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dp", type=int, default=1, help="data-parallel ranks that the target's optimizer files are for")
     made.add_argument("--dtype", choices=PRECISIONS, help="of the model's weights; default: what the model computes in")
     made.add_argument(
+        "--without-tokenizer", action="store_true", help="hf: write a model whose tokenizer is not there any more"
+    )
+    made.add_argument(
         "--vocab-size", type=int, metavar="V", help="leave out rows beyond these, the padding of another program"
     )
     made.add_argument(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from megazero.config.options import run_options
 from megazero.config.schema import ParallelConfig
+from megazero.data.indexed import DataError
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
+from megazero.data.tokenizer_record import tokenizer_record
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
@@ -67,5 +69,18 @@ def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
 
 
 def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer | None:
-    """The tokenizer that the flags name, else the checkpoint's own; None without either. Raises DataError."""
-    return build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else loaded.tokenizer
+    """The tokenizer that the flags name, else the checkpoint's own; None without either.
+
+    Raises DataError, also for another tokenizer than the checkpoint's own: its ids would be other text.
+    """
+    if not args.tokenizer:
+        return loaded.tokenizer
+    named = build_tokenizer(args.tokenizer, args.tokenizer_path)
+    if loaded.tokenizer is not None:
+        asked, known = tokenizer_record(named, args.tokenizer), tokenizer_record(loaded.tokenizer, "one")
+        if asked.hash != known.hash:
+            raise DataError(
+                f"--tokenizer {args.tokenizer} --tokenizer-path {args.tokenizer_path} is another tokenizer ({asked}) "
+                f"than the model's own ({known}), so its ids would be other text; without the flags the model's counts"
+            )
+    return named

@@ -19,12 +19,14 @@ class TargetOptions:
     dp      the number of ranks that the optimizer's files are written for
     dtype   the dtype of the model's weights; None: the one that the model computes in. Master weights and moments keep
             their dtype
+    without_tokenizer  write a model whose tokenizer is not there, for a format that has tokenizers
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     dtype: torch.dtype | None = None
+    without_tokenizer: bool = False
 
 
 Advance = Callable[[int], None]

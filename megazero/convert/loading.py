@@ -20,7 +20,7 @@ from megazero.convert.source import ConversionError, Source
 from megazero.convert.stages import fill_stages
 from megazero.convert.tokenizers import tokenizer_of
 from megazero.data.indexed import DataError
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import ListedTokenizer, Tokenizer
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
@@ -53,7 +53,7 @@ class LoadedModel:
     run: Run
     stages: list[Stage]
     chunk_map: ChunkMap
-    tokenizer: Tokenizer | None
+    tokenizer: ListedTokenizer | None
     report: ConversionReport
     ends: frozenset[int]
     generation: Mapping[str, Any]

@@ -1,8 +1,9 @@
-"""Files of the model that a run started from (config.json, generation_config.json, a tokenizer), kept in its
-checkpoints.
+"""Files that a run keeps in its checkpoints: of the model that it started from (config.json, generation_config.json),
+and the tokenizer's.
 
-With them a fine-tuned model can be converted back to its original format with all its files. The files are read when
-the run starts, because they may be gone when a checkpoint is written.
+With them a checkpoint generates text on any machine and from any folder, and a fine-tuned model can be converted back
+to its original format with all its files. The files are read when the run starts, because they may be gone when a
+checkpoint is written.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.config.schema import Run
 from megazero.convert.companions import companions, read_contents, write_companions
 from megazero.convert.registry import open_source
-from megazero.convert.tokenizers import tokenizer_files
+from megazero.convert.tokenizers import TOKENIZERS, tokenizer_files
 from megazero.data.progress import to_stderr
+from megazero.data.tokenizer import carried_files
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
 """The files that are kept if the run uses another tokenizer than the model's."""
@@ -26,9 +28,12 @@ def model_files(run: Run, found: FoundCheckpoint | None) -> Callable[[Path], Non
     """A function that writes these files into the folder of a checkpoint; one rank calls it. None where there are no
     files.
 
-    They come from the checkpoint that the run resumes from, or else from that of --init-from.
+    They come from the checkpoint that the run resumes from, or else from that of --init-from. A tokenizer that these do
+    not have is the run's.
     """
-    files = companions(found.path) if found is not None else _of_start(run)
+    files = dict(companions(found.path) if found is not None else _of_start(run))
+    if run.data.tokenizer is not None and not any(name in files for name, _ in TOKENIZERS):
+        files |= carried_files(run.data.tokenizer, run.data.tokenizer_path)
     contents = read_contents(files, to_stderr)
     return partial(write_companions, contents) if contents else None
 

@@ -10,7 +10,7 @@ from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 
-_FILES = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
+TOKENIZERS = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
 """A file of a model and the kind of tokenizer that it stands for. The first file that exists counts."""
 
 
@@ -18,7 +18,7 @@ def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
     """A source's --tokenizer and --tokenizer-path, from its companions, or else from its run if those files still
     exist. None otherwise.
     """
-    for name, kind in _FILES:
+    for name, kind in TOKENIZERS:
         if name in source.companions:
             return kind, str(source.companions[name])
     trained_with, path = source.run.data.tokenizer, source.run.data.tokenizer_path
@@ -50,6 +50,14 @@ def end_of_turn(source: Source) -> int | None:
         return None
     found = None if end is None else tokenizer.id_of(end)
     return found if found is None or found < (source.model.vocab_size or 0) else None
+
+
+def missing_tokenizer(source: Source) -> str | None:
+    """What is missing, where a source names a tokenizer that is not there; else None."""
+    data = source.run.data
+    if data.tokenizer is None or tokenizer_files(source) is not None:
+        return None
+    return f"{source.path} was trained with --tokenizer {data.tokenizer} --tokenizer-path {data.tokenizer_path}"
 
 
 def _still_there(path: Path) -> bool:

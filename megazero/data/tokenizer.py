@@ -109,6 +109,7 @@ def _hf(path: str | None) -> ListedTokenizer:
 
 OF_A_MODEL = ("vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """Names of a model's own files. The files beside one of another name may belong to something else."""
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 KINDS: dict[str, Callable[[str | None], ListedTokenizer]] = {
@@ -124,6 +125,26 @@ def build_tokenizer(kind: str, path: str | None) -> ListedTokenizer:
     if kind not in KINDS:
         raise DataError(f"--tokenizer {kind!r}: known are {', '.join(KINDS)}")
     return KINDS[kind](path)
+
+
+def carried_files(kind: str, path: str | None) -> dict[str, Path]:
+    """The files of a tokenizer under the names by which a model's own are known, with those beside them that say more
+    of it. None for a tokenizer without files. Raises DataError for files that are missing.
+    """
+    if kind == "gpt2":
+        vocab, merges = gpt2_files(path)
+        found, first = {"vocab.json": vocab, "merges.txt": merges}, vocab
+    elif kind == "sentencepiece":
+        first = sentencepiece_file(path)
+        found = {"tokenizer.model": first}
+    elif kind == "hf":
+        place = _need(path, "hf", "tokenizer.json or its folder")
+        first = place / "tokenizer.json" if place.is_dir() else place
+        found = {"tokenizer.json": first}
+    else:
+        return {}
+    beside = [first.with_name(name) for name in BESIDE] if first.name in (*OF_A_MODEL, "tokenizer.json") else []
+    return found | {file.name: file for file in beside if file.is_file()}
 
 
 def _need(path: str | None, kind: str, what: str) -> Path:

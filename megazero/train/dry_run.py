@@ -29,8 +29,8 @@ from megazero.train.placed import Placed, chosen, rates_problems, with_choice
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 
 _UNKNOWN_VOCABULARY = (
-    "--skip-files: --tokenizer {} says how many tokens the model has, and is not read; give --vocab-size for this check, "
-    "or leave out --skip-files"
+    "--skip-files: --tokenizer {} says how many tokens the model has, and is not read; give --vocab-size for this "
+    "check, or leave out --skip-files"
 )
 
 

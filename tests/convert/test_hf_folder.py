@@ -122,12 +122,12 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
         open_source(folder)
 
 
-def written(model: ModelConfig, folder: Path, **facts: Any) -> Any:
+def written(model: ModelConfig, folder: Path, options: TargetOptions | None = None, **facts: Any) -> Any:
     """The source that a run of megazero's own would be, written as a folder."""
     source = made(model, precision="fp64", dtype=torch.float64)
     source.run = replace(source.run, **facts)
     folder.mkdir()
-    write_hf(source, folder, TargetOptions(), lambda count: None)
+    write_hf(source, folder, options or TargetOptions(), lambda count: None)
     return source
 
 
@@ -185,8 +185,12 @@ def test_tokenizers_that_go_with_it(tmp_path: Path) -> None:
     same_tokenizer(tmp_path / "gpt2", build_tokenizer("gpt2", str(tmp_path / "bpe")))
     written(model, tmp_path / "hf", data=DataConfig(tokenizer="hf", tokenizer_path=str(tmp_path / "gpt2")))
     same_tokenizer(tmp_path / "hf", build_tokenizer("hf", str(tmp_path / "gpt2")))
-    gone = written(model, tmp_path / "gone", data=DataConfig(tokenizer="hf", tokenizer_path=str(tmp_path / "nowhere")))
-    assert any("no tokenizer was written" in note for note in gone.report.notes)
+    nowhere = DataConfig(tokenizer="hf", tokenizer_path=str(tmp_path / "nowhere"))
+    with pytest.raises(ConversionError, match=r"--tokenizer-path .*nowhere, which is not there; --without-tokenizer"):
+        written(model, tmp_path / "gone", data=nowhere)
+    gone = written(model, tmp_path / "waived", TargetOptions(without_tokenizer=True), data=nowhere)
+    assert any("no tokenizer is known" in note for note in gone.report.notes)
+    assert not (tmp_path / "waived" / "tokenizer_config.json").exists()
 
 
 def test_files_are_carried_along(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def test_files_of_the_start_and_of_what_is_resumed(tmp_path: Path) -> None:
         "a tokenizer that the run does not use would be wrong there"
     )
     scratch = replace(run, checkpoint=CheckpointConfig())
-    assert written(scratch, None, tmp_path / "c") == set()
+    assert written(scratch, None, tmp_path / "c") == {"tokenizer.json"}, "its own"
+    assert written(replace(scratch, data=DataConfig(tokenizer="byte")), None, tmp_path / "e") == set()
     assert written(scratch, find(tmp_path / "start"), tmp_path / "d") == {"config.json", "tokenizer.json"}
 
 

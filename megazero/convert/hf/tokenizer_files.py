@@ -9,36 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from megazero.convert.companions import is_copyable
-from megazero.convert.hf.config import write_json
+from megazero.convert.hf.config import CONFIG, write_json
 from megazero.convert.hf.tables import Config
 from megazero.convert.source import Source
+from megazero.convert.tokenizers import tokenizer_files
 from megazero.data.gpt2 import END_OF_TEXT, byte_symbols, read_merges, read_vocab
 from megazero.data.indexed import DataError
-from megazero.data.tokenizer import gpt2_files, sentencepiece_file
+from megazero.data.tokenizer import BESIDE, gpt2_files, sentencepiece_file
 
 _BELONGING = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def write_tokenizer(source: Source, folder: Path, config: Config) -> None:
-    """Make tokenizer files from the run's tokenizer, unless the source brought its own. Where that is not possible, the
-    source's report says so.
+    """Make tokenizer files from the source's tokenizer, unless it brought files of transformers. Where that is not
+    possible, the source's report says so.
     """
-    data = source.run.data
-    if any((folder / name).is_file() for name in _BELONGING):
+    if CONFIG in source.companions and any((folder / name).is_file() for name in _BELONGING):
         return
-    if data.tokenizer is None:
+    tokenizer = tokenizer_files(source)
+    if tokenizer is None:
         source.report.notes.append("no tokenizer is known: the folder holds the model alone")
         return
-    place = Path(data.tokenizer_path or "").expanduser()
+    kind, path = tokenizer
     try:
-        end = _WRITERS[data.tokenizer](place, folder)
+        end = _WRITERS[kind](Path(path or "").expanduser(), folder)
     except (OSError, ValueError) as error:  # DataError among them
         source.report.notes.append(f"no tokenizer was written: {error}")
         return
     if not (folder / "tokenizer_config.json").is_file():
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        write_json(folder / "tokenizer_config.json", kind | ({} if end is None else {"eos_token": end}))
+        named = {} if end is None else {"eos_token": end}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_json(folder / "tokenizer_config.json", settings | named)
 
 
 def _write_bytes(place: Path, folder: Path) -> str:
@@ -92,7 +93,7 @@ def _write_byte_level(
 def _copy_hf(place: Path, folder: Path) -> None:
     """Copy tokenizer.json and the other tokenizer files of transformers."""
     file = place / "tokenizer.json" if place.is_dir() else place
-    there = [file, *(file.parent / name for name in _BESIDE if (file.parent / name).is_file())]
+    there = [file, *(file.parent / name for name in BESIDE if (file.parent / name).is_file())]
     _refuse_links(*there)
     for path in there:
         shutil.copyfile(path, folder / ("tokenizer.json" if path == file else path.name))

@@ -29,8 +29,8 @@ from megazero.convert.hf.files import INDEX, SINGLE
 from megazero.convert.hf.rules import Names, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
-from megazero.convert.source import Source
-from megazero.convert.tokenizers import end_of_turn
+from megazero.convert.source import ConversionError, Source
+from megazero.convert.tokenizers import end_of_turn, missing_tokenizer
 
 SHARD_BYTES = 5_000_000_000
 """The most bytes that transformers writes into one file."""
@@ -46,6 +46,8 @@ def write_hf(
     ConversionError, before anything is written, where no family computes what the model does, and where a weight is too
     large for the dtype.
     """
+    if (missing := missing_tokenizer(source)) and not options.without_tokenizer:
+        raise ConversionError(f"{missing}, which is not there; --without-tokenizer writes the model alone")
     dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
     kept = copyable(source.companions, source.report.notes.append)
     original = read_json(kept[CONFIG]) if CONFIG in kept else None
