@@ -36,12 +36,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     library = (kernels(x, weight) if bias is None else kernels(x, weight, bias)) if fits else None
     if library is not None and not library.on_device and x.numel() <= FEW * k:
         y = x.new_empty((*x.shape[:-1], n))
-        library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, bias)
+        added = None if bias is None else bias.contiguous()  # the kernel knows its address only
+        library.call(f"few_rows_{suffix(x.dtype)}", x.numel() // k, k, n, y, x.contiguous(), weight, added)
         return y
     if own_products(x, n, k):
         return weight_product(x, weight, bias)
     if library is not None and not library.on_device and bias is not None and _adds_bias(x.dtype):
-        return _biased(x.contiguous(), weight, bias)
+        return _biased(x.contiguous(), weight, bias.contiguous())
     return F.linear(x, weight, bias)
 
 
@@ -53,7 +54,8 @@ def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 def _biased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`linear` on the CPU by oneDNN, which adds the bias to the fp32 sums before it rounds them.
 
-    F.linear would first write the bias into the result, in another pass, and the product would read that again.
+    F.linear would first write the bias into the result, in another pass, and the product would read that again. All
+    three are contiguous: the op takes a bias of other strides by its address.
     """
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

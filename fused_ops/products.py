@@ -13,6 +13,7 @@ m rows (tokens), k inputs, n outputs.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -35,8 +36,10 @@ LEAST = 256
 """Of an fp32 product that is computed here each of m, n and k. What is smaller or thinner torch's library multiplies as
 fast or faster: packing takes as long as the products of thirty rows, and a call from Python ten microseconds.
 """
-TORCH = "torch"
-"""How a dtype's products are computed where they are not computed here."""
+TORCH, WIDENED = "torch", "torch in fp32, block by block"
+"""What computes a dtype's products where they are not computed here, and where no kernel is."""
+_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+"""Instructions to which oneDNN can be limited, with AVX-512 and without its BF16."""
 _ALLOWED = 1e-6
 """Largest relative error, in the norm, of the kernel's fp32 sums in its trial."""
 
@@ -75,9 +78,10 @@ def _has_products(dtype: torch.dtype) -> bool:
     fp32.
     """
     flags = processor_flags()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     if not torch.backends.mkldnn.is_available():
         return False
-    if dtype == torch.bfloat16 and "avx512f" in flags and "avx512_bf16" not in flags:
+    if dtype == torch.bfloat16 and "avx512f" in flags and ("avx512_bf16" not in flags or limit in _WITHOUT_BF16):
         return False
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{suffix(dtype)}_supported")())
 
@@ -126,11 +130,17 @@ def refusal(library: Library, dtype: torch.dtype) -> str:
 
 
 def body_of(dtype: torch.dtype) -> str:
-    """How products of this dtype are computed on the CPU: by torch, a level's kernel, or torch widened to fp32."""
+    """What computes products of this dtype on the CPU: torch, a level's kernel, or torch's product of fp32 factors that
+    were widened.
+    """
     if not _multiplies(dtype):
         return TORCH
-    library = _kernel(dtype, choice())
-    return "torch, widened to fp32" if library is None else f"{library.level} kernel"
+    if (library := _kernel(dtype, choice())) is not None:
+        return f"the {library.level} kernel"
+    built = cpu_library(choice())
+    if built is None or built.on_device:
+        return WIDENED
+    return f"{WIDENED}, as the {built.level} kernel is {refusal(built, dtype)}"
 
 
 def weight_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -112,7 +112,7 @@ def block_products() -> str:
 
 def product_bodies() -> str:
     """How products of each dtype are computed on this CPU."""
-    return ", ".join(f"{name} {products.body_of(dtype)}" for dtype, name in SUFFIXES.items())
+    return "; ".join(f"{name} by {products.body_of(dtype)}" for dtype, name in SUFFIXES.items())
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:

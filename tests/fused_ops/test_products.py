@@ -31,6 +31,7 @@ from fused_ops.products import (
     product,
     weight_product,
 )
+from fused_ops.registry import product_bodies
 from megazero.config.parse import parse_run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
@@ -203,7 +204,22 @@ def test_bf16_that_is_taken_apart_counts_as_none(units: tuple[str, ...], monkeyp
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(products, "processor_flags", lambda: frozenset({"avx512f", "avx512bw", *units}))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     assert products._has_products.__wrapped__(torch.bfloat16) == bool(units)
+    for limit, has in (("avx512_core", False), ("AVX512_CORE_VNNI", False), ("AVX512_CORE_BF16", bool(units))):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)  # oneDNN does without what the processor has
+        assert products._has_products.__wrapped__(torch.bfloat16) == has
+
+
+def test_a_refused_kernel_is_said(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its reason, where the doctor says what multiplies."""
+    monkeypatch.setattr(products, "refusal", lambda library, dtype: "off by 7.2e-03 on this machine")
+    if (built := library.cpu_library("auto")) is None:
+        pytest.skip("no compiler, no kernels")
+    products._kernel.cache_clear()
+    wanted = f"torch in fp32, block by block, as the {built.level} kernel is off by 7.2e-03 on this machine"
+    assert body_of(torch.bfloat16) == wanted and f"bf16 by {wanted}; " in product_bodies()
+    products._kernel.cache_clear()
 
 
 def test_who_lacks_products(without: None) -> None:
@@ -237,6 +253,19 @@ def test_tensors_of_other_devices_are_refused() -> None:
             weight_product(*given)
     with pytest.raises(ValueError, match="on meta"):
         weight_product(x, weight, out=torch.ones(30, 9, device=away))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_a_bias_may_have_any_strides(rows: int, dtype: torch.dtype) -> None:
+    """A kernel that takes its address would read beside it."""
+    x, weight = drawn(rows, 8, dtype=dtype, seed=1), drawn(6, 8, dtype=dtype, seed=2)
+    strided, one = drawn(6, 2, dtype=dtype, seed=3)[:, 0], drawn(1, dtype=dtype, seed=4).expand(6)
+    for bias in (strided, one):
+        assert torch.equal(linear(x, weight, bias), linear(x, weight, bias.clone()))
+        exact = x.double() @ weight.double().t() + bias.double()
+        assert (linear(x, weight, bias).double() - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 @torch.no_grad()
