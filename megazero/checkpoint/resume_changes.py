@@ -137,6 +137,7 @@ _FREE = {
         "loss_scale_window",
         "hysteresis",
         "min_loss_scale",
+        "max_skipped_steps",
     ),
     **_plain("optimizer", "fp8"),
     **_plain("parallel", "zero_quantized_weights", "zero_quantized_gradients", "zero_gradient_error_feedback"),

@@ -113,6 +113,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "position_offset",
             ),
             "zero3_persist_below",
+            "max_skipped_steps",
         ),
         _NOT_NEGATIVE,
     )

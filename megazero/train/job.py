@@ -44,6 +44,7 @@ from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
 from megazero.train.resume import resume
 from megazero.train.save_policy import SavePolicy
+from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.swap_start import SwapStart
 from megazero.train.trainer import Trainer
@@ -155,6 +156,8 @@ def _build(
     minutes = run.trainer.exit_duration_in_mins  # counted from here, when the kernels are compiled
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     start = resume(run, state, checkpoints, probe_engine, grid, swapped)
+    if (run.checkpoint.init_from or prepared.found) and not uses_disks(run):  # else all of the disks would be read
+        require_finite_weights(run, grid, state)
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     traced = trace_of_run(steps, grid)
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed, placed.told)

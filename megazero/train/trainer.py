@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.data.loader import TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
@@ -24,6 +25,7 @@ from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
 from megazero.train.host_memory import HostMemory
 from megazero.train.save_policy import SavePolicy
+from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
 from megazero.train.whole_steps import WholeSteps
@@ -61,10 +63,12 @@ class Trainer:
     steps_here: int = 0
     first_seconds: float = 0.0
     memory: HostMemory = field(init=False)
+    skipped: SkippedSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self.plan, self.memory = StepPlan(self.run.schedule), HostMemory(self.grid.device)
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+        self.skipped = SkippedSteps.of(self.run.optimizer, self.grid.device)
 
     def fit(self) -> None:
         """Train until the run is finished or stops for another reason; in both cases the state is saved."""
@@ -83,6 +87,7 @@ class Trainer:
             step = self.train_step(
                 stop=self.signals.raised or (self.save_policy is not None and self.save_policy.superseded)
             )
+            self.require_progress()
             self.after_step()
             yield step
             self.stopped_by = self.stop_reason()
@@ -135,6 +140,7 @@ class Trainer:
             self.state.model.owed.leave(end.values, self.settle)
         self.state.optimizer.end_step(end.bad)
         self.state.scaler.update(end.bad)
+        self.skipped.add(end.bad, scale)
         if self.state.fp8 is not None:
             self.first_scales(self.state.fp8, end.bad)
         self.asked_to_stop = end.asked
@@ -222,6 +228,24 @@ class Trainer:
         """
         return self.engine.has_loss and self.grid.at.tp == 0
 
+    def require_progress(self) -> None:
+        """Raise ConfigError on all ranks if too many steps were skipped in a row. Nothing is saved after them."""
+        saves = self.run.checkpoint.save_interval
+        if not (self.waits_for_device or (saves and self.position.iteration % saves == 0)):
+            return
+        if self.skipped.are_too_many():
+            size = self.run.schedule.global_batch_size
+            batches = self.batches.train.micro_batches(self.position.consumed_samples - size, size)
+            self.log.flush()
+            engine = self.engine if isinstance(self.engine, PipelineEngine) else self.engine.engine
+            parts = self.run, self.grid, self.state, engine.stages
+            raise ConfigError([standstill_text(*parts, lambda: self.engine.evaluate(batches))])
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether this step may be waited for: on a CPU each, on a card those that are logged."""
+        return self.grid.device.type == "cpu" or self.position.iteration % self.run.trainer.log_interval == 0
+
     def after_step(self) -> None:
         """Evaluate and save if the position is at an interval. A collective of all ranks."""
         self.steps_here += 1
@@ -255,9 +279,8 @@ class Trainer:
         every = self.run.trainer.exit_interval
         if every and self.position.iteration % every == 0:
             return f"--exit-interval {every}"
-        on_host = self.grid.device.type == "cpu"
-        if not on_host and self.position.iteration % self.run.trainer.log_interval:
-            return None  # reading the flag waits for the device
+        if not self.waits_for_device:
+            return None
         return (self.signals.name or self.remote_stop_reason()) if self.asked_to_stop.item() > 0 else None
 
     def remote_stop_reason(self) -> str:

@@ -48,3 +48,6 @@ class OptimizerConfig:
     "Number of overflows at which the loss scale halves."
     min_loss_scale: float = option(1.0)
     "Lowest dynamic loss scale."
+    max_skipped_steps: int = option(20)
+    """Steps in a row that may be skipped at the lowest loss scale, because their loss or gradients are not finite. Then
+    the run ends with an error that says what is not finite. 0: any number."""
