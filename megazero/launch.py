@@ -191,13 +191,13 @@ def exit_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-def exit_early(signal: str, environment: Environment) -> NoReturn:
+def exit_early(signal: str, environment: Environment, leave: Callable[[], None] = lambda: None) -> NoReturn:
     """End this process because of a signal before the first step, when there is nothing to save.
 
     The status is 0 if all ranks got the signal, as from launchers and schedulers. If only some ranks got it, they end
     with status 1, so that the launcher ends the others, which would wait for them. If rank 0 has reported a wrong
-    configuration, the launcher sends the signal after the first rank has ended, and the status is 2. Communicates
-    through the launcher's store, if there is one.
+    configuration, the launcher sends the signal after the first rank has ended, and the status is 2. leave: called
+    before. Communicates through the launcher's store, if there is one.
     """
     world, told = environment.world_size, environment.world_size
     if agent_serves():
@@ -206,6 +206,7 @@ def exit_early(signal: str, environment: Environment) -> NoReturn:
             if store.check([WRONG]):
                 if environment.rank:
                     _record(RANK_0_SAYS, first=False)
+                leave()
                 exit_now(MISTAKEN)
             told = store.add("megazero/told to stop", 1)
             while told < world and time.monotonic() < deadline:
@@ -217,9 +218,11 @@ def exit_early(signal: str, environment: Environment) -> NoReturn:
             "only",
             first=True,
         )
+        leave()
         exit_now(FAILED)
     if environment.rank == 0:
         print(f"stopped by {signal} before the first step: there is nothing to save", flush=True)
+    leave()
     exit_now(0)
 
 

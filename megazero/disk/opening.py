@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megazero.disk.layout import SwapLayout
 from megazero.disk.measure import weights_of
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap import SwapSpace
-from megazero.disk.swap_file import CHECKPOINT, PREFIX, SwapFile, remove_leftovers, stem_of
+from megazero.disk.swap_file import CHECKPOINT, PREFIX, SwapFile, owner_of, remove_leftovers, stem_of
 
 
 def open_swap(
@@ -67,6 +68,17 @@ def open_swap(
         for file in files:
             file.close(remove=record is None)
         raise
+
+
+def remove_unused(folders: Sequence[Path], job: str, rank: int) -> None:
+    """Remove a rank's swap files that this process has opened, or opens just now, unless they hold a whole step."""
+    stem = stem_of(job, rank)
+    if (folders[0] / f"{stem}.json").exists():
+        return
+    own = (os.getpid(),) if job == CHECKPOINT else (os.getpid(), None)  # other jobs have names of their own
+    for path in (folder / f"{stem}.bin" for folder in folders):
+        if owner_of(path) in own:
+            path.unlink(missing_ok=True)
 
 
 def record_of(folders: Sequence[Path], job: str, rank: int) -> SwapRecord | None:

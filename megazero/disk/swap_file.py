@@ -212,7 +212,7 @@ def _locked_soon(path: Path, *, create: bool) -> int:
             with _alone_in(path.parent):
                 return _locked(path, create=create)
         except BlockingIOError as error:
-            owner = _owner(path)
+            owner = owner_of(path)
             if (owner is not None and Path(f"/proc/{owner}").exists()) or time.monotonic() > end:
                 said = "another process" if owner is None else f"process {owner}"
                 raise DiskError(f"{path}: {said} uses it", error.errno) from error
@@ -265,7 +265,7 @@ def _locked(path: Path, *, create: bool, must_lock: bool = False) -> int:
         os.close(handle)
 
 
-def _owner(path: Path) -> int | None:
+def owner_of(path: Path) -> int | None:
     """The process that has locked the file; None if this host's kernel does not say."""
     with suppress(OSError, ValueError):
         number = path.stat().st_ino

@@ -65,6 +65,8 @@ class StopSignals:
 
     def __init__(self, early: Callable[[str], None] | None = None) -> None:
         self._early = early
+        self.leaving: list[Callable[[], None]] = []
+        """What `early` does before it ends the process: files are removed that would stay behind."""
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None
         self._asked: str | None = None

@@ -118,8 +118,8 @@ def build_job(
     prepared = replace(prepared, run=placed.run, changes=changes)
     keep_budgets(placed.run, grid)
     with (
-        offloading(placed.run, grid, prepared) as (offloaded, swapped),
-        activation_disks(placed.run, grid) as activations,
+        offloading(placed.run, grid, prepared, signals) as (offloaded, swapped),
+        activation_disks(placed.run, grid, signals) as activations,
     ):
         return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped, activations)
 

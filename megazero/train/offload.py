@@ -16,11 +16,13 @@ from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier
-from megazero.disk.opening import open_swap
+from megazero.disk.opening import open_swap, remove_unused
 from megazero.disk.swap import SwapSpace
+from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.offloaded import swapped_pieces
+from megazero.telemetry.watchdog import StopSignals
 from megazero.train.banner_offload import written_sentence
 from megazero.train.logs import as_config_error
 from megazero.train.prepare import Prepared
@@ -29,9 +31,11 @@ from megazero.zero.offload import Offloading
 
 
 @contextmanager
-def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tuple[Offloading, SwapStart | None]]:
+def offloading(
+    run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals
+) -> Iterator[tuple[Offloading, SwapStart | None]]:
     """A context with how a run's model state is offloaded, and with --nvme-checkpoint where its swap files lead. If its
-    block fails, swap files without a whole step are removed.
+    block fails, or a signal ends the process before the first step, swap files without a whole step are removed.
 
     Where some of the state goes to disks, entering is a collective of the world: a broadcast of the name of the job's
     files, what `swap_start` communicates, and an agreement on whether all ranks have opened theirs. Raises ConfigError
@@ -55,6 +59,8 @@ def offloading(run: Run, grid: ProcessGrid, prepared: Prepared) -> Iterator[tupl
                 start = swap_start(run, grid, pieces, token, prepared.found, prepared.datasets.train.plans)
 
             def act() -> None:
+                job = token if start is None else CHECKPOINT
+                signals.leaving.append(lambda: remove_unused(folders, job, grid.rank))
                 if pieces and start is not None:
                     spaces.append(start.opened(folders, pieces, grid.rank))
                 elif pieces:

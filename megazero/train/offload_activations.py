@@ -9,18 +9,19 @@ from pathlib import Path
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
 from megazero.config.schema import Run
-from megazero.disk.opening import open_swap
+from megazero.disk.opening import open_swap, remove_unused
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.plan.leaving_disks import activation_pieces, writes_activations
 from megazero.plan.step_lists import StageLists
+from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error
 
 
 @contextmanager
-def activation_disks(run: Run, grid: ProcessGrid) -> Iterator[ActivationDisks | None]:
-    """A context with this rank's swap files for activations; None where it writes none. If its block fails, they are
-    removed.
+def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Iterator[ActivationDisks | None]:
+    """A context with this rank's swap files for activations; None where it writes none. If its block fails, or a signal
+    ends the process before the first step, they are removed.
 
     Where activations go to disks, entering is a collective of the world: a broadcast of the name of the job's files,
     and an agreement on whether all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
@@ -34,6 +35,7 @@ def activation_disks(run: Run, grid: ProcessGrid) -> Iterator[ActivationDisks | 
 
     def act() -> None:
         if found.count:
+            signals.leaving.append(lambda: remove_unused(folders, token, grid.rank))
             swap = open_swap(folders, found.pieces, job=token, rank=grid.rank, slots=1)
             opened.append(ActivationDisks.of(swap, found.buffer_bytes, found.pieces))
 

@@ -22,7 +22,7 @@ def start_process(arguments: Sequence[str]) -> StopSignals:
     process at once.
     """
     restart_with_settings()
-    signals = StopSignals(early=_end)
+    signals = StopSignals(early=lambda name: _end(name, signals))
     if not CHECKS & {*arguments}:
         survive_lost_console()
         signals.__enter__()
@@ -30,7 +30,11 @@ def start_process(arguments: Sequence[str]) -> StopSignals:
     return signals
 
 
-def _end(name: str) -> None:
+def _end(name: str, signals: StopSignals) -> None:
     from megazero.launch import Environment, exit_early
 
-    exit_early(name, Environment.read())
+    def leave() -> None:
+        for action in signals.leaving:
+            action()
+
+    exit_early(name, Environment.read(), leave)

@@ -75,6 +75,22 @@ def test_ctrl_c_under_torchrun_saves_and_torchrun_says_1(flags: list[object], tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", [False, True])
+def test_ctrl_c_before_the_first_step_leaves_no_swap_files(kept: bool, flags: list[object], tmp_path: Path) -> None:
+    """They are as large as the model's state. With --nvme-checkpoint they hold no step yet."""
+    output, disk = tmp_path / "output", tmp_path / "disk"
+    disk.mkdir()
+    shape = ["--hidden-size", 512, "--num-layers", 8, "--num-attention-heads", 8]
+    away = ["--offload-optimizer", "nvme", "--nvme-path", disk, *["--nvme-checkpoint"] * kept]
+    away += ["--offload-activations", "nvme"] * (not kept)
+    process = start(command(1, [*flags, *shape, *away, "--seq-length", 512]), output)
+    wait_until(lambda: any(disk.glob("megazero-swap-*.bin")), process, output)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 0 and "before the first step: there is nothing to save" in output.read_text()
+    assert not list(disk.iterdir()) and not (tmp_path / "m").exists()
+
+
+@pytest.mark.slow
 def test_a_signal_to_torchrun_saves(flags: list[object], tmp_path: Path) -> None:
     """Also while a save beside the run may be under way."""
     output, saves = tmp_path / "output", ["--async-save", "--save-interval", 3]
