@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config import extensions
-from megazero.config.foreign_flags import our_flag_for, our_value_for
+from megazero.config.foreign_flags import FLAGS, normalise_flag, our_flag_for, our_value_for
 from megazero.config.schema import Run
 from megazero.system.reading import shown
 
@@ -178,14 +178,22 @@ def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
     """`; did you mean --x?` for a flag of another program or a misspelled one; empty if nothing is similar."""
     elsewhere = our_flag_for(flag)
     if elsewhere is None:
-        return did_you_mean("--" + flag.lstrip("-").replace("_", "-"), known)
+        return did_you_mean("--" + flag.lstrip("-").replace("_", "-"), known) or _similar_elsewhere(flag)
     return f"; did you mean {elsewhere}?" if elsewhere.startswith("--") else f"; it is {elsewhere}"
 
 
 def did_you_mean_key(key: str, known: Iterable[str]) -> str:
     """The same for a key of a file, in which names have underscores and no leading dashes."""
     elsewhere = our_flag_for(key)
-    return f"; here it is {elsewhere}" if elsewhere else did_you_mean(key.replace("-", "_"), known)
+    if elsewhere is not None:
+        return f"; here it is {elsewhere}"
+    return did_you_mean(key.replace("-", "_"), known) or _similar_elsewhere(key)
+
+
+def _similar_elsewhere(word: str) -> str:
+    """The same for a misspelled name of other programs: `learning-rte`, `max_seqlen`."""
+    near = difflib.get_close_matches(normalise_flag(word), sorted(FLAGS), n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}, which here is {FLAGS[near[0]]}?" if near else ""
 
 
 def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:

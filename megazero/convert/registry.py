@@ -34,7 +34,9 @@ def recognise(path: Path) -> str:
                 return name
     if not path.exists():
         raise NoCheckpoint(missing_path_message(path))
-    raise NoCheckpoint(f"{path} holds no checkpoint of a known format ({', '.join(format_table())})")
+    described = (path / "config.json").is_file()
+    lacks = "; it has config.json, and no weights (*.safetensors, pytorch_model*.bin) beside it" * described
+    raise NoCheckpoint(f"{path} holds no checkpoint of a known format ({', '.join(format_table())}){lacks}")
 
 
 _MISSHAPEN = (

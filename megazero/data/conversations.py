@@ -28,7 +28,7 @@ from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
 from megazero.data.records import COUNTS, in_one_shape
 from megazero.data.tokenizer import Tokenizer
-from megazero.system.reading import shown
+from megazero.system.reading import json_type, listed, shown
 
 AT_ONCE = 512
 """Number of lines that are tokenized together, on all cores."""
@@ -234,7 +234,9 @@ def _record(raw: RawDocument) -> dict[str, Any]:
 def _text(raw: RawDocument, record: dict[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise _wrong(raw, f"{key} is {'missing' if key not in record else 'no text, but ' + type(value).__name__}")
+        if key in record:
+            raise _wrong(raw, f"{key} is no text, but {json_type(value)}")
+        raise _wrong(raw, f"{key} is missing; it holds {listed(record)}")
     return value
 
 

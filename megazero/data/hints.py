@@ -22,6 +22,11 @@ def advice_for(given: str) -> str | None:
     words = re.split(r"[,;]", given)
     if len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2]):
         return f"{given}: weights and prefixes of a blend are words of their own: {' '.join(words)}"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", given) and not place.parent.exists():
+        return (
+            f"{given}: there is no such pair here; if it is a dataset of Hugging Face's Hub: hf download --repo-type "
+            f"dataset {given} --local-dir data/{place.name}; {_preparing(f'data/{place.name}')}"
+        )
     return None
 
 

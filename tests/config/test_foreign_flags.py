@@ -15,6 +15,8 @@ ASKED = {
     # what people type, and what they are told
     "--learning-rate 1e-4": "did you mean --lr?",
     "--learning_rate 1e-4": "did you mean --lr?",
+    "--learning-rte 1e-4": "did you mean learning-rate, which here is --lr?",
+    "--max_seqlen 64": "did you mean max-seq-len, which here is --seq-length?",
     "--per_device_train_batch_size 4": "did you mean --micro-batch-size?",
     "--gradient_checkpointing": "did you mean --recompute-granularity full?",
     "--use-rotary-position-embeddings": "did you mean --position-embedding rotary?",

@@ -358,9 +358,10 @@ WRONG = {
     "no record": ("[1]", "line 2 is a list, and no object"),
     "both": ('{"prompt": "", "completion": "x", "messages": []}', "line 2: either prompt and completion, or messages"),
     "neither": ('{"text": "x"}', r"line 2: either prompt and completion, or messages, .*; it holds text"),
-    "no completion": ('{"prompt": "x"}', "line 2: completion is missing"),
+    "no completion": ('{"prompt": "x"}', "line 2: completion is missing; it holds prompt"),
+    "another completion": ('{"prompt": "x", "response": "y"}', "completion is missing; it holds prompt, response"),
     "empty completion": ('{"prompt": "x", "completion": ""}', "line 2: the completion is empty"),
-    "number": ('{"prompt": 3, "completion": "x"}', "line 2: prompt is no text, but int"),
+    "number": ('{"prompt": 3, "completion": "x"}', "line 2: prompt is no text, but a number"),
     "role": (
         '{"messages": [{"role": "narrator", "content": "x"}]}',
         "line 2: turn 1 has the role 'narrator', which is none of system",

@@ -216,12 +216,16 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
 def test_a_checkpoint_that_does_not_open_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "base").mkdir(parents=True)
+    (tmp_path / "runs" / "bare").mkdir()
+    (tmp_path / "runs" / "bare" / "config.json").write_text("{}")
     for given, told in (
         ("runs/base", "--init-from runs/base holds no checkpoint of a known format"),
         ("runs/none/", "--init-from runs/none: there is no such checkpoint"),
+        ("runs/bare", "--init-from runs/bare holds no checkpoint of a known format"),
     ):
         (problem,) = model_source(given).problems
         assert problem.startswith(told), problem
+        assert ("and no weights (*.safetensors" in problem) == (given == "runs/bare")
     broken = tmp_path / "runs" / "base" / "iter_0000003"
     broken.mkdir()
     (broken / "manifest.json").mkdir()

@@ -233,6 +233,10 @@ def refusal(words: list[str]) -> tuple[str, ...]:
     ("given", "told"),
     [
         (["text.txt"], "text.txt is no pair of .bin and .idx, but a file; make a pair from text by"),
+        (
+            ["someone/texts"],
+            "someone/texts: there is no such pair here; if it is a dataset of Hugging Face's Hub: hf download",
+        ),
         (["folder"], "folder is a folder without pairs of .bin and .idx; make a pair from text by"),
         (["pair.bin"], "pair.bin: a pair is named without its endings: pair"),
         (["0.7,a,0.3,b"], "0.7,a,0.3,b: weights and prefixes of a blend are words of their own: 0.7 a 0.3 b"),
