@@ -154,8 +154,9 @@ def _open_streams() -> None:
     open_streams()
     if sys.stdout is sys.__stdout__ and type(sys.stdout) is io.TextIOWrapper:
         out = sys.stdout
-        encoding, errors, by_line = out.encoding, out.errors, out.line_buffering
-        sys.stdout = sys.__stdout__ = _Output(out.detach(), encoding, errors, line_buffering=by_line)  # type: ignore[misc]
+        encoding, errors, by_line, through = out.encoding, out.errors, out.line_buffering, out.write_through
+        made = _Output(out.detach(), encoding, errors, line_buffering=by_line, write_through=through)
+        sys.stdout = sys.__stdout__ = made  # type: ignore[misc]
 
 
 def _lost_output(error: OSError) -> str | None:

@@ -181,7 +181,6 @@ def _world(f: CheckContext) -> Found:
         f"--tp {p.tp} x --pp {p.pp} = {ranks} does not divide the world size {world}; nearest world size: "
         f"{nearest_multiples(world, ranks)}"
         + (f"; with --tp {p.tp} on {world} ranks, nearest: --pp {stages}" if stages else "")
-        + (f": --ranks {ranks}, or torchrun --nproc-per-node {ranks}, starts {ranks} ranks here" if world == 1 else "")
     )
 
 

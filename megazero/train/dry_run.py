@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megazero.config.count import parameters
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
 from megazero.config.placement import AUTO, applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.mpu.axes import axes_of
+from megazero.mpu.axes import Axes, axes_of
+from megazero.plan import rates
 from megazero.plan.budget_changes import Budgets
 from megazero.plan.budgets import budgets_of
 from megazero.plan.bytes import has_nccl, stage_bytes
@@ -59,6 +62,17 @@ def _placed(run: Run, ranks: int, here: int | None) -> Placed:
     return Placed(with_choice(run, dict(found.settings)), found.told)
 
 
+def _require_a_placement(run: Run, axes: Axes, kind: str, here: int | None) -> None:
+    """Raise ConfigError if no placement keeps to the budgets. That follows from bytes, whatever the rates are, and is
+    not known without a vocabulary.
+    """
+    if run.model.vocab_size is None:
+        return
+    assumed = rates.ASSUMED[kind]
+    assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
+    chosen(run, axes, kind, assumed, here, nccl=has_nccl(run.parallel, axes))
+
+
 def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> str:
     run, problems, left, notes = parsed.run, list[str](), list[str](), [*parsed.notes]
     against, here = machine_problems(run), range(ranks if parsed.command.world_size is None else 0)
@@ -84,6 +98,7 @@ def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> st
         raise ConfigError(problems)
     placed = _placed(with_default_vocabulary(run), ranks, placed_here)
     if placed.run.offload.placement == AUTO:
+        _require_a_placement(with_default_vocabulary(run), axes, kind, placed_here)
         left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
     return _told(placed, ranks, notes, left)
 

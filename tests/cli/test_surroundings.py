@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.cli.training import alone_among_tasks, train
 from megazero.config.source import ConfigError
 from megazero.launch import Environment
 from tests.data.pairs import write_pair
@@ -83,6 +84,18 @@ def test_a_launchers_variables(variables: dict[str, str], message: str, monkeypa
         monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=message):
         Environment.read()
+
+
+def test_several_tasks_of_slurm_without_a_rank_are_worth_knowing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would train the same model into the same folder."""
+    monkeypatch.delenv("RANK", raising=False)
+    for tasks, told in (("2", True), ("1", False)):
+        monkeypatch.setenv("SLURM_NTASKS", tasks)
+        train(["--validate-only", "--skip-files", "--train-iters", "1"], Environment(0, 0, 1, 1))
+        assert ("SLURM_NTASKS is 2, and no launcher says" in capsys.readouterr().out) == told
+    assert alone_among_tasks({"SLURM_NTASKS": "8", "RANK": "3"}) == []
 
 
 def test_wrong_variables_are_one_message(tmp_path: Path) -> None:

@@ -109,8 +109,6 @@ REFUSED = cases("""
     size 8 / (--tp 2 x --pp 1)), so that sets of 3 neighbours would not all hold the same shards; nearest: 2 or 4 |
     --zero-shard-size 2
 --zero-shard-size 0 | 2 | --zero-shard-size 0: must be at least 1 | --zero-shard-size 2
---tp 2 | 1 | does not divide the world size 1; nearest world size: 2: --ranks 2, or torchrun --nproc-per-node 2,
-    starts 2 ranks here | --tp 1
 --tp 4 --pp 12 | 40 | --tp 4 x --pp 12 = 48 does not divide the world size 40; nearest world size: 48; with --tp 4 on
     40 ranks, nearest: --pp 10 | --pp 10
 --global-batch-size 100 --micro-batch-size 2 | 8 | --global-batch-size 100 is not a multiple of --micro-batch-size 2 x

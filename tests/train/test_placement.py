@@ -171,6 +171,16 @@ def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
     )
 
 
+def test_budgets_that_nothing_keeps_to_are_no_ok(corpus: Path, tmp_path: Path) -> None:
+    """Without rates too: what fits follows from bytes. The start says the same."""
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), "--placement", "auto", "--device-memory-budget", "20KB"]
+    with pytest.raises(ConfigError, match="--device-memory-budget 20,000: no placement keeps to it") as checked:
+        dry_run_text(parse_arguments([*flags, "--validate-only"], 1), 1)
+    with pytest.raises(ConfigError) as started:
+        job_on_rank(0, 1, flags)
+    assert checked.value.problems[0].split(";")[0] == started.value.problems[0].split(";")[0]
+
+
 @pytest.mark.slow
 def test_a_resumed_run_tells_how_its_choice_differs(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
