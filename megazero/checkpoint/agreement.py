@@ -23,19 +23,30 @@ def raise_on_all_ranks(world: Group, device: torch.device, error: Exception | No
     failing rank raises its own exception. The other ranks raise the same class if it is in `_KINDS`, else (an OSError,
     for example) a CheckpointError with the class name and the text.
     """
-    first = torch.tensor([world.size if error is None else world.index], dtype=torch.int64, device=device)
+    kind = _KINDS.index(type(error)) if type(error) in _KINDS else 0
+    told = text_of_lowest(world, device, f"{kind} {_describe(error)}" if error else None)
+    if told is None:
+        return
+    index, described = told
+    if error is not None and index == world.index:
+        raise error
+    number, _, text = described.partition(" ")
+    raise _KINDS[int(number)](text) from error
+
+
+def text_of_lowest(world: Group, device: torch.device, text: str | None) -> tuple[int, str] | None:
+    """The index of the lowest member with a text, and its text, on all ranks; None if none has one.
+
+    A collective of the world: an all-reduce of one int64, and a broadcast of the text if there is one.
+    """
+    first = torch.tensor([world.size if text is None else world.index], dtype=torch.int64, device=device)
     all_reduce(first, world, "min").wait()
     index = int(first.item())
     if index == world.size:
-        return
-    mine = error if index == world.index else None
-    kind = _KINDS.index(type(mine)) if type(mine) in _KINDS else 0
-    told = broadcast_text(world, device, f"{kind} {_describe(mine)}" if mine else None, index)
-    assert told is not None
-    if mine is not None:
-        raise mine
-    number, _, text = told.partition(" ")
-    raise _KINDS[int(number)](text) from error
+        return None
+    told = broadcast_text(world, device, text, index)
+    assert told is not None, "the member with this index has a text"
+    return index, told
 
 
 def attempt_on_all_ranks(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+from megazero.system.names import may_be_on_the_hub
 
 FORMATS = (
     "megatron",
@@ -17,15 +18,11 @@ FORMATS = (
 )
 """The names of `registry.format_table`, in its order. All of them are read and written."""
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
 
 def missing_path_message(path: Path) -> str:
-    """The message for a checkpoint path that does not exist. A path whose first folder does not exist may be meant as a
-    model's name on the Hub.
-    """
+    """The message for a checkpoint path that does not exist; it may be meant as a model's name on the Hub."""
     name = str(path)
-    if not _HUB_NAME.fullmatch(name) or ("/" in name and path.parent.exists()):
+    if not may_be_on_the_hub(name):
         return f"{path}: there is no such checkpoint"
     folder = f"models/{path.name}"
     return (

@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+from megazero.system.names import may_be_on_the_hub
+
 ENDINGS = (".bin", ".idx", ".tokenizer")
 SHOWN = 5
 
@@ -22,7 +24,7 @@ def advice_for(given: str) -> str | None:
     words = re.split(r"[,;]", given)
     if len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2]):
         return f"{given}: weights and prefixes of a blend are words of their own: {' '.join(words)}"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", given) and not place.parent.exists():
+    if "/" in given and may_be_on_the_hub(given):
         return (
             f"{given}: there is no such pair here; if it is a dataset of Hugging Face's Hub: hf download --repo-type "
             f"dataset {given} --local-dir data/{place.name}; {_preparing(f'data/{place.name}')}"

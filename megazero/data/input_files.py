@@ -64,14 +64,15 @@ class _Folder:
     left: dict[str, list[Path]] = field(default_factory=dict)
 
     def walk(self, inside: Path = Path(), above: tuple[str, ...] = ()) -> None:
-        """Sort in what a folder holds. above: the folders that led there, without links. Raises DataError."""
+        """Take in what a folder holds. above: the folders that led there, without links. Raises DataError."""
         above = (*above, os.path.realpath(self.root / inside))
         try:
             names = sorted(os.listdir(self.root / inside))
         except OSError as error:
             if len(above) == 1:
                 raise DataError(f"{self.root} cannot be opened: {error.strerror}") from error
-            return self._leave(UNREADABLE, inside)
+            self._leave(UNREADABLE, inside)
+            return
         for path in (inside / name for name in names):
             place = self.root / path
             if path.name.startswith("."):
@@ -84,8 +85,6 @@ class _Folder:
                 self._leave(CIRCLE, path)
             else:
                 self.walk(path, above)
-        self.files.sort()
-        return None
 
     def _add(self, path: Path) -> None:
         if not self.include or any(path.match(pattern) for pattern in self.include):
@@ -122,7 +121,7 @@ def find_files(inputs: Sequence[str | Path], include: Sequence[str] = (), report
         elif place.is_dir():
             folder = _Folder(place, include)
             folder.walk()
-            found += [place / path for path in folder.files]
+            found += [place / path for path in sorted(folder.files)]
             told.append(folder.line())
         else:
             raise DataError(f"no file or folder {place}" + _what_it_is(place))

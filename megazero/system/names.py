@@ -1,8 +1,11 @@
-"""Checks of file names and links, so that an untrusted file cannot name files outside its folder."""
+"""Checks of names of files and links, so that an untrusted file names nothing outside its folder; names of the Hub."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def is_plain_file_name(name: object) -> bool:
@@ -22,3 +25,10 @@ def stays_inside(path: Path, folder: Path) -> bool:
     if home.parent.name == "snapshots" and (home.parent.parent / "blobs").is_dir():
         home = home.parent.parent
     return path.resolve().is_relative_to(home)
+
+
+def may_be_on_the_hub(name: str) -> bool:
+    """Whether a path that does not exist may be meant as a name on Hugging Face's Hub: one plain word, or two of which
+    the first is no folder here.
+    """
+    return _HUB_NAME.fullmatch(name) is not None and not ("/" in name and Path(name).parent.exists())

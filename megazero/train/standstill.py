@@ -6,6 +6,7 @@ are counted once it cannot fall any more. The count stays on the device, so that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.agreement import broadcast_text
+from megazero.checkpoint.agreement import text_of_lowest
 from megazero.checkpoint.format import WEIGHT, columns_of
+from megazero.checkpoint.narrowing import OutOfRange
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, Run
 from megazero.config.source import ConfigError
-from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import spec_of
 from megazero.train.state import TrainState
@@ -100,8 +101,9 @@ def _bad_weight(state: TrainState, dtype: torch.dtype) -> str | None:
             weight = columns_of(fragment)[WEIGHT]
             if found is None and not (finite := weight.to(dtype).isfinite()).all():
                 number = weight[~finite][0].item()
-                ends = f", and {dtype} ends at {torch.finfo(dtype).max:g}; nearest: --precision bf16"
-                found = f"{fragment.spec.name} holds {number:g}" + ends * (abs(number) < float("inf"))
+                name = fragment.spec.name
+                beyond = f"{OutOfRange(name, number, dtype)}; nearest: --precision bf16"
+                found = beyond if math.isfinite(number) else f"{name} holds {number:g}"
     return found
 
 
@@ -137,12 +139,9 @@ def _name_of(module: nn.Module) -> str:
 
 
 def _first(grid: ProcessGrid, text: str | None) -> str | None:
-    """The text of the lowest rank that has one. A collective of the world: an all-reduce, and a broadcast."""
-    world = grid.world
-    lowest = torch.tensor([world.size if text is None else world.index], dtype=torch.int64, device=grid.device)
-    all_reduce(lowest, world, "min").wait()
-    index = int(lowest.item())
-    return None if index == world.size else broadcast_text(world, grid.device, text, index)
+    """The text of the lowest rank that has one. A collective of the world."""
+    told = text_of_lowest(grid.world, grid.device, text)
+    return None if told is None else told[1]
 
 
 def _end_of(precision: str) -> str:
