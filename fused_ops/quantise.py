@@ -137,7 +137,8 @@ def _quantise_piece(x: Tensor, bits: int, error: Tensor | None, codes: Tensor, s
     finite = (largest <= _LARGEST).unsqueeze(-1)
     # Where all codes were 127 and the quotient had been rounded up, fp32's largest number would come back as infinity.
     top = torch.nextafter(torch.tensor(_LARGEST / LARGEST_CODE[bits]), torch.tensor(0.0)).item()
-    scale = (largest / LARGEST_CODE[bits]).clamp(_SMALLEST, top).float()
+    # A tensor divides, because torch on a GPU multiplies by the inverse of a number, which is another scale.
+    scale = (largest / torch.full_like(largest, LARGEST_CODE[bits])).clamp(_SMALLEST, top).float()
     inverse = scale.to(dtype).reciprocal().unsqueeze(-1)
     rounded = torch.where(finite, (blocks * inverse).round(), 0.0)
     scales.copy_(torch.where(finite.squeeze(-1), scale, float("nan")))

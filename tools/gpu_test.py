@@ -57,7 +57,10 @@ def pytest_stage(name: str, seconds: int, *words: str, workers: int = 0) -> Stag
     spread = ("-n", str(workers)) if workers and find_spec("xdist") else ()
     options = ("-m", "gpu", "-q", "-ra", "--tb=short", "--durations=5", "-p", "no:benchmark")
     stacks = ("-o", f"faulthandler_timeout={SILENT}")
-    return Stage(name, (sys.executable, "-m", "pytest", *options, *stacks, *spread, *words), seconds)
+    # pytest's last lines name the reason of each failure where it fits into the terminal's width.
+    return Stage(
+        name, (sys.executable, "-m", "pytest", *options, *stacks, *spread, *words), seconds, {"COLUMNS": "300"}
+    )
 
 
 def sanitizer() -> str | None:

@@ -21,6 +21,7 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import Group, ProcessGrid, StateGroups, single_rank_group, stream_options
 from megazero.mpu.parameter import StateGroup
 from megazero.system import device as devices
+from megazero.zero.layout import SharedBy, state_groups
 from tests.gpu.jobs import assert_equal, deterministic_again, flags_of, job_on_card, train
 from tests.gpu.synchronisation import raise_on_synchronisation
 from tests.stages import STAGES
@@ -82,6 +83,11 @@ def hybrid_grid() -> Iterator[ProcessGrid]:
     yield from one_rank("nccl", devices.resolve("cuda", 0), hybrid=True)
 
 
+def sets_of_two(axes: Axes, at: Coordinates) -> dict[StateGroup, SharedBy]:
+    """As if two ranks held each shard: a step's list sums over one rank nowhere."""
+    return {group: shared._replace(across=2) for group, shared in state_groups(axes, at).items()}
+
+
 def test_every_collective(grid: ProcessGrid) -> None:
     for group in (grid.world, grid.replicas):
         x = torch.arange(12.0, device=grid.device)
@@ -113,11 +119,13 @@ def test_a_run_equals_the_one_without_groups(more: list[str], grid: ProcessGrid,
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_with_hybrid_shards_equals_the_one_without_groups(
-    stage: int, hybrid_grid: ProcessGrid, corpus: Path, tmp_path: Path
+    stage: int, hybrid_grid: ProcessGrid, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = flags_of([*NUMBERS, "--train-iters", "10", "--zero-stage", str(stage)], corpus, tmp_path / "cache")
     with deterministic_again():
-        alone, ours = train(flags), train(flags, hybrid_grid)
+        alone = train(flags)
+        monkeypatch.setattr("megazero.zero.state.state_groups", sets_of_two)
+        ours = train(flags, hybrid_grid)
     assert_equal(ours, alone)
     assert hybrid_grid.replicas.traffic["all_reduce", torch.float32] > 0
 
