@@ -84,7 +84,7 @@ def hybrid_grid() -> Iterator[ProcessGrid]:
 
 
 def sets_of_two(axes: Axes, at: Coordinates) -> dict[StateGroup, SharedBy]:
-    """As if two ranks held each shard: a step's list sums over one rank nowhere."""
+    """As if two ranks held each shard. For one rank a step's list has no sum across, and no backward that is cut."""
     return {group: shared._replace(across=2) for group, shared in state_groups(axes, at).items()}
 
 

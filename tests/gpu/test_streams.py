@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
+from megazero.program.shape import BucketShape
 from megazero.system import device as devices
 from tests.gpu.jobs import flags_of, job_on_card
 from tests.gpu.test_nccl import one_rank
@@ -78,6 +79,12 @@ def sums_elsewhere(monkeypatch) -> None:
     monkeypatch.setattr(collectives, "_reduce_scatter_flat", elsewhere)
 
 
+@pytest.fixture
+def cut_backwards(monkeypatch) -> None:
+    """A step's list cuts the backward where a bucket's gradient travels next. That of one rank travels nowhere."""
+    monkeypatch.setattr(BucketShape, "travels", True)
+
+
 def streams_by_work(events: list[Event]) -> tuple[set[int], dict[int, list[Event]]]:
     """(streams of matrix products, other streams with what ran there)."""
     products = {
@@ -93,7 +100,7 @@ def streams_by_work(events: list[Event]) -> tuple[set[int], dict[int, list[Event
 
 
 def test_reductions_run_on_their_own_stream_beside_the_backward(
-    grid: ProcessGrid, sums_elsewhere: None, corpus: Path, tmp_path: Path
+    grid: ProcessGrid, sums_elsewhere: None, cut_backwards: None, corpus: Path, tmp_path: Path
 ) -> None:
     job, _ = job_on_card([*flags_of(NUMBERS, corpus, tmp_path / "cache"), *MODEL], grid)
     for _ in range(3):
