@@ -51,8 +51,9 @@ def way_of(tier: Tier, rests: Tier, sums: Tier = Tier.DEVICE) -> tuple[Op, ...]:
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
     """The list with a REDUCE_ACROSS for each bucket of which several ranks hold the same shard.
 
-    It follows the bucket's last REDUCE, one REDUCE later: until then the first one has had time to end. Buckets that
-    several stages hold come last, because these stages end their backwards at different times.
+    A bucket's REDUCE_ACROSS waits for the bucket's last REDUCE, and on a GPU all that is computed later waits with it.
+    So it follows the next backward, during which the REDUCE has had time to end. Buckets that several stages hold come
+    last, because these stages end their backwards at different times.
     """
     last = {i.buckets[0]: at for at, i in enumerate(instructions) if i.op is Op.REDUCE}
     placed: list[Instruction] = []
@@ -60,13 +61,15 @@ def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple
     late: list[Instruction] = []
     for at, i in enumerate(instructions):
         placed.append(i)
+        if i.ends_backward:
+            placed += waiting
+            waiting = []
         if i.op is not Op.REDUCE:
             continue
-        placed += waiting
         bucket = shape.buckets[i.buckets[0]]
         ends = last[i.buckets[0]] == at and bucket.across > 1 and not bucket.sums_leave
         across = [Instruction(Op.REDUCE_ACROSS, buckets=i.buckets)] if ends else []
-        waiting, late = ([], late + across) if bucket.spans_stages else (across, late)
+        (late if bucket.spans_stages else waiting).extend(across)
     return (*placed, *waiting, *late)
 
 
