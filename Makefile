@@ -8,7 +8,7 @@
 # make gpu-test   all tests that need an NVIDIA GPU, with the installed torch; 8 minutes, no network
 # make gpu-bench  ops and training steps on an NVIDIA GPU compared with torch and transformers; 8 minutes, no network
 # make bench      ops, parts of a training step, megazero compared with other trainers, generation compared with transformers (BENCH=--quick: a smoke test)
-# make docs       build the documentation's site with sphinx, and print the path of its first page
+# make docs       build the documentation's site with sphinx, and print the path of its first page; needs no megazero and no torch
 # make lint       ruff and mypy, without what the tests install
 # make install    the program alone, into .venv
 # make clean      remove caches and builds (.venv, runs and data stay)
@@ -52,8 +52,8 @@ $(VENV)/.installed-bench: $(INSTALL_FROM)
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(INSTALL_FROM)
-	@PYTHON="$(PYTHON)" tools/install.sh "$(VENV)" docs
-	@touch $@ $(VENV)/.installed
+	@PYTHON="$(PYTHON)" tools/install_docs.sh "$(VENV)"
+	@touch $@
 
 install: $(VENV)/.installed
 
@@ -100,8 +100,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.peers $(BENCH)
 	$(VENV)/bin/python -m bench.generate $(BENCH)
 
-# The packages of make test are all that this needs.
-docs: $(or $(wildcard $(VENV)/.installed-test),$(VENV)/.installed-docs)
+docs: $(VENV)/.installed-docs
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m sphinx -q -W --keep-going docs build/docs
 	@echo "$(CURDIR)/build/docs/index.html"
 

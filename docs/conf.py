@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "megazero" / "__init__.py"
 
 project = "megazero"
 author = "the megazero developers"
-version = release = metadata.version("megazero")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "docs.extension.setup"]
+# The version is read and not imported: the site is built without megazero and torch.
+(version,) = re.findall(r'^__version__ = "(.*)"', PACKAGE.read_text(), re.M)
+release = version
+extensions = ["myst_parser", "sphinx_copybutton", "docs.extension.setup"]
 exclude_patterns = ["extension/**"]
 source_suffix = {".md": "markdown"}
 
-# Markdown: fences with colons for directives, and an anchor for every heading down to the third level.
-myst_enable_extensions = ["colon_fence", "deflist"]
-myst_heading_anchors = 3
+# An anchor for every heading down to the fourth level.
+myst_heading_anchors = 4
 
-# A name of ours that leads nowhere is an error. Names of other projects lead nowhere here: the build needs no network.
-nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|collections|os|pathlib|typing|datetime)\b.*")]
-nitpick_ignore = [
-    ("py:class", name) for name in ("Tensor", "NDArray", "Path", "Any", "Sequence", "Mapping", "Callable")
-]
-
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_typehints_format = "short"
-python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
-add_module_names = False
+# What a shell prints before a command is not copied.
+copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
 html_title = "megazero"

@@ -1,4 +1,4 @@
-"""Docstrings of this project as reStructuredText.
+"""Docstrings of this project as Markdown.
 
 They are plain text with `code` in single quotes of that kind. Some paragraphs are lists of names with what they mean,
 two spaces or more between; lines that are indented by four stand as they are.
@@ -14,12 +14,12 @@ _LISTED = re.compile(r"[\w.*]+(?:, [\w.*]+)*  +\S")
 _NAMES = re.compile(r"[\w.*]+(?:, [\w.*]+)*")
 
 
-def restructured(lines: Sequence[str]) -> list[str]:
-    """The lines of a docstring, its first one's indentation already off, for sphinx."""
+def markdown(lines: Sequence[str]) -> list[str]:
+    """The lines of a docstring, its first one's indentation already off, for a page."""
     made: list[str] = []
     for block in _blocks(lines):
         if all(line.startswith("    ") for line in block):
-            made += ["::", "", *block]
+            made += ["```text", *(line[4:] for line in block), "```"]
         elif any(_LISTED.match(line) for line in block):
             made += _listed(block)
         else:
@@ -39,7 +39,7 @@ def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _listed(block: Sequence[str]) -> list[str]:
-    """A definition list; lines before the first entry are a paragraph of their own."""
+    """A list with an item for each name; lines before the first one are a paragraph of their own."""
     lead: list[str] = []
     entries: list[tuple[str, list[str]]] = []
     for line, following in zip(block, [*block[1:], ""], strict=True):
@@ -53,19 +53,14 @@ def _listed(block: Sequence[str]) -> list[str]:
         else:
             lead.append(_inline(line.strip()))
     made = [*lead, ""] if lead else []
-    for name, text in entries:
-        made += [f"``{name}``", f"    {_inline(' '.join(text))}"]
-    return made
+    return [*made, *(f"- `{name}`: {_inline(' '.join(text))}" for name, text in entries)]
 
 
 def _inline(text: str) -> str:
-    """`code` as ``code``; all that reStructuredText would take for marks of its own is escaped."""
+    """`code` stays; all else that Markdown would take for marks of its own is escaped."""
     parts = re.split(r"(`[^`]+`)", text)
-    return "".join(
-        f"``{part[1:-1]}``" if part.startswith("`") and part.endswith("`") and len(part) > 2 else _escaped(part)
-        for part in parts
-    )
+    return "".join(part if len(part) > 2 and part[0] == part[-1] == "`" else _escaped(part) for part in parts)
 
 
 def _escaped(text: str) -> str:
-    return re.sub(r"([\\*`|]|(?<=\w)_(?=\W|$))", r"\\\1", text)
+    return re.sub(r"([\\*`|<>]|(?<=\w)_(?=\W|$))", r"\\\1", text)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.nodes import make_refnode
 
-from docs.extension.options import all_options, anchor
-
 HOME = "reference/flags"
 """The page with an entry for each flag."""
+_ENTRY = re.compile(r'^<a id="(?P<anchor>[\w-]+)"></a>(?P<spelled>.*)\n.*\n(?P<facts>.*)$', re.M)
+_FLAG = re.compile(r"`(--?[a-z][\w-]*)`")
 _UNBROKEN = 34
 """Characters of code that stay on one line: a browser would break a flag behind its first dash."""
 
 
 @cache
-def anchors() -> Mapping[str, str]:
-    """Every spelling of a flag -> where its entry is."""
-    return {spelled: anchor(option) for option in all_options() for spelled in (*option.flags, *option.negations)}
+def anchors(page: Path) -> Mapping[str, str]:
+    """Every spelling of a flag -> where its entry is on this page, negations included."""
+    return {
+        flag: entry["anchor"]
+        for entry in _ENTRY.finditer(page.read_text())
+        for flag in _FLAG.findall(entry["spelled"] + entry["facts"])
+    }
 
 
 class FlagLinks(SphinxPostTransform):
@@ -31,10 +37,11 @@ class FlagLinks(SphinxPostTransform):
     def run(self, **kwargs: object) -> None:
         if HOME not in self.env.found_docs:
             return
+        known = anchors(Path(self.env.doc2path(HOME)))
         for literal in list(self.document.findall(nodes.literal)):
             if len(literal.astext()) <= _UNBROKEN:
                 literal["classes"].append("unbroken")
             flag = literal.astext().split(" ")[0].split("=")[0]
-            if flag in anchors() and not isinstance(literal.parent, nodes.reference | nodes.title | nodes.term):
-                link = make_refnode(self.app.builder, self.env.docname, HOME, anchors()[flag], literal.deepcopy())
+            if flag in known and not isinstance(literal.parent, nodes.reference | nodes.title | nodes.strong):
+                link = make_refnode(self.app.builder, self.env.docname, HOME, known[flag], literal.deepcopy())
                 literal.replace_self(link)

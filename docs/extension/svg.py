@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-INK = "var(--color-foreground-primary, #57606a)"
-"""Text and lines outside coloured shapes: the page's own colour; a grey that light and dark pages carry elsewhere."""
-FAINT = "var(--color-foreground-border, #8b949e)"
+INK = "#747d87"
+"""Text and lines outside coloured shapes: a grey that is read on white (contrast 4.2) and on a dark page (4.4). A page
+cannot give its own colour to the file of a picture.
+"""
+FAINT = "#8b949e"
 FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 COLOURS = ("#4878a8", "#c87f3e", "#5d9a6b", "#9a6fb0", "#b85c66", "#4d9a9a", "#8a7b52", "#7a7f8c")
 """Eight that stay apart from each other, dark enough for white text."""

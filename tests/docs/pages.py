@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from docs.extension.made import MADE
+
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=fence)\s*$", re.M | re.S)
 
@@ -30,6 +32,11 @@ def fences(page: str, language: str) -> list[str]:
 def prose(page: str) -> str:
     """The page without its blocks."""
     return _FENCE.sub("", text_of(page))
+
+
+def by_hand(page: str) -> str:
+    """The page's prose without what the code makes of the page."""
+    return MADE.sub("", prose(page))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from xml.etree import ElementTree
 
 import pytest
 
-from docs.extension.docstrings import restructured
+from docs.extension.api import described
+from docs.extension.docstrings import markdown
 from docs.extension.drawings import DRAWINGS, argument
 from docs.extension.drawings.batch import batch
 from docs.extension.drawings.curves import learning_rates, loss
@@ -16,16 +16,13 @@ from docs.extension.drawings.grid import grid
 from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule
 from docs.extension.drawings.shards import boxes, parts_by_rank
-from docs.extension.options import about, all_options, anchor, options_in, takes
+from docs.extension.options import all_options, options_in, takes
 from docs.extension.svg import COLOURS
 from megazero.optim.lr_schedule import STYLES
-from tests.docs.pages import ROOT, text_of
-
-PICTURE = ROOT / "docs" / "pictures" / "schedules.svg"
 
 
 def test_code_and_marks_of_its_own_in_a_docstring() -> None:
-    assert restructured(["Reads `a_b`, *args and dp_ of x|y."]) == ["Reads ``a_b``, \\*args and dp\\_ of x\\|y.", ""]
+    assert markdown(["Reads `a_b`, *args and dp_ of x|y."]) == ["Reads `a_b`, \\*args and dp\\_ of x\\|y.", ""]
 
 
 def test_lists_of_names_in_a_docstring() -> None:
@@ -37,29 +34,32 @@ def test_lists_of_names_in_a_docstring() -> None:
         "first, second",
         "           both",
     ]
-    assert restructured(lines) == [
+    assert markdown(lines) == [
         "Two of them:",
         "",
-        "``path``",
-        "    a folder of any format",
-        "``device, at``",
-        "    where",
-        "``first, second``",
-        "    both",
+        "- `path`: a folder of any format",
+        "- `device, at`: where",
+        "- `first, second`: both",
         "",
     ]
 
 
 def test_indented_lines_stand_as_they_are() -> None:
-    assert restructured(["As in", "", "    a  *b*", ""]) == ["As in", "", "::", "", "    a  *b*", ""]
+    assert markdown(["As in", "", "    a  *b*", ""]) == ["As in", "", "```text", "a  *b*", "```", ""]
 
 
-def test_every_flag_has_an_entry() -> None:
-    """In the sections that the page of flags shows."""
-    shown = re.findall(r"```\{flags\} (\w+)", text_of("docs/reference/flags.md"))
-    listed = [option for section in shown for option in options_in(section)]
-    assert listed == list(all_options()) and all(about(section) for section in shown)
-    assert len({anchor(option) for option in listed}) == len(listed)
+def test_a_function_a_class_and_a_module_as_markdown() -> None:
+    resolved = described("megazero.config.parse.parse_run")
+    assert resolved.startswith("### `parse_run`\n\n```python\nparse_run(") and ") -> Run\n```" in resolved
+    training = described("megazero.train.api.Training", "all")
+    assert "#### `Training.stop`\n\n```python\nTraining.stop(why: str = 'its program asked for it') -> None" in training
+    assert "Training(" not in training, "users do not make one"
+    assert described("megazero.inference.sampling.Sampling", "call").startswith(
+        "### `Sampling`\n\n```python\nSampling("
+    )
+    assert described("megazero.checkpoint").startswith("megazero's checkpoints: ")
+    with pytest.raises(AttributeError, match="parse_rum"):
+        described("megazero.config.parse.parse_rum")
 
 
 def test_what_an_entry_says() -> None:
@@ -154,8 +154,3 @@ def test_what_a_page_writes_behind_a_drawing() -> None:
     assert argument("tp=2") == ("tp", 2) and argument("name=zb-v") == ("name", "zb-v")
     with pytest.raises(ValueError, match="'tp' is not name=value"):
         argument("tp")
-
-
-def test_the_picture_of_the_readme_is_what_the_code_draws() -> None:
-    """`python -m docs.extension.drawings schedules` makes it."""
-    assert PICTURE.read_text() == DRAWINGS["schedules"](), "make it anew: see above"

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.docs.pages import ROOT, pages, prose, text_of
+from tests.docs.pages import ROOT, by_hand, pages, text_of
 
 ROOMS = sorted(path.name for path in (ROOT / "megazero").iterdir() if path.is_dir() and path.name[0] not in "._")
 DOTTED = re.compile(rf"`((?:megazero\.|fused_ops\.|(?:{'|'.join(ROOMS)})\.)[\w.]+)(?:\(.*\))?`")
@@ -39,7 +39,7 @@ def is_there(name: str) -> bool:
 
 
 def unknown_names(page: str) -> list[str]:
-    text = prose(page)
+    text = by_hand(page)
     wrong = [name for name in CLASS.findall(text) if not set(name.split(".")) <= source_words()]
     wrong += [name for name in DOTTED.findall(text) if not is_there(name)]
     return [name for name in wrong if name not in THEIRS]
@@ -53,6 +53,6 @@ def test_names_of_the_program_are_there(page: str) -> None:
 def test_names_that_are_not_there_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = "`mpu.grid` `mpu.axes.Axes` `ChunkMap.holder` `megazero.pretrain(run)`"
     text = f"{right} `mpu.nowhere` `zero.layout.heap` `ChunkMopp`"
-    monkeypatch.setattr("tests.docs.test_names.prose", lambda page: text)
+    monkeypatch.setattr("tests.docs.test_names.by_hand", lambda page: text)
     assert unknown_names("page") == ["ChunkMopp", "mpu.nowhere", "zero.layout.heap"]
     text_of.cache_clear()
