@@ -50,17 +50,17 @@ def rests_on_disks(f: CheckContext) -> bool:
 
 
 def state_on_disks(f: CheckContext) -> bool:
-    """The same of optimizer state alone."""
+    """Whether some optimizer state rests on disks; True for words that are reported elsewhere."""
     return _of_words(f, lambda run: tiers(run)["offload_optimizer"].tier is Tier.DISK)
 
 
 def leaves_device(f: CheckContext) -> bool:
-    """The same of what does not rest on the device."""
+    """Whether some model state rests in host memory or on disks; True for words that are reported elsewhere."""
     return _of_words(f, lambda run: any(tiers(run).values()))
 
 
 def moves_parts(f: CheckContext) -> bool:
-    """The same of what moves in parts."""
+    """Whether some model state moves in parts of buckets; True for words that are reported elsewhere."""
     return _of_words(f, moves_in_parts)
 
 

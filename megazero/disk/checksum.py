@@ -5,7 +5,8 @@ A block of 64 KiB is stripes of 512 little-endian 64-bit words, the last one fil
 Then the lanes are folded in halves, mixed(low ^ (high rotated left by 31)), and the hash is mixed(lane 0 ^ bytes).
 A piece adds mixed(mixed(hash ^ n * STEP)) for its n-th block, counted from 1.
 
-`mixed` is a bijection. So a change within one word always changes the sum. Other changes do so but for 2^-64 of them.
+`mixed` is a bijection, so a change within one word always changes the sum. A change of several words leaves the sum as
+it was with a probability of 2^-64.
 """
 
 from __future__ import annotations

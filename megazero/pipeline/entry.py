@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class GraphEntry:
-    """The beginning of a graph: it takes a hidden state in, and the gradient of that arrives here.
+    """The beginning of a graph: a hidden state enters the graph here, and the hidden state's gradient arrives here.
 
-    A leaf tensor would live until backward. This keeps nothing, so that of a graph's input there is what units keep.
+    An entry does not keep the hidden state. A leaf tensor would, until the backward; with an entry the hidden state is
+    freed as soon as no unit of the graph needs it.
     """
 
     def __init__(self) -> None:

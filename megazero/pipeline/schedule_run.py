@@ -1,11 +1,11 @@
 """One pass over an instruction list: its state between the instructions.
 
 Memory: a stage's output is freed as soon as its message is sent. Its backward starts from the output's node in the
-autograd graph (`GradientEdge`), for which the output is not needed. Of a stage's input there is what its units keep
-(`pipeline.entry`). Where a list cuts a chunk into units, the same holds for each unit. For the second part of a split
-backward the model state keeps the layers' inputs and the gradients of their outputs. What a unit keeps for its backward
-leaves the device where the list says so (`pipeline.kept`). Losses are summed on the device, and the host does not wait
-for it.
+autograd graph (`GradientEdge`), for which the output is not needed. A stage's input is freed as soon as no unit of the
+stage needs it (`pipeline.entry`). Where a list cuts a chunk into units, the same holds for each unit. For the second
+part of a split backward the model state keeps the layers' inputs and the gradients of their outputs. What a unit keeps
+for its backward leaves the device where the list says so (`pipeline.kept`). Losses are summed on the device, and the
+host does not wait for it.
 """
 
 from __future__ import annotations

@@ -112,8 +112,9 @@ def _final(number: int, scope: Scope) -> Thing:
 
 
 def stale(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What an update in time makes stale before something else is there: what a copy will bring, and whole parameters
-    of which a rank writes a shard only. With late updates they are not there.
+    """The values that an update makes stale, and that a later instruction makes anew: parameters that a copy will bring
+    to the device, and whole parameters of which this rank updates its shard alone. With late updates none of
+    these values exists when the update runs.
     """
     for number in () if scope.border.is_late else i.buckets:
         if i.op is Op.UPDATE_HOST or scope.shape.buckets[number].is_loaded:

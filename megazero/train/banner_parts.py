@@ -133,8 +133,8 @@ def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages
 def vertical_sentence(words: str, groups: Sequence[int], stages: int) -> str:
     """The sentence on a schedule (`words`) whose micro-batches pass layers in groups of these sizes."""
     together = f"all {groups[0]} micro-batches" if len(groups) == 1 else f"{len(groups)} groups of {groups[0]} at most"
-    less = "; --vertical-group-size leaves less of it" * (len(groups) == 1)
-    pipeline = "one stage, no bubble" if stages == 1 else words + less
+    advice = "; --vertical-group-size makes the bubble smaller" if len(groups) == 1 else ""
+    pipeline = "one stage, no bubble" if stages == 1 else words + advice
     return f"{pipeline}. Vertical order: {together} pass a layer before the next one, forward and backward"
 
 

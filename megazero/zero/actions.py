@@ -46,7 +46,10 @@ class BucketActions:
         self.gatherer.load(bucket, part, self.host.arriving(bucket))
 
     def gather(self, bucket: int) -> None:
-        """Start to gather a bucket's parameters, once this rank has its own. Their load has waited, if there is one."""
+        """Start to gather a bucket's parameters, once this rank's shard is updated.
+
+        A bucket that is loaded from host memory or disks needs no wait: its load has waited for the update.
+        """
         if not self.gatherer.resting.shape.buckets[bucket].is_loaded:
             self.host.ready([bucket])
         self.gatherer.gather(bucket)

@@ -135,16 +135,16 @@ class ModelState:
     ) -> dict[Column, StoredColumn]:
         """All columns of the trained buckets."""
         parts, device = [own.state_parts for own in resting], self.grid.device
-        found: dict[Column, StoredColumn] = {}
+        made: dict[Column, StoredColumn] = {}
         for column, dtype in dtypes.items():
             if column is Column.PARAMETER:
                 disk = DiskColumn(self.resting, 0)
-                where = row[column], dtype, self.buckets, device, resting, disk
-                found[column] = parameter_column(*where, self.tier, column.value)
+                made[column] = parameter_column(
+                    row[column], dtype, self.buckets, device, resting, disk, self.tier, column.value
+                )
                 continue
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
             rests: Sequence[tuple[Part, ...]] = parts if column in OPTIMIZER else ()
-            of = row[column], dtype, self.buckets, device, allocate
             flag = "--offload-optimizer"
             if column is Column.GRADIENT:
                 ranges = [stored_range(own, row[column]) for own in self.buckets]
@@ -153,8 +153,18 @@ class ModelState:
                     [(Part(*own, tier),) for own, tier in zip(ranges, tiers, strict=True)],
                     "--offload-gradients",
                 )
-            found[column] = StoredColumn(*of, parts=rests, flag=flag, tier=self.tier, name=column.value)
-        return found
+            made[column] = StoredColumn(
+                row[column],
+                dtype,
+                self.buckets,
+                device,
+                allocate,
+                parts=rests,
+                flag=flag,
+                tier=self.tier,
+                name=column.value,
+            )
+        return made
 
     @property
     def weights(self) -> StoredColumn:

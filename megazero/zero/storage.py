@@ -199,8 +199,19 @@ def parameter_column(
         stored = stored_range(bucket, placement, whole=number in whole)
         ranges = [part[:2] for part in own.parts] if own.rests is Tier.DISK else [stored]
         parts.append(tuple(Part(start, stop, own.rests) for start, stop in ranges))
-    more = whole, parts, disk, "--offload-params", tier, name
-    return StoredColumn(placement, dtype, buckets, device, torch.zeros, *more)
+    return StoredColumn(
+        placement,
+        dtype,
+        buckets,
+        device,
+        torch.zeros,
+        whole=whole,
+        parts=parts,
+        disk=disk,
+        flag="--offload-params",
+        tier=tier,
+        name=name,
+    )
 
 
 class BufferPool:

@@ -13,12 +13,14 @@ from docs.extension.drawings import DRAWINGS, argument
 from docs.extension.drawings.batch import batch
 from docs.extension.drawings.curves import learning_rates, loss
 from docs.extension.drawings.grid import grid
+from docs.extension.drawings.house import house, rooms
 from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule
 from docs.extension.drawings.shards import boxes, parts_by_rank
 from docs.extension.options import all_options, options_in, takes
 from docs.extension.svg import COLOURS
 from megazero.optim.lr_schedule import STYLES
+from tests.docs.pages import ROOT
 
 
 def test_code_and_marks_of_its_own_in_a_docstring() -> None:
@@ -96,6 +98,18 @@ def words_in(picture: str) -> list[str]:
 def test_the_grid_has_every_rank_once_and_tensor_parallel_ones_side_by_side() -> None:
     ranks = [int(word) for word in words_in(grid(tp=2, pp=2, dp=3)) if word.isdigit()]
     assert ranks == list(range(12))
+
+
+def test_the_house_has_every_room_on_its_floor() -> None:
+    """The table of the page is also what the test of imports reads."""
+    drawn = words_in(house())
+    packages = {path.parent.name for path in (ROOT / "megazero").glob("*/__init__.py")}
+    assert packages <= set(drawn) and {"fused_ops", "launch.py", "bench"} <= set(drawn)
+    assert drawn.index("train") < drawn.index("zero") < drawn.index("model") < drawn.index("config")
+    assert rooms("## Floors\n| 2 | `a/` | x |\n|   | `megazero/b/`, `c.py` | y |\n| 1 | `d/` | z |\n## More") == {
+        2: ["a", "b", "c.py"],
+        1: ["d"],
+    }
 
 
 def test_the_batch_has_every_sample_twice() -> None:

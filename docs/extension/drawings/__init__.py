@@ -9,6 +9,7 @@ from docs.extension.drawings.batch import batch
 from docs.extension.drawings.buckets import buckets
 from docs.extension.drawings.curves import learning_rates, loss
 from docs.extension.drawings.grid import grid
+from docs.extension.drawings.house import house
 from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule, schedules
 from docs.extension.drawings.shards import boxes, files
@@ -17,6 +18,7 @@ from docs.extension.drawings.tiers import tiers
 
 DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
     {
+        "house": house,
         "grid": grid,
         "schedule": schedule,
         "schedules": schedules,

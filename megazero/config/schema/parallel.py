@@ -19,9 +19,9 @@ class ParallelConfig:
     "ZeRO stage: 0 shards nothing over dp, 1 the optimizer state, 2 the gradients too, 3 the parameters too."
     zero_shard_size: int | None = option(None, metavar="K", derived="all of them")
     """Number of neighbouring data-parallel ranks over which ZeRO shards; the sets of K ranks are replicas of each
-    other. Gradients are reduced within a set first and then across the sets. With K, all data-parallel ranks too, each
-    pipeline stage has all of a tied embedding's state; without it, the stages share it out, up to ZeRO-2. --placement
-    auto sets it."""
+    other. Gradients are reduced within a set first and then across the sets. If K is given, each pipeline stage that
+    holds a tied embedding has all of the embedding's state, also where K is the number of data-parallel ranks. If K is
+    not given, these stages shard the embedding's state together, up to ZeRO-2. --placement auto sets K."""
     zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units")
     """With --zero-stage 3, --offload-params or --lora-base-bits: most bytes (or KB, MB, GB) of gathered parameters on a
     rank at any time. A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no

@@ -83,8 +83,9 @@ def _host_places(
     uses: Mapping[int, int],
     touched: Mapping[int, int],
 ) -> dict[int, list[int]]:
-    """The same of the buckets' parts that are updated in host memory: in front of what brings the bucket before, and of
-    what brings their own. A bucket is brought before the first use of one that stays on the device and is used earlier.
+    """By the number of an instruction: the buckets of which parts are updated in host memory in front of it. The
+    instruction brings the preceding bucket to the device, or the bucket itself, whichever comes first. A bucket is
+    brought before the first use of a bucket that stays on the device and is used earlier.
     """
     received = {_pass(i) for i in instructions if i.op is Op.RECV_FORWARD}
     places: dict[int, list[int]] = defaultdict(list)
