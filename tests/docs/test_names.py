@@ -56,3 +56,12 @@ def test_names_that_are_not_there_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("tests.docs.test_names.by_hand", lambda page: text)
     assert unknown_names("page") == ["ChunkMopp", "mpu.nowhere", "zero.layout.heap"]
     text_of.cache_clear()
+
+
+def test_the_modules_of_the_large_rooms_are_there() -> None:
+    """Those that the page on architecture lists by what they are for."""
+    section = text_of("docs/architecture.md").split("## Inside the large rooms\n")[1].split("\n## ")[0]
+    rooms = re.findall(r"^`megazero/(\w+)/`\n(.*?)(?=^`megazero|\Z)", section, re.M | re.S)
+    named = [f"{room}/{name}" for room, table in rooms for name in re.findall(r"`(\w+)`", table)]
+    assert len(rooms) == 5 and len(named) > 100
+    assert not [name for name in named if not is_there(f"megazero.{name.replace('/', '.')}")]
