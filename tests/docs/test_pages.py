@@ -114,6 +114,27 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ]
 
 
+def test_the_site_installs_its_packages_alone(tmp_path: Path) -> None:
+    """Neither megazero nor torch, nor anything where all packages are there. The interpreter is a stand-in."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$2" in *sphinx*) exit $(cat {tmp_path}/status);; esac\n'
+    )
+    python.chmod(0o755)
+    calls = []
+    for status in ("0", "1"):
+        (tmp_path / "status").write_text(status)
+        subprocess.run([ROOT / "tools" / "install_docs.sh", tmp_path], check=True)
+        calls.append((tmp_path / "calls").read_text().splitlines())
+        (tmp_path / "calls").unlink()
+    assert len(calls[0]) == 1 and calls[0][0].startswith("-c import sphinx"), "it installs what is there"
+    declared = re.search(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert declared is not None
+    packages = re.findall(r'"([^"]+)"', declared[1])
+    assert len(packages) == 4 and calls[1][-1] == f"-m pip install -c constraints.txt {' '.join(packages)}"
+
+
 def first_cells(page: str) -> list[str]:
     """The names in the first column of the tables of a page."""
     cells = (line.split("|")[1] for line in text_of(page).splitlines() if line.startswith("| `"))
