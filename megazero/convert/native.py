@@ -105,8 +105,8 @@ def _found(path: Path) -> Path | None:
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder has a manifest, or holds such folders."""
-    return (path / MANIFEST).is_file() or bool(folders.list_checkpoints(path))
+    """Whether a folder has a manifest, or holds such folders. Megatron-LM's folders have the same names."""
+    return any((folder / MANIFEST).exists() for folder in (path, *(one for _, one in folders.list_checkpoints(path))))
 
 
 def open_native(path: Path) -> NativeSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 from megazero.convert import native
 from megazero.convert.companions import companions
 from megazero.convert.formats import Format
+from megazero.convert.hf.files import weight_files
 from megazero.convert.hf.registered import FORMAT as HF
 from megazero.convert.lora.merged import adapted_source
+from megazero.convert.lora.peft_reader import adapter_file
 from megazero.convert.lora.registered import FORMAT as PEFT
 from megazero.convert.megatron.registered import FORMAT as MEGATRON
 from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DEEPSPEED
@@ -26,17 +29,45 @@ def format_table() -> Mapping[str, Format]:
     return {known.name: known for known in found}
 
 
+_ONE_CHECKPOINT = {MEGATRON_DEEPSPEED.name, *(known.name for known in UNIVERSAL)}
+"""Formats that DeepSpeed's tools write into the folder of one run. The first in the table counts."""
+
+
 def recognise(path: Path) -> str:
-    """The name of a checkpoint's format. Raises NoCheckpoint that says what was looked for, ConversionError."""
-    for name, known in format_table().items():
-        with _readable(path, name):
-            if known.recognises(path):
-                return name
+    """The name of a checkpoint's format. Raises NoCheckpoint that says what was looked for, and ConversionError for a
+    folder that can be read as two things.
+    """
+    names = [name for name, known in format_table().items() if _recognises(known, path)]
+    other = next((name for name in names[1:] if not {names[0], name} <= _ONE_CHECKPOINT), None)
+    if other is not None:
+        raise ConversionError(_two_things(path, names[0], other))
+    if names:
+        return names[0]
     if not path.exists():
         raise NoCheckpoint(missing_path_message(path))
     described = (path / "config.json").is_file()
     lacks = "; it has config.json, and no weights (*.safetensors, pytorch_model*.bin) beside it" * described
     raise NoCheckpoint(f"{path} holds no checkpoint of a known format ({', '.join(format_table())}){lacks}")
+
+
+def _recognises(known: Format, path: Path) -> bool:
+    with _readable(path, known.name):
+        return known.recognises(path)
+
+
+def _two_things(path: Path, first: str, second: str) -> str:
+    adapted = {first, second} == {PEFT.name, HF.name}
+    meanings = (
+        f"; {HF.name} is the model alone ({', '.join(file.name for file in weight_files(path)[:1])}), {PEFT.name} the "
+        f"model with the adapters added ({adapter_file(path).name}), as transformers reads the folder where PEFT is "
+        "installed"
+    )
+    command = f"megazero convert {shlex.quote(str(path))} --from {first} --to hf --output FOLDER"
+    return (
+        f"{path} can be read as two things: {first} and {second}{meanings * adapted}. Say which: --from {first} or "
+        f"--from {second} (format={first} or format={second} where a program asks). A command without --from needs a "
+        f"folder of one thing, as `{command}` writes it"
+    )
 
 
 _MISSHAPEN = (
@@ -92,7 +123,14 @@ def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
         source.companions = {**companions(source.path, source.path.parent), **source.companions}
         if source.run.lora.lora_rank is None:
             return source
-        return adapted_source(source, lambda beneath: _opened(beneath, None, (*above, itself)))
+        if format == PEFT.name and HF.recognises(path):  # transformers too prefers the folder's own model
+            return adapted_source(source, path, lambda beneath: _opened(beneath, HF.name, above))
+        named = source.run.checkpoint.init_from
+        return adapted_source(
+            source,
+            None if named is None else Path(named),
+            lambda beneath: _opened(beneath, None, (*above, itself)),
+        )
 
 
 def _resolved(path: Path) -> Path:

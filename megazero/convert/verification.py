@@ -5,6 +5,7 @@ of both sides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,6 +188,8 @@ def _outsider(side: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
 
         def of_transformers(ids: Tensor) -> Tensor:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+            with suppress(ImportError, ValueError):  # without PEFT, and without adapters in the folder
+                model.disable_adapters()
             with torch.no_grad():
                 return model.eval()(ids).logits
 
@@ -205,7 +208,8 @@ def _peft(side: AdaptedSource) -> tuple[str, Callable[[Tensor], Tensor]]:
 
     def of_peft(ids: Tensor) -> Tensor:
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
-        adapted = peft.PeftModel.from_pretrained(model, path, local_files_only=True)
+        with_adapters = path == base  # transformers has added them
+        adapted = model if with_adapters else peft.PeftModel.from_pretrained(model, path, local_files_only=True)
         with torch.no_grad():
             return adapted.eval()(ids).logits
 

@@ -19,7 +19,7 @@ from megazero.checkpoint.resume_changes import compare, run_from
 from megazero.config.derive import with_vocabulary
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.registry import recognise
-from megazero.convert.source import ConversionError
+from megazero.convert.source import ConversionError, NoCheckpoint
 from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.input_files import find_files
@@ -128,22 +128,38 @@ def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
 
 def _of_another_run(cfg: CheckpointConfig, found: FoundCheckpoint | None) -> Iterator[str]:
     """A problem if --save holds checkpoints and this run starts from none of them: it would replace and delete them."""
-    there = [] if cfg.save is None else list_checkpoints(Path(cfg.save))
-    if not there or cfg.save is None:
+    if cfg.save is None:
         return
-    if found is None or Path(cfg.save).resolve() not in (found.path.resolve(), *found.path.resolve().parents):
+    there = list_checkpoints(Path(cfg.save))
+    if not there:
+        yield from _beside_another(Path(cfg.save))
+    elif found is None or Path(cfg.save).resolve() not in (found.path.resolve(), *found.path.resolve().parents):
         yield (
             f"--save {cfg.save}: holds checkpoints up to {there[-1][1].name} of another run, which this run would "
             f"replace; to go on from them: --load {cfg.save}, to leave them: another --save"
         )
 
 
+def _beside_another(save: Path) -> Iterator[str]:
+    """A problem if --save holds a model of another format: with checkpoints it could be read as two things."""
+    with suppress(ConversionError):
+        format = recognise(save)
+        if format != "megazero":
+            yield (
+                f"--save {save}: holds a checkpoint of the format {format}, and with checkpoints of this run the "
+                "folder could be read as two things: name another folder"
+            )
+
+
 def _other_format(load: Path) -> Iterator[str]:
     """A problem if --load is a model of another format: it would be ignored, and the run would start from scratch."""
     try:
         format = recognise(load)
-    except ConversionError:
-        return  # no known format
+    except NoCheckpoint:
+        return
+    except ConversionError as error:
+        yield f"--load {path_error(load, error)}"
+        return
     if format != "megazero":
         yield (
             f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from {load} "

@@ -106,6 +106,19 @@ def test_a_load_that_is_not_there_is_no_start_from_scratch(flags: list[str], tmp
         train([*flags, *fine, "--validate-only"], Environment(0, 0, 1, 1))
 
 
+def test_a_folder_of_another_program_is_neither_gone_on_from_nor_saved_into(flags: list[str], tmp_path: Path) -> None:
+    """With checkpoints beside it, the model in it could not be told from them. Names of files say what a folder is."""
+    place = tmp_path / "model"
+    place.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (place / name).touch()
+    with pytest.raises(ConfigError, match=f"--save {place}: holds a checkpoint of the format hf"):
+        train([*flags, "--save", str(place), "--validate-only"], Environment(0, 0, 1, 1))
+    (place / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match=f"--load {place} can be read as two things: peft and hf"):
+        train([*flags, "--load", str(place), "--validate-only"], Environment(0, 0, 1, 1))
+
+
 def test_a_long_run_that_keeps_nothing_on_the_way_is_told() -> None:
     """With --save alone only the end is saved."""
     line = ["--train-iters", "5000", "--save", "d"]

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
-from megazero.convert.hf.config import read_json
+from megazero.convert.hf.config import CONFIG, read_json
 from megazero.convert.source import ConversionError
 from megazero.system.names import is_plain_file_name
-from megazero.system.reading import BOUNDS
+from megazero.system.reading import BOUNDS, shown
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TORCH_SINGLE, _TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_NAMES = (SINGLE, INDEX, _TORCH_SINGLE, _TORCH_INDEX)
+"""Names of a model's weights, in transformers' order. The first one that is there counts."""
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
@@ -37,17 +39,34 @@ class LazyTensor:
     read: Callable[[], Tensor]
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, named: object = None) -> list[Path]:
     """The files that hold the model, found as transformers does: safetensors before torch's, one file before many.
 
-    Empty where there are none.
+    named: config.json's transformers_weights, which goes before all. Empty where there are none. Raises
+    ConversionError for a name that transformers does not take.
     """
-    for single, index in ((SINGLE, INDEX), (_TORCH_SINGLE, _TORCH_INDEX)):
-        if (folder / single).is_file():
-            return [folder / single]
-        if (folder / index).is_file():
-            return [folder / name for name in dict.fromkeys(_weight_map(folder / index).values())]
-    return []
+    if named is not None:
+        plain = isinstance(named, str) and is_plain_file_name(named)
+        if not plain or not str(named).endswith((".safetensors", ".safetensors.index.json")):
+            raise ConversionError(
+                f"{folder / CONFIG}: transformers_weights {shown(named)} is no safetensors file of its folder, and no "
+                "index of several"
+            )
+        return _listed(folder / str(named))
+    return next((_listed(folder / name) for name in _NAMES if (folder / name).is_file()), [])
+
+
+def unread_weights(folder: Path, named: object = None) -> list[str]:
+    """The names of further weight files, which transformers leaves aside."""
+    read = {named} if named is not None else {next((name for name in _NAMES if (folder / name).is_file()), None)}
+    return [name for name in _NAMES if name not in read and (folder / name).is_file()]
+
+
+def _listed(path: Path) -> list[Path]:
+    """This file, or those that an index lists."""
+    if path.suffix != ".json":
+        return [path]
+    return [path.with_name(name) for name in dict.fromkeys(_weight_map(path).values())]
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:
@@ -60,12 +79,12 @@ def _weight_map(path: Path) -> Mapping[str, str]:
     return found
 
 
-def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, LazyTensor]:
-    """Every tensor of the folder by its key. Files stay open until `closing` closes.
+def stored_tensors(folder: Path, closing: ExitStack, named: object = None) -> dict[str, LazyTensor]:
+    """Every tensor of the folder by its key. Files stay open until `closing` closes. named: as in `weight_files`.
 
     Raises ConversionError, naming what is missing or damaged.
     """
-    files = weight_files(folder)
+    files = weight_files(folder, named)
     if not files:
         raise ConversionError(f"{folder} has neither {SINGLE}, {_TORCH_SINGLE} nor an index of several")
     missing = [file.name for file in files if not file.is_file()]
@@ -73,15 +92,19 @@ def stored_tensors(folder: Path, closing: ExitStack) -> dict[str, LazyTensor]:
         raise ConversionError(f"{folder} lacks {len(missing)} of its {len(files)} files: {', '.join(missing)}")
     found: dict[str, LazyTensor] = {}
     for file in files:
-        for key, stored in safetensors_of(file, closing) if file.suffix == ".safetensors" else _of_torch(file):
+        for key, stored in tensors_of(file, closing):
             if key in found:
                 raise ConversionError(f"{file}: {key} is in another file too")
             found[key] = stored
     return found
 
 
-def safetensors_of(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyTensor]]:
+def tensors_of(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of one file by key. It stays open until `closing` closes. Raises ConversionError."""
+    return _of_safetensors(path, closing) if path.suffix == ".safetensors" else _of_torch(path)
+
+
+def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyTensor]]:
     try:
         file: Any = closing.enter_context(safe_open(path, "pt"))
         for key in file.keys():  # noqa: SIM118 - no mapping

@@ -20,7 +20,7 @@ from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
-from megazero.convert.hf.files import LazyTensor, stored_tensors, weight_files
+from megazero.convert.hf.files import LazyTensor, stored_tensors, unread_weights, weight_files
 from megazero.convert.hf.rearrange import SEPARATE
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, their_shapes
 from megazero.convert.source import WEIGHT, ConversionError, Source, parameter_specs
@@ -47,13 +47,17 @@ class HfSource(Source):
         where = path / CONFIG
         config = read_json(where)
         model, self.family = read_config(config, where), family_of(config, where)
-        self._stored = stored_tensors(path, closing)
+        named = config.get("transformers_weights")
+        self._stored = stored_tensors(path, closing, named)
         self._rules, entries = _found(path, self.family.names, model, self._stored)
         dtype = reduce(torch.promote_types, {entry.columns[WEIGHT] for entry in entries.values()})
         companions = {name: path / name for name in COMPANIONS if (path / name).is_file()}
         super().__init__("hf", path, run_of(config, where, dtype), entries, companions=companions, closing=closing)
         self._name_tokenizer()
         self.tied = {key for key in (HEAD,) if key in self._stored and not model.untie_embeddings_and_output_weights}
+        unread = unread_weights(path, named)
+        if unread:
+            self.report.notes.append(f"{', '.join(unread)} not read: transformers too takes the other weights")
         self._report(config.get("architectures"), named_dtype(config), self.family.notes(config))
 
     def _name_tokenizer(self) -> None:

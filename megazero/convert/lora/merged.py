@@ -100,17 +100,16 @@ def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor
     return out
 
 
-def adapted_source(adapters: Source, open_base: Callable[[Path], Source]) -> AdaptedSource:
-    """The model of a checkpoint of adapters.
+def adapted_source(adapters: Source, where: Path | None, open_base: Callable[[Path], Source]) -> AdaptedSource:
+    """The model of a checkpoint of adapters. where: the base model, if it is known.
 
-    Raises ConversionError where the base model is not where the checkpoint says, or is a different model.
+    Raises ConversionError where the base model is not there, or is a different model.
     """
-    where = adapters.run.checkpoint.init_from
     if where is None:
         raise ConversionError(f"{adapters.path} holds adapters, and does not say of which model")
-    if not Path(where).exists():
+    if not where.exists():
         raise ConversionError(f"{adapters.path} holds adapters of the model in {where}, which is not there")
-    base = open_base(Path(where))
+    base = open_base(where)
     if isinstance(adapters, UnboundAdapters):
         adapters = adapters.on(base)
     names = sorted(weight_of(name) for name in adapters.entries)

@@ -205,10 +205,17 @@ def names_for(model: ModelConfig, base: Source) -> Names:
 
 
 def adapters_of(source: Source) -> Source:
-    """The part of a source that is written (`Format.part`). Raises ConversionError where it has no adapters."""
+    """The part of a source that is written (`Format.part`). Raises ConversionError where it has no adapters, and where
+    they lie in the folder of their model.
+    """
     if not isinstance(source, AdaptedSource):
         raise ConversionError(
             f"{source.path} holds no adapters as they were trained; --to peft writes those of a run with --lora-rank"
+        )
+    if source.base.path == source.path:
+        raise ConversionError(
+            f"{source.path} holds the model itself too, and adapters are written with the folder of their model, which "
+            f"must hold one thing: move {CONFIG} and the adapters' weights into a folder of their own"
         )
     return AdaptersAlone(source)
 

@@ -24,11 +24,13 @@ from megazero.config.options import run_options
 from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.config import read_json
-from megazero.convert.hf.files import LazyTensor, safetensors_of
+from megazero.convert.hf.files import LazyTensor, tensors_of
 from megazero.convert.lora.merged import FACTORS, UnboundAdapters
 from megazero.convert.lora.peft import CONFIG, TENSORS, AdapterPair, key_of, names_for, pairs_of_block
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.system.reading import shown
+
+TORCH_TENSORS = "adapter_model.bin"
 
 _ANY = frozenset(
     """alpha_pattern auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode
@@ -55,8 +57,13 @@ _CONVERTED = (
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder has PEFT's two files."""
-    return (path / CONFIG).is_file() and (path / TENSORS).is_file()
+    """Whether a folder has an adapter_config.json, by which transformers takes it for adapters."""
+    return (path / CONFIG).is_file()
+
+
+def adapter_file(path: Path) -> Path:
+    """The file of a folder with the adapters' weights: PEFT's own, or the one that it wrote in former years."""
+    return path / (TORCH_TENSORS if not (path / TENSORS).is_file() and (path / TORCH_TENSORS).is_file() else TENSORS)
 
 
 def open_peft(path: Path) -> PeftAdapters:
@@ -81,8 +88,10 @@ def open_peft(path: Path) -> PeftAdapters:
     base = config.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
         raise ConversionError(f"{path / CONFIG}: base_model_name_or_path {shown(base)} is no path")
+    if not adapter_file(path).is_file():
+        raise ConversionError(f"{path} has {CONFIG}, and neither {TENSORS} nor {TORCH_TENSORS} beside it")
     with ExitStack() as stack:
-        source = PeftAdapters(path, config, dict(safetensors_of(path / TENSORS, stack)))
+        source = PeftAdapters(path, config, dict(tensors_of(adapter_file(path), stack)))
         source.closing = stack.pop_all()
     return source
 
@@ -169,7 +178,7 @@ class BoundAdapters(Source):
             raise ConversionError(f"{files.path}: {a} and {b} do not belong together")
         rank = shapes[0][0]
         if not rank:
-            raise ConversionError(f"{files.path / TENSORS}: {a} is of rank 0")
+            raise ConversionError(f"{adapter_file(files.path)}: {a} is of rank 0")
         own = files.alpha_of(module) / (math.sqrt(rank) if files.by_root else rank)
         return _Part(files.stored[a], files.stored[b], own / scale(self.run.lora))
 

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Any
 
 from megazero.convert.files.torch_file import read_torch_file
+from megazero.convert.hf.files import weight_files
 from megazero.convert.source import ConversionError
 from megazero.convert.tracker import named_folder, read_word
 
@@ -97,12 +98,13 @@ def checkpoint_folder(path: Path) -> Path:
 
 def recognises(path: Path) -> bool:
     """Whether a folder has layer files or global_step folders, or a `latest` that names such a folder, even one that is
-    missing.
+    missing. Beside a model's weights `latest` says nothing: DeepSpeed writes it for models without layer files too.
     """
     if _has_layers(path) or any(_has_layers(inside) for inside in path.glob("global_step*")):
         return True
     latest = path / LATEST
-    return latest.is_file() and STEP.fullmatch(read_word(latest)) is not None
+    named = latest.is_file() and STEP.fullmatch(read_word(latest)) is not None
+    return named and not weight_files(path)
 
 
 def _has_layers(folder: Path) -> bool:
