@@ -8,7 +8,7 @@ and the new value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -251,7 +251,7 @@ def compare(
             changes += [Change(change.field, change.old, change.new, flag) for change in found]
         else:
             changes += found
-            problems += [_problem(change, flag, _cause(change, saved, now)) for change in found]
+            problems += _problems(found, flag, saved, now)
     changes += _differences(_FREE, saved, now)
     if saved_axes and axes and saved_axes.get("dp", axes["dp"]) != axes["dp"]:
         changes.append(Change("dp", saved_axes["dp"], axes["dp"]))
@@ -287,24 +287,50 @@ def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Chan
     return found
 
 
-def _cause(change: Change, saved: Run, now: Run) -> tuple[Change, str]:
-    """The changed flag that caused this change, and a text that explains how; the change itself if it is a flag's."""
+def _problems(found: Sequence[Change], flag: str, saved: Run, now: Run) -> list[str]:
+    """A sentence for each flag that caused some of these changes: one longer run changes several lengths."""
+    by_cause: dict[Change, list[Change]] = {}
+    for change in found:
+        by_cause.setdefault(_cause(change, saved, now), []).append(change)
+    return [
+        _problem(cause, flag) if changes == [cause] else _length_problem(cause, changes, flag, now)
+        for cause, changes in by_cause.items()
+    ]
+
+
+def _cause(change: Change, saved: Run, now: Run) -> Change:
+    """The changed flag that caused this change; the change itself if it is a flag's."""
     if change.field not in _LENGTH_FROM:
-        return change, ""
-    called, flags = _LENGTH_FROM[change.field]
+        return change
+    _, flags = _LENGTH_FROM[change.field]
     then, today = saved.schedule, now.schedule
     name = next((name for name in flags if getattr(then, name) != getattr(today, name)), flags[0])
-    cause = Change(name.replace("_", "-"), getattr(then, name), getattr(today, name))
-    if name.startswith(change.field.replace("-", "_")):
-        return cause, ""
-    follows = f", and with it the learning rate's {called}: {_shown(change.old)} there, {_shown(change.new)} now"
-    if called == "decay" and change.old is not None:
-        number, unit = change.old.split()
-        follows += f"; to keep that: --lr-decay-{'samples' if unit == 'samples' else 'iters'} {number}"
-    return cause, follows
+    return Change(name.replace("_", "-"), getattr(then, name), getattr(today, name))
 
 
-def _problem(change: Change, flag: str | None, cause: tuple[Change, str] | None = None) -> str:
-    named, follows = cause or (change, "")
+def _length_problem(cause: Change, changes: Sequence[Change], flag: str, now: Run) -> str:
+    """A sentence for a flag from which lengths of the learning-rate schedule follow: which schedule each way keeps."""
+    lengths = [
+        f"{_LENGTH_FROM[change.field][0]} ({_shown(change.old)} there, {_shown(change.new)} now)"
+        for change in changes
+        if change.field in _LENGTH_FROM
+    ]
+    if not lengths or cause.field.startswith(tuple(_LENGTH_FROM)):
+        return _problem(cause, flag)
+    kept = next((change.old for change in changes if change.field == "lr-decay"), None)
+    keeps = ""
+    if kept is not None:
+        number, unit = kept.split()
+        keeps = (
+            f"; to keep the old schedule, whose rate is --min-lr {now.schedule.min_lr:g} after its end: "
+            f"--lr-decay-{'samples' if unit == 'samples' else 'iters'} {number}"
+        )
+    return (
+        f"--{cause.field}: {_shown(cause.old)} in the checkpoint, {_shown(cause.new)} now, and with it the learning "
+        f"rate's {' and '.join(lengths)}; to go on with the new schedule: {flag}{keeps}"
+    )
+
+
+def _problem(change: Change, flag: str | None) -> str:
     way_out = f"; to change it on resume: {flag}" if flag else "; the model's shape cannot change on resume"
-    return f"--{named.field}: {_shown(named.old)} in the checkpoint, {_shown(named.new)} now{follows}{way_out}"
+    return f"--{change.field}: {_shown(change.old)} in the checkpoint, {_shown(change.new)} now{way_out}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "there is no checkpoint: name one, as it is or by --load"
     elif len(named) > 1:
         yield f"{len(named)} checkpoints, {' '.join(map(str, named))}: name one"
-    elif not named[0].exists():
+    elif not os.path.exists(named[0]):
         yield missing_path_message(named[0])
 
 

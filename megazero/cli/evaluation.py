@@ -12,7 +12,7 @@ from typing import IO, NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.exit_status import end_rank
-from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named
+from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named, ways_to_name_one
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
@@ -60,14 +60,16 @@ def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None
     return Windowing(context, stride, prefix)
 
 
-def documents(args: argparse.Namespace, tokenizer: Tokenizer | None, eod: int | None) -> Iterator[Document]:
+def documents(
+    args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer | None, eod: int | None
+) -> Iterator[Document]:
     """The documents of --data-path, then those of --input. Raises DataError."""
     for prefix in args.data_path:
         yield from indexed_documents(prefix)
     if args.input:
         if tokenizer is None:
             raise DataError(
-                f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path"
+                f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by {ways_to_name_one(loaded)}"
             )
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
@@ -89,7 +91,9 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
         lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
         chosen = (
             document
-            for _, document in zip(range(args.limit or sys.maxsize), documents(args, tokenizer, eod), strict=False)
+            for _, document in zip(
+                range(args.limit or sys.maxsize), documents(args, loaded, tokenizer, eod), strict=False
+            )
         )
         for score in score_documents(scorer, chosen, windowing):
             totals.add(score)

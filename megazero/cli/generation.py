@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.exit_status import end_rank
-from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named
+from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named, ways_to_name_one
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
@@ -72,7 +73,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append("--interactive asks for prompts: --prompt and --prompt-file exclude it")
     elif not (args.interactive or args.prompt or args.prompt_file) and sys.stdin.isatty():
         wrong.append("there is nothing to continue: --prompt TEXT, --prompt-file FILE or --interactive")
-    if args.prompt_file not in (None, STANDARD_INPUT) and not Path(args.prompt_file).expanduser().exists():
+    if args.prompt_file not in (None, STANDARD_INPUT) and not os.path.exists(Path(args.prompt_file).expanduser()):
         wrong.append(f"--prompt-file {args.prompt_file}: there is no such file")
     if wrong:
         raise ConfigError(wrong)
@@ -91,8 +92,7 @@ def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
     found = tokenizer_named(args, loaded)
     if found is None:
         raise DataError(
-            f"{checkpoint_of(args)} leads to no tokenizer; name one by --tokenizer and --tokenizer-path, or work on "
-            "--ids"
+            f"{checkpoint_of(args)} leads to no tokenizer; name one by {ways_to_name_one(loaded)}, or work on --ids"
         )
     if not args.chat:
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def counting(what: str, total: int) -> ByteProgress:
 
 
 def open_inspected(path: Path, format: str | None) -> Inspected:
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError(missing_path_message(path))
     if format is None and path.is_dir() and not any(path.iterdir()):
         raise UsageError(f"{path} is empty")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megazero.config.options import run_options
 from megazero.config.schema import ParallelConfig
+from megazero.data.build import parse_data_path
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
-from megazero.data.tokenizer_record import tokenizer_record
+from megazero.data.tokenizer_record import read_tokenizer_record, tokenizer_record
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
@@ -53,8 +55,10 @@ def problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> It
     size = args.tp * args.pp
     if min(args.tp, args.pp) > 0 and (world_size % size if replicas else world_size != size):
         started = "1 process was started" if world_size == 1 else f"{world_size} processes were started"
-        yield f"--tp {args.tp} x --pp {args.pp} = {size} ranks, but {started}" + (
-            ", no multiple of it" if replicas else ""
+        yield (
+            f"--tp {args.tp} x --pp {args.pp} = {size} ranks, but {started}"
+            + (", no multiple of it" if replicas else "")
+            + f"; to start {size}: torchrun --nproc-per-node {size} -m megazero and the words of this command"
         )
     if args.tokenizer_path and not args.tokenizer:
         yield "--tokenizer-path: --tokenizer says of which kind it is"
@@ -84,3 +88,14 @@ def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer 
                 f"than the model's own ({known}), so its ids would be other text; without the flags the model's counts"
             )
     return named
+
+
+def ways_to_name_one(loaded: LoadedModel) -> str:
+    """The flags that name a tokenizer, for a model without one; with what the data of its training record of theirs."""
+    flags = "--tokenizer and --tokenizer-path"
+    with suppress(DataError):
+        for prefix in parse_data_path(loaded.run.data.data_path).prefixes:
+            record = read_tokenizer_record(prefix)
+            if record is not None:
+                return f"{flags} ({record.as_flags(prefix)})"
+    return flags

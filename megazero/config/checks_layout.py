@@ -10,6 +10,7 @@ import math
 
 from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
+from megazero.config.schema import Run
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -171,17 +172,23 @@ def _shard_size(f: CheckContext) -> Found:
         )
 
 
-def _world(f: CheckContext) -> Found:
-    p, world = f.run.parallel, f.world_size
+def world_problem(run: Run, world: int) -> str | None:
+    """A sentence if --tp x --pp do not divide the world size; else None."""
+    p = run.parallel
     ranks = p.tp * p.pp
-    if world is None or world % ranks == 0:
-        return
+    if world % ranks == 0:
+        return None
     stages = nearest(p.pp, divisors(world // p.tp) if world % p.tp == 0 else ())
-    yield (
+    return (
         f"--tp {p.tp} x --pp {p.pp} = {ranks} does not divide the world size {world}; nearest world size: "
         f"{nearest_multiples(world, ranks)}"
         + (f"; with --tp {p.tp} on {world} ranks, nearest: --pp {stages}" if stages else "")
     )
+
+
+def _world(f: CheckContext) -> Found:
+    wrong = None if f.world_size is None else world_problem(f.run, f.world_size)
+    yield from () if wrong is None else (wrong,)
 
 
 def _reduce_dtype(f: CheckContext) -> Found:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.config.checks import CheckContext
+from megazero.config.checks_layout import world_problem
 from megazero.config.deepspeed import DeepSpeedSource, read_deepspeed
 from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.effects import without_effect
@@ -142,7 +143,8 @@ def parse_arguments(
             )  # already reported, so the other checks of it are left out
     bad, given = _unknown(sources), frozenset(line.source.settings)
     run = build_run(_with_defaults(settings, world_size))
-    problems += problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
+    wrong = problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
+    problems += _with_ways_to_start(wrong, run, world_size, line.command) if program is None else wrong
     problems += contradictions(model, run, bad) if model is not None and not model.unread else ()
     if problems and missing_files is not None and line.command.looks_at_files:
         problems += missing_files(build_run({name: value for name, value in settings.items() if name not in bad}))
@@ -167,6 +169,21 @@ def _wrong_ranks(given: CommandOptions, world_size: int | None) -> Iterator[str]
         yield f"--world-size {given.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
     if None not in (given.ranks, given.world_size) and given.ranks != given.world_size:
         yield f"--ranks {given.ranks} and --world-size {given.world_size} say different numbers of ranks"
+
+
+def _with_ways_to_start(problems: Sequence[str], run: Run, world_size: int | None, given: CommandOptions) -> list[str]:
+    """The problems, where that of a wrong number of ranks also says what to type. A program has no flags to type."""
+    ranks = run.parallel.tp * run.parallel.pp
+    if world_size is None or world_size < 1 or ranks < 1 or (wrong := world_problem(run, world_size)) is None:
+        return [*problems]
+    enough = -(-world_size // ranks) * ranks
+    ways = (
+        f"--world-size {enough} checks it"
+        if given.starts_nothing
+        else f"to start {enough} ranks on this host: --ranks {enough}, or torchrun --nproc-per-node {enough} "
+        "pretrain_gpt.py and the flags"
+    )
+    return [f"{problem}; {ways}" if problem == wrong else problem for problem in problems]
 
 
 def _deepspeed_defaults(sources: list[ConfigSource]) -> list[str]:

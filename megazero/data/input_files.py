@@ -116,9 +116,9 @@ def find_files(inputs: Sequence[str | Path], include: Sequence[str] = (), report
     told: list[str] = []
     for name in inputs:
         place = Path(name).expanduser()
-        if place.is_file():
+        if os.path.isfile(place):  # not Path's own, which raises for a name that is too long
             found.append(place)
-        elif place.is_dir():
+        elif os.path.isdir(place):
             folder = _Folder(place, include)
             folder.walk()
             found += [place / path for path in sorted(folder.files)]

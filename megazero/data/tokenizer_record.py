@@ -46,6 +46,11 @@ class TokenizerRecord:
     def __str__(self) -> str:
         return f"{self.tokenizer} of {self.vocab_size:,} tokens, hash {self.hash[:12]}"
 
+    def as_flags(self, prefix: str | Path) -> str:
+        """A sentence with the flags that name this tokenizer of a pair."""
+        files = "" if self.tokenizer == "byte" else " --tokenizer-path and the folder or file of it"
+        return f"{prefix} was made with the tokenizer {self}: --tokenizer {self.tokenizer}{files}"
+
     def written(self) -> bytes:
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 

@@ -5,7 +5,6 @@ Nothing is written, tokenized or read to its end; the start of the run does that
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +23,16 @@ from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.input_files import find_files
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
-from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
+from megazero.data.tokenizer_record import (
+    path_of,
+    read_tokenizer_record,
+    require_tokenizer_record,
+    tokenizer_record,
+)
 from megazero.mpu.axes import axes_of
-from megazero.program.trace import files_of, why_not_a_trace
 from megazero.system.reading import path_error
-from megazero.telemetry.metrics import why_not_a_metrics_file
 from megazero.train.disk_checks import folder_problems, room_problems
+from megazero.train.output_checks import closed, unusable_places
 from megazero.train.requirements import with_default_vocabulary
 
 
@@ -57,7 +60,7 @@ def check_paths(
     world_size None: the run has other problems, so the checkpoint is not compared with it. own_tokenizer: the program's
     tokenizer, used instead of the run's. here: the ranks of this host, which share its disks; None: all ranks.
     """
-    problems: list[str] = [*_unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
+    problems: list[str] = [*unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
     listed: ListedTokenizer | None = None
     found: FoundCheckpoint | None = None
     with _collected(problems):
@@ -67,12 +70,14 @@ def check_paths(
         run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
     if listed is not None:
         problems += _other_tokenizer(run, listed)
+    elif run.data.tokenizer is None and run.model.vocab_size is None and own_tokenizer is None:
+        problems += _forgotten_tokenizer(run)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
         there = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
         if there is not None:
             run_from(there.run)  # raises Damaged for a manifest whose run has impossible values
         found = there
-    if found is None and run.checkpoint.load:
+    if found is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
         problems += _other_format(Path(run.checkpoint.load))
     problems += _of_another_run(run.checkpoint, found)
     opened = tokenizer is not None or run.data.tokenizer is None
@@ -128,8 +133,8 @@ def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
 
 def _of_another_run(cfg: CheckpointConfig, found: FoundCheckpoint | None) -> Iterator[str]:
     """A problem if --save holds checkpoints and this run starts from none of them: it would replace and delete them."""
-    if cfg.save is None:
-        return
+    if cfg.save is None or closed(cfg.save) is not None:
+        return  # the outputs' checks tell why it is closed
     there = list_checkpoints(Path(cfg.save))
     if not there:
         yield from _beside_another(Path(cfg.save))
@@ -215,6 +220,16 @@ def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
     return problems
 
 
+def _forgotten_tokenizer(run: Run) -> Iterator[str]:
+    """What the first pair that records its tokenizer says of it, for a run that names neither one nor a vocabulary."""
+    for prefix in _pairs(run).get("--data-path", ()):
+        with suppress(DataError):
+            then = read_tokenizer_record(prefix)
+            if then is not None:
+                yield f"--data-path: {then.as_flags(prefix)}"
+                return
+
+
 def _missing_data(run: Run) -> list[str]:
     problems: list[str] = []
     data = run.data
@@ -230,74 +245,3 @@ def _missing_data(run: Run) -> list[str]:
             with _collected(problems, f"{flag}: "):
                 find_files([name])
     return problems
-
-
-def _unusable_places(run: Run) -> list[str]:
-    """Problems of the outputs and of --load, found before minutes of preparation.
-
-    Nothing is written for a trial: every rank makes these checks, and thousands of files at once would burden a file
-    system. A problem that only a write shows, such as a full disk, is an error of that write.
-    """
-    load, metrics = run.checkpoint.load, run.trainer.metrics_file
-    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
-    problems = []
-    if metrics and os.path.isdir(metrics):
-        problems.append(f"--metrics-file {metrics}: is a folder; name a file")
-    elif metrics and os.path.exists(metrics):
-        wrong = (
-            why_not_a_metrics_file(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
-        )
-        problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
-    elif metrics and os.path.islink(metrics):
-        problems.append(f"--metrics-file {metrics}: is a link, and nothing is where it leads")
-    elif metrics:
-        folders["--metrics-file"] = os.path.dirname(metrics) or "."
-    problems += [
-        f"{flag} {path_error(folder, wrong)}"
-        for flag, folder in folders.items()
-        if folder and (wrong := _closed(folder))
-    ]
-    if load and os.path.isfile(load):
-        problems.append(f"--load {load}: is a file; name a folder of checkpoints")
-    elif load and _is_missing(load) and not _same_place(load, run.checkpoint.save):
-        problems.append(
-            f"--load {load}: is not there; a run that may have to start from scratch names the same folder as --save"
-        )
-    return [*problems, *_unusable_trace(run)]
-
-
-def _is_missing(path: str) -> bool:
-    """Whether nothing is there. A path that leads through a file is another problem, which opening it tells."""
-    try:
-        os.stat(path)
-    except OSError as error:
-        return error.errno == errno.ENOENT
-    return False
-
-
-def _same_place(one: str, other: str | None) -> bool:
-    return other is not None and os.path.realpath(one) == os.path.realpath(other)
-
-
-def _unusable_trace(run: Run) -> Iterator[str]:
-    """Problems of --memory-trace: it and the JSON beside it may only replace another trace."""
-    if run.trainer.memory_trace is None:
-        return
-    path, metrics = Path(run.trainer.memory_trace), run.trainer.metrics_file
-    if (closed := _closed(str(path.parent))) is not None:
-        yield f"--memory-trace {path_error(str(path.parent), closed)}"
-        return
-    for file in files_of(path):
-        wrong = why_not_a_trace(file) if not file.is_file() or os.access(file, os.R_OK | os.W_OK) else "may not be read"
-        if metrics and os.path.abspath(metrics) == os.path.abspath(file):
-            wrong = "is the file of --metrics-file"
-        if wrong is not None:
-            yield f"--memory-trace {path}: {file} {wrong}" if file != path else f"--memory-trace {path}: {wrong}"
-
-
-def _closed(folder: str) -> str | None:
-    """Why this folder, which may not exist yet, cannot be written into; None if no reason is found."""
-    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there):
-        return f"{there} is no folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written in"

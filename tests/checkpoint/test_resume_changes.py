@@ -1,6 +1,7 @@
 """What may change on resume: every field of a run is in exactly one group, and each group acts as it says."""
 
 import json
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from megazero.checkpoint import resume_changes as changes
 from megazero.checkpoint.resume_changes import compare, record_of, run_from
 from megazero.config.flags import read_command_line
+from megazero.config.options import run_options
 from megazero.config.schema import Run, ScheduleConfig
 
 BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup_iters=5))
@@ -169,9 +171,9 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     longer = changed(BASE, schedule__train_iters=200)
     (problem,) = compare(BASE, longer).problems
     assert problem == (
-        "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay: 100 iterations there, "
-        "200 iterations now; "
-        "to keep that: --lr-decay-iters 100; to change it on resume: --override-opt-param-scheduler"
+        "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay (100 iterations there, "
+        "200 iterations now); to go on with the new schedule: --override-opt-param-scheduler; to keep the old "
+        "schedule, whose rate is --min-lr 0 after its end: --lr-decay-iters 100"
     )
     assert "train-iters 100 -> 200" in map(str, compare(BASE, longer).changes)
     named = changed(BASE, schedule__lr_decay_iters=100)
@@ -180,7 +182,23 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     assert compare(constant, changed(constant, schedule__train_iters=200)).problems == ()
     fraction = changed(BASE, schedule__lr_warmup_iters=None, schedule__lr_warmup_fraction=0.05)
     assert compare(BASE, fraction).problems == ()
-    assert len(compare(fraction, changed(fraction, schedule__train_iters=200)).problems) == 2
+    (problem,) = compare(fraction, changed(fraction, schedule__train_iters=200)).problems
+    assert "warm-up (5 iterations there, 10 iterations now) and decay (100 iterations there, 200 " in problem
+
+
+@pytest.mark.parametrize("style", ["cosine", "wsd"])
+def test_both_ways_of_a_longer_run_are_accepted_as_they_are_told(style: str) -> None:
+    """Also where the warm-up and the fall follow from the decay, each way is one flag."""
+    base = changed(
+        BASE, schedule__lr_decay_style=style, schedule__lr_warmup_iters=None, schedule__lr_warmup_fraction=0.1
+    )
+    longer = changed(base, schedule__train_iters=200)
+    (problem,) = compare(base, longer).problems
+    for flags in re.findall(r": (--(?:override|lr-decay)[^;]*)", problem):
+        settings = read_command_line(flags.split()).source.settings
+        named = {f"{run_options()[name].section}__{name}": value for name, value in settings.items()}
+        assert compare(base, changed(longer, **named)).problems == ()
+    assert problem.count("; to ") == 2
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,7 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
         (
             {"train_iters": 100, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
             {"train_iters": 200, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
-            ["--train-iters"] * 3,
+            ["--train-iters"],
         ),
         ({"train_iters": 100, "lr_decay_iters": 90}, {"train_iters": 200, "lr_decay_iters": 80}, ["--lr-decay-iters"]),
         ({"train_samples": 960}, {"train_samples": 1920}, ["--train-samples"]),

@@ -32,6 +32,7 @@ EPOCHS = "--global-batch-size 4 --eval-iters 0 --data-cache-path cache"
 
 SHRUNK: Mapping[str, str] = {
     r"megazero pretrain --ranks 2 --tp 2 --train-iters 20": f"{TINY} {DATA} {STEPS}",
+    r"megazero pretrain --ranks 2 --train-iters 150 ": f"{TINY} {DATA} {STEPS} --train-iters 6",
     r"megazero pretrain --ranks 4 ": f"{TINY} {DATA} {STEPS}",
     r"megazero pretrain --ranks 2 --data-path .* --epochs 2": f"{TINY.replace('4', '1', 1)} {EPOCHS} --lr 3e-3",
     r"megazero pretrain --ranks 2 --init-from runs/base ": EPOCHS,

@@ -179,7 +179,7 @@ def test_from_a_folder_of_text_to_a_model_that_talks(said: Pages) -> None:
 
 @pytest.mark.slow
 def test_the_second_training_of_a_page_goes_on_from_the_first(said: Pages) -> None:
-    first, second = said.of("docs/how-to/resume.md")
+    first, second, _ = said.of("docs/how-to/resume.md")
     assert "saved" in first and "iter_0000002" in first
     assert "iter_0000002" in second and "iter_0000004" in second
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +24,7 @@ from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.train import prepare as preparation
+from megazero.train.output_checks import closed
 from megazero.train.path_checks import check_paths
 from megazero.train.prepare import Prepared, prepare, validation_samples
 from tests.convert.sources import made
@@ -133,6 +135,44 @@ def test_a_folder_without_permission_to_write_is_refused(
         f"--save {tmp_path}/a/b: {tmp_path} may not be written in",
         f"--metrics-file {tmp_path} may not be written in",
     )
+
+
+CLOSED = (
+    ("/proc/x", "/proc takes no folders, as a place of the system's own (No such file or directory)"),
+    ("/dev/null/x", "/dev/null is no folder"),
+    ("a" * 300, " has 300 bytes, and at most 255 can be written"),
+    ("file", "file is no folder"),
+    ("file/x", "file is no folder"),
+)
+
+
+@pytest.mark.parametrize(("place", "told"), CLOSED)
+def test_a_place_that_takes_no_folder_is_told_before_the_data_are_prepared(
+    place: str, told: str, flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    (problem,) = problems([*flags, "--save", place])
+    assert problem.startswith(f"--save {place}") and told in problem
+    both = problems([*flags, "--save", place, "--load", place])
+    assert problem in both
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ({"f_flag": os.ST_RDONLY}, "the file system of {} is mounted read-only"),
+        ({"f_bavail": 0}, "the file system of {} is full: 0 of its bytes are free"),
+        ({"f_blocks": 0, "f_bavail": 0}, None),  # a file system in memory without a limit
+    ],
+)
+def test_a_file_system_says_that_nothing_can_be_written(
+    says: dict[str, int], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = {name: getattr(os.statvfs(tmp_path), name) for name in ("f_flag", "f_namemax", "f_blocks", "f_bavail")}
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(**system | says))
+    assert closed(f"{tmp_path}/a") == (told and told.format(tmp_path))
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_places_that_are_still_to_be_made_are_fine(flags: list[object], tmp_path: Path) -> None:

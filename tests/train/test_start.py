@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+import megazero
 from megazero.cli.training import train
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
+from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
+from megazero.data.train_bpe import train_bpe
 from megazero.launch import Environment
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
@@ -31,8 +34,10 @@ def flags(corpus: Path, tmp_path: Path) -> list[str]:
 
 
 def refused(rank: int, words: list[str], world_size: int) -> str:
-    """What building the job on this rank is refused with."""
-    prepared = prepare(parse_run(words, world_size), world_size, silent)
+    """What building the job on this rank is refused with, for a place whose file system says nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megazero.train.output_checks.closed", lambda place: None)
+        prepared = prepare(parse_run(words, world_size), world_size, silent)
     with pytest.raises(ConfigError) as caught:
         build_job(prepared, build_grid(axes_of(prepared.run.parallel, world_size), "cpu"))
     return str(caught.value)
@@ -290,3 +295,42 @@ def test_a_blend_of_odd_words_and_a_tokenizer_without_its_path_are_told_once(tmp
         "--valid-data-path has 1 words",
         "--tokenizer hf needs --tokenizer-path",
     ]
+
+
+WAYS: tuple[tuple[list[str], str], ...] = (
+    (["--tp", "2"], "to start 2 ranks on this host: --ranks 2, or torchrun --nproc-per-node 2 pretrain_gpt.py and"),
+    (["--tp", "2", "--pp", "3"], "to start 6 ranks on this host: --ranks 6, or torchrun --nproc-per-node 6 "),
+    (["--tp", "2", "--validate-only", "--world-size", "3"], "nearest world size: 2 or 4; --world-size 4 checks it"),
+)
+
+
+@pytest.mark.parametrize(("words", "told"), WAYS)
+def test_a_layout_for_more_ranks_says_how_to_start_them(words: list[str], told: str) -> None:
+    """A program that calls `megazero.pretrain` is not told so: it has no flags (tests/train/test_arguments.py)."""
+    (problem,) = refusal(words)
+    assert told in problem, problem
+    with pytest.raises(megazero.ConfigError) as caught:
+        megazero.pretrain({"parallel": {"tp": 2}})
+    assert "torchrun" not in str(caught.value) and "--" not in str(caught.value)
+
+
+def test_a_forgotten_tokenizer_is_the_one_that_the_data_record(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("some text")
+    for kind, files, flags in (
+        ("byte", None, "--tokenizer byte"),
+        ("gpt2", tmp_path / "bpe", "--tokenizer gpt2 --tokenizer-path and the folder or file of it"),
+    ):
+        if files is not None:
+            train_bpe(["some text, twice; " * 40], 270, files, silent)
+        pair = tmp_path / kind
+        preprocess(
+            [tmp_path / "in.txt"],
+            pair,
+            PreprocessJob(kind, None if files is None else str(files)),
+            workers=1,
+            report=silent,
+        )
+        needed, recorded = refusal(["--data-path", str(pair), "--train-iters", "1"])
+        assert needed.startswith("--vocab-size is needed")
+        assert recorded.startswith(f"--data-path: {pair} was made with the tokenizer {kind} of ")
+        assert recorded.endswith(f": {flags}")

@@ -1,0 +1,108 @@
+"""Checks of the places that a run writes into, and of --load, before minutes of preparation."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazero.config.schema import Run
+from megazero.program.trace import files_of, why_not_a_trace
+from megazero.system.reading import path_error, shown
+from megazero.telemetry.metrics import why_not_a_metrics_file
+
+
+def unusable_places(run: Run) -> list[str]:
+    """Problems of the outputs and of --load, found before minutes of preparation.
+
+    Nothing is written for a trial where a file system says enough: every rank makes these checks, and thousands of
+    files at once would burden it. A problem that only a write shows is an error of that write.
+    """
+    load, metrics = run.checkpoint.load, run.trainer.metrics_file
+    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
+    problems = []
+    if metrics and os.path.isdir(metrics):
+        problems.append(f"--metrics-file {metrics}: is a folder; name a file")
+    elif metrics and os.path.exists(metrics):
+        wrong = (
+            why_not_a_metrics_file(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
+        )
+        problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
+    elif metrics and os.path.islink(metrics):
+        problems.append(f"--metrics-file {metrics}: is a link, and nothing is where it leads")
+    elif metrics:
+        folders["--metrics-file"] = os.path.dirname(metrics) or "."
+    problems += [
+        f"{flag} {path_error(folder, wrong)}"
+        for flag, folder in folders.items()
+        if folder and (wrong := closed(folder))
+    ]
+    if load and os.path.isfile(load):
+        problems.append(f"--load {load}: is a file; name a folder of checkpoints")
+    elif load and _is_missing(load) and not _same_place(load, run.checkpoint.save):
+        problems.append(
+            f"--load {load}: is not there; a run that may have to start from scratch names the same folder as --save"
+        )
+    return [*problems, *_unusable_trace(run)]
+
+
+def _is_missing(path: str) -> bool:
+    """Whether nothing is there. A path that leads through a file is another problem, which opening it tells."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    return False
+
+
+def _same_place(one: str, other: str | None) -> bool:
+    return other is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+def _unusable_trace(run: Run) -> Iterator[str]:
+    """Problems of --memory-trace: it and the JSON beside it may only replace another trace."""
+    if run.trainer.memory_trace is None:
+        return
+    path, metrics = Path(run.trainer.memory_trace), run.trainer.metrics_file
+    if (wrong := closed(str(path.parent))) is not None:
+        yield f"--memory-trace {path_error(str(path.parent), wrong)}"
+        return
+    for file in files_of(path):
+        wrong = why_not_a_trace(file) if not file.is_file() or os.access(file, os.R_OK | os.W_OK) else "may not be read"
+        if metrics and os.path.abspath(metrics) == os.path.abspath(file):
+            wrong = "is the file of --metrics-file"
+        if wrong is not None:
+            yield f"--memory-trace {path}: {file} {wrong}" if file != path else f"--memory-trace {path}: {wrong}"
+
+
+def closed(folder: str) -> str | None:
+    """Why this folder, which may not exist yet, cannot be written into, by what its file system says; None if no
+    reason is found.
+    """
+    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    system = os.statvfs(there)
+    most, longest = system.f_namemax, max(Path(folder).parts, key=lambda name: len(os.fsencode(name)), default="")
+    if most and len(os.fsencode(longest)) > most:
+        return f"the name {shown(longest)} has {len(os.fsencode(longest))} bytes, and at most {most} can be written"
+    if system.f_flag & os.ST_RDONLY:
+        return f"the file system of {there} is mounted read-only"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written in"
+    if not system.f_blocks:
+        return _takes_no_folder(there)
+    return None if system.f_bavail else f"the file system of {there} is full: 0 of its bytes are free"
+
+
+def _takes_no_folder(place: str) -> str | None:
+    """Why no folder can be made in a place whose file system does not say how large it is, as /proc does not; a file
+    system in memory may not say either, so the answer is a trial.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".megazero-trial-", dir=place))
+    except OSError as error:
+        return f"{place} takes no folders, as a place of the system's own ({error.strerror})"
+    return None
