@@ -59,8 +59,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add_tokenizer_flags(text)
     text.add_argument(
-        "--prefix-id", type=int, metavar="ID", help="token in front of every prompt, as some models want one"
+        "--prefix-id",
+        type=int,
+        metavar="ID",
+        help="token in front of every prompt (default: as transformers; a checkpoint of a training gets none)",
     )
+    text.add_argument("--no-prefix", action="store_true", help="nothing in front of prompts")
     how = flags.add_argument_group(
         "sampling", "Defaults are those of the model's generation_config.json, else those in brackets."
     )

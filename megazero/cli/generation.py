@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
-from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer_differences import begins_of, differences
 from megazero.inference.broadcast_json import read_on_first_rank
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.conversation import Conversation, converse, start_messages, user_message
@@ -63,10 +64,11 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append("--system: it is a turn of a --chat")
     if args.chat and args.ids:
         wrong.append("--chat and --ids exclude each other: a chat is text")
-    if args.chat and args.prefix_id is not None:
-        wrong.append(
-            f"--chat and --prefix-id {args.prefix_id} exclude each other: the chat template writes what begins a chat"
-        )
+    if args.chat and (args.prefix_id is not None or args.no_prefix):
+        flag = "--no-prefix" if args.no_prefix else f"--prefix-id {args.prefix_id}"
+        wrong.append(f"--chat and {flag} exclude each other: the chat template writes what begins a chat")
+    if args.no_prefix and args.prefix_id is not None:
+        wrong.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
     if "" in args.stop:
         wrong.append("--stop: a stop string is empty")
     if args.interactive and (args.prompt or args.prompt_file):
@@ -102,6 +104,33 @@ def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
         raise DataError(f"--chat: {error}") from error
 
 
+def prefix_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids before every prompt: those of the flags, else what `transformers` puts there, but for a checkpoint of a
+    training, whose documents had none.
+    """
+    if args.no_prefix:
+        return ()
+    if args.prefix_id is not None:
+        return (args.prefix_id,)
+    return () if loaded.trained else begins_of(tokenizer)
+
+
+def told_of_tokenizer(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> Iterator[str]:
+    """What the model's tokenizer does that the user may not expect."""
+    begins = () if args.chat or args.no_prefix or args.prefix_id is not None else begins_of(tokenizer)
+    words = " ".join(map(str, begins))
+    if begins and loaded.trained:
+        one = f": --prefix-id {words} does" * (len(begins) == 1)
+        yield (
+            f"transformers puts {words} before every prompt for this tokenizer, and here nothing is put, because the "
+            f"documents of the training had none{one}"
+        )
+    elif begins:
+        yield f"{words} is put before every prompt, as transformers does for this tokenizer; --no-prefix puts nothing"
+    if ignored := differences(tokenizer):
+        yield f"the tokenizer's files say what transformers applies and is not applied here: {', '.join(ignored)}"
+
+
 def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> GenerationOptions:
     """The options by the flags and the model's own defaults. Raises DataError for ids outside the vocabulary."""
     vocabulary = loaded.run.model.vocab_size or 0
@@ -119,7 +148,7 @@ def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokeniz
         batch_size=args.batch_size,
         stops=args.stop,
         stop_ids=frozenset(args.stop_id) if args.ignore_eod else ends.union(args.stop_id),
-        prefix_id=args.prefix_id,
+        prefix=prefix_of(args, loaded, tokenizer),
         eod_id=eod,
         as_json=args.json,
     )
@@ -133,12 +162,8 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     pipeline = Pipeline.of(loaded.stages, grid, loaded.chunk_map)
     options = options_of(args, loaded, tokenizer)
     generator = TextGenerator(loaded.run.model, pipeline, tokenizer, options, grid.rank == 0, partial(note, grid))
-    if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.begins) == 1 and args.prefix_id is None:
-        begins = tokenizer.begins[0]
-        generator.note(
-            f"transformers puts {begins} before every prompt for this tokenizer, and here nothing is put: --prefix-id "
-            f"{begins} does"
-        )
+    for line in told_of_tokenizer(args, loaded, loaded.tokenizer if args.chat and loaded.tokenizer else tokenizer):
+        generator.note(line)
     generator.note(
         f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {loaded.run.optimizer.precision} on "
         f"{grid.device}"

@@ -17,6 +17,7 @@ from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.special import named_tokens
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer_differences import begins_of
 from megazero.evaluation.harness import HarnessModel, Tokens
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, launch
@@ -110,7 +111,7 @@ def begin_token(source: Source, tokenizer: Tokenizer) -> int | None:
 def _begins(tokenizer: Tokenizer, begin: int | None, wanted: bool | None) -> tuple[int, ...]:
     """The tokens before every text."""
     if wanted is None:
-        return tokenizer.begins if isinstance(tokenizer, HuggingFaceTokenizer) else ()
+        return begins_of(tokenizer)
     if wanted and begin is None:
         raise ValueError("add_bos_token: this tokenizer has no begin token")
     return (begin,) if wanted and begin is not None else ()

@@ -48,6 +48,7 @@ class LoadedModel:
     ends        tokens at which a generated text ends: the run's end of document, and those that generation_config.json
                 or config.json of the model names
     generation  the content of the model's generation_config.json; empty without one
+    trained     whether the checkpoint is one of a training, whose documents have no begin token
     """
 
     run: Run
@@ -57,6 +58,7 @@ class LoadedModel:
     report: ConversionReport
     ends: frozenset[int]
     generation: Mapping[str, Any]
+    trained: bool
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:
         """The token that ends a document: the run's, or else the tokenizer's. None if neither has one."""
@@ -91,7 +93,14 @@ def open_on_grid(source: Source, grid: ProcessGrid, precision: str | None = None
     known = () if run.data.eod_id is None else (run.data.eod_id,)
     ends = ends_of_generation(source.companions, run.model.vocab_size).union(known)
     return LoadedModel(
-        run, stages, chunks_of(run), tokenizer_of(source), source.report, ends, generation_file(source.companions)
+        run,
+        stages,
+        chunks_of(run),
+        tokenizer_of(source),
+        source.report,
+        ends,
+        generation_file(source.companions),
+        source.position.iteration > 0,
     )
 
 

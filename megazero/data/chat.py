@@ -23,7 +23,7 @@ from megazero.data.special import CUT, SpecialTokens, named_tokens
 from megazero.data.template_process import TemplateProcess
 from megazero.data.template_program import CLOSE, OPEN
 from megazero.data.tokenizer import Tokenizer
-from megazero.system.reading import BOUNDS, raised_as, read_object, read_text
+from megazero.system.reading import BOUNDS, listed, raised_as, read_object, read_text
 
 HERE = "\ufdd3"
 """A marker for the end of a message that the model is to continue; a noncharacter of Unicode like `special.CUT`."""
@@ -223,41 +223,44 @@ def _strings(value: Any) -> Iterator[str]:
 
 def has_template(tokenizer: Tokenizer) -> bool:
     """Whether there is a chat template in the tokenizer's folder."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return False
-    folder = tokenizer.path.parent
-    return (folder / "chat_template.jinja").is_file() or bool(
-        _config(folder / "tokenizer_config.json").get("chat_template")
-    )
+    return isinstance(tokenizer, HuggingFaceTokenizer) and bool(_templates(tokenizer.path.parent))
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The chat template in the tokenizer's folder. Raises DataError if there is none."""
+def template_of(tokenizer: Tokenizer, *, tools: bool = False) -> ChatTemplate:
+    """The chat template in the tokenizer's folder. Raises DataError if there is none. tools: as in `read_template`."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError("turns of a chat need a chat template, which comes with --tokenizer hf")
-    return read_template(tokenizer.path.parent, tokenizer.special_tokens.texts)
+    return read_template(tokenizer.path.parent, tokenizer.special_tokens.texts, tools=tools)
 
 
-def read_template(folder: Path, specials: Sequence[str]) -> ChatTemplate:
-    """The chat template in a tokenizer's folder: chat_template.jinja, or the one in tokenizer_config.json.
+def read_template(folder: Path, specials: Sequence[str], *, tools: bool = False) -> ChatTemplate:
+    """The chat template in a tokenizer's folder; of several the one called default. tools: for a conversation with
+    tools, the one called tool_use if there is one.
 
     Raises DataError if there is none.
     """
-    config = _config(folder / "tokenizer_config.json")
-    alone = folder / "chat_template.jinja"
-    with raised_as(DataError):
-        source = read_text(alone, BOUNDS.index) if alone.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-        if source is None:
-            raise DataError(
-                f"{folder / 'tokenizer_config.json'} has chat templates {', '.join(map(str, named))}, but none called "
-                "default"
-            )
-    if not isinstance(source, str):
+    named = _templates(folder)
+    if not named:
         raise DataError(f"{folder} has no chat template: neither chat_template.jinja nor one in tokenizer_config.json")
-    return ChatTemplate(source, named_tokens(config, _config(folder / "special_tokens_map.json")), specials)
+    source = named.get("tool_use" if tools and "tool_use" in named else "default")
+    if not isinstance(source, str):
+        raise DataError(f"{folder} has chat templates {listed(named)}, but none called default")
+    files = (folder / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    return ChatTemplate(source, named_tokens(*map(_config, files)), specials)
+
+
+def _templates(folder: Path) -> dict[str, Any]:
+    """Name -> chat template, from files of their own or else from tokenizer_config.json. Raises DataError."""
+    alone = {"default": folder / "chat_template.jinja"}
+    alone |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    with raised_as(DataError):
+        files = {name: read_text(path, BOUNDS.index) for name, path in alone.items() if path.is_file()}
+    found = _config(folder / "tokenizer_config.json").get("chat_template")
+    if files or not found:
+        return files
+    if isinstance(found, list):
+        return {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+    return found if isinstance(found, dict) else {"default": found} if isinstance(found, str) else {}
 
 
 def _config(path: Path) -> dict[str, Any]:

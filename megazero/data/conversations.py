@@ -52,13 +52,13 @@ class ConversationEncoder:
 
     eod_id      token that ends a completion; None if the tokenizer has none
     vocab_size  the model's, which bounds the ids
-    template    the chat template, read when the first chat needs it
+    templates   with tools? -> the chat template, read when the first chat needs it
     """
 
     tokenizer: Tokenizer
     eod_id: int | None
     vocab_size: int
-    template: ChatTemplate | None = field(default=None, init=False)
+    templates: dict[bool, ChatTemplate] = field(default_factory=dict, init=False)
 
     def encode(self, lines: Sequence[RawDocument]) -> list[TokenizedConversation]:
         """The conversations of these lines, in order. Raises DataError naming file and line."""
@@ -121,15 +121,15 @@ class ConversationEncoder:
     def _rendered(self, raw: RawDocument, record: dict[str, Any]) -> Rendered:
         messages = _messages(raw, record["messages"])
         more = {key: record[key] for key in ("tools", "documents") if key in record}
-        template = self._chat_template(raw)
+        template = self._chat_template(raw, more.get("tools") is not None)
         with _named(raw):
             return _counted(template.render(messages, **more), messages)
 
-    def _chat_template(self, raw: RawDocument) -> ChatTemplate:
-        if self.template is None:
+    def _chat_template(self, raw: RawDocument, tools: bool) -> ChatTemplate:
+        if tools not in self.templates:
             with _named(raw):
-                self.template = template_of(self.tokenizer)
-        return self.template
+                self.templates[tools] = template_of(self.tokenizer, tools=tools)
+        return self.templates[tools]
 
     def _written(self, raws: Sequence[RawDocument], texts: list[str]) -> list[Encoded]:
         """Tokenize all texts at once. If one fails, tokenize them one by one to find which."""

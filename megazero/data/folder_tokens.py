@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megazero.data.indexed import DataError
-from megazero.data.special import named_tokens, token_text
+from megazero.data.special import OF_CLASS, named_tokens, token_text
 from megazero.system.reading import BOUNDS, raised_as, read_object, shown
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -46,18 +46,41 @@ class FolderTokens:
     added    token -> id, of the tokens that were added to a tokenizer
     special  those that stand for no text
     named    name (bos_token, eos_token) -> token
-    legacy   whether sentencepiece puts its blank also before text behind an added token, as `transformers` once did
+    config   the content of tokenizer_config.json
+    flags    token -> lstrip, rstrip, single_word and normalized of an added token, where the folder says them
     """
 
     added: Mapping[str, int]
     special: frozenset[str]
     named: Mapping[str, str]
-    legacy: bool = False
+    config: Mapping[str, Any]
+    flags: Mapping[str, Mapping[str, bool]]
 
     @property
     def end(self) -> str | None:
         """The token that ends a document."""
         return self.named.get("eos_token")
+
+    @property
+    def legacy(self) -> bool:
+        """Whether sentencepiece puts its blank also before text behind an added token, as `transformers` once did."""
+        return self.config.get("legacy") is True
+
+    @property
+    def prefix_space(self) -> bool | None:
+        """Whether a blank is put before a text without one. None where the tokenizer's own file says it."""
+        return bool(self.config.get("add_prefix_space")) if self.config.get("tokenizer_class") in OF_CLASS else None
+
+    def frame(self) -> tuple[str | None, str | None]:
+        """(the token before a text, the token behind it), which a tokenizer without tokenizer.json gets by name."""
+        return (
+            self.named.get("bos_token") if self.config.get("add_bos_token") is True else None,
+            self.named.get("eos_token") if self.config.get("add_eos_token") is True else None,
+        )
+
+
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+"""What an added token takes of the text around it, and whether it stands in the text as normalised."""
 
 
 def read_folder_tokens(folder: Path) -> FolderTokens:
@@ -74,7 +97,12 @@ def read_folder_tokens(folder: Path) -> FolderTokens:
     special = {*named.values(), *_listed(config), *_listed(special_map)}
     marked = [record for record in records.values() if isinstance(record, dict) and record.get("special")]
     special |= set(filter(None, map(token_text, marked)))
-    return FolderTokens(added, frozenset(special), named, config.get("legacy") is True)
+    flags = {
+        text: {name: record[name] for name in FLAGS if isinstance(record.get(name), bool)}
+        for record in records.values()
+        if isinstance(record, dict) and (text := token_text(record)) is not None
+    }
+    return FolderTokens(added, frozenset(special), named, config, flags)
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -105,7 +133,9 @@ class CompletedTokenizer:
     A text that spells an added token which is no special one holds that token. One that spells a special token is
     text, as for every tokenizer here. An added token has its id, whatever the tokenizer itself has there.
 
-    inside: as `encode`, for text behind an added token.
+    inside  as `encode`, for text behind an added token
+    begins  ids that `transformers` puts before a text; `encode` does not
+    ends    ids that it puts behind one
     """
 
     def __init__(self, base: Base, tokens: FolderTokens, inside: Callable[[str], list[int]]) -> None:
@@ -118,20 +148,33 @@ class CompletedTokenizer:
         self.vocab_size = max(base.vocab_size, *(number + 1 for number in self._added.values()), 0)
         end = None if tokens.end is None else self._added.get(tokens.end, pieces.get(tokens.end))
         self.eod_id = base.eod_id if end is None else end
-        plain = sorted((token for token in self._added if token and token not in tokens.special), key=len, reverse=True)
-        self._parts = re.compile(f"({'|'.join(map(re.escape, plain))})" if plain else "(?!)")
+        self._plain = sorted(
+            (token for token in self._added if token and token not in tokens.special), key=len, reverse=True
+        )
+        self._parts = re.compile(
+            "|".join(_pattern(token, tokens.flags.get(token, {})) for token in self._plain) or "(?!)"
+        )
+        self._before = " " if tokens.prefix_space else ""
+        self.tokens = tokens
+        before, behind = (self._added.get(token or "", pieces.get(token or "")) for token in tokens.frame())
+        self.begins, self.ends = (() if number is None else (number,) for number in (before, behind))
 
     def pieces(self) -> Mapping[str, int]:
         kept = {token: number for token, number in self._base.pieces().items() if number not in self._text_of}
         return kept | self._added
 
     def encode(self, text: str) -> list[int]:
-        parts = self._parts.split(text)
-        ids = self._base.encode(parts[0])
-        for token, part in zip(parts[1::2], parts[2::2], strict=True):
-            ids.append(self._added[token])
-            ids += self._inside(part) if part else []
-        return ids
+        ids: list[int] = []
+        start, encode = 0, cast(Callable[[str], list[int]], self._base.encode)
+        for token in self._parts.finditer(text):
+            ids += self._spaced(encode, text[start : token.start()])
+            ids.append(self._added[self._plain[(token.lastindex or 0) - 1]])
+            start, encode = token.end(), self._inside
+        return ids + self._spaced(encode, text[start:])
+
+    def _spaced(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """The ids of a part of a text."""
+        return encode(text if text.startswith(" ") else self._before + text) if text else []
 
     def decode(self, ids: list[int]) -> str:
         wrong = next((number for number in ids if number >= self.vocab_size), None)
@@ -170,9 +213,21 @@ class CompletedTokenizer:
         return " " if piece.startswith("▁") else ""
 
 
+def _pattern(token: str, flags: Mapping[str, bool]) -> str:
+    """A regular expression of an added token in a text, with the blanks that it takes. Its group is the token."""
+    edge = flags.get("single_word", False)
+    return (
+        r"\s*" * flags.get("lstrip", False)
+        + r"(?<!\w)" * edge
+        + f"({re.escape(token)})"
+        + r"(?!\w)" * edge
+        + r"\s*" * flags.get("rstrip", False)
+    )
+
+
 def completed(base: Base, folder: Path, inside: Callable[[str], list[int]]) -> Base:
     """The tokenizer with what the folder's files say of it: itself, where they say nothing. inside: as `encode`, for
     text behind an added token. Raises DataError.
     """
     tokens = read_folder_tokens(folder)
-    return CompletedTokenizer(base, tokens, inside) if tokens.added or tokens.end is not None else base
+    return CompletedTokenizer(base, tokens, inside) if tokens.added or tokens.named or tokens.config else base

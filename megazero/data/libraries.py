@@ -86,10 +86,14 @@ class HuggingFaceTokenizer:
         with _library(path):
             self._model: Any = tokenizers.Tokenizer.from_str(_checked_content(path))
             self._model.encode_special_tokens = True
+            self.dropout: float | None = getattr(self._model.model, "dropout", None)
+            if self.dropout is not None:
+                self._model.model.dropout = None
             self._model.no_truncation()
             self._model.no_padding()
-            beside = read_folder_tokens(path.parent)
+            self.tokens = beside = read_folder_tokens(path.parent)
             self._complete(beside)
+            self._prefix(beside.prefix_space)
             ids = self._model.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(ids.values(), default=-1) + 1
         if not self.vocab_size:
@@ -97,11 +101,12 @@ class HuggingFaceTokenizer:
         ends = (beside.end, *SEPARATORS)
         self.eod_id: int | None = next((ids[token] for token in ends if token in ids), None)
         with _library(path):
-            self.begins: tuple[int, ...] = self._habit()
-        """Ids that the library would put before a text, such as a begin token. `encode` does not."""
+            self.begins, self.ends = self._frame()
+        """Ids that the library would put before a text, such as a begin token, and behind it. `encode` does not."""
         special = {
             number: token.content for number, token in self._model.get_added_tokens_decoder().items() if token.special
         }
+        self.joins_pairs = type(self._model.model).__name__ == "BPE"
         self.special_tokens = SpecialTokens([*special.values()])
         unknown = _unknown(self._model.to_str())
         self._special = {
@@ -109,23 +114,47 @@ class HuggingFaceTokenizer:
         }
 
     def _complete(self, beside: FolderTokens) -> None:
-        """Add the tokens that only the files beside tokenizer.json name. Raises DataError if one gets another id."""
+        """Add the tokens that only the files beside tokenizer.json name. Raises DataError if one gets another id.
+
+        The tokens that begin and end a text become special ones, also where the vocabulary has them as words.
+        """
         import tokenizers
 
         missing = {token: number for token, number in beside.added.items() if self._model.token_to_id(token) is None}
         for token, number in sorted(missing.items(), key=lambda item: item[1]):
             special = token in beside.special
-            self._model.add_tokens([tokenizers.AddedToken(token, special=special, normalized=not special)])
+            flags = {"normalized": not special, **beside.flags.get(token, {})}
+            self._model.add_tokens([tokenizers.AddedToken(token, special=special, **flags)])
             if (id_here := self._model.token_to_id(token)) != number:
                 raise DataError(
                     f"the files beside {self.path} add the token {shown(token)} as {number}, and here it would be "
                     f"{id_here}: tokens between are missing"
                 )
 
-    def _habit(self) -> tuple[int, ...]:
+        there = {token.content for token in self._model.get_added_tokens_decoder().values()}
+        named = [beside.named.get(name, "") for name in ("bos_token", "eos_token")]
+        self._model.add_special_tokens(
+            [
+                tokenizers.AddedToken(token, special=True, normalized=False)
+                for token in named
+                if len(token) > 1 and token not in there and self._model.token_to_id(token) is not None
+            ]
+        )
+
+    def _prefix(self, space: bool | None) -> None:
+        """Let tokenizer_config.json say whether a blank is put before a text, for classes where it does."""
+        import tokenizers
+
+        words = self._model.pre_tokenizer
+        if space is not None and isinstance(words, tokenizers.pre_tokenizers.ByteLevel):
+            words.add_prefix_space = space
+            self._model.pre_tokenizer = words
+
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         encoded = self._model.encode("a", add_special_tokens=True)
-        first = encoded.special_tokens_mask.index(0) if 0 in encoded.special_tokens_mask else 0
-        return tuple(encoded.ids[:first])
+        inside = [place for place, special in enumerate(encoded.special_tokens_mask) if not special]
+        first, last = (inside[0], inside[-1] + 1) if inside else (0, len(encoded.ids))
+        return tuple(encoded.ids[:first]), tuple(encoded.ids[last:])
 
     def id_of(self, token: str) -> int | None:
         """The id of this token, which may be a special one; None if there is none."""

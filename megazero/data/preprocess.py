@@ -23,7 +23,8 @@ from megazero.data.indexed import DataError, dtype_for
 from megazero.data.input_files import ReaderOptions, find_files, is_json
 from megazero.data.input_report import InputReport
 from megazero.data.progress import Progress, Report
-from megazero.data.tokenizer import build_tokenizer
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer_differences import begins_of, differences
 from megazero.data.tokenizer_record import tokenizer_record
 from megazero.data.utf8 import count_replaced, is_utf8
 from megazero.data.writer import PairWriter
@@ -123,6 +124,8 @@ def preprocess(
     encoder = DocumentEncoder(job)
     progress = Progress(report, f"tokenizing {len(files)} file(s)", total / 1e6, "MB")
     made = tokenizer_record(encoder.tokenizer, job.tokenizer)
+    for line in _told_of_tokenizer(encoder.tokenizer):
+        report(line)
     with PairWriter(output, encoder.dtype, tokenizer_record=made, overwrite=overwrite) as writer:
         unfinished = 0
         for read, encoded in _encoded(files, job, encoder, workers, told):
@@ -138,6 +141,17 @@ def preprocess(
     for line in told.lines(job.reader):
         report(line)
     return writer
+
+
+def _told_of_tokenizer(tokenizer: Tokenizer) -> Iterator[str]:
+    """How `transformers` would encode a document otherwise."""
+    if begins := begins_of(tokenizer):
+        yield (
+            f"transformers puts {' '.join(map(str, begins))} before a text for this tokenizer; documents begin without "
+            "it, and --append-eod ends them"
+        )
+    if ignored := differences(tokenizer):
+        yield f"the tokenizer's files say what transformers applies and is not applied here: {', '.join(ignored)}"
 
 
 def raw_batches(

@@ -48,20 +48,20 @@ def _of_json(file: str, number: int, line: str) -> str:
 
 
 def encoded(
-    prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *, first: int | None, eod_id: int | None
+    prompts: Sequence[str], tokenizer: Tokenizer, model: ModelConfig, *, first: Sequence[int] = (), eod_id: int | None
 ) -> list[list[int]]:
-    """The ids of every prompt, after the id `first` if it is given. Raises DataError for a prompt that the model cannot
+    """The ids of every prompt, after the ids `first`. Raises DataError for a prompt that the model cannot
     take.
 
     An empty prompt becomes `eod_id`, the token that ends documents, so the model generates the beginning of a document.
     """
-    rows, begin = [], [] if first is None else [first]
+    rows = []
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise DataError(
                 f"the prompt {prompt[:37]!a} is no text: it holds bytes that are not UTF-8, or half a surrogate pair"
             )
-        ids = begin + tokenizer.encode(prompt) or ([] if eod_id is None else [eod_id])
+        ids = [*first, *tokenizer.encode(prompt)] or ([] if eod_id is None else [eod_id])
         if not ids:
             raise DataError(
                 f"the prompt {shorten(prompt)} has no tokens, and the model no token that ends documents to begin "

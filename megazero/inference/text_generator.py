@@ -40,7 +40,7 @@ class GenerationOptions:
     batch_size      continuations that are computed at once
     stops           strings that end a continuation, and are not shown
     stop_ids        tokens that end a continuation
-    prefix_id       token in front of every prompt; None: none
+    prefix          tokens in front of every prompt
     eod_id          token that an empty prompt stands for
     as_json         print a line of JSON for each continuation
     """
@@ -51,7 +51,7 @@ class GenerationOptions:
     batch_size: int = 16
     stops: Sequence[str] = ()
     stop_ids: frozenset[int] = frozenset()
-    prefix_id: int | None = None
+    prefix: tuple[int, ...] = ()
     eod_id: int | None = None
     as_json: bool = False
 
@@ -76,7 +76,7 @@ class TextGenerator:
 
     def read(self, prompts: Sequence[str]) -> list[Prompt]:
         """Encode prompts. Called on rank 0. Raises DataError for one that the model cannot take."""
-        ids = encoded(prompts, self.tokenizer, self.model, first=self.options.prefix_id, eod_id=self.options.eod_id)
+        ids = encoded(prompts, self.tokenizer, self.model, first=self.options.prefix, eod_id=self.options.eod_id)
         self._note_specials(prompts, "; --chat writes a chat as the model knows it")
         return list(zip(prompts, ids, strict=True))
 

@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from megazero.cli.generate import parser
 from megazero.cli.generation import check, generate_on
 from megazero.config.schema import ModelConfig
 from megazero.config.source import ConfigError
+from megazero.convert.convert import convert
+from megazero.convert.formats import TargetOptions
+from megazero.convert.registry import format_table, open_source
 from megazero.data.indexed import DataError
+from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
@@ -104,7 +109,7 @@ def test_prompts_that_are_no_text() -> None:
     """
     for prompt in (b"caf\xe9".decode(errors="surrogateescape"), json.loads('"\\ud83d"')):
         with pytest.raises(DataError, match="not UTF-8"):
-            encoded([prompt], build_tokenizer("byte", None), ModelConfig(vocab_size=300), first=None, eod_id=None)
+            encoded([prompt], build_tokenizer("byte", None), ModelConfig(vocab_size=300), eod_id=None)
 
 
 @pytest.mark.slow
@@ -133,16 +138,61 @@ def test_a_conversation_through_a_pipe(model: Path) -> None:
     assert "has no tokens" in remarks, "an empty prompt, and nothing to begin with"
 
 
-def test_a_begin_token_that_is_not_put_is_told(tmp_path: Path) -> None:
-    """LLaMA's tokenizer has transformers put one before every text."""
-    pytest.importorskip("transformers")
-    for family, words, told in (("llama", [], True), ("llama", ["--prefix-id", "1"], False), ("gpt2", [], False)):
-        path = tmp_path / family
-        if not path.exists():
-            folder_of(family, path)
-        flags = ["--load", str(path), "--prompt", "the cat", "--max-new-tokens", "1", *words]
-        _, remarks = answered(single_process_grid("cpu"), *flags)
-        assert ("--prefix-id 1 does" in remarks) is told, (family, words)
+def test_the_begin_token_of_a_tokenizer(tmp_path: Path) -> None:
+    """LLaMA's tokenizer has transformers put one before every text: the text goes on as there. A training saw none."""
+    transformers = pytest.importorskip("transformers")
+    prompt = [
+        "--prompt",
+        "the cat",
+        "--max-new-tokens",
+        "8",
+        "--greedy",
+        "--ignore-eod",
+        "--json",
+        "--precision",
+        "fp32",
+    ]
+
+    def ids(*words: str) -> tuple[list[int], str]:
+        answers, remarks = answered(single_process_grid("cpu"), *words, *prompt)
+        return json.loads(answers)["ids"], remarks
+
+    folders = {family: tmp_path / family for family in ("llama", "gpt2")}
+    theirs = {}
+    for family, folder in folders.items():
+        folder_of(family, folder)
+        tokens = transformers.AutoTokenizer.from_pretrained(folder)("the cat", return_tensors="pt")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        new = model.generate(**tokens, do_sample=False, max_new_tokens=8, min_new_tokens=8, eos_token_id=None)
+        theirs[family] = new[0, tokens["input_ids"].shape[1] :].tolist()
+    for family, put in (("llama", True), ("gpt2", False)):
+        mine, remarks = ids(str(folders[family]))
+        assert mine == theirs[family] and ("1 is put before every prompt" in remarks) is put
+    bare, remarks = ids(str(folders["llama"]), "--no-prefix")
+    assert bare != theirs["llama"] and "before every prompt" not in remarks
+    assert ids(str(folders["llama"]), "--prefix-id", "1")[0] == theirs["llama"]
+    with open_source(folders["llama"]) as source:
+        source.position = replace(source.position, iteration=3)
+        convert(source, format_table()["megazero"], tmp_path / "trained", TargetOptions(), silent)
+    mine, remarks = ids(str(tmp_path / "trained"))
+    assert mine == bare and "here nothing is put" in remarks and "--prefix-id 1 does" in remarks
+
+
+def test_each_of_several_ends_ends_a_text(tmp_path: Path) -> None:
+    """Models with an end of text and an end of turn name both in generation_config.json."""
+    folder = tmp_path / "gpt2"
+    folder_of("gpt2", folder)
+    flags = [str(folder), "--prompt", "the cat", "--max-new-tokens", "8", "--greedy", "--json"]
+
+    def ids() -> list[int]:
+        found: list[int] = json.loads(answered(single_process_grid("cpu"), *flags)[0])["ids"]
+        return found
+
+    (folder / "generation_config.json").write_text("{}")
+    whole = ids()
+    for ends in ([whole[3], 319], [319, whole[3]]):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        assert ids() == whole[: whole.index(whole[3]) + 1]
 
 
 def test_a_wrong_command_line_is_told_at_once() -> None:
@@ -255,10 +305,10 @@ def test_refuses(model: Path, words: list[str], message: str) -> None:
 def test_a_prompt_longer_than_the_table_of_positions() -> None:
     model = ModelConfig(vocab_size=300, position_embedding="learned", max_position_embeddings=8)
     tokenizer = build_tokenizer("byte", None)
-    assert encoded(["x" * 8], tokenizer, model, first=None, eod_id=None) == [[120] * 8]
+    assert encoded(["x" * 8], tokenizer, model, eod_id=None) == [[120] * 8]
     with pytest.raises(DataError, match="9 tokens, more than the 8 positions"):
-        encoded(["x" * 8], tokenizer, model, first=256, eod_id=None)
-    assert encoded([""], tokenizer, model, first=None, eod_id=256) == [[256]]
+        encoded(["x" * 8], tokenizer, model, first=[256], eod_id=None)
+    assert encoded([""], tokenizer, model, eod_id=256) == [[256]]
 
 
 def on_rank(rank: int, words: list[str], typed: str) -> tuple[str, str]:

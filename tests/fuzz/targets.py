@@ -101,8 +101,8 @@ def _chats(path: Path, tokenizer: Path) -> None:
     encoder = ConversationEncoder(built, None, built.vocab_size)
     for _ in read_conversations([path], encoder, silent):
         pass
-    if has_template(built) and encoder.template is not None:
-        built.encode(encoder.template.question([{"role": "user", "content": "<s> two"}]))
+    for template in encoder.templates.values() if has_template(built) else ():
+        built.encode(template.question([{"role": "user", "content": "<s> two"}]))
 
 
 def _cached(root: Path) -> None:

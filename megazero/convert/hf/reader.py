@@ -31,6 +31,7 @@ COMPANIONS = (
     *("vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files of a model that are no tensors."""
+FURTHER_TEMPLATES = "additional_chat_templates"
 _BUFFERS = (
     (re.compile(r"\.attn\.(bias|masked_bias)$"), "the causal mask, which follows from nothing but positions"),
     (re.compile(r"rotary_emb\.inv_freq$"), "rotary angles, which follow from rope_theta"),
@@ -58,6 +59,8 @@ class HfSource(Source):
         unread = unread_weights(path, named)
         if unread:
             self.report.notes.append(f"{', '.join(unread)} not read: transformers too takes the other weights")
+        if (path / FURTHER_TEMPLATES).is_dir():
+            self.report.notes.append(f"{FURTHER_TEMPLATES} is not taken along: a checkpoint has one chat template")
         self._report(config.get("architectures"), named_dtype(config), self.family.notes(config))
 
     def _name_tokenizer(self) -> None:

@@ -1,0 +1,47 @@
+"""How `transformers` takes a text otherwise than megazero does, by what a tokenizer's files say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megazero.data.folder_tokens import CompletedTokenizer
+from megazero.data.libraries import HuggingFaceTokenizer
+from megazero.data.tokenizer import Tokenizer
+from megazero.system.reading import listed, shown
+
+CLEAN, CLEAN_BPE = (
+    "clean_up_tokenization_spaces",
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
+)
+
+
+def begins_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that `transformers` puts before a text."""
+    return tokenizer.begins if isinstance(tokenizer, HuggingFaceTokenizer | CompletedTokenizer) else ()
+
+
+def differences(tokenizer: Tokenizer) -> list[str]:
+    """What the tokenizer's files say that `transformers` applies and megazero does not, a phrase for each."""
+    return [*_differences(tokenizer)] if isinstance(tokenizer, HuggingFaceTokenizer | CompletedTokenizer) else []
+
+
+def _differences(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> Iterator[str]:
+    config, pieces = tokenizer.tokens.config, tokenizer.pieces()
+    key = CLEAN_BPE
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        key = CLEAN_BPE if tokenizer.joins_pairs else CLEAN
+        if tokenizer.dropout:
+            yield f"dropout {tokenizer.dropout} of the merges in tokenizer.json"
+    if config.get(CLEAN) is True and config.get(key) is True:
+        yield f"{key} true"
+    if config.get("add_prefix_space") is False and _blank_before(tokenizer):
+        yield "add_prefix_space false"
+    unknown = [token for token in sorted(tokenizer.tokens.special) if token not in pieces]
+    if unknown:
+        yield f"special tokens without an id, {listed(map(shown, unknown))}"
+
+
+def _blank_before(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> bool:
+    """Whether the first token of a text begins with a blank that is not in the text."""
+    ids = tokenizer.encode("a")
+    return any(piece[:1] in "▁Ġ" for piece, number in tokenizer.pieces().items() if ids and piece and number == ids[0])
