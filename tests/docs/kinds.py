@@ -21,6 +21,9 @@ ELSEWHERE: Mapping[str, str] = {
     r"kubectl ": "tests/examples/test_kubernetes.py::test_its_command_is_valid_on_its_ranks",
     r"megazero harness run ": "tests/evaluation/test_lm_eval.py::test_simple_evaluate",
     r"(python|torchrun .*) examples/own": "tests/examples/test_own_program.py::test_it_trains_under_torchrun",
+    r"sed -n '/\^```python/": "tests/docs/test_one_step.py::test_the_first_command_prints_what_the_page_shows",
+    r"torchrun .* one_step[.]py$": "tests/docs/test_one_step.py::test_the_first_command_prints_what_the_page_shows",
+    r"torchrun .* one_step[.]py --pp 2$": "tests/docs/test_one_step.py::test_two_stages_print_the_same_results",
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
 }
 """Commands, as a regular expression that their beginning matches -> the test that runs them, or their like."""
@@ -28,6 +31,7 @@ ELSEWHERE: Mapping[str, str] = {
 TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64"
 DATA = "--data-path my-data --tokenizer hf --tokenizer-path models/bloom"
 STEPS = "--global-batch-size 8 --eval-iters 0 --train-iters 2 --data-cache-path cache"
+FOUR = "--train-iters 4 --save-interval 2"
 EPOCHS = "--global-batch-size 4 --eval-iters 0 --data-cache-path cache"
 
 SHRUNK: Mapping[str, str] = {
@@ -35,6 +39,7 @@ SHRUNK: Mapping[str, str] = {
     r"megazero pretrain --ranks 2 --train-iters 150 ": f"{TINY} {DATA} {STEPS} --train-iters 6",
     r"megazero pretrain --ranks 4 ": f"{TINY} {DATA} {STEPS}",
     r"megazero pretrain --ranks 2 --data-path .* --epochs 2": f"{TINY.replace('4', '1', 1)} {EPOCHS} --lr 3e-3",
+    r"megazero pretrain --ranks 2 --data-path .* --save runs/(mine|calmer) ": f"{TINY} {STEPS} {FOUR}",
     r"megazero pretrain --ranks 2 --init-from runs/base ": EPOCHS,
     r"megazero pretrain --train-iters 20 --metrics-file": f"{TINY} {DATA} {STEPS}",
     r"torchrun .* --init-from models/gpt2 ": STEPS,
@@ -49,6 +54,7 @@ SHRUNK: Mapping[str, str] = {
 OTHER_NUMBERS: Mapping[str, str] = {
     "--vocab-size 32000": "--vocab-size 300",
     "iter_0000100": "iter_0000002",
+    "iter_0000050": "iter_0000002",
     "--bytes 4GB --seconds 20": "--bytes 64MiB --seconds 1",
 }
 """Words of a page -> words that are run instead, because the data are twenty small texts and the runs are short."""
