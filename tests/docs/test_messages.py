@@ -21,7 +21,7 @@ SOURCES = {
     " in the checkpoint, ": "megazero/checkpoint/resume_changes.py",
     " is damaged: ": "megazero/checkpoint/manager.py",
     " is not the recorded one": "megazero/checkpoint/blocks.py",
-    "is not there; a run that may have to start": "megazero/train/path_checks.py",
+    "is not there; a run that may have to start": "megazero/train/output_checks.py",
     "megazero turns by position": "megazero/convert/hf/llama.py",
     "the model loaded is not the model saved": "megazero/train/probe.py",
 }
