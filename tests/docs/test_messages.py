@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.docs.pages import ROOT, fences, text_of
+from megazero.config.flags import _flag_table
+from tests.docs.pages import ROOT, fences, prose, text_of
 
 PAGE = "docs/how-to/when-something-goes-wrong.md"
 SOURCES = {
@@ -54,3 +55,11 @@ def test_the_columns_of_the_quoted_log_are_those_of_a_run() -> None:
 
 def test_the_sections_that_the_first_table_names_are_there() -> None:
     assert len(re.findall(r"\]\(#", text_of(PAGE))) >= 4
+
+
+@pytest.mark.parametrize("page", [PAGE, "docs/how-to/offload.md"])
+def test_flags_of_the_prose_are_flags(page: str) -> None:
+    """Commands run elsewhere; this is for flags in sentences and lists."""
+    code = " ".join(re.findall(r"`([^`\n]+)`", prose(page)))
+    unknown = {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", code)} - {*_flag_table()}
+    assert unknown <= {"--master-port", "--standalone", "--input", "--to", "--output"}, "torchrun's, convert's"

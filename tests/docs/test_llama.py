@@ -1,0 +1,46 @@
+"""The table of LLaMA models on the page of formats: config.json of each row is read, or refused, as the row says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megazero.convert.hf.config import read_config
+from megazero.convert.source import ConversionError
+from tests.docs.pages import text_of
+
+PAGE = "docs/reference/checkpoint-formats.md"
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+}
+"""A small one, with what every config.json has."""
+
+
+def rows() -> list[tuple[str, str]]:
+    """(fields of a config.json, whether it opens) of each row."""
+    section = text_of(PAGE).split("## Which LLaMA models open\n")[1]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    return [(fields, opens) for _, said, opens in cells for fields in re.findall(r"`([^`]+)`", said)]
+
+
+def test_there_are_rows_of_both_kinds() -> None:
+    assert {opens for _, opens in rows()} == {"yes", "no"} and len(rows()) >= 8
+
+
+@pytest.mark.parametrize(("fields", "opens"), rows())
+def test_it_opens_or_is_refused_as_the_page_says(fields: str, opens: str) -> None:
+    config, where = LLAMA | json.loads(fields), Path("config.json")
+    if opens == "yes":
+        model = read_config(config, where)
+        assert model.position_embedding == "rotary" and model.rotary_base == json.loads(fields)["rope_theta"]
+    else:
+        with pytest.raises(ConversionError):
+            read_config(config, where)
