@@ -14,6 +14,9 @@ import yaml
 
 from megazero.system.reading import BOUNDS, Unreadable, read_text, shown
 
+_TOO_DEEP = f"nested more than {BOUNDS.depth} deep"
+_MERGE = "tag:yaml.org,2002:merge"
+
 
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a repeated key in a mapping (PyYAML takes the last) and reads dates as words."""
@@ -27,17 +30,21 @@ class _Loader(yaml.SafeLoader):
     """Of the node that is being composed."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """A node. Raises RecursionError for one that is nested too deeply: PyYAML takes time in its depth squared."""
+        """A node. Raises ComposerError for one that is nested too deeply: PyYAML takes time in its depth squared."""
         if self.depth > BOUNDS.depth:
-            raise RecursionError
+            raise yaml.composer.ComposerError(None, None, _TOO_DEEP, self.peek_event().start_mark)
         self.depth += 1
         found = super().compose_node(parent, index)
         self.depth -= 1
         return found
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):  # a tag on something else
+            return super().construct_mapping(node, deep)
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == _MERGE:  # keys of a merged mapping may be there too
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str | int | float) and str(key) in seen:
                 raise yaml.constructor.ConstructorError(
@@ -86,45 +93,54 @@ def load_yaml(path: Path) -> Any:
             return None
         _refuse_bombs(node, path)
         return loader.construct_document(node)
-    except RecursionError:
-        raise _too_deep(path) from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise (
-            error if isinstance(error, Unreadable) else Unreadable(f"{path}: is no YAML: {_first_mistake(error)}")
+            error if isinstance(error, Unreadable) else Unreadable(f"{path}: is no YAML: {_first_mistake(error, text)}")
         ) from error
 
 
-def _first_mistake(error: Exception) -> str:
+def _first_mistake(error: Exception, text: str) -> str:
     """A YAML error as one line: the place and the problem."""
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        return f"line {line}, column {column}: the character U+{error.character:04X} cannot be in YAML"
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return where + " ".join(str(problem or error).split())
 
 
 def _refuse_bombs(root: yaml.Node, path: Path) -> None:
-    """Raise Unreadable if the nodes are too many, with every alias expanded, or nested too deeply."""
-    sizes: dict[int, int] = {}
+    """Raise Unreadable if the nodes are too many or nested too deeply, with every alias expanded, or if one holds
+    itself.
+    """
+    known: dict[int, tuple[int, int]] = {}
+    above: set[int] = set()
 
-    def size(node: yaml.Node, depth: int) -> int:
-        if depth > BOUNDS.depth:  # also for a list that contains itself
-            raise _too_deep(path)
-        if id(node) not in sizes:
-            inside = (
-                [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
-                if _holds(node)
-                else []
+    def measure(node: yaml.Node) -> tuple[int, int]:
+        """(number of nodes, levels) of a node."""
+        mark = node.start_mark
+        where = f"{path}: line {mark.line + 1}, column {mark.column + 1}:"
+        if id(node) in above:
+            raise Unreadable(f"{where} an alias stands for what holds it")
+        if id(node) not in known:
+            above.add(id(node))
+            pairs = node.value if _holds(node) else []
+            inside = [measure(part) for pair in pairs for part in (pair if isinstance(pair, tuple) else (pair,))]
+            above.remove(id(node))
+            known[id(node)] = (
+                1 + sum(count for count, _ in inside),
+                1 + max((levels for _, levels in inside), default=0),
             )
-            sizes[id(node)] = 1 + sum(size(part, depth + 1) for part in inside)
-        if sizes[id(node)] > BOUNDS.settings_parts:
+        count, levels = known[id(node)]
+        if count > BOUNDS.settings_parts:
             raise Unreadable(f"{path}: its aliases stand for more than {BOUNDS.settings_parts:,} values")
-        return sizes[id(node)]
+        if levels > BOUNDS.depth + 1:
+            raise Unreadable(f"{where} {_TOO_DEEP}")
+        return known[id(node)]
 
-    size(root, 0)
+    measure(root)
 
 
 def _holds(node: yaml.Node) -> bool:
     return isinstance(node, yaml.CollectionNode)
-
-
-def _too_deep(path: Path) -> Unreadable:
-    return Unreadable(f"{path} is nested more than {BOUNDS.depth} deep")

@@ -11,6 +11,7 @@ import pytest
 
 from megazero.config.dump import read_yaml
 from megazero.config.parse import ConfigError, parse_run
+from megazero.config.yaml_file import load_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)
@@ -18,13 +19,14 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 MERGES = "a: &a {k: 1, l: 2}\n" + "".join(
     f"{n}: &{n}\n  <<: [{', '.join([f'*{p}'] * 9)}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)
 )
+CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 120))
 FILES: dict[str, tuple[str | bytes, str]] = {
     "aliases": (BOMB, "its aliases stand for more than 20,000 values"),
     "merges": (MERGES, "its aliases stand for more than 20,000 values"),
-    "itself": ("a: &a [*a]\n", "is nested more than 100 deep"),
+    "itself": ("a: &a [*a]\n", "line 1, column 4: an alias stands for what holds it"),
     "deep": ("[" * 50_000, "more than 20,000 parts"),
-    "rather deep": ("[" * 5_000, "is nested more than 100 deep"),
-    "deep sequence": ("- " * 5_000, "is nested more than 100 deep"),
+    "rather deep": ("[" * 5_000, "line 1, column 102: nested more than 100 deep"),
+    "deep sequence": ("- " * 5_000, "nested more than 100 deep"),
     "huge number": (f"seed: {'9' * 5000}\n", "is no YAML: line 1, column 7: a number of 5,000 digits"),
     "huge key": (f"? {'9' * 5000}\n: 3\n", "is no YAML: line 1, column 3: a number of 5,000 digits"),
     "huge hexadecimal": (f"seed: 0x{'f' * 5000}\n", "is no YAML: line 1, column 7: a number of 5,002 digits"),
@@ -38,7 +40,13 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a key of text": ("!!int many: 3\n", "column 1: 'many' is tagged !!int, and is none"),
     "a tag of another program": ("seed: !mine 3\n", "could not determine a constructor for the tag '!mine'"),
     "bytes of text": ("save: !!binary ä\n", "is no YAML"),
-    "control character": ("seed\x1a: 3\n", "is no YAML"),
+    "control character": ("a: 1\nseed\x1a: 3\n", r"line 2, column 5: the character U\+001A cannot be in YAML"),
+    "a table of text": ("model: !!map x\n", "line 1, column 8: expected a mapping node, but found scalar"),
+    "a set of text": ("model: !!set x\n", "line 1, column 8: expected a mapping node, but found scalar"),
+    "a set of a list": ("model: !!set [a]\n", "line 1, column 8: expected a mapping node, but found sequence"),
+    "a merge of text": ("model:\n  <<: x\n", "line 2, column 7: expected a mapping or list of mappings for merging"),
+    "a merge of itself": ("model: &m\n  <<: *m\n", "line 1, column 8: an alias stands for what holds it"),
+    "deep by aliases": (CHAIN, "nested more than 100 deep"),
     "long": ("# " + "x" * 300_000, "has more than 262,144 bytes"),
     "no text": (b"\xff\xfe\x00", "is no text: byte 0 is no UTF-8"),
 }
@@ -53,6 +61,15 @@ def test_yaml(case: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"(?s)^1 problem.*{path}.* {message}") as said:
         parse_run(["--config", str(path)], 1)
     assert time.process_time() - start < 2 and len(str(said.value)) < 1000
+
+
+def test_a_mapping_may_be_merged_into_another(tmp_path: Path) -> None:
+    """YAML's own key for it; what stands beside it counts."""
+    (tmp_path / "run.yaml").write_text("- &m {num_layers: 3, hidden_size: 8}\n- {<<: *m, num_layers: 5}\n")
+    assert load_yaml(tmp_path / "run.yaml")[1] == {"num_layers": 5, "hidden_size": 8}
+    (tmp_path / "run.yaml").write_text("{<<: {a: 1}, b: 1, b: 2}\n")
+    with pytest.raises(ValueError, match="the key 'b' stands twice"):
+        load_yaml(tmp_path / "run.yaml")
 
 
 def test_what_looks_like_a_date_is_a_word(tmp_path: Path) -> None:
