@@ -227,12 +227,15 @@ def build_engine(
     state: StateActions | None,
     host: ActivationActions | None = None,
     micro_batch_size: int | None = None,
+    computed: Callable[[], None] | None = None,
 ) -> PipelineEngine:
-    """The engine that runs these stages. Its messages are [s(/t), b, h] of the compute dtype. host: as there."""
+    """The engine that runs these stages. Its messages are [s(/t), b, h] of the compute dtype. host, computed: as
+    there.
+    """
     rows = run.model.seq_length // (run.parallel.tp if run.parallel.sequence_parallel else 1)
     shape = (rows, micro_batch_size or run.schedule.micro_batch_size, run.model.hidden_size)
     dtype = compute_dtype(run.optimizer.precision)
-    return PipelineEngine(list(stages), grid, lists, shape, dtype, channels, state, host)
+    return PipelineEngine(list(stages), grid, lists, shape, dtype, channels, state, host, computed)
 
 
 def host_activations(run: Run, device: torch.device, disks: ActivationDisks | None = None) -> HostActivations | None:

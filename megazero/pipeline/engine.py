@@ -7,7 +7,7 @@ tokens, labels and masks from its own copy of the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -49,6 +49,7 @@ class PipelineEngine:
     channels      sends and receives between neighbours; None only with one stage
     state         parameters and gradients; default: parameters that are always there and are not trained
     host          memory for activations that leave the device; None: the lists say of none
+    computed      called after each computation
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class PipelineEngine:
         channels: Channels | None,
         state: StateActions | None = None,
         host: ActivationActions | None = None,
+        computed: Callable[[], None] | None = None,
     ) -> None:
         assert channels is not None or grid.pp.size == 1
         self.stages, self.lists = tuple(stages), lists
@@ -76,6 +78,7 @@ class PipelineEngine:
             ParametersRead(lists.shape),
             state or NoState(),
             host,
+            computed,
         )
         self._sends_at_once = grid.pp.size == 1 or grid.pp.is_on_host
         self.cool()

@@ -36,6 +36,7 @@ class StageParts:
     model_chunks  the number of chunks of the whole model
     reads         which buckets an instruction reads
     host          where activations go that leave the device; None: the lists say of none
+    computed      called after each computation
     """
 
     stages: tuple[nn.Module, ...]
@@ -48,6 +49,7 @@ class StageParts:
     reads: ParametersRead
     state: StateActions
     host: ActivationActions | None = None
+    computed: Callable[[], None] | None = None
 
 
 class ScheduleRun:
@@ -149,6 +151,8 @@ class ScheduleRun:
             if read := self.parts.reads(instruction):
                 self.state.ready(read)
             self.actions[instruction.op](instruction)
+            if self.parts.computed is not None and instruction.is_compute:
+                self.parts.computed()
 
     def finish(self) -> None:
         """Wait until all sends are complete. Called after the last instruction."""

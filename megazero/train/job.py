@@ -31,6 +31,7 @@ from megazero.train.batches import batches_of
 from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.callbacks import Callbacks, CallbackSink
 from megazero.train.checkpoints import claim_checkpoints
+from megazero.train.host_memory import HostMemory, host_memory_of
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.memory_budgets import keep_budgets
@@ -114,6 +115,7 @@ def build_job(
     placed = placed_run(ordered_run(run, grid), grid, prepared.here)
     if uses_disks(placed.run) and grid.device.type == "cpu":
         return_large()
+    memory = host_memory_of(placed.run, grid)
     changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
     prepared = replace(prepared, run=placed.run, changes=changes)
     keep_budgets(placed.run, grid)
@@ -121,7 +123,7 @@ def build_job(
         offloading(placed.run, grid, prepared, signals) as (offloaded, swapped),
         activation_disks(placed.run, grid, signals) as activations,
     ):
-        return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped, activations)
+        return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped, activations, memory)
 
 
 def _build(
@@ -134,9 +136,11 @@ def _build(
     offloaded: Offloading,
     swapped: SwapStart | None,
     disks: ActivationDisks | None,
+    memory: HostMemory,
 ) -> Job:
     """`build_job` of a run whose device and placement are known. program: the sink of its functions. offloaded: what
-    leaves the device. swapped: where its swap files lead. disks: where activations go from host memory.
+    leaves the device. swapped: where its swap files lead. disks: where activations go from host memory. memory: what
+    keeps the heap small.
     """
     run = placed.run
     stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
@@ -149,7 +153,7 @@ def _build(
     if grid.rank == 0:
         steps.check()
     activations = host_activations(run, grid.device, disks)
-    engine = build_engine(run, grid, stages, channels, lists, model.actions, activations)
+    engine = build_engine(run, grid, stages, channels, lists, model.actions, activations, computed=memory.computed)
     probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
     batches = batches_of(run, prepared.datasets, grid)
     checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
@@ -187,6 +191,7 @@ def _build(
         deadline,
         signals,
         WholeSteps(model.host, swapped, late=run.parallel.late_update),
+        memory,
     )
     use = DiskUse([model.host.swap, None if disks is None else disks.swap])
     return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer, use, activations)

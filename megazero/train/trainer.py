@@ -54,6 +54,7 @@ class Trainer:
     deadline: float | None
     signals: StopSignals
     whole_steps: WholeSteps
+    memory: HostMemory
     plan: StepPlan = field(init=False)
     asked_to_stop: Tensor = field(init=False)
     losses: dict[str, float] = field(default_factory=dict)
@@ -62,11 +63,10 @@ class Trainer:
     """Why the run stopped before its end; None while it goes on."""
     steps_here: int = 0
     first_seconds: float = 0.0
-    memory: HostMemory = field(init=False)
     skipped: SkippedSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan, self.memory = StepPlan(self.run.schedule), HostMemory(self.grid.device)
+        self.plan = StepPlan(self.run.schedule)
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         self.skipped = SkippedSteps.of(self.run.optimizer, self.grid.device)
 
