@@ -96,7 +96,7 @@ def _load_openmp() -> None:
     try:
         loaded = [
             line.split()[-1]
-            for line in Path("/proc/self/maps").read_text().splitlines()
+            for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
             if "omp" in line.rsplit("/", 1)[-1]
         ]
     except OSError:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN, READER_LEFT
-from megazero.telemetry.console import open_streams
+from megazero.telemetry.console import Console, open_streams
 
 if TYPE_CHECKING:
     from megazero.launch import Environment
@@ -150,8 +150,12 @@ def _named() -> Iterator[None]:
 
 
 def _open_streams() -> None:
-    """Open standard streams that are closed, and have stdout's errors told from others."""
+    """Open standard streams that are closed, and have stdout's errors told from others. stderr's are passed over: it
+    only informs.
+    """
     open_streams()
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
+        sys.stderr = Console(sys.stderr, lambda reason: None)
     if sys.stdout is sys.__stdout__ and type(sys.stdout) is io.TextIOWrapper:
         out = sys.stdout
         encoding, errors, by_line, through = out.encoding, out.errors, out.line_buffering, out.write_through

@@ -32,7 +32,7 @@ MODEL = Path(__file__).with_name("harness_model.py")
 
 def model_arguments() -> str:
     """The docstring of the model's class. It is parsed from the source, since an import would import torch."""
-    (found,) = (node for node in ast.parse(MODEL.read_text()).body if isinstance(node, ast.ClassDef))
+    (found,) = (node for node in ast.parse(MODEL.read_bytes()).body if isinstance(node, ast.ClassDef))
     return cleandoc(ast.get_docstring(found) or "")
 
 

@@ -60,12 +60,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
             "chat_template.jinja": CHAT_TEMPLATE,
             "tokenizer.json": tokenizer.to_str(),
         }
-        for name, content in written.items():
-            (folder / f"{prefix}-{name}").write_text(content, encoding="utf-8")
-            os.replace(folder / f"{prefix}-{name}", folder / name)
-        report(f"{tokenizer.get_vocab_size()} tokens: tokenizer.json, with a chat template beside it")
-        return
-    tokenizer.model.save(str(folder), prefix)
-    for name in ("merges.txt", "vocab.json"):
+    else:  # as the library writes them; it refuses a folder whose name is not UTF-8
+        model = json.loads(tokenizer.to_str())["model"]
+        vocab = dict(sorted(model["vocab"].items(), key=lambda piece: piece[1]))
+        written = {
+            "merges.txt": "#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in model["merges"]),
+            "vocab.json": json.dumps(vocab, ensure_ascii=False, separators=(",", ":")),
+        }
+    for name, content in written.items():
+        (folder / f"{prefix}-{name}").write_text(content, encoding="utf-8")
         os.replace(folder / f"{prefix}-{name}", folder / name)
-    report(f"{tokenizer.get_vocab_size()} tokens: vocab.json and merges.txt")
+    files = "tokenizer.json, with a chat template beside it" if chat else "vocab.json and merges.txt"
+    report(f"{tokenizer.get_vocab_size()} tokens: {files}")

@@ -130,7 +130,7 @@ def why_not_deterministic() -> str | None:
 def _status_bytes(field: str) -> int | None:
     """A field of /proc/self/status in bytes; None where there is none."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(errors="surrogateescape").splitlines():
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
     except OSError:

@@ -31,7 +31,7 @@ def _own_group(controller: str) -> Path | None:
     A line of /proc/self/cgroup is a number, controllers with commas, and a path.
     """
     try:
-        lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in OWN.read_text(errors="surrogateescape").splitlines()]
     except OSError:
         lines = []
     found = (path for _, controllers, path in lines if controller in controllers.split(","))

@@ -54,7 +54,7 @@ def _set_by_torchrun(process: int) -> bool:
     while process > 1:
         try:
             words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            status = Path(f"/proc/{process}/stat").read_text()
+            status = Path(f"/proc/{process}/stat").read_text(errors="surrogateescape")
         except OSError:
             return False
         names = {word.partition(b"=")[0].decode(errors="replace") for word in words}

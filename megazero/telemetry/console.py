@@ -22,7 +22,8 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, lost: Callable[[str], None]) -> None:
-        self._stream, self._lost = stream, lost
+        self._stream: TextIO = stream._stream if isinstance(stream, Console) else stream
+        self._lost = lost
         self._told = False
 
     def write(self, text: str) -> int:

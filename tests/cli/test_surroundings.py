@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fused_ops.native.binding import _load_openmp
 from megazero.cli.training import alone_among_tasks, train
 from megazero.config.source import ConfigError
 from megazero.launch import Environment
@@ -42,6 +43,43 @@ def test_a_path_that_the_terminal_cannot_show(encoding: str, tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr.decode(errors="replace")
         wanted = f"{name}/d".encode(encoding, errors="backslashreplace")
         assert wanted in done.stdout
+
+
+def test_a_tokenizer_in_a_folder_that_the_locale_cannot_spell(tmp_path: Path) -> None:
+    """And the same files as the library writes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat, ü and 日, and the dog saw it\n" * 40, encoding="utf-8")
+    for name in ("ü日", os.fsdecode(b"\xff")):
+        line = [*COMMAND, "train-tokenizer", "--input", "text.txt", "--vocab-size", "300", "--output", name]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0"}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+    (tmp_path / "theirs").mkdir()
+    files = [str(tmp_path / "ü日" / file) for file in ("vocab.json", "merges.txt")]
+    tokenizers.models.BPE.from_file(*files).save(str(tmp_path / "theirs"))
+    for file in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "theirs" / file).read_bytes() == (tmp_path / "ü日" / file).read_bytes()
+
+
+def test_a_library_in_a_folder_that_the_locale_cannot_spell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's list of mapped files has every name that is mapped, which may be of any bytes."""
+    maps = b"7f-80 r-xp 0 0:0 1 /m\xff/model\n7f-80 r-xp 0 0:0 1 /nowhere/libgomp.so.1\n"
+    read = Path.read_text
+
+    def read_text(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        given = str(path) == "/proc/self/maps"
+        return maps.decode(encoding or "ascii", errors or "strict") if given else read(path, encoding, errors)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(OSError, match=r"/nowhere/libgomp\.so\.1"):
+        _load_openmp.__wrapped__()
+
+
+def test_a_full_disk_under_remarks_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat\n" * 40)
+    words = "train-tokenizer --input text.txt --vocab-size 300 --output made"
+    assert ran(words, tmp_path, "{} 2>/dev/full").returncode == 0
+    assert ran("inspect nowhere", tmp_path, "{} 2>/dev/full").returncode == 2
 
 
 def test_standard_streams_may_be_closed(tmp_path: Path) -> None:

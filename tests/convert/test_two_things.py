@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,11 @@ def test_config_json_may_name_the_weights(tmp_path: Path) -> None:
     for wrong in ("../other.safetensors", "other.bin", 5):
         with pytest.raises(ConversionError, match="transformers_weights"):
             open_source(named(wrong))
+
+
+def test_weights_under_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    folder = saved_base("llama", tmp_path).rename(tmp_path / os.fsdecode(b"m\xff"))
+    with pytest.raises(
+        ConversionError, match=r"model\.safetensors: the library safetensors opens no path that is not UTF-8"
+    ):
+        open_source(folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import CONFIG, read_json
 from megazero.convert.source import ConversionError
+from megazero.data.utf8 import is_utf8
 from megazero.system.names import is_plain_file_name
 from megazero.system.reading import BOUNDS, shown
 
@@ -105,6 +108,8 @@ def tensors_of(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyTensor
 
 
 def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyTensor]]:
+    if not is_utf8(BytesIO(os.fsencode(path))):
+        raise ConversionError(f"{path}: the library safetensors opens no path that is not UTF-8; rename its folder")
     try:
         file: Any = closing.enter_context(safe_open(path, "pt"))
         for key in file.keys():  # noqa: SIM118 - no mapping
