@@ -61,7 +61,8 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
+            errors = "backslashreplace" if mode == "w" else None
+            setattr(sys, name, open(descriptor, mode, closefd=False, errors=errors))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -80,6 +80,8 @@ def test_a_full_disk_under_remarks_ends_nothing(tmp_path: Path) -> None:
     words = "train-tokenizer --input text.txt --vocab-size 300 --output made"
     assert ran(words, tmp_path, "{} 2>/dev/full").returncode == 0
     assert ran("inspect nowhere", tmp_path, "{} 2>/dev/full").returncode == 2
+    strange = words.replace("made", "$'\\xff'")
+    assert ran(strange, tmp_path, "{} <&- >&- 2>&-").returncode == 0, "a closed one escapes what no encoding spells"
 
 
 def test_standard_streams_may_be_closed(tmp_path: Path) -> None:
