@@ -48,8 +48,8 @@ class Budgets:
 
     def excess(self, peaks: TierPeaks) -> int:
         """Bytes above the budgets."""
-        both = peaks.device_bytes + peaks.host_bytes
-        pairs = ((peaks.device_bytes, self.device), (peaks.host_bytes, self.host), (both, self.together))
+        together = peaks.total_bytes, self.together
+        pairs = ((peaks.device_bytes, self.device), (peaks.host_bytes, self.host), together)
         return sum(max(0, found - budget) for found, budget in pairs if budget is not None)
 
 
@@ -100,7 +100,7 @@ class BudgetSearch:
 
     def single(self) -> Iterator[Tried]:
         """The changes with which the run fits, the cheapest first."""
-        return (tried for tried in self._every(NO_CHANGE) if tried.fits)
+        return (tried for tried in self._every(NO_CHANGE) if tried.fits and not self._takes_more(tried))
 
     def together(self) -> Tried | None:
         """Several changes with which the run fits, as few as were found; else those with which least is missing.
@@ -122,17 +122,17 @@ class BudgetSearch:
     def _every(self, begun: MemoryChange) -> Iterator[Tried]:
         """Each change on top of `begun` that can be made."""
         changed = begun.of(self._run)
-        for change in changes(changed, self._world):
+        for change in changes(changed, self._world, self._kind):
             if (tried := self.attempt(begun + change)) is not None:
                 yield tried
         for column in COLUMNS:
             yield from self._shares(begun, changed, column)
 
     def _shares(self, begun: MemoryChange, changed: Run, column: str) -> Iterator[Tried]:
-        """A share of this column in host memory; on disks, which are slower, where that does not fit or is the same
+        """A share of this column in host memory; on disks, which are slower, where that does not fit or is the device's
         memory.
         """
-        slow = tiers(changed)[column].tier is Tier.DISK or self._budgets.together is not None
+        slow = tiers(changed)[column].tier is Tier.DISK or self._kind == "cpu"
         for tier in (Tier.HOST, Tier.DISK)[slow:]:
             if (tried := self._share(begun, changed, column, tier)) is not None:
                 yield tried
@@ -178,6 +178,14 @@ class BudgetSearch:
             low, high = (low, middle) if has_room(moved(middle)) else (middle, high)
         return moved(high)
 
+    def _takes_more(self, tried: Tried) -> bool:
+        """Whether a change makes the one memory of a CPU fuller, while it keeps a budget of one tier."""
+        now = self.attempt(NO_CHANGE)
+        if self._kind != "cpu" or now is None:
+            return False
+        before, after = (next(p.total_bytes for p in of.peaks if p.stage == self._first) for of in (now, tried))
+        return after > before
+
     def _without_the_needless(self, found: Tried) -> Tried:
         """The same without what is not needed for it."""
         for one in found.change.values:
@@ -187,8 +195,9 @@ class BudgetSearch:
         return found
 
 
-def changes(run: Run, world_size: int) -> Iterator[MemoryChange]:
-    """What may take less memory, the cheapest in time first. Shares of `COLUMNS` are not among them.
+def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:
+    """What may take less memory, the cheapest in time first. Shares of `COLUMNS` are not among them. kind: of device,
+    cpu or cuda; what leaves a CPU for host memory stays in the same memory.
 
     ZeRO-1 costs nothing, ZeRO-2 a reduction for each micro-batch, and so on. What takes nothing away or is refused is
     tried too, and found to be so.
@@ -204,7 +213,7 @@ def changes(run: Run, world_size: int) -> Iterator[MemoryChange]:
         ),
         (axes_of(p, world_size).dp > 1, _smaller_buckets(run, world_size)),
         (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
-        (not leaves, [_set("offload_activations", "cpu")]),
+        (not leaves and kind != "cpu", [_set("offload_activations", "cpu")]),
         (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
         (not writes_activations(run), _activations_to_disks(run)),
         (rows > 1, [_set("micro_batch_size", 1)]),

@@ -26,9 +26,17 @@ class HostRoom(NamedTuple):
     process: int
 
 
-def budgets_of(run: Run) -> Budgets:
-    """The budgets of a run."""
-    return Budgets(run.parallel.device_memory_budget, run.parallel.host_memory_budget)
+def budgets_of(run: Run, kind: str) -> Budgets:
+    """The budgets of a run. On a CPU the device's is of all its memory, unless another one says what part of the memory
+    is for what has left the device.
+    """
+    device, host = run.parallel.device_memory_budget, run.parallel.host_memory_budget
+    return Budgets(together=device) if kind == "cpu" and host is None else Budgets(device, host)
+
+
+def has_budgets(run: Run) -> bool:
+    """Whether a run has a budget of a tier."""
+    return run.parallel.device_memory_budget is not None or run.parallel.host_memory_budget is not None
 
 
 def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
@@ -39,7 +47,7 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     vocabulary. A search for what makes it fit walks through the steps of some other runs: it can take minutes where a
     list is long.
     """
-    budgets, axes = budgets_of(run), axes_of(run.parallel, world_size)
+    budgets, axes = budgets_of(run, kind), axes_of(run.parallel, world_size)
     try:
         if (small := buffer_problems(run, axes, kind)) or budgets == Budgets():
             return small
@@ -86,6 +94,12 @@ def _excess(peaks: TierPeaks, budgets: Budgets, whose: str) -> str:
             f"--host-memory-budget {budgets.host:,}: {whose} takes {peaks.host_bytes:,} bytes of host memory: "
             f"{_largest(peaks.host)}"
         )
+    if budgets.together is not None:
+        parts = {f"{what} that left the device" if what in peaks.device else what: n for what, n in peaks.host.items()}
+        told.append(
+            f"--device-memory-budget {budgets.together:,}: {whose} takes {peaks.total_bytes:,} bytes of memory at "
+            f"{peaks.moment}: {_largest({**peaks.device, **parts})}"
+        )
     return "; ".join(told)
 
 
@@ -115,7 +129,7 @@ def _offered(tried: Tried, budgets: Budgets) -> str:
     tiers = [
         (max(peaks.device_bytes for peaks in tried.peaks), budgets.device, "on the device"),
         (max(peaks.host_bytes for peaks in tried.peaks), budgets.host, "of host memory"),
-        (max(peaks.device_bytes + peaks.host_bytes for peaks in tried.peaks), budgets.together, "of memory a rank"),
+        (max(peaks.total_bytes for peaks in tried.peaks), budgets.together, "of memory a rank"),
     ]
     found = " and ".join(f"{size:,} bytes {where}" for size, budget, where in tiers if budget is not None)
     return f"{tried.change} ({found})"

@@ -15,8 +15,7 @@ from megazero.config.placement import AUTO, applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
-from megazero.plan.budget_changes import Budgets
-from megazero.plan.budgets import budgets_of
+from megazero.plan.budgets import budgets_of, has_budgets
 from megazero.plan.leaving_disks import buffer_problems
 from megazero.plan.shapes import micro_batches_of
 from megazero.plan.tier_peaks import run_peaks
@@ -28,7 +27,7 @@ def leaves_order_to_budgets(run: Run) -> bool:
     """
     p = run.parallel
     is_open = p.micro_batch_order is None and p.vertical_group_size is None and run.offload.placement != AUTO
-    limited = p.activation_memory_budget is not None or budgets_of(run) != Budgets()
+    limited = p.activation_memory_budget is not None or has_budgets(run)
     return is_open and limited and micro_batch_order(p) == "vertical"
 
 
@@ -63,7 +62,7 @@ def _sizes(run: Run, axes: Axes) -> Iterator[int | None]:
 
 def _fits(run: Run, axes: Axes, kind: str) -> bool:
     """Whether the run keeps its budgets. One of activations that cannot be kept is an error of the walk."""
-    budgets = budgets_of(run)
+    budgets = budgets_of(run, kind)
     try:
         peaks = run_peaks(run, axes, kind).every()
         return not buffer_problems(run, axes, kind) and not any(budgets.excess(stage) for stage in peaks)

@@ -17,7 +17,7 @@ class SearchLimits:
     host       in host memory, of what has left the device
     disk       of its swap files
     workspace  of the device's bytes those that matrix products take for themselves, and no plan has
-    memory     of the host's memory, whatever budgets say
+    memory     of the host's memory, or of the budget for all of it
     is_one     whether the device's memory is the host's
     """
 
@@ -80,11 +80,17 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         )
     least = min(hosted, key=limits.of_memory)
     if not _within(limits.of_memory(least), limits.memory):
-        told = as_flags(dict(least.settings)) or "all on the device"
+        told, whole = as_flags(dict(least.settings)) or "all on the device", f"{limits.of_memory(least):,}"
+        if limits.is_one and limits.memory == limits.device:
+            return (
+                f"--device-memory-budget {limits.memory:,}: it is of all memory of a rank on a CPU, and the placement "
+                f"that takes least takes {whole} bytes, with {told}; nearest: that budget, a smaller "
+                f"--micro-batch-size{more}"
+            )
         return (
             f"--placement auto: this host's memory has {limits.memory:,} bytes for a rank, and the placement that "
-            f"takes least of it takes {limits.of_memory(least):,}, with {told}; nearest: fewer ranks on this host, a "
-            f"smaller --micro-batch-size{more}"
+            f"takes least of it takes {whole}, with {told}; nearest: fewer ranks on this host, a smaller "
+            f"--micro-batch-size{more}"
         )
     least = min((step for step in hosted if _within(limits.of_memory(step), limits.memory)), key=lambda step: step.disk)
     return (

@@ -1,7 +1,7 @@
 """The most bytes that a rank of each stage takes in every tier: on the device, in host memory and on disks.
 
-On a CPU device and host memory are the same memory. Here they are two tiers all the same: the device's is what the
-step's list allocates, and the host's what has left it.
+The device's are what the step's list allocates, and the host's what has left it. On a CPU they are the same memory, and
+their sum counts.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class TierPeaks:
     @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Of both, for a CPU, where they are one memory."""
+        return self.device_bytes + self.host_bytes
 
 
 class RunPeaks:

@@ -12,8 +12,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan import rates
-from megazero.plan.budget_changes import Budgets
-from megazero.plan.budgets import budgets_of
+from megazero.plan.budgets import has_budgets
 from megazero.plan.bytes import has_nccl, stage_bytes
 from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import ASSUMED
@@ -125,7 +124,7 @@ def _told(placed: Placed, ranks: int, notes: list[str], left: list[str]) -> str:
         table = parts.stage_table(stage_bytes(run, axes))
     kind, steps = devices.kind(run.parallel.device), StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
     traced = trace_of_plan(steps, kind)
-    asked = {"--memory-trace": traced is not None, "memory budgets": budgets_of(run) != Budgets()}
+    asked = {"--memory-trace": traced is not None, "memory budgets": has_budgets(run)}
     for what in (what for what, told in asked.items() if told and kind == "cuda" and not devices.cuda_available()):
         left.append(f"{what}: no card is here to try the bodies of attention; {ASSUMED} was assumed")
     sections = [

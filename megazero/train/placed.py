@@ -18,6 +18,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
+from megazero.plan.budgets import budgets_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
 from megazero.plan.rates import MachineRates, read_rates
@@ -111,16 +112,21 @@ def chosen(
 
 
 def _limits(run: Run, kind: str, workspace: int, ranks_here: int | None) -> SearchLimits:
-    """The budgets of a run, and what this host has for each of its ranks."""
-    limits = SearchLimits(run.parallel.device_memory_budget, run.parallel.host_memory_budget, workspace=workspace)
+    """The budgets of a run, and what this host has for each of its ranks. On a CPU the device's budget is one of both
+    tiers, as in `plan.budgets.budgets_of`.
+    """
+    device, host = run.parallel.device_memory_budget, run.parallel.host_memory_budget
+    together = budgets_of(run, kind).together
+    limits = SearchLimits(device, host, memory=together, workspace=workspace, is_one=kind == "cpu")
     if ranks_here is None:
         return limits
     every, folders = host_memory.limit_bytes(), run.offload.nvme_path
     own = devices.memory_bytes(torch.device("cpu"))
-    memory = None if every is None else max(0, every // ranks_here - own)
+    room = None if every is None else max(0, every // ranks_here - own)
+    memory = min((limit for limit in (together, room) if limit is not None), default=None)
     there = bool(folders) and all(map(os.path.isdir, folders))
-    room = free_in(folders) // ranks_here if there else None
-    return replace(limits, disk=room, memory=memory, is_one=kind == "cpu")
+    disk = free_in(folders) // ranks_here if there else None
+    return replace(limits, disk=disk, memory=memory)
 
 
 def with_choice(run: Run, settings: dict[str, Any]) -> Run:

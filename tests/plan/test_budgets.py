@@ -33,16 +33,16 @@ def asked(words: str, ranks: int = 1) -> Run:
     return parse_run(f"{MODEL} {words}".split(), ranks)
 
 
-def peaks(words: str, ranks: int = 1) -> tuple[int, int]:
+def peaks(words: str, ranks: int = 1, kind: str = "cpu") -> tuple[int, int]:
     """The most on the device and in host memory, by arithmetic."""
     run = asked(words, ranks)
-    every = run_peaks(run, axes_of(run.parallel, ranks), "cpu").every()
+    every = run_peaks(run, axes_of(run.parallel, ranks), kind).every()
     return max(found.device_bytes for found in every), max(found.host_bytes for found in every)
 
 
-def refusal(words: str, ranks: int = 1) -> str:
-    """The one sentence with which a run is refused."""
-    (told,) = memory_problems(asked(words, ranks), ranks, "cpu")
+def refusal(words: str, ranks: int = 1, kind: str = "cpu") -> str:
+    """The one sentence with which a run is refused on a device of this kind."""
+    (told,) = memory_problems(asked(words, ranks), ranks, kind)
     return told
 
 
@@ -65,10 +65,10 @@ def test_the_peak_on_the_device_is_that_of_the_memory_trace() -> None:
 @pytest.mark.parametrize("flag", ["device", "host"])
 def test_a_budget_holds_to_the_byte(flag: str, ranks: int) -> None:
     words = f"--offload-optimizer cpu:0.5 --offload-activations cpu --pp {min(2, ranks)}"
-    most = peaks(words, ranks)[flag == "host"]
+    most = peaks(words, ranks, "cuda")[flag == "host"]
     fits, does_not = (f"{words} --{flag}-memory-budget {most - less}" for less in (0, 1))
-    assert memory_problems(asked(fits, ranks), ranks, "cpu") == []
-    told = refusal(does_not, ranks)
+    assert memory_problems(asked(fits, ranks), ranks, "cuda") == []
+    told = refusal(does_not, ranks, "cuda")
     assert f"--{flag}-memory-budget {most - 1:,}: a rank" in told and f"takes {most:,} bytes" in told
     assert (" of stage " in told) == (ranks > 1)
 
@@ -76,7 +76,7 @@ def test_a_budget_holds_to_the_byte(flag: str, ranks: int) -> None:
 def test_a_refusal_says_where_and_of_what() -> None:
     """The three largest columns, and the rest, are the peak."""
     told = refusal("--pp 2 --device-memory-budget 4MB", 2)
-    found = re.search(r"takes ([\d,]+) bytes on the device at number \d+ of its list, (.+?): (.+?); ", told)
+    found = re.search(r"takes ([\d,]+) bytes of memory at number \d+ of its list, (.+?): (.+?); ", told)
     assert found is not None and "stage 0 of 2" in told and found[2].startswith("backward")
     amounts = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) of ", found[3])]
     assert len(amounts) == 4 and sum(amounts) == int(found[1].replace(",", ""))
@@ -93,7 +93,7 @@ ZeRO-2 | --device-memory-budget 12MB --zero-stage 1 --micro-batch-size 1 --num-l
 selective recompute | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --attention softmax
     --device-memory-budget 14MB | 1 | selective
 activations leave | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --num-layers 8 --device-memory-budget
-    12MB | 1 | --offload-activations cpu
+    18MB | 1 | --offload-activations cpu
 full recompute | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --num-layers 8 --device-memory-budget 12MB
     --host-memory-budget 1MB | 1 | --recompute-granularity full
 a share of the optimizer | --device-memory-budget 5.2MB --micro-batch-size 1 --seq-length 128 | 1 |
@@ -117,20 +117,65 @@ nothing in host memory | --offload-activations cpu --host-memory-budget 1KB | 1 
 def test_what_is_offered_fits(case: tuple[str, int, str]) -> None:
     """Given on the command line; and the bytes are those of the run that comes out."""
     words, ranks, expected = case
-    told = refusal(words, ranks)
+    kind = "cuda" if " cpu" in expected else "cpu"
+    told = refusal(words, ranks, kind)
     found = offered(told)
     assert found and expected in found[0], told
     for flags in found:
-        assert memory_problems(asked(f"{words} {flags}", ranks), ranks, "cpu") == [], flags
-        assert f"{flags} ({peaks(f'{words} {flags}', ranks)[0]:,} bytes on" in told or "--host" in words
+        assert memory_problems(asked(f"{words} {flags}", ranks), ranks, kind) == [], flags
+        device, host = peaks(f"{words} {flags}", ranks, kind)
+        size = device if kind == "cuda" else device + host
+        assert f"{flags} ({size:,} bytes o" in told or "--host" in words
+
+
+ONE_MEMORY = {
+    name: (words, int(ranks))
+    for name, words, ranks in rows("""
+the optimizer's state | --hidden-size 1024 --micro-batch-size 1 --global-batch-size 1 --device-memory-budget 850MB | 1
+samples | --device-memory-budget 6MB | 1
+activations | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --num-layers 8 --device-memory-budget 12MB | 1
+replicas | --device-memory-budget 7MB | 2
+state on a device and in host memory | --offload-optimizer cpu:0.5 --hidden-size 256 --device-memory-budget 65MB | 1
+both budgets | --micro-batch-size 4 --device-memory-budget 6MB --host-memory-budget 2MB | 1
+host memory alone | --offload-optimizer cpu --host-memory-budget 4MB | 1
+""")
+}
+
+
+@pytest.mark.parametrize(("words", "ranks"), ONE_MEMORY.values(), ids=ONE_MEMORY)
+def test_on_a_cpu_what_is_offered_takes_less_of_its_one_memory(words: str, ranks: int) -> None:
+    """What leaves for host memory stays in the same memory."""
+    now, told = sum(peaks(words, ranks)), refusal(words, ranks)
+    found, run = offered(told), asked(words, ranks).parallel
+    assert found, told
+    for flags in found:
+        assert not re.search(r"--offload-\S+ cpu", flags), told
+        changed = f"{words} {flags}"
+        assert memory_problems(asked(changed, ranks), ranks, "cpu") == [], flags
+        most = run.device_memory_budget or now
+        assert sum(peaks(changed, ranks)) <= min(now, most + (run.host_memory_budget or 0)), flags
+
+
+def test_on_a_cpu_a_budget_counts_what_has_left_the_device() -> None:
+    """With a budget for each tier they are two budgets, whose sum is of the one memory."""
+    words = "--offload-optimizer cpu --nvme-buffer-bytes 100KB"
+    device, host = peaks(words)
+    told = refusal(f"{words} --device-memory-budget {device + host - 1}")
+    assert f"takes {device + host:,} bytes of memory at " in told
+    assert not memory_problems(asked(f"{words} --device-memory-budget {device + host}"), 1, "cpu")
+    both = asked(f"{words} --device-memory-budget {device} --host-memory-budget {host}")
+    assert not memory_problems(both, 1, "cpu")
+    assert not memory_problems(asked(f"{words} --device-memory-budget {device + host}"), 1, "cuda")
+    *_, limits = (line.split() for line in peaks_table(both, 1, "cpu").splitlines())
+    assert limits == ["budget", f"{device:,}", f"{host:,}", f"{device + host:,}", "-"]
 
 
 def test_the_smallest_share_is_offered() -> None:
     """A hundredth less does not fit."""
     words = "--device-memory-budget 5MB --micro-batch-size 1"
-    (share,) = [float(flags.split(":")[1]) for flags in offered(refusal(words)) if "cpu:" in flags]
+    (share,) = [float(flags.split(":")[1]) for flags in offered(refusal(words, kind="cuda")) if "cpu:" in flags]
     assert 0.1 < share < 0.9
-    assert memory_problems(asked(f"{words} --offload-optimizer cpu:{share - 0.01:.2f}"), 1, "cpu")
+    assert memory_problems(asked(f"{words} --offload-optimizer cpu:{share - 0.01:.2f}"), 1, "cuda")
 
 
 @pytest.mark.slow
@@ -159,7 +204,7 @@ def test_disks_are_offered_for_activations() -> None:
 @pytest.mark.slow
 def test_several_changes_where_one_is_not_enough() -> None:
     """None of them is needless."""
-    words = "--device-memory-budget 2.2MB"
+    words = "--device-memory-budget 3.6MB"
     told = refusal(words, 2)
     assert "no single flag makes it fit; nearest: " in told
     (flags,) = offered(told)
@@ -176,7 +221,7 @@ def test_nothing_fits() -> None:
     told = refusal("--device-memory-budget 100KB")
     assert "no single flag makes it fit; nearest, and still too much: --" in told
     flags = told.split("too much: ")[1].split(" (")[0]
-    assert f"({peaks(flags)[0]:,} bytes on the device)" in told
+    assert f"({sum(peaks(flags)):,} bytes of memory a rank)" in told
 
 
 def test_a_change_that_the_run_may_not_have_is_not_tried() -> None:
@@ -252,7 +297,10 @@ def test_what_is_told_of_a_run_that_fits() -> None:
     lines = [line.split() for line in peaks_table(run, 2, "cpu").splitlines()]
     every = run_peaks(run, axes_of(run.parallel, 2), "cpu").every()
     assert lines[2:] == [
-        *([str(n), f"{found.device_bytes:,}", f"{found.host_bytes:,}", "0"] for n, found in enumerate(every)),
-        ["budget", "20,000,000", "30,000,000", "-"],
+        *(
+            [str(n), f"{found.device_bytes:,}", f"{found.host_bytes:,}", f"{found.total_bytes:,}", "0"]
+            for n, found in enumerate(every)
+        ),
+        ["budget", "20,000,000", "30,000,000", "50,000,000", "-"],
     ]
     assert budget_sentences(asked("--pp 2", 2), axes_of(run.parallel, 2), "cpu") == []

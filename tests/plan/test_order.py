@@ -69,9 +69,9 @@ def found(run: Run, ranks: int = 1) -> Mapping[str, Any]:
     return order_within_budgets(run, axes_of(run.parallel, ranks), "cpu")
 
 
-def device_bytes(words: str, ranks: int) -> int:
+def bytes_on_cpu(words: str, ranks: int) -> int:
     run = asked(words, ranks)
-    return max(peaks.device_bytes for peaks in run_peaks(run, axes_of(run.parallel, ranks), "cpu").every())
+    return max(peaks.total_bytes for peaks in run_peaks(run, axes_of(run.parallel, ranks), "cpu").every())
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("", 1), ("--pp 2 --zero-stage 1", 4)])
@@ -81,8 +81,8 @@ def test_groups_are_as_large_as_the_device_has_room_for(layout: str, ranks: int)
     """
     words = f"{ON_DISKS} {layout} --global-batch-size {8 if ranks == 1 else 16}"
     orders = [None, 4, 2]
-    peaks = [device_bytes(f"{words} --vertical-group-size {size or 8}", ranks) for size in orders]
-    least = device_bytes(f"{words} {HORIZONTAL}", ranks)
+    peaks = [bytes_on_cpu(f"{words} --vertical-group-size {size or 8}", ranks) for size in orders]
+    least = bytes_on_cpu(f"{words} {HORIZONTAL}", ranks)
     assert peaks == sorted({*peaks}, reverse=True) and peaks[-1] > least
     expected = [{"micro_batch_order": "vertical", "vertical_group_size": size} for size in orders]
     expected.append({"micro_batch_order": "horizontal"})

@@ -33,6 +33,8 @@ from tests.ranks import run_ranks
 MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "3"]
 MODEL += ["--precision", "bf16", "--bucket-size", "6000"]
 NUMBERS = "flops: 1e11\nto_host: 10GB\nto_device: 10GB\nupdate: 40GB\nupdate_host: 2GB\nread: 2GB\nwrite: 1GB\n"
+TWO = ["--host-memory-budget", "100MB"]
+"""With it a CPU has a budget for each tier, and host memory takes what leaves."""
 
 
 def searched(folder: Path, *more: str) -> list[str]:
@@ -61,7 +63,7 @@ def test_the_choice_is_made_once_and_trains_as_its_flags_do(
 ) -> None:
     """On two ranks, to the bit. It says no placement any more, but what it has chosen."""
     flags = [*MODEL, *layout.split(), *data_flags(corpus, tmp_path / "cache")]
-    found = run_ranks(2, trained, 2, [*flags, *searched(tmp_path, "--device-memory-budget", budget)])
+    found = run_ranks(2, trained, 2, [*flags, *searched(tmp_path, "--device-memory-budget", budget, *TWO)])
     (told, run, _, _), _ = found
     assert "--offload-" in told and run.offload.placement == FLAGS and run.offload.placement_rates is None
     by_hand = run_ranks(2, trained, 2, [*flags, *told.split()])
@@ -83,6 +85,13 @@ def test_all_ranks_end_with_one_message_where_nothing_fits(corpus: Path, tmp_pat
     flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *searched(tmp_path, "--device-memory-budget", "9KB")]
     first, other = run_ranks(2, refused, 2, flags)
     assert first == other and first[0].startswith("--device-memory-budget 9,000: no placement keeps to it; the least")
+
+
+def test_on_a_cpu_the_devices_budget_is_of_all_memory(corpus: Path, tmp_path: Path) -> None:
+    """So host memory does not make a run fit."""
+    flags = [*MODEL, *data_flags(corpus, tmp_path / "cache"), *searched(tmp_path, "--device-memory-budget", "500KB")]
+    (told,) = run_ranks(1, refused, 1, flags)[0]
+    assert told.startswith("--device-memory-budget 500,000: it is of all memory of a rank on a CPU, and the placement")
 
 
 def failed(rank: int, size: int, flags: list[str]) -> str:
@@ -144,7 +153,7 @@ def test_the_banner_has_the_choice_and_a_dry_run_makes_the_same(
 ) -> None:
     """The flags, the predicted step, the peak, and the next best."""
     flags = [*MODEL, "--vocab-size", "1003", *data_flags(corpus, tmp_path / "cache")]
-    auto = searched(tmp_path, "--device-memory-budget", "500KB")
+    auto = searched(tmp_path, "--device-memory-budget", "500KB", *TWO)
     told = banner_of([*flags, *auto], capsys)
     found = re.search(
         r"placement (--offload-.*?) predicted: a step of [0-9.e-]+ s, of which [0-9.e-]+ s \(\d+%\) are", told
@@ -189,6 +198,6 @@ def test_a_resumed_run_tells_how_its_choice_differs(
     job, _ = job_on_rank(0, 1, [*flags, "--save", str(tmp_path / "saved"), "--exit-interval", "1"])
     job.fit()
     capsys.readouterr()
-    more = ["--device-memory-budget", "500KB"]
+    more = ["--device-memory-budget", "500KB", *TWO]
     told = banner_of([*flags, "--load", str(tmp_path / "saved"), *searched(tmp_path, *more)], capsys)
     assert re.search(r" offload-\S+ none cpu", told.split("Changed since the checkpoint")[1])

@@ -82,8 +82,9 @@ class ParallelConfig:
     attention core only, is chosen on every stage to fit at the least extra work."""
     device_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
     """Bytes on the device that a rank may take in a step: model state, activations and what is on its way. A run that
-    would take more is refused before it starts, with the change that makes it fit. On CUDA it is also the limit of the
-    process's allocator."""
+    would take more is refused before it starts, with the change that makes it fit. On a CPU without
+    --host-memory-budget it counts what has left the device for host memory too, which is the same memory. On CUDA it is
+    also the limit of the process's allocator."""
     host_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
     """Bytes of host memory that a rank may take for what --offload-optimizer, --offload-params,
     --offload-gradients and --offload-activations bring there, buffers included; all ranks of a host take as many times
