@@ -156,7 +156,7 @@ ROWS = (
     Row("offload_optimizer", "--offload-optimizer nvme --nvme-path {out}", "memory", "--precision bf16"),
     Row("placement", "--placement {table}", "memory"),
     Row("placement_rates", "--placement-rates {slow}", "buckets", SEARCHES),
-    Row("device_memory_budget", "--device-memory-budget 1MB", "buckets", SEARCHES),
+    Row("device_memory_budget", "--device-memory-budget 1MB", "buckets", f"{SEARCHES} --host-memory-budget 100MB"),
     Row("host_memory_budget", "--host-memory-budget 9KB", "refused", f"{SEARCHES} --device-memory-budget 1MB"),
     Row("nvme_path", "--nvme-path {out}/absent", "refused", "--offload-optimizer nvme --nvme-path {out}"),
     Row(
