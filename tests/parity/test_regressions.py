@@ -87,7 +87,9 @@ def test_a_search_shards_parameters_within_each_stage(corpus: Path, tmp_path: Pa
     for zero_stage in ("1", "2"):
         layout = ["--pp", "2", "--zero-stage", zero_stage, "--micro-batch-size", "1", "--bucket-size", "500"]
         budget = tight_budget(whole_run([*flags, *layout], 4), 4, part=0.02)
-        outcome = train(4, [*flags, *layout, *search, "--device-memory-budget", str(budget)])
+        outcome = train(
+            4, [*flags, *layout, *search, "--device-memory-budget", str(budget), "--host-memory-budget", "1GB"]
+        )
         assert outcome.run is not None and offload_of(outcome.run.parallel.offload_params).tier is not Tier.DEVICE
         differences = worst(outcome, alone)
         assert all(value < 1e-9 for value in differences.values()), (zero_stage, differences)

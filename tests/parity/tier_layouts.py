@@ -358,7 +358,7 @@ class Case(NamedTuple):
         if self.placement == "auto":
             (folder / "rates.yaml").write_text(RATES)
             words += ["--placement", "auto", "--placement-rates", str(folder / "rates.yaml")]
-            words += ["--device-memory-budget", str(tight_budget(run, self.ranks))]
+            words += ["--device-memory-budget", str(tight_budget(run, self.ranks)), "--host-memory-budget", "1GB"]
         if self.placement == "file":
             table = {key: value for key, value in values.items() if self.units or key not in COLUMNS or key in IN_FILES}
             values = {key: value for key, value in values.items() if key not in table}
