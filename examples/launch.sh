@@ -5,6 +5,7 @@
 #   RDZV_ID                 a name of the job, the same on all nodes and hard to guess; required with more than one node
 #   DATA_PATH               PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ... of .bin/.idx files (default: the built-in corpus)
 #   SAVE                    folder of checkpoints; the newest complete one in it is resumed
+#   CHECK                   set: check the recipe for its numbers of nodes and GPUs, on any machine, and start nothing
 #   LOG_DIR                 folder with one file for each rank's output; the first rank of a node also prints
 #
 # For curves in TensorBoard, if it is installed, add --tensorboard-dir DIR after the script's name.
@@ -77,11 +78,16 @@ recipe() {
     if [[ -n "${DATA_PATH:-}" ]]; then
         read -r -a data <<<"--data-path $DATA_PATH"
     fi
+    local save="${SAVE:-runs/$name/checkpoints}"
+    if [[ -n "${CHECK:-}" ]]; then
+        python "$root/pretrain_gpt.py" ${data[@]+"${data[@]}"} --save "$save" --load "$save" "$@" \
+            --validate-only --world-size "$((NNODES * GPUS_PER_NODE))"
+        return
+    fi
     if [[ "$NNODES" != 1 && (-z "${RDZV_ENDPOINT:-}" || -z "${RDZV_ID:-}") ]]; then
         echo "$NNODES nodes meet at RDZV_ENDPOINT (host:port of the first) under one RDZV_ID: set both, the same on all nodes" >&2
         return 2
     fi
-    local save="${SAVE:-runs/$name/checkpoints}"
     mkdir -p "runs/$name"
     ranks \
         --nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE" --max-restarts 0 \

@@ -41,7 +41,7 @@ def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
     if not named:
         yield "there is no checkpoint: name one, as it is or by --load"
     elif len(named) > 1:
-        yield f"{len(named)} checkpoints, {' '.join(map(str, named))}: name one"
+        yield f"{len(named)} checkpoints, {' '.join(map(str, named))}: name one; other words follow a --flag"
     elif not os.path.exists(named[0]):
         yield missing_path_message(named[0])
 

@@ -14,12 +14,13 @@ DESCRIPTION = """
 Text from a trained model, alone or under torchrun.
 
 The checkpoint may have any format that `megazero convert` reads, and any layout. Prompts come from --prompt and from
-the lines of --prompt-file (a line of .jsonl is a string or an object with "prompt"; - is the standard input). Without
-both they come from the standard input. A single continuation is printed token by token, several one after the other,
-each under its number. --json prints a line of JSON for each, with prompt, text, ids, and what ended it. The text goes
-to the standard output; a terminal gets control characters as escapes (\\x1b), except line feed and tab. Everything else
-goes to the standard error. Draws depend on the seed and on the number of a prompt: except for rounding, the same seed
-gives the same text on every layout, whatever the other prompts are.
+the lines of --prompt-file. Each line of text is a prompt. A line of .jsonl is a string or an object with "prompt", and
+its text may have several lines. Without both, prompts are the lines of the standard input. A single continuation is
+printed token by token, several one after the other, each under its number. --json prints a line of JSON for each, with
+prompt, text, ids, and what ended it. The text goes to the standard output; a terminal gets control characters as
+escapes (\\x1b), except line feed and tab. Everything else goes to the standard error. Draws depend on the seed and on
+the number of a prompt: except for rounding, the same seed gives the same text on every layout, whatever the other
+prompts are.
 
 With --chat a prompt is a user's turn, encoded by the chat template of the model's tokenizer, and the text is the answer
 up to the token that ends it. --chat --interactive is a conversation, which remembers its turns; /help lists its
@@ -43,7 +44,10 @@ def parser() -> argparse.ArgumentParser:
     text = flags.add_argument_group("prompts")
     text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     text.add_argument(
-        "--prompt-file", metavar="FILE", help="a prompt in each line, as text or jsonl; - is the standard input"
+        "--prompt-file",
+        metavar="FILE",
+        help="each line is a prompt of its own; a prompt of several lines is a line of .jsonl, with \\n in its string; "
+        "- is the standard input",
     )
     text.add_argument(
         "--interactive", action="store_true", help="ask for one prompt after the other, until the end of the input"

@@ -57,7 +57,10 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     try:
         sampling_of(sampling_flags(args), args.seed)
     except ValueError as error:
-        wrong.append(str(error))
+        wrong += [
+            f"--{problem[: problem.index(' ')].replace('_', '-')}{problem[problem.index(' ') :]}"
+            for problem in str(error).split("; ")
+        ]
     if args.ids and args.tokenizer:
         wrong.append(f"--ids and --tokenizer {args.tokenizer} exclude each other")
     if args.system is not None and not args.chat:
@@ -131,6 +134,14 @@ def told_of_tokenizer(args: argparse.Namespace, loaded: LoadedModel, tokenizer: 
         yield f"the tokenizer's files say what transformers applies and is not applied here: {', '.join(ignored)}"
 
 
+def lines_read(file: str | None, count: int) -> str | None:
+    """A remark on prompts of a file that were meant as one; None for fewer than two."""
+    if file is None or count < 2:
+        return None
+    several = "" if file.endswith(".jsonl") else "; a prompt of several lines is a line of a .jsonl file"
+    return f"{'the standard input' if file == STANDARD_INPUT else file}: {count} prompts, one a line{several}"
+
+
 def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> GenerationOptions:
     """The options by the flags and the model's own defaults. Raises DataError for ids outside the vocabulary."""
     vocabulary = loaded.run.model.vocab_size or 0
@@ -183,6 +194,8 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
     def read() -> list[Prompt]:
         given = read_prompts(args.prompt, file)
+        if (remark := lines_read(file, len(given) - len(args.prompt))) is not None:
+            generator.note(remark)
         return (
             generator.read_chats([start_messages(args.system, user_message(prompt)) for prompt in given])
             if args.chat

@@ -19,7 +19,7 @@ from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import SIBLINGS, ConfigSource
 from megazero.config.tiers import Tier, offload_of, with_share
-from megazero.system.reading import BOUNDS, Unreadable, read_json, shown
+from megazero.system.reading import BOUNDS, Unreadable, json_type, read_json, shown
 
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_params"}
 """The groups of keys on what leaves the device, and the fields of the same meaning."""
@@ -100,7 +100,7 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
         source.unread = True
         return source
     if not isinstance(content, dict):
-        source.problems.append(f"--deepspeed-config {path}: holds no settings, but {type(content).__name__}")
+        source.problems.append(f"--deepspeed-config {path}: holds no settings, but {json_type(content)}")
         source.unread = True
         return source
     every = _flattened(content, "")

@@ -15,7 +15,7 @@ from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
 from megazero.config.yaml_file import load_yaml
-from megazero.system.reading import Unreadable, shown
+from megazero.system.reading import Unreadable, json_type, shown
 
 RUN_FILE = "run.yaml"
 """Name of the file of a run in the folder of its checkpoints."""
@@ -71,7 +71,7 @@ def read_yaml(path: str | Path, named_by: str = "--config") -> ConfigSource:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        source.problems.append(f"{named_by} {path}: holds no settings, but {type(content).__name__}")
+        source.problems.append(f"{named_by} {path}: holds no settings (key: value), but {json_type(content)}")
         source.unread = True
         return source
     _read_settings(source, content)

@@ -149,7 +149,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     """
     source, command = ConfigSource("the command line"), {}
     stray, groups = _cut(argv)
-    source.problems += [f"{word!r} stands alone: a value follows its --flag" for word in stray]
+    source.problems += [
+        f"{word!r} stands alone: a value follows its --flag, such as --data-path my-data" for word in stray
+    ]
     for flag, words in groups:
         meaning = _flag_table().get(flag)
         if meaning is None:

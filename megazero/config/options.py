@@ -95,7 +95,11 @@ class Option:
         if not words and self.alone is not None:
             return self.alone
         if len(words) != 1:
-            raise ValueError(f"takes one value, not {len(words)}" + (f" ({' '.join(words)})" if words else ""))
+            raise ValueError(
+                f"takes one value, not {len(words)} ({' '.join(words)})"
+                if words
+                else "takes one value, and none follows"
+            )
         return self._scalar(words[0])
 
     def from_value(self, value: object) -> Any:

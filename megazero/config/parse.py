@@ -166,7 +166,7 @@ def _wrong_ranks(given: CommandOptions, world_size: int | None) -> Iterator[str]
         started = "1 rank" if world_size == 1 else f"{world_size} ranks"
         yield f"--ranks {given.ranks} starts ranks where there is no launcher; one has started {started} already"
     if given.world_size is not None and not given.starts_nothing:
-        yield f"--world-size {given.world_size} goes with --validate-only; torchrun sets the number of ranks otherwise"
+        yield f"--world-size {given.world_size} goes with --validate-only; to start ranks: --ranks {given.world_size}"
     if None not in (given.ranks, given.world_size) and given.ranks != given.world_size:
         yield f"--ranks {given.ranks} and --world-size {given.world_size} say different numbers of ranks"
 

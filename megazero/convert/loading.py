@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.convert.hf.config import ends_of_generation, generation_file
 from megazero.convert.layout import layout_problems
+from megazero.convert.names import FORMATS
 from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
@@ -23,6 +26,7 @@ from megazero.data.indexed import DataError
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.generate import generate
+from megazero.inference.given import batch_of_ids, token_ids
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.prompts import check_ids
 from megazero.inference.sampling import Sampling
@@ -32,6 +36,8 @@ from megazero.mpu.chunks import ChunkMap
 from megazero.mpu.grid import ProcessGrid, single_process_grid
 from megazero.pipeline.build import build_stages
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.system import device as devices
+from megazero.system.reading import shown
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -147,15 +153,26 @@ class Model(nn.Module):
         """ids int64 [b, s] -> logits [b, s, v] in the model's dtype. The logits at position i predict the token after
         it.
         """
+        assert self.config.vocab_size is not None
+        ids = batch_of_ids(ids, self.config.vocab_size)
         batch = MicroBatch(ids, ids, None, torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device))
         return self.stage.logits(None, batch).transpose(0, 1)
 
-    def generate(self, ids: Sequence[int], max_new_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
+    def generate(
+        self, ids: Sequence[int] | Tensor | NDArray[Any], max_new_tokens: int, sampling: Sampling = GREEDY
+    ) -> list[int]:
         """The ids of a prompt and up to `max_new_tokens` generated ids; generation ends with a token of `ends`.
 
-        `megazero.inference.generate` also serves batches, streams and grids. Raises ValueError for a prompt that the
-        model cannot take.
+        ids: a list, a tensor or an array of one prompt. `megazero.inference.generate` also serves batches, streams and
+        grids. Raises TypeError for anything else, such as text, ValueError for a prompt that the model cannot take.
         """
+        assert self.config.vocab_size is not None
+        text = (
+            "the checkpoint leads to no tokenizer, so encode it with the one that the model was trained with"
+            if self.tokenizer is None
+            else "model.tokenizer.encode(text) makes them, and model.tokenizer.decode(ids) a text of ids"
+        )
+        ids = token_ids("ids", ids, self.config.vocab_size, text=text)
         model = Pipeline.of([self.stage])
         vocabulary = None if self.tokenizer is None else self.tokenizer.vocab_size
         (new,) = generate(
@@ -170,8 +187,14 @@ class Model(nn.Module):
 
         messages: the turns, {"role": ..., "content": ...} each. The answer ends as in `generate`, or with the
         template's token for the end of a turn. It has no special tokens. Text in a turn that spells a special token
-        stays text. Raises DataError for a model without a chat template, and for turns that the template refuses.
+        stays text. Raises TypeError for what is no list of turns, DataError for a model without a chat template, and
+        for turns that the template refuses.
         """
+        if isinstance(messages, str | Mapping) or not all(isinstance(turn, Mapping) for turn in messages):
+            raise TypeError(
+                'messages is a list of turns, such as [{"role": "user", "content": "Hello"}], and not '
+                f"{type(messages).__name__} {shown(messages)}"
+            )
         tokens = self._chat_tokens
         ends = self.ends | tokens.ends
         ids = check_ids("the conversation", tokens.question(messages), self.config)
@@ -200,6 +223,17 @@ def load(
     device     the device of the parameters
     format     the name of the format, if the folder could be taken for several
 
-    Raises ConversionError if the checkpoint cannot be read.
+    Raises ConversionError if the checkpoint cannot be read, ValueError for another argument that cannot be used.
     """
+    for name, value, known in (
+        ("precision", precision, run_options()["precision"].choices or ()),
+        ("format", format, FORMATS),
+    ):
+        if value is not None and value not in known:
+            raise ValueError(f"{name} is {value!r}: known are {', '.join(known)}")
+    try:
+        torch.zeros(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        near = "cpu or cuda" if devices.cuda_available() else "cpu; torch finds no CUDA device here"
+        raise ValueError(f"device is {str(device)!r}: nearest: {near}") from error
     return Model(open_model(path, single_process_grid(device), precision=precision, format=format))

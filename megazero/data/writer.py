@@ -43,7 +43,9 @@ class PairWriter:
         self._made_with_path, self._made_with = path_of(prefix), tokenizer_record
         existing = [str(path) for path in (self.bin_path, self.idx_path) if path.exists()]
         if existing and not overwrite:
-            raise DataError(f"{' and '.join(existing)} exist already; name another output or ask for overwriting")
+            raise DataError(
+                f"{' and '.join(existing)} exist already; name another output, or replace them with --overwrite"
+            )
         if dtype not in CODES:
             raise DataError(f"dtype {dtype} has no code in this format; codes exist for {', '.join(map(str, CODES))}")
         self.dtype = dtype

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megazero.config.derive import max_positions
 from megazero.inference.cache import KeyValueCache
+from megazero.inference.given import new_tokens, sampling_given, token_ids
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import NOT_FINITE, Row, Sampling, choose
 from megazero.mpu.collectives import broadcast
@@ -63,13 +64,17 @@ def generate(
 
     Communicates for each token: a broadcast over pp of each chunk's output and of the chosen ids, and the messages of
     the layers over tp. Raises ValueError for an empty prompt, an id outside the model's vocabulary or a negative
-    `max_new_tokens`, and FloatingPointError, on every rank, if logits are not finite.
+    `max_new_tokens`, TypeError for what is neither ids nor a number, and FloatingPointError, on every rank, if logits
+    are not finite.
     """
-    _check(pipeline, prompts, max_new_tokens)
-    numbers = range(len(prompts)) if numbers is None else numbers
+    size = pipeline.stages[0].layout.model.vocab_size
+    assert size is not None
+    max_new_tokens, sampling = new_tokens(max_new_tokens), sampling_given(sampling)
+    given = [token_ids(f"prompt {number}", prompt, size) for number, prompt in enumerate(prompts)]
+    numbers = range(len(given)) if numbers is None else numbers
     rows = [
-        _Row(slot, number, list(prompt), len(prompt))
-        for slot, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
+        _Row(slot, number, prompt, len(prompt))
+        for slot, (number, prompt) in enumerate(zip(numbers, given, strict=True))
     ]
     with pipeline.evaluating():
         feed = _Feed(pipeline, rows, cached=cached and not pipeline.shards_the_sequence)
@@ -98,19 +103,6 @@ class _Row:
     @property
     def step(self) -> int:
         return len(self.ids) - self.prompt
-
-
-def _check(pipeline: Pipeline, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    size = pipeline.stages[0].layout.model.vocab_size
-    assert size is not None
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, less than 0")
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {number} is empty: a model needs a token to continue")
-        wrong = next((token for token in prompt if not 0 <= token < size), None)
-        if wrong is not None:
-            raise ValueError(f"prompt {number} holds id {wrong}, outside the model's vocabulary of {size}")
 
 
 def _choose(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megazero.config.schema import DataConfig
+from megazero.system.reading import shown
 
 NOT_FINITE = "the model's logits are not finite: in this precision its numbers overflow, or its weights are damaged"
 
@@ -31,7 +33,7 @@ class Sampling:
                         (CTRL: Keskar et al. 2019, arXiv:1909.05858); 1: no penalty
     seed                the seed of the draws
 
-    Raises ValueError for values out of range.
+    Raises TypeError for what is no number, ValueError for values out of range.
     """
 
     temperature: float = 1.0
@@ -41,7 +43,14 @@ class Sampling:
     seed: int = DataConfig.seed
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [
+            f"{known.name} is {type(value).__name__} {shown(value)}: it is a {'whole ' * whole}number"
+            for known in fields(self)
+            for value, whole in [(getattr(self, known.name), known.name in ("top_k", "seed"))]
+            if not isinstance(value, Integral if whole else Real) or isinstance(value, bool)
+        ]
+        if problems:
+            raise TypeError("; ".join(problems))
         if not 0 <= self.temperature < math.inf:
             problems.append(f"temperature ({self.temperature}) is not 0 or more")
         if self.top_k < 0:

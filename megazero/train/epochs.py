@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,10 +46,14 @@ def _of_length(run: Run, samples: int) -> Run:
     schedule = run.schedule
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
     if samples < first:
+        enough = math.ceil(schedule.epochs * (first + 1) / samples) if schedule.epochs and samples else 0
+        nearest = (
+            f"--epochs {enough}, or --global-batch-size {samples} or less" if samples else "a smaller --seq-length"
+        )
         raise DataError(
             f"--epochs {schedule.epochs:g} of the data are {samples:,} samples of {run.model.seq_length:,} tokens, "
             "fewer than the first global "
-            f"batch has, {first}; take more epochs or a smaller --global-batch-size"
+            f"batch has, {first}; nearest: {nearest}"
         )
     return replace(run, schedule=replace(schedule, epochs=None, train_samples=samples))
 

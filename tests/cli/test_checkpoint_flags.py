@@ -37,7 +37,9 @@ def test_a_checkpoint_is_named_as_it_is_or_by_load(name: str, tmp_path: Path) ->
         args = parsed(name, *words)
         assert not list(checkpoint_problems(args)) and checkpoint_of(args) == tmp_path
     assert list(checkpoint_problems(parsed(name))) == ["there is no checkpoint: name one, as it is or by --load"]
-    assert list(checkpoint_problems(parsed(name, one, "--load", other))) == [f"2 checkpoints, {other} {one}: name one"]
+    assert list(checkpoint_problems(parsed(name, one, "--load", other))) == [
+        f"2 checkpoints, {other} {one}: name one; other words follow a --flag"
+    ]
 
 
 def test_what_is_converted_may_be_called_input(tmp_path: Path) -> None:

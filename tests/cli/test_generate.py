@@ -23,7 +23,7 @@ import torch
 
 import megazero.convert.loading
 from megazero.cli.generate import parser
-from megazero.cli.generation import check, generate_on
+from megazero.cli.generation import check, generate_on, lines_read
 from megazero.config.schema import ModelConfig
 from megazero.config.source import ConfigError
 from megazero.convert.convert import convert
@@ -34,7 +34,7 @@ from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
-from megazero.inference.prompts import encoded
+from megazero.inference.prompts import encoded, read_prompts
 from megazero.inference.sampling import Sampling
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid, build_grid, single_process_grid
@@ -100,7 +100,23 @@ def test_prompts_from_everywhere_as_json(model: Path, tmp_path: Path) -> None:
         said = bytes(token for token in record["ids"] if token < 256)
         assert record["text"] == said.decode("utf-8", errors="replace")
         assert record["ended"] == "length" and record["stop"] is None
+    assert "prompts.jsonl: 2 prompts, one a line\n" in remarks
     assert "96 tokens in" in remarks and "tokens/s" in remarks
+
+
+def test_a_prompt_of_several_lines_is_told_how_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("one prompt\nof two lines\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one prompt\\nof two lines"}\n')
+    lines, one = (read_prompts([], str(tmp_path / name)) for name in ("p.txt", "p.jsonl"))
+    assert one == ["one prompt\nof two lines"] and lines == one[0].split("\n")
+    assert (
+        lines_read("p.txt", 2) == "p.txt: 2 prompts, one a line; a prompt of several lines is a line of a .jsonl file"
+    )
+    assert lines_read(
+        "-", 2
+    ) == "the standard input: 2 prompts, one a line; a prompt of several lines is a line of a " + (".jsonl file")
+    assert lines_read("p.jsonl", 3) == "p.jsonl: 3 prompts, one a line"
+    assert lines_read("p.txt", 1) is lines_read(None, 3) is None
 
 
 def test_prompts_that_are_no_text() -> None:
@@ -199,7 +215,7 @@ def test_a_wrong_command_line_is_told_at_once() -> None:
     args = parser().parse_args(["--load", "nowhere", "--tp", "2", "--top-p", "2", "--stop", "", "--prompt", "x"])
     with pytest.raises(ConfigError) as wrong:
         check(args, 1)
-    told = ("nowhere: there is no such checkpoint", "2 ranks, but 1 process was started", "top_p (2.0)")
+    told = ("nowhere: there is no such checkpoint", "2 ranks, but 1 process was started", "--top-p (2.0)")
     assert len(wrong.value.problems) == 4 and "a stop string is empty" in str(wrong.value)
     assert all(words in str(wrong.value) for words in told)
 

@@ -201,7 +201,7 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ),
         ({"train_micro_batch_size_per_gpu": 0}, "--micro-batch-size 0: must be at least 1"),
         ("{", "is no JSON"),
-        ([], "holds no settings, but list"),
+        ([], "holds no settings, but a list"),
     ],
 )
 def test_refused_by_name(content: Any, part: str, tmp_path: Path) -> None:

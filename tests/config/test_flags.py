@@ -118,7 +118,7 @@ def test_mistakes_of_every_kind_come_in_one_message() -> None:
         "did you mean --micro-batch-size?",
         "--tp: 'two' is not a whole number",
         "--lr: '1e' is not a number",
-        "--seed: takes one value, not 0",
+        "--seed: takes one value, and none follows",
         "--overlap: takes no value",
         "did you mean swiglu?",
         "did you mean bloom-3b?",

@@ -140,7 +140,7 @@ def test_a_dump_is_nested_by_section_and_complete() -> None:
         ("parallel: {tp: 1, tp: 2}", "the key 'tp' stands twice"),
         ("parallel: {pp: 1}\npp: 1", "gives pp a second time"),
         ("parallel: 3", "parallel holds no fields, but 3"),
-        ("- 1", "holds no settings, but list"),
+        ("- 1", "holds no settings (key: value), but a list"),
         ("a: [", "is no YAML: line 1, column 5: expected the node content"),
         ("model: {num_layers: 3}\n  lr: 3", "is no YAML: line 2, column 3: "),
     ],

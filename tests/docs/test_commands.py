@@ -170,7 +170,7 @@ def test_from_a_folder_of_text_to_a_model_that_talks(said: Pages) -> None:
     write_texts(said.own)
     write_chats(said.own / "chats.jsonl")
     told = said.of(OWN_TEXT)
-    assert len(told) == 6
+    assert len(told) == 7
     assert "20 documents" in told[1] and "20 documents in 20 sequences" in told[2]
     assert "made with: hf of 300 tokens" in told[2]
     assert "; 2 epochs" in told[3] and "3 epochs" in told[4] and "40 conversations" in told[4]

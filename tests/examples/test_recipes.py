@@ -240,6 +240,25 @@ SLURM = {"SLURM_JOB_NUM_NODES": "48", "SLURM_JOB_NODELIST": "node[7-9]"}
 SLURM |= {"SLURM_JOB_ID": "123456", "SLURM_GPUS_ON_NODE": "8"}
 
 
+@pytest.mark.parametrize(
+    ("line", "status", "told"),
+    [
+        ("CHECK=1 examples/bloom/176b.sh --train-iters 1000", 0, "OK: 384 ranks, tp 4 x pp 12 x dp 8"),
+        ("CHECK=1 NNODES=2 examples/bloom/560m.sh --tp 2", 0, "OK: "),
+        ("CHECK=1 examples/bloom/560m.sh --tp 3", 2, "--tp 3"),
+    ],
+)
+def test_a_recipe_is_checked_without_slurm(line: str, status: int, told: str, tmp_path: Path) -> None:
+    stub(tmp_path, "python", f"""#!/usr/bin/env bash\nexec {sys.executable} "$@"\n""")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLES.parent)}
+    words = line.replace("examples/", f"bash {EXAMPLES}/")
+    done = subprocess.run(
+        ["bash", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status and told in done.stdout + done.stderr, done.stdout + done.stderr
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
 def test_slurm_starts_one_torchrun_per_node(tmp_path: Path) -> None:
     stub(tmp_path, "scontrol", SCONTROL)
     stub(tmp_path, "srun", SRUN)

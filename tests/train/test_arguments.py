@@ -109,7 +109,7 @@ def test_arguments_and_configuration_are_told_together() -> None:
         (None, "run is NoneType, not a Run, a mapping or the path of a YAML file"),
         ("{folder}/none.yaml", "run {folder}/none.yaml is missing"),
         ("{folder}", "run {folder} cannot be read: Is a directory"),
-        ("{folder}/words", "run {folder}/words: holds no settings, but str"),
+        ("{folder}/words", "run {folder}/words: holds no settings (key: value), but a string"),
         (megazero.Run(model={"a": 1}), "the run: model is {'a': 1}, not a ModelConfig"),
         ({"parallel": {"tp": 3}}, "parallel.tp 3 x parallel.pp 1 = 3 does not divide the world size 1"),
         ({"train_iters": np.int64(0)}, "schedule.train_iters 0: must be at least 1"),

@@ -10,10 +10,12 @@ import pytest
 
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.build import train_tokens
+from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.train.prepare import Prepared, prepare
 from tests.corpus import write_corpus
 from tests.data.chats import write_lines
+from tests.docs.pages import commands
 from tests.parity.training import train
 
 SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 4, "--seq-length", 16]
@@ -91,6 +93,33 @@ def test_one_length_only(text: list[object]) -> None:
     few = r"--epochs 0\.001 of the data are \d samples of 16 tokens, fewer than the first global batch has, 8"
     with pytest.raises(ConfigError, match=few):
         _prepared(*text, "--epochs", 0.001)
+
+
+def test_too_few_samples_for_a_batch_name_the_numbers_that_are_enough(text: list[object]) -> None:
+    words = [*text, "--global-batch-size", 500, "--epochs", 0.2]
+    with pytest.raises(ConfigError) as refused:
+        _prepared(*words)
+    nearest = str(refused.value).partition("nearest: ")[2]
+    epochs, batch = nearest.removesuffix(" or less").split(", or ")
+    for flags in (epochs, batch):
+        assert _prepared(*words, *flags.split()).run.schedule.epochs is None
+    with pytest.raises(ConfigError, match="nearest: a smaller --seq-length"):
+        _prepared(*text, "--epochs", 0.0001)
+
+
+@pytest.mark.parametrize("size", [3_000, 30_000, 300_000])
+def test_the_pages_command_for_a_small_text_fits_each(size: int, tmp_path: Path) -> None:
+    """Of bytes; a tokenizer makes a quarter as many, so a quarter of the text is taken here."""
+    command = next(c.line for c in commands("docs/start/own-text.md") if "--epochs 20" in c.line)
+    words = command.split()
+    numbers = [
+        word for flag in ("--epochs", "--seq-length", "--global-batch-size") for word in words[words.index(flag) :][:2]
+    ]
+    (tmp_path / "in.txt").write_text("some words of a text " * (size // 4 // 21))
+    preprocess([tmp_path / "in.txt"], tmp_path / "own", PreprocessJob("byte", None), workers=1, report=silent)
+    data = ["--data-path", tmp_path / "own", "--tokenizer", "byte", "--data-cache-path", tmp_path / "cache"]
+    prepared = _prepared(*data, *numbers)
+    assert (prepared.run.schedule.train_samples or 0) >= 8
 
 
 def _losses(outcome: Any) -> list[tuple[int, float]]:
