@@ -41,6 +41,14 @@ EXAMPLES = (
 def parser() -> argparse.ArgumentParser:
     flags = command_parser("generate", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(flags)
+    _add_prompts(flags)
+    _add_sampling(flags)
+    add_layout_flags(flags)
+    flags.add_argument("--json", action="store_true", help="a line of JSON for each continuation")
+    return flags
+
+
+def _add_prompts(flags: argparse.ArgumentParser) -> None:
     text = flags.add_argument_group("prompts")
     text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     text.add_argument(
@@ -69,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
         help="token in front of every prompt (default: as transformers; a checkpoint of a training gets none)",
     )
     text.add_argument("--no-prefix", action="store_true", help="nothing in front of prompts")
+
+
+def _add_sampling(flags: argparse.ArgumentParser) -> None:
     how = flags.add_argument_group(
         "sampling", "Defaults are those of the model's generation_config.json, else those in brackets."
     )
@@ -108,9 +119,6 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)"
     )
-    add_layout_flags(flags)
-    flags.add_argument("--json", action="store_true", help="a line of JSON for each continuation")
-    return flags
 
 
 def main(argv: Sequence[str]) -> int:
