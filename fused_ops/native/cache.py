@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fused_ops.native import compile as compiling
 from fused_ops.native.compile import CompileError, Target, digest_file
+from fused_ops.native.temporary import own_temporary_folder
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system without file locks says."""
@@ -37,12 +38,32 @@ def find_or_build(target: Target) -> Path:
         raise
     found = folder / hashlib.sha256(version.encode()).hexdigest()[:8] / f"{target.name}.so"
     if not found.exists():
-        found.parent.mkdir(parents=True, exist_ok=True)
+        found = _writable(found)
+    if not found.exists():
         with _locked(found.with_suffix(".lock")):
             if not found.exists():
                 with tempfile.TemporaryDirectory(dir=found.parent) as work:
                     compiling.build([target], found.parent, Path(work))
     return found
+
+
+def _writable(library: Path) -> Path:
+    """This path in a folder that can be written: where the user's cache folder cannot be, one in the temporary folder.
+
+    Raises OSError if neither can be written, or if the folder that cannot be was asked for by a variable.
+    """
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        if os.access(library.parent, os.W_OK | os.X_OK):
+            return library
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(library.parent))
+    except OSError:
+        temporary = own_temporary_folder()
+        if os.environ.get("MEGAZERO_KERNEL_CACHE") or temporary is None:
+            raise
+        inside = temporary / "kernels" / library.relative_to(cache_folder())
+        inside.parent.mkdir(parents=True, exist_ok=True)
+        return inside
 
 
 def cache_folder() -> Path:

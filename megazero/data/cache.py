@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fused_ops.native.temporary import own_temporary_folder
 from megazero.data.file_array import DataError, FileArray, OpenFile
 from megazero.data.progress import Report
 from megazero.system.durable import sync_folder
@@ -65,7 +66,8 @@ def build_once(
 ) -> Path:
     """The folder root/name, built by build(temporary folder, report) unless it exists and is `complete`.
 
-    Raises DataError where it cannot be written or locked.
+    Where the default root cannot be written, a folder in the system's temporary one takes its place on this host.
+    Raises DataError where a root that was asked for, or both, cannot be written or locked.
     """
     folder = root / name
     if complete(folder):
@@ -74,7 +76,11 @@ def build_once(
         root.mkdir(parents=True, exist_ok=True)
         lock = open(root / f"{name}.lock", "a+")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise DataError(f"--data-cache-path {root}: {error.strerror}; name a folder that can be written") from error
+        temporary = own_temporary_folder() if root == default_root() else None
+        if temporary is None:
+            raise DataError(f"--data-cache-path {root}: {error.strerror}; name a folder that can be written") from error
+        report(f"{root}: {error.strerror}; {temporary} takes its place, and --data-cache-path names another folder")
+        return build_once(temporary / "data", name, build, report, complete)
     with lock, _held(lock.fileno(), name, report):
         if complete(folder):
             return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data.cache import build_once, cached_arrays, key_of
+from megazero.data.cache import build_once, cached_arrays, default_root, key_of
 from megazero.data.file_array import DataError
 from megazero.data.progress import silent
 from tests.disks import small_disk
@@ -131,6 +131,29 @@ def test_a_disk_that_is_too_small_is_named(tmp_path):
             cached_arrays(disk, "order", FACTS, lambda say: {"x": np.arange(100_000)}, silent)
         assert [path.suffix for path in disk.iterdir()] == [".lock"], "what was begun is gone"
         assert len(cached_arrays(disk, "order", FACTS, lambda say: {"x": np.arange(1000)}, silent)["x"]) == 1000
+
+
+def test_without_a_home_the_default_cache_is_a_folder_of_the_users_own(tmp_path, monkeypatch):
+    """A home that is no folder is closed to root as well. A root that was asked for is never replaced."""
+    (tmp_path / "home").touch()
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    said: list[str] = []
+
+    def made(root: Path) -> list[int]:
+        return cached_arrays(root, "order", FACTS, lambda say: {"x": np.arange(3)}, said.append)["x"][:].tolist()
+
+    own = tmp_path / "tmp" / f"megazero-{os.getuid()}"
+    assert made(default_root()) == made(default_root()) == [0, 1, 2]
+    assert (own / "data" / f"{key_of('order', FACTS)}").is_dir()
+    told = f"{tmp_path}/home/.cache/megazero: Not a directory; {own} takes its place"
+    assert [line.startswith(told) for line in said] == [True, True]
+    with pytest.raises(DataError, match="Not a directory; name a folder that can be written"):
+        made(tmp_path / "home" / "mine")
+    own.chmod(0o777)  # what others may write, nobody trains on
+    with pytest.raises(DataError, match=r"--data-cache-path .*/home/.cache/megazero: Not a directory; name a folder"):
+        made(default_root())
 
 
 def test_keys_tell_facts_apart():

@@ -97,6 +97,41 @@ def test_an_installed_library_is_taken_if_it_was_made_of_these_sources(cache, mo
     assert (kept.find_or_build(target) == installed) == (recorded == "its own")
 
 
+@pytest.fixture
+def closed_home(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home that is no folder, which not even root can write into, and an empty temporary folder: that one."""
+    (cache / "home").touch()
+    monkeypatch.setenv("HOME", str(cache / "home"))
+    for name in ("MEGAZERO_KERNEL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(cache / "tmp"))
+    (cache / "tmp").mkdir()
+    return cache / "tmp"
+
+
+def test_without_a_home_kernels_are_cached_in_a_folder_of_the_users_own(closed_home, monkeypatch):
+    found = kept.find_or_build(cpu_target("generic"))
+    own = closed_home / f"megazero-{os.getuid()}"
+    assert found.exists() and own in found.parents and own.stat().st_mode & 0o777 == 0o700
+    assert kept.find_or_build(cpu_target("generic")) == found
+    monkeypatch.setenv("MEGAZERO_KERNEL_CACHE", str(closed_home.parent / "home" / "kernels"))
+    with pytest.raises(NotADirectoryError):
+        kept.find_or_build(cpu_target("generic"))
+
+
+def test_what_others_may_write_is_no_cache(closed_home):
+    """Kernels of such a folder would run as this user."""
+    own = closed_home / f"megazero-{os.getuid()}"
+    own.mkdir()
+    own.chmod(0o777)
+    with pytest.raises(NotADirectoryError):
+        kept.find_or_build(cpu_target("generic"))
+    own.rmdir()
+    own.symlink_to(closed_home.parent)
+    with pytest.raises(NotADirectoryError):
+        kept.find_or_build(cpu_target("generic"))
+
+
 def test_a_level_that_is_not_installed_is_compiled_at_first_use(cache, monkeypatch):
     """As on another machine of a cluster that shares the folder of an editable install."""
     installed = cache / "installed" / "cpu_avx2.so"
