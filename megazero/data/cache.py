@@ -79,8 +79,9 @@ def build_once(
         temporary = own_temporary_folder() if root == default_root() else None
         if temporary is None:
             raise DataError(f"--data-cache-path {root}: {error.strerror}; name a folder that can be written") from error
-        report(f"{root}: {error.strerror}; {temporary} takes its place, and --data-cache-path names another folder")
-        return build_once(temporary / "data", name, build, report, complete)
+        if not (instead := temporary / "data").exists():  # said once, not for every order of every run
+            report(f"{root}: {error.strerror}; {instead} takes its place, and --data-cache-path names another folder")
+        return build_once(instead, name, build, report, complete)
     with lock, _held(lock.fileno(), name, report):
         if complete(folder):
             return folder
