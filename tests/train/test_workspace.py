@@ -68,6 +68,7 @@ def test_a_search_leaves_the_workspace_free(tmp_path: Path) -> None:
         file = tmp_path / "rates.yaml"
         file.write_text(f"{RATES}workspace: {workspace}\n")
         given = ["--placement", "auto", "--placement-rates", str(file), "--device-memory-budget", str(budget)]
+        given += ["--host-memory-budget", "1GB"]
         given += ["--nvme-buffer-bytes", "100MB"]  # few parts, each of which is an instruction of every simulated step
         run: Run = parse_run([*WIDE.split(), *NUMBERS.split(), "--data-path", "x", *given], 1)
         found = chosen(run, axes_of(run.parallel, 1), "cpu", None, 1, nccl=False)

@@ -60,7 +60,7 @@ def test_a_run_within_its_budget_counts_what_it_allocates(words: str, corpus: Pa
     """The budget is the planned peak, to the byte. The pool of buffers has all it needs after the first step, gathered
     parameters are allocated in every step: what is more than the limit allows is named.
     """
-    budget = ["--device-memory-budget", str(peak(words.split(), 2))]
+    budget = ["--device-memory-budget", str(peak(words.split(), 2)), "--host-memory-budget", "1GB"]
     flags = [*MODEL, *words.split(), *budget, *data_flags(corpus, tmp_path)]
     for held, columns, told in run_ranks(2, counted_on_rank, 2, flags):
         gathered, whole = held.pop("gathered parameters", 0), held.pop("whole gradients", 0)
@@ -77,7 +77,7 @@ def test_a_run_above_its_budget_ends_before_it_starts(corpus: Path, tmp_path: Pa
     with pytest.raises(ConfigError) as refused:
         prepare(parse_run([*flags, str(least - 1)], 1), 1, silent)
     (problem,) = refused.value.problems
-    assert problem.startswith(f"--device-memory-budget {least - 1:,}: a rank takes {least:,} bytes on the device")
+    assert problem.startswith(f"--device-memory-budget {least - 1:,}: a rank takes {least:,} bytes of memory at")
 
 
 def test_a_plan_that_is_wrong_is_found_while_the_model_is_built(
