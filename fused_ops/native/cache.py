@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fused_ops.native import compile as compiling
 from fused_ops.native.compile import CompileError, Target, digest_file
-from fused_ops.native.temporary import own_temporary_folder
+from fused_ops.native.user_folders import own_temporary_folder, user_cache_folder
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system without file locks says."""
@@ -69,8 +69,7 @@ def _writable(library: Path) -> Path:
 def cache_folder() -> Path:
     """The folder of kernels that are compiled at first use: $MEGAZERO_KERNEL_CACHE, else in the user's cache folder."""
     given = os.environ.get("MEGAZERO_KERNEL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(given) if given else Path(base) / "megazero" / "kernels"
+    return Path(given) if given else user_cache_folder() / "kernels"
 
 
 def _is_current(installed: Path, target: Target) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fused_ops.native.temporary import own_temporary_folder
+from fused_ops.native.user_folders import own_temporary_folder, user_cache_folder
 from megazero.data.file_array import DataError, FileArray, OpenFile
 from megazero.data.progress import Report
 from megazero.system.durable import sync_folder
@@ -48,7 +48,8 @@ Arrays = dict[str, FileArray]
 
 
 def default_root() -> Path:
-    return Path.home() / ".cache" / "megazero"
+    """Where orders of data and the default corpus are kept if no folder is named."""
+    return user_cache_folder()
 
 
 def key_of(what: str, facts: dict[str, Any]) -> str:
@@ -79,7 +80,8 @@ def build_once(
         temporary = own_temporary_folder() if root == default_root() else None
         if temporary is None:
             raise DataError(f"--data-cache-path {root}: {error.strerror}; name a folder that can be written") from error
-        if not (instead := temporary / "data").exists():  # said once, not for every order of every run
+        instead = temporary / "data"
+        if not complete(instead / name):  # later runs know it
             report(f"{root}: {error.strerror}; {instead} takes its place, and --data-cache-path names another folder")
         return build_once(instead, name, build, report, complete)
     with lock, _held(lock.fileno(), name, report):

@@ -201,9 +201,9 @@ class TextGenerator:
         fate = (
             "the oldest leave the context, and every token takes a whole forward pass"
             if learned
-            else "it was trained on shorter ones"
+            else "the model continues texts that are longer than all it was trained on"
         )
-        self.note(f"up to {total} tokens, more than the model's {most}: beyond them {fate}")
+        self.note(f"up to {total} tokens, more than the model's {most}: beyond {most} tokens {fate}")
 
 
 def _show(piece: str, streaming: bool) -> None:

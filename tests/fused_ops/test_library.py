@@ -114,6 +114,9 @@ def test_without_a_home_kernels_are_cached_in_a_folder_of_the_users_own(closed_h
     own = closed_home / f"megazero-{os.getuid()}"
     assert found.exists() and own in found.parents and own.stat().st_mode & 0o777 == 0o700
     assert kept.find_or_build(cpu_target("generic")) == found
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)  # as for a user without an account
+    assert kept.find_or_build(cpu_target("generic")) == found
     monkeypatch.setenv("MEGAZERO_KERNEL_CACHE", str(closed_home.parent / "home" / "kernels"))
     with pytest.raises(NotADirectoryError):
         kept.find_or_build(cpu_target("generic"))

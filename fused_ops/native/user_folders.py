@@ -1,4 +1,4 @@
-"""A cache of this user's own in the system's temporary folder, for users whose home cannot be written."""
+"""Where what is compiled and computed once is kept: in the user's cache folder, else in the system's temporary one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+
+
+def user_cache_folder() -> Path:
+    """The folder megazero of $XDG_CACHE_HOME or ~/.cache. It may be closed to this user.
+
+    A user without a home and without an account, as containers have, gets a path that nobody can write:
+    `own_temporary_folder` takes its place as that of any other home that is closed.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "megazero"
+    except RuntimeError:  # pathlib's words for a user whom the system does not know
+        return Path(os.devnull) / "megazero"
 
 
 def own_temporary_folder() -> Path | None:
