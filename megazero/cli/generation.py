@@ -20,7 +20,7 @@ from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
-from megazero.data.tokenizer_differences import begins_of, differences
+from megazero.data.tokenizer_differences import begins_of, told_of_differences
 from megazero.inference.broadcast_json import read_on_first_rank
 from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.conversation import Conversation, converse, start_messages, user_message
@@ -57,10 +57,9 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     try:
         sampling_of(sampling_flags(args), args.seed)
     except ValueError as error:
-        wrong += [
-            f"--{problem[: problem.index(' ')].replace('_', '-')}{problem[problem.index(' ') :]}"
-            for problem in str(error).split("; ")
-        ]
+        for problem in str(error).split("; "):
+            name, _, fault = problem.partition(" ")
+            wrong.append(f"--{name.replace('_', '-')} {fault}")
     if args.ids and args.tokenizer:
         wrong.append(f"--ids and --tokenizer {args.tokenizer} exclude each other")
     if args.system is not None and not args.chat:
@@ -130,8 +129,7 @@ def told_of_tokenizer(args: argparse.Namespace, loaded: LoadedModel, tokenizer: 
         )
     elif begins:
         yield f"{words} is put before every prompt, as transformers does for this tokenizer; --no-prefix puts nothing"
-    if ignored := differences(tokenizer):
-        yield f"the tokenizer's files say what transformers applies and is not applied here: {', '.join(ignored)}"
+    yield from told_of_differences(tokenizer)
 
 
 def lines_read(file: str | None, count: int) -> str | None:

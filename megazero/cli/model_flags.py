@@ -15,7 +15,7 @@ from megazero.config.schema import ParallelConfig
 from megazero.data.build import parse_data_path
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
-from megazero.data.tokenizer_record import read_tokenizer_record, tokenizer_record
+from megazero.data.tokenizer_record import recorded_flags, tokenizer_record
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
@@ -94,8 +94,6 @@ def ways_to_name_one(loaded: LoadedModel) -> str:
     """The flags that name a tokenizer, for a model without one; with what the data of its training record of theirs."""
     flags = "--tokenizer and --tokenizer-path"
     with suppress(DataError):
-        for prefix in parse_data_path(loaded.run.data.data_path).prefixes:
-            record = read_tokenizer_record(prefix)
-            if record is not None:
-                return f"{flags} ({record.as_flags(prefix)})"
+        recorded = recorded_flags(parse_data_path(loaded.run.data.data_path).prefixes)
+        return flags if recorded is None else f"{flags} ({recorded})"
     return flags

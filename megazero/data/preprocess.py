@@ -24,7 +24,7 @@ from megazero.data.input_files import ReaderOptions, find_files, is_json
 from megazero.data.input_report import InputReport
 from megazero.data.progress import Progress, Report
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
-from megazero.data.tokenizer_differences import begins_of, differences
+from megazero.data.tokenizer_differences import begins_of, told_of_differences
 from megazero.data.tokenizer_record import tokenizer_record
 from megazero.data.utf8 import count_replaced, is_utf8
 from megazero.data.writer import PairWriter
@@ -150,8 +150,7 @@ def _told_of_tokenizer(tokenizer: Tokenizer) -> Iterator[str]:
             f"transformers puts {' '.join(map(str, begins))} before a text for this tokenizer; documents begin without "
             "it, and --append-eod ends them"
         )
-    if ignored := differences(tokenizer):
-        yield f"the tokenizer's files say what transformers applies and is not applied here: {', '.join(ignored)}"
+    yield from told_of_differences(tokenizer)
 
 
 def raw_batches(

@@ -25,6 +25,12 @@ def differences(tokenizer: Tokenizer) -> list[str]:
     return [*_differences(tokenizer)] if isinstance(tokenizer, HuggingFaceTokenizer | CompletedTokenizer) else []
 
 
+def told_of_differences(tokenizer: Tokenizer) -> Iterator[str]:
+    """A line with all `differences`, if there are any."""
+    if ignored := differences(tokenizer):
+        yield f"the tokenizer's files say what transformers applies and is not applied here: {', '.join(ignored)}"
+
+
 def _differences(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> Iterator[str]:
     config, pieces = tokenizer.tokens.config, tokenizer.pieces()
     key = CLEAN_BPE

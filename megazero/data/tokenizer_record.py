@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,6 +82,15 @@ def read_tokenizer_record(prefix: str | Path) -> TokenizerRecord | None:
             f"{path} is no valid record of a tokenizer; without the file, the ids of {prefix}.bin are used as they are"
         )
     return found
+
+
+def recorded_flags(prefixes: Sequence[str]) -> str | None:
+    """The sentence with the flags of the first pair that records its tokenizer. A damaged record says nothing here."""
+    for prefix in prefixes:
+        with suppress(DataError):
+            if (record := read_tokenizer_record(prefix)) is not None:
+                return record.as_flags(prefix)
+    return None
 
 
 def require_tokenizer_record(prefix: str | Path, now: TokenizerRecord) -> None:

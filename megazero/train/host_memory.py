@@ -66,4 +66,4 @@ def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:
     if grid.device.type != "cpu" or not (uses_disks(run) or writes_activations(run)):
         return HostMemory(grid.device)
     peaks = run_peaks(run, grid.axes, grid.device.type).of(grid.at.pp)
-    return HostMemory(grid.device, peaks.device_bytes + peaks.host_bytes)
+    return HostMemory(grid.device, peaks.total_bytes)

@@ -25,7 +25,7 @@ from megazero.data.input_files import find_files
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import (
     path_of,
-    read_tokenizer_record,
+    recorded_flags,
     require_tokenizer_record,
     tokenizer_record,
 )
@@ -222,12 +222,8 @@ def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
 
 def _forgotten_tokenizer(run: Run) -> Iterator[str]:
     """What the first pair that records its tokenizer says of it, for a run that names neither one nor a vocabulary."""
-    for prefix in _pairs(run).get("--data-path", ()):
-        with suppress(DataError):
-            then = read_tokenizer_record(prefix)
-            if then is not None:
-                yield f"--data-path: {then.as_flags(prefix)}"
-                return
+    recorded = recorded_flags(_pairs(run).get("--data-path", ()))
+    yield from () if recorded is None else (f"--data-path: {recorded}",)
 
 
 def _missing_data(run: Run) -> list[str]:

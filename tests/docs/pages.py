@@ -10,7 +10,7 @@ from pathlib import Path
 from docs.extension.made import MADE
 
 ROOT = Path(__file__).resolve().parents[2]
-_FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=fence)\s*$", re.M | re.S)
+FENCE = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n]*)\n(?P<body>.*?)^(?P=fence)\s*$", re.M | re.S)
 
 
 def pages() -> list[str]:
@@ -26,12 +26,12 @@ def text_of(page: str) -> str:
 
 def fences(page: str, language: str) -> list[str]:
     """The bodies of the page's blocks of a language."""
-    return [found["body"] for found in _FENCE.finditer(text_of(page)) if found["language"].strip() == language]
+    return [found["body"] for found in FENCE.finditer(text_of(page)) if found["language"].strip() == language]
 
 
 def prose(page: str) -> str:
     """The page without its blocks."""
-    return _FENCE.sub("", text_of(page))
+    return FENCE.sub("", text_of(page))
 
 
 def by_hand(page: str) -> str:

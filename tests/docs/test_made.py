@@ -13,7 +13,7 @@ from docs.extension.links import anchors
 from docs.extension.options import all_options
 from docs.extension.setup import INCLUDED, listed
 from megazero.cli.main import SUBCOMMANDS
-from tests.docs.pages import ROOT, pages, text_of
+from tests.docs.pages import FENCE, ROOT, pages, text_of
 
 ANEW = "`python -m docs.extension` writes it anew"
 
@@ -91,9 +91,8 @@ def test_every_command_has_its_help_on_the_page_of_commands() -> None:
 
 def hidden(text: str) -> list[str]:
     """What a forge would not show, or show raw: links and pictures without words, directives, roles."""
-    code = re.compile(r"^(?P<fence>`{3,})(?P<language>[^\n]*)\n.*?^(?P=fence)\s*$", re.M | re.S)
-    directives = [block["language"] for block in code.finditer(text) if block["language"].startswith("{")]
-    prose = code.sub("", text)
+    directives = [block["language"] for block in FENCE.finditer(text) if block["language"].startswith("{")]
+    prose = FENCE.sub("", text)
     nameless = re.findall(r"!?\[\s*\]\([^)]*\)", prose)
     return directives + nameless + re.findall(r"^:::.*$|\{[a-z:]+\}`[^`]*`", prose, re.M)
 
