@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -60,6 +61,19 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
 )
 """The subcommands by name."""
 
+OF_OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "chat": "generate MODEL --chat --interactive",
+        "finetune": "pretrain --init-from MODEL --instruction-data FILE",
+        "sft": "pretrain --init-from MODEL --instruction-data FILE",
+        "lora": "pretrain --init-from MODEL --lora-rank 16",
+        "export": "convert --input CHECKPOINT --to hf --output FOLDER",
+        "tokenize": "prepare-data",
+        "run": "pretrain",
+    }
+)
+"""Words that name a command of other programs, without dashes -> what does the same here."""
+
 HELP = "-h", "--help", "help"
 USAGE = "usage: megazero COMMAND [flags]\n       megazero COMMAND --help\n       megazero --version"
 EXAMPLES = """examples:
@@ -84,10 +98,13 @@ def load_program(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def unknown_command_message(name: str) -> str:
-    """The message for an unknown command. It suggests the command of a script of that name, or one spelled alike."""
-    bare = name.removesuffix(".py").rpartition("/")[2]
-    same = [known for known, command in SUBCOMMANDS.items() if command.script.endswith(f"/{bare}.py")]
-    hint = f"; did you mean {same[0]}?" if same else did_you_mean(bare.replace("_", "-"), SUBCOMMANDS)
+    """The message for an unknown command. It suggests the command of a script of that name, what other programs call
+    so, or a command spelled alike.
+    """
+    bare = name.removesuffix(".py").rpartition("/")[2].replace("_", "-")
+    same = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == bare.replace("-", "_")]
+    meant = same[0] if same else OF_OTHERS.get(bare.replace("-", ""))
+    hint = f"; did you mean {meant}?" if meant else did_you_mean(bare, SUBCOMMANDS)
     return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"
 
 

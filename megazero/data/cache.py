@@ -81,7 +81,7 @@ def build_once(
         if temporary is None:
             raise DataError(f"--data-cache-path {root}: {error.strerror}; name a folder that can be written") from error
         instead = temporary / "data"
-        if not complete(instead / name):  # later runs know it
+        if not instead.is_dir():  # told once: the folder's second content, and later runs, are silent
             report(f"{root}: {error.strerror}; {instead} takes its place, and --data-cache-path names another folder")
         return build_once(instead, name, build, report, complete)
     with lock, _held(lock.fileno(), name, report):

@@ -120,9 +120,8 @@ def stage_contents(blocks: int, *, embedding: bool, head: bool, chunks: int = 1)
 def schedule_sentence(name: str, stages: int, micro_batches: int, virtual_stages: int, bubble: float, live: int) -> str:
     """The schedule in a sentence. bubble: a fraction of the step. live: the most micro-batch activations on a rank."""
     if stages == 1:
-        return (
-            f"one stage: {micro_batches} micro-batch{'' if micro_batches == 1 else 'es'} one after the other, no bubble"
-        )
+        work = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches one after the other"
+        return f"one stage: {work}, no bubble"
     chunks = f", {virtual_stages} model chunks per rank" if virtual_stages > 1 else ""
     return (
         f"{name}{chunks}: {micro_batches} micro-batches over {stages} stages, bubble {100 * bubble:.1f}% of the step, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megazero
-from megazero.cli.main import SUBCOMMANDS, main
+from megazero.cli.main import OF_OTHERS, SUBCOMMANDS, main
 from megazero.convert.names import FORMATS
 from megazero.convert.registry import format_table
 
@@ -77,6 +78,8 @@ def test_every_script_is_there_and_is_the_command() -> None:
         ("pretrian", "there is no command 'pretrian'; did you mean pretrain? (megazero --help lists them all)"),
         ("generate_text", "did you mean generate?"),
         ("tools/preprocess_data.py", "did you mean prepare-data?"),
+        ("chat", "did you mean generate MODEL --chat --interactive?"),
+        ("fine-tune", "did you mean pretrain --init-from MODEL --instruction-data FILE?"),
         ("xyzzy", "there is no command 'xyzzy' (megazero"),
         ("--tp", "there is no command '--tp' (megazero"),
     ],
@@ -85,6 +88,15 @@ def test_an_unknown_command_is_one_error(word: str, said: str, capsys: pytest.Ca
     assert main([word, "--help"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("meant", sorted(set(OF_OTHERS.values())))
+def test_what_is_suggested_exists(meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *rest = meant.split()
+    with contextlib.suppress(SystemExit):  # argparse ends so
+        main([name, "--help-all" if name == "pretrain" else "--help"])
+    told = capsys.readouterr().out
+    assert f"usage: megazero {name}" in told and all(word in told for word in rest if word.startswith("--"))
 
 
 def test_without_a_command_there_is_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,14 +141,14 @@ def test_without_a_home_the_default_cache_is_a_folder_of_the_users_own(tmp_path,
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     said: list[str] = []
 
-    def made(root: Path) -> list[int]:
-        return cached_arrays(root, "order", FACTS, lambda say: {"x": np.arange(3)}, said.append)["x"][:].tolist()
+    def made(root: Path, what: str = "order") -> list[int]:
+        return cached_arrays(root, what, FACTS, lambda say: {"x": np.arange(3)}, said.append)["x"][:].tolist()
 
     own = tmp_path / "tmp" / f"megazero-{os.getuid()}"
-    assert made(default_root()) == made(default_root()) == [0, 1, 2]
+    assert made(default_root()) == made(default_root()) == made(default_root(), "samples") == [0, 1, 2]
     assert (own / "data" / f"{key_of('order', FACTS)}").is_dir()
     told = f"{tmp_path}/home/.cache/megazero: Not a directory; {own}/data takes its place"
-    assert [line.startswith(told) for line in said] == [True], "only when something is built there"
+    assert [line.startswith(told) for line in said] == [True], "once, when the first content is built there"
     with pytest.raises(DataError, match="Not a directory; name a folder that can be written"):
         made(tmp_path / "home" / "mine")
     monkeypatch.delenv("HOME")

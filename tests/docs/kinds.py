@@ -33,16 +33,12 @@ TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64"
 DATA = "--data-path my-data --tokenizer hf --tokenizer-path models/bloom"
 STEPS = "--global-batch-size 8 --eval-iters 0 --train-iters 2 --data-cache-path cache"
 FOUR = "--train-iters 4 --save-interval 2"
-EPOCHS = "--global-batch-size 4 --eval-iters 0 --data-cache-path cache"
 
 SHRUNK: Mapping[str, str] = {
     r"megazero pretrain --ranks 2 --tp 2 --train-iters 20": f"{TINY} {DATA} {STEPS}",
     r"megazero pretrain --ranks 2 --train-iters 150 ": f"{TINY} {DATA} {STEPS} --train-iters 6",
     r"megazero pretrain --ranks 4 ": f"{TINY} {DATA} {STEPS}",
-    r"megazero pretrain --ranks 2 --data-path .* --epochs 2": f"{TINY.replace('4', '1', 1)} {EPOCHS} --lr 3e-3",
     r"megazero pretrain --ranks 2 --data-path .* --save runs/(mine|calmer) ": f"{TINY} {STEPS} {FOUR}",
-    r"megazero pretrain --ranks 2 --init-from runs/base ": EPOCHS,
-    r"megazero pretrain --data-path my-data .* --epochs 20 ": f"{TINY.replace('4', '1', 1)} --data-cache-path cache",
     r"megazero pretrain --train-iters 20 --metrics-file": f"{TINY} {DATA} {STEPS}",
     r"torchrun .* --init-from models/gpt2 ": STEPS,
     r"torchrun .* --instruction-data ": f"{STEPS} --seq-length 64",

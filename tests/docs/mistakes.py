@@ -30,6 +30,7 @@ MINE = f"megazero pretrain {MODEL} {STEPS} --data-cache-path cache"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Names of commands and flags": (
         "megazero train",
+        "megazero chat runs/mine",
         "megazero preprocess-data",
         "megazero pretrain --num-layer 4",
         "megazero pretrain --learning-rate 1e-3",

@@ -17,9 +17,10 @@ from megazero.cli.main import SUBCOMMANDS, main
 from megazero.cli.training import train
 from megazero.config.parse import parse_run
 from megazero.launch import Environment
+from tests.docs import newcomer
 from tests.docs.kinds import ELSEWHERE, SHRUNK, elsewhere, program, shrunk_numbers, training
 from tests.docs.pages import ROOT, Command, all_commands, commands, fences, pages
-from tests.docs.place import furnish, write_chats, write_texts
+from tests.docs.place import furnish
 from tests.parity.training import job_on_rank
 from tests.ranks import run_ranks
 
@@ -87,25 +88,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Pages:
-    return Pages(place, tmp_path_factory.mktemp("own"))
+def said(place: Path) -> Pages:
+    return Pages(place)
 
 
 class Pages:
     """Runs the commands of a page, in order and once, and keeps what each said."""
 
-    def __init__(self, place: Path, own: Path) -> None:
-        self.place, self.own = place, own
+    def __init__(self, place: Path) -> None:
+        self.place = place
         self.done: dict[str, list[str]] = {}
-
-    def folder(self, page: str) -> Path:
-        return self.own if page == OWN_TEXT else self.place
 
     def of(self, page: str) -> list[str]:
         if page not in self.done:
             if page in BEFORE:
                 self.of(BEFORE[page])
-            self.done[page] = [run(command, self.folder(page)) for command in run_here(page)]
+            self.done[page] = [run(command, self.place) for command in run_here(page)]
         return self.done[page]
 
 
@@ -165,11 +163,16 @@ def test_the_commands_of_a_page_run(page: str, said: Pages) -> None:
 
 
 @pytest.mark.slow
-def test_from_a_folder_of_text_to_a_model_that_talks(said: Pages) -> None:
+def test_from_a_folder_of_text_to_a_model_that_talks(tmp_path: Path) -> None:
+    """As a newcomer does it: processes in a folder that is no clone, without a home, in the C locale."""
     pytest.importorskip("jinja2")
-    write_texts(said.own)
-    write_chats(said.own / "chats.jsonl")
-    told = said.of(OWN_TEXT)
+    environment = newcomer.surroundings(tmp_path, Path(sys.executable).parent)
+    newcomer.furnish(tmp_path)
+    told = []
+    for command in commands(OWN_TEXT):
+        done = newcomer.run(command.line, tmp_path, environment)
+        assert done.returncode == 0, f"{command}: status {done.returncode}\n{done.stdout}{done.stderr}"
+        told.append(done.stdout)
     assert len(told) == 7
     assert "20 documents" in told[1] and "20 documents in 20 sequences" in told[2]
     assert "made with: hf of 300 tokens" in told[2]
@@ -202,6 +205,6 @@ def execute(text: str, said: Pages, page: str) -> str:
     """What a page's program prints, after the page's commands."""
     said.of(page)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
-        patch.chdir(said.folder(page))
+        patch.chdir(said.place)
         exec(compile(shrunk_numbers(text), page, "exec"), {})
     return told.getvalue()

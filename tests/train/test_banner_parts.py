@@ -174,7 +174,7 @@ def test_activations_that_leave_are_told() -> None:
 
 def test_sentences_and_tables() -> None:
     assert "bubble 20.0%" in schedule_sentence("1f1b", 4, 12, 1, 0.2, 4)
-    assert "no bubble" in schedule_sentence("1f1b", 1, 1, 1, 0.0, 1)
+    assert schedule_sentence("1f1b", 1, 1, 1, 0.0, 1) == "one stage: 1 micro-batch, no bubble"
     assert fused_ops_table({"softmax": "reference", "adam": "reference", "gelu": "cpu"}).splitlines() == [
         "reference  softmax, adam",
         "cpu        gelu",
