@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, NoReturn
 
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
@@ -37,6 +39,8 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
     if args.output is not None and not args.output.parent.is_dir():
         wrong.append(f"--output {args.output}: there is no folder {args.output.parent}")
+    if args.output is not None and args.output.is_dir():
+        wrong.append(f"--output {args.output}: is a folder; name a file in it")
     if wrong:
         raise ConfigError(wrong)
 
@@ -86,7 +90,7 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     scorer = Scorer(loaded.run, loaded.stages, grid, args.micro_batch_size)
     totals, began = Totals(), time.perf_counter()
     progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
-    unfinished = None if args.output is None or grid.rank else args.output.with_name(f"{args.output.name}.unfinished")
+    unfinished, finished = (None, None) if args.output is None or grid.rank else output_places(args.output)
     with ExitStack() as stack:
         lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
         chosen = (
@@ -103,10 +107,22 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
                 progress.reach(totals.documents)
     if totals.documents == 0:
         raise DataError("there are no documents in what was named")
-    if unfinished is not None:
-        unfinished.replace(args.output)
+    if unfinished is not None and finished is not None:
+        unfinished.replace(finished)
     if grid.rank == 0:
         report(args, windowing, totals, time.perf_counter() - began)
+
+
+def output_places(output: Path) -> tuple[Path, Path | None]:
+    """(where the lines are written, where that file is moved in the end; None: it stays).
+
+    Lines for a device or a pipe, such as /dev/stdout, are written there: moving a file to it would put an end to it.
+    A link stays, and the file that it leads to is replaced.
+    """
+    if output.exists() and not output.is_file():
+        return output, None
+    finished = Path(os.path.realpath(output))
+    return finished.with_name(f"{finished.name}.unfinished"), finished
 
 
 def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, seconds: float) -> None:

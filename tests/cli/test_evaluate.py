@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 import struct
 import sys
 from contextlib import nullcontext
@@ -173,6 +175,7 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         (("--data-path", "x", "--stride", 0, "--limit", -1), ["--stride 0: must be at least 1", "--limit -1"]),
         (("--data-path", "x", "--no-prefix", "--prefix-id", 3), ["exclude each other"]),
         (("--data-path", "x", "--output", tmp_path / "no" / "file"), ["there is no folder"]),
+        (("--data-path", "x", "--output", tmp_path), ["is a folder; name a file in it"]),
     )
     for words, problems in wrong:
         with pytest.raises(ConfigError) as caught:
@@ -191,6 +194,25 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     write_pair(tmp_path / "large", [[[1, 2]], [[1, VOCABULARY]]])
     with pytest.raises(DataError, match=f"large, document 1: token {VOCABULARY} is not in the model's vocabulary"):
         evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
+
+
+def test_what_is_no_file_is_written_into_and_a_link_stays(folder: Path, tmp_path: Path) -> None:
+    """Moving a file to a device, which root may do, would take the device away."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for name in ("pipe", "link"):
+            evaluate(
+                arguments(folder, "--data-path", folder / "pair", "--output", tmp_path / name), single_process_grid()
+            )
+        told = os.read(reader, 1 << 16)
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link").is_symlink()
+    lines = told.splitlines()
+    assert len(lines) == len(PAIR) and lines == (tmp_path / "target").read_bytes().splitlines()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]
 
 
 def test_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
