@@ -136,7 +136,7 @@ def body_of(dtype: torch.dtype) -> str:
     if not _multiplies(dtype):
         return TORCH
     if (library := _kernel(dtype, choice())) is not None:
-        return f"the {library.level} kernel"
+        return f"{library.level} kernel"
     built = cpu_library(choice())
     if built is None or built.on_device:
         return WIDENED

@@ -112,7 +112,8 @@ def block_products() -> str:
 
 def product_bodies() -> str:
     """How products of each dtype are computed on this CPU."""
-    return "; ".join(f"{name} by {products.body_of(dtype)}" for dtype, name in SUFFIXES.items())
+    bodies = {name: products.body_of(dtype) for dtype, name in SUFFIXES.items()}
+    return "; ".join(f"{name} by {'the ' * body.endswith(' kernel')}{body}" for name, body in bodies.items())
 
 
 def compiled(device: torch.device | str, dtype: torch.dtype, *, fp8: bool = False) -> tuple[str, ...]:

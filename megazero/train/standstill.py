@@ -50,21 +50,37 @@ class SkippedSteps:
         counts = skipped if self.least is None else skipped & (scale <= self.least)
         self.in_a_row = torch.where(counts, self.in_a_row + 1, 0)
 
+    def now(self) -> int:
+        """The steps that were skipped up to now. Waits for the device."""
+        return int(self.in_a_row.item())
+
     def are_too_many(self) -> bool:
         """Whether the run is to end. Waits for the device."""
-        return self.most > 0 and int(self.in_a_row.item()) >= self.most
+        return self.most > 0 and self.now() >= self.most
+
+    def spoil_the_end(self, steps: int) -> bool:
+        """Whether a run that has made so many steps ends without having learned anything: in several skipped steps in
+        a row, or in its only one. Waits for the device.
+        """
+        return self.most > 0 and self.now() >= min(2, max(1, steps))
 
 
 def standstill_text(
-    run: Run, grid: ProcessGrid, state: TrainState, stages: Sequence[nn.Module], evaluate: Callable[[], object]
+    run: Run,
+    grid: ProcessGrid,
+    state: TrainState,
+    skipped: SkippedSteps,
+    stages: Sequence[nn.Module],
+    evaluate: Callable[[], object],
 ) -> str:
     """Why the run ends, for one message. evaluate: the forward passes of a step without gradients, on all ranks.
 
     A collective of all ranks.
     """
-    most, precision = run.optimizer.max_skipped_steps, run.optimizer.precision
+    number, precision = skipped.now(), run.optimizer.precision
+    steps = "step was" if number == 1 else f"{number} steps were"
     least = " at the least loss scale" * (precision == "fp16")
-    told = f"--max-skipped-steps {most}: the last {most} steps were skipped{least}, and nothing was learned"
+    told = f"--max-skipped-steps {skipped.most}: the last {steps} skipped{least}, and nothing was learned"
     weight = bad_weight_anywhere(run, grid, state)
     if weight is not None:
         return f"{told}: {weight}"

@@ -234,12 +234,16 @@ class Trainer:
         if not (self.waits_for_device or (saves and self.position.iteration % saves == 0)):
             return
         if self.skipped.are_too_many():
-            size = self.run.schedule.global_batch_size
-            batches = self.batches.train.micro_batches(self.position.consumed_samples - size, size)
-            self.log.flush()
-            engine = self.engine if isinstance(self.engine, PipelineEngine) else self.engine.engine
-            parts = self.run, self.grid, self.state, engine.stages
-            raise ConfigError([standstill_text(*parts, lambda: self.engine.evaluate(batches))])
+            raise self.standstill()
+
+    def standstill(self) -> ConfigError:
+        """The error of a run that learns nothing any more. A collective of all ranks."""
+        size = self.run.schedule.global_batch_size
+        batches = self.batches.train.micro_batches(self.position.consumed_samples - size, size)
+        self.log.flush()
+        engine = self.engine if isinstance(self.engine, PipelineEngine) else self.engine.engine
+        parts = self.run, self.grid, self.state, self.skipped, engine.stages
+        return ConfigError([standstill_text(*parts, lambda: self.engine.evaluate(batches))])
 
     @property
     def waits_for_device(self) -> bool:
@@ -257,7 +261,21 @@ class Trainer:
             self.evaluate()
         every = self.run.checkpoint.save_interval
         if every and iteration % every == 0:
-            self.save(last=False)
+            self.save_at_interval()
+
+    def save_at_interval(self) -> None:
+        """Save, but not after steps that were skipped for good: such a checkpoint would hold the weights that an
+        earlier one has, or that nobody wants, and --keep-last-k would delete a good one for it.
+        """
+        number = self.skipped.now()
+        if number and self.save_policy is not None:
+            self.log.note(
+                f"iteration {self.position.iteration} is not saved: its last {number} steps changed no weight"
+                if number > 1
+                else f"iteration {self.position.iteration} is not saved: it changed no weight"
+            )
+            return
+        self.save(last=False)
 
     def log_compilation_time(self, seconds: float) -> None:
         """Log once, if --compile compiles anything, the seconds of the first step (with compilation) and the second."""
@@ -295,7 +313,8 @@ class Trainer:
     def at_the_end(self) -> None:
         """Evaluate a finished run, with --test-iters on the test part too; save if the position is not saved yet.
 
-        If this process has trained no step, neither. A collective of all ranks.
+        If this process has trained no step, neither. Raises ConfigError on all ranks if the last steps of a finished
+        run were skipped. A collective of all ranks.
         """
         if self.steps_here:
             self.state.model.wait_parameters()
@@ -304,10 +323,13 @@ class Trainer:
                 self.evaluate()
             if self.finished() and self.batches.test:
                 self._evaluate(self.batches.test, self.run.trainer.test_iters)
-            self.save(last=True)
+            if not (self.finished() and self.skipped.now() == self.steps_here):  # else there is nothing new to save
+                self.save(last=True)
             self.log.flush()
         saved = self.save_policy is not None and self.save_policy.saved_at == self.position.iteration
         self.whole_steps.end(self.position, self.log, needed=not (saved or self.finished()))
+        if self.steps_here and self.finished() and self.skipped.spoil_the_end(self.steps_here):
+            raise self.standstill()
 
     def save(self, *, last: bool) -> None:
         """Save, unless this position is saved already. last: return only when it is on disk. A collective of all

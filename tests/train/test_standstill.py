@@ -13,6 +13,7 @@ from megazero.checkpoint.folder import list_checkpoints
 from megazero.config.schema import OptimizerConfig
 from megazero.config.source import ConfigError
 from megazero.mpu.parameter import spec_of
+from megazero.train.job import Job
 from megazero.train.standstill import SkippedSteps
 from tests.parity.training import data_flags, job_on_rank, train
 from tests.ranks import run_ranks
@@ -35,17 +36,26 @@ def test_only_steps_at_the_least_scale_count() -> None:
     assert int(never.in_a_row) == 50 and not never.are_too_many()
 
 
-def spoilt(rank: int, size: int, words: list[str], what: str, value: float) -> str:
-    """Train with one number of a weight set (on the rank that has it) before the first step; what the run ends with."""
-    job, _ = job_on_rank(rank, size, words)
+def spoil(job: Job, what: str, value: float) -> None:
+    """Set one number of a weight, on the rank that has it."""
     with torch.no_grad():
         for portion in job.state.optimizer.portions({"weight"}):
             for fragment in portion:
                 if fragment.spec.name == what and fragment.start == 0:
                     fragment.weight.view(-1)[0] = value
         job.state.optimizer.after_load()
+
+
+def spoilt(rank: int, size: int, words: list[str], what: str, value: float, after: int = 0) -> str:
+    """Train with one number of a weight set after so many steps; what the run ends with."""
+    job, _ = job_on_rank(rank, size, words)
+    if not after:
+        spoil(job, what, value)
     with pytest.raises(ConfigError) as said:
-        job.fit()
+        for step in job.trainer.steps():
+            if step.iteration == after:
+                spoil(job, what, value)
+        job.trainer.at_the_end()
     return str(said.value)
 
 
@@ -82,7 +92,22 @@ def test_what_is_not_finite_is_named(case: str, corpus: Path, tmp_path: Path) ->
         said = spoilt(0, 1, line, what, value) if ranks == 1 else run_ranks(ranks, spoilt, ranks, line, what, value)[3]
         assert "--max-skipped-steps 3: the last 3 steps were skipped" in said
         assert re.search(message, said.splitlines()[1]), said
-        assert [number for number, _ in list_checkpoints(tmp_path / f"saved{ranks}")] == [2], "nothing after the third"
+        assert [number for number, _ in list_checkpoints(tmp_path / f"saved{ranks}")] == [], "nothing was learned"
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2 --pp 2 --zero-stage 1"])
+@pytest.mark.parametrize(("after", "left"), [(0, []), (4, [2, 4, 7])])
+def test_a_run_that_ends_in_skipped_steps_fails_and_keeps_its_checkpoints(
+    after: int, left: list[int], layout: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Fewer of them than end a run. Those at an interval are not saved; the end is, where anything was learned."""
+    words = f"{MODEL} {LENGTH} --precision bf16 --train-iters 7 --save {tmp_path / 'saved'} --save-interval 2 {layout}"
+    line, ranks = [*words.split(), *data_flags(corpus, tmp_path)], 4 if layout else 1
+    what = line, "blocks.1.mlp.up.weight", math.nan, after
+    said = run_ranks(ranks, spoilt, ranks, *what)[0] if layout else spoilt(0, 1, *what)
+    number = 7 - after
+    assert f"--max-skipped-steps 20: the last {number} steps were skipped, and nothing was learned: blocks.1." in said
+    assert [number for number, _ in list_checkpoints(tmp_path / "saved")] == left
 
 
 def test_weights_are_looked_at_before_the_first_step(corpus: Path, tmp_path: Path) -> None:
