@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
+from megazero.config.derive import micro_batch_order
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.mpu.axes import axes_of
+from megazero.config.tiers import offload_of
+from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, Tried
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_memory import rank_words
 from megazero.plan.tier_peaks import TierPeaks, run_peaks
 
 SHOWN = 3
 """Columns of a peak that are named, and changes that are offered."""
+ENOUGH = 2
+"""Micro-batches of a step that a search looks at, at least."""
+HOPELESS = 16
+"""Where the state is so many times what a host holds, flags of one host are no way out, and none is searched for."""
 
 
 class HostRoom(NamedTuple):
@@ -44,8 +53,7 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     buffers of activations do not hold what they should.
 
     kind: of device, cpu or cuda; it decides the body of attention, and so what attention keeps. The run must know its
-    vocabulary. A search for what makes it fit walks through the steps of some other runs: it can take minutes where a
-    list is long.
+    vocabulary. A search for what makes it fit walks through the steps of some other runs.
     """
     budgets, axes = budgets_of(run, kind), axes_of(run.parallel, world_size)
     try:
@@ -72,13 +80,15 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
     needed = sum(states[axes.coordinates(rank).pp] for rank in here)
     if needed <= memory.limit:
         return []
+    told = f"the model state of all ranks of this host ({len(here)}) takes {needed:,} bytes of its memory, and all "
+    told += f"processes here may have {memory.limit:,}"
+    if needed > HOPELESS * memory.limit:
+        hosts = math.ceil(needed / memory.limit)
+        return [f"{told}: it takes {hosts} such hosts, and a layout of --tp, --pp or --zero-stage 3 over their ranks"]
     own = max(0, memory.limit // len(here) - memory.process)
     budgets = Budgets(together=own) if kind == "cpu" else Budgets(host=own)
     first = max((axes.coordinates(rank).pp for rank in here), key=states.__getitem__)
-    return [
-        f"the model state of all ranks of this host ({len(here)}) takes {needed:,} bytes of its memory, and all "
-        f"processes here may have {memory.limit:,}; {_what_fits(run, world_size, kind, budgets, first)}"
-    ]
+    return [f"{told}; {_what_fits(run, world_size, kind, budgets, first)}"]
 
 
 def _excess(peaks: TierPeaks, budgets: Budgets, whose: str) -> str:
@@ -112,7 +122,8 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 
 def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, first: int) -> str:
-    search = BudgetSearch(run, world_size, kind, budgets, first)
+    """What to change, in words. The search looks at a step of few micro-batches (`shortened`)."""
+    search = BudgetSearch(shortened(run, axes_of(run.parallel, world_size)), world_size, kind, budgets, first)
     fitting = list(islice(search.single(), SHOWN))
     if fitting:
         return f"nearest: {', or '.join(_offered(tried, budgets) for tried in fitting)}"
@@ -122,6 +133,22 @@ def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, first: in
     if tried.fits:
         return f"no single flag makes it fit; nearest: {_offered(tried, budgets)}"
     return f"no single flag makes it fit; nearest, and still too much: {_offered(tried, budgets)}"
+
+
+def shortened(run: Run, axes: Axes) -> Run:
+    """The run with as many micro-batches in a step as fill its pipeline and show what one leaves behind for the next.
+
+    In horizontal order each micro-batch frees what it took, so that a step's peak is that of its first few. A list of
+    hundreds of micro-batches takes seconds, and a search walks through dozens of lists. In vertical order all
+    micro-batches count, and where a share of activations leaves, which ones do depends on all of them: the run stays
+    as it is.
+    """
+    p, rows = run.parallel, run.schedule.micro_batch_size * axes.dp
+    enough = max(ENOUGH, 4 * p.pp * p.virtual_stages)
+    depends = micro_batch_order(p) == "vertical" or offload_of(p.offload_activations).share < 1
+    if depends or micro_batches_of(run, axes) <= enough:
+        return run
+    return replace(run, schedule=replace(run.schedule, global_batch_size=enough * rows, rampup_batch_size=None))
 
 
 def _offered(tried: Tried, budgets: Budgets) -> str:

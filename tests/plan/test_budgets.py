@@ -10,7 +10,7 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, MemoryChange
-from megazero.plan.budgets import HostRoom, host_problems, memory_problems
+from megazero.plan.budgets import HostRoom, host_problems, memory_problems, shortened
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.rates import ASSUMED
 from megazero.plan.step_lists import StageLists
@@ -50,6 +50,53 @@ def offered(told: str) -> list[str]:
     """The flags that a sentence offers as fitting."""
     assert "still too much" not in told
     return [flags for flags, _ in re.findall(r"(?:nearest: |, or )(--.+?) \(([\d,]+ bytes[^)]*)\)", told)]
+
+
+SHORTENED = (
+    "",
+    "--offload-optimizer cpu:0.5 --nvme-buffer-bytes 200KB",
+    "--offload-gradients cpu --nvme-buffer-bytes 200KB --late-update",
+    "--offload-gradients nvme --offload-optimizer nvme --nvme-path x --nvme-buffer-bytes 200KB",
+    "--offload-params cpu",
+    "--offload-params nvme:0.5 --nvme-path x --micro-batch-order horizontal",
+    "--offload-activations cpu --recompute-granularity selective",
+    "--offload-activations nvme --nvme-path x",
+)
+"""What leaves the device, in horizontal order."""
+
+
+@pytest.mark.parametrize("words", SHORTENED)
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        (2, "--zero-stage 3"),
+        (4, "--pp 2 --zero-stage 2"),
+        (2, "--pp 2 --virtual-stages 2 --pipeline-schedule interleaved"),
+        (2, "--pp 2 --virtual-stages 2 --pipeline-schedule zb-v"),
+    ],
+)
+def test_a_shortened_step_has_the_peaks_of_the_whole(ranks: int, layout: str, words: str) -> None:
+    run = asked(f"{words} {layout} --micro-batch-size 1 --global-batch-size 100", ranks)
+    axes = axes_of(run.parallel, ranks)
+    short = shortened(run, axes)
+    assert short.schedule.global_batch_size < 40
+    found = [[(peaks.device, peaks.host) for peaks in run_peaks(each, axes, "cpu").every()] for each in (short, run)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("words", ["--offload-params nvme --nvme-path x", "--offload-activations cpu:0.5"])
+def test_a_step_whose_micro_batches_all_count_is_not_shortened(words: str) -> None:
+    run = asked(f"{words} --micro-batch-size 1 --global-batch-size 100")
+    assert shortened(run, axes_of(run.parallel, 1)) == run
+
+
+def test_what_takes_many_hosts_is_not_searched_for() -> None:
+    run = asked("")
+    (told,) = host_problems(run, 1, "cpu", range(1), HostRoom(10_000, 0))
+    assert re.search(
+        r"takes [\d,]+ bytes of its memory, and all processes here may have 10,000: it takes \d+ such", told
+    )
 
 
 def test_the_peak_on_the_device_is_that_of_the_memory_trace() -> None:
