@@ -63,7 +63,7 @@ def read_yaml(path: str | Path, named_by: str = "--config") -> ConfigSource:
     """
     source = ConfigSource(str(path))
     try:
-        content = load_yaml(Path(path))
+        content = load_yaml(Path(path), numbers=False)
     except Unreadable as reason:
         source.problems.append(f"{named_by} {reason}")
         source.unread = True
@@ -133,7 +133,7 @@ def _read_key(source: ConfigSource, key: str, value: object, section: str | None
         hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(
             key, run_options()
         )
-        source.problems.append(f"{source.name}: there is no {where}{hint}")
+        source.problems.append(f"{source.name}: there is no {where if len(where) <= 80 else shown(where)}{hint}")
         return
     if section is not None and known.section != section:
         source.problems.append(f"{source.name}: there is no {where}; {known.name} belongs to {known.section}")

@@ -79,15 +79,29 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-def load_yaml(path: Path) -> Any:
-    """The values of a YAML file; None for an empty one. Raises Unreadable for a file that is no YAML or too large."""
+class _WordsLoader(_Loader):
+    """The same, and numbers are words as they are written: which field takes a number is not known here. (YAML 1.1 has
+    octal numbers and those to the base of 60, so that a folder called 0042 would be 34, and one called 12:30 750.)
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML wants it
+        first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in ("int", "float")]
+        for first, known in _Loader.yaml_implicit_resolvers.items()
+    }
+
+
+def load_yaml(path: Path, *, numbers: bool = True) -> Any:
+    """The values of a YAML file; None for an empty one. Raises Unreadable for a file that is no YAML or too large.
+
+    numbers: whether what looks like a number is one; False: it is a word, as it is written.
+    """
     text = read_text(path, BOUNDS.settings, piped=True)
     if sum(text.count(mark) for mark in "\n,:[{") > BOUNDS.settings_parts:
         raise Unreadable(
             f"{path} has more than {BOUNDS.settings_parts:,} parts, which is more than a file of settings holds"
         )
     try:
-        loader = _Loader(text)
+        loader = _Loader(text) if numbers else _WordsLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None

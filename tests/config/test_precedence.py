@@ -131,15 +131,15 @@ def test_a_dump_is_nested_by_section_and_complete() -> None:
         ("modle: {num_layers: 3}", "there is no modle; did you mean model?"),
         ("parallel: {num_layers: 3}", "there is no parallel.num_layers; num_layers belongs to model"),
         ("schedule: {lr: fast}", "schedule.lr: 'fast' is not a number"),
-        ("parallel: {tp: 1.5}", "parallel.tp: 1.5 is not a whole number"),
+        ("parallel: {tp: 1.5}", "parallel.tp: '1.5' is not a whole number"),
         ("parallel: {tp: true}", "parallel.tp: True is not a whole number"),
-        ("parallel: {overlap: 1}", "parallel.overlap: 1 is not true or false"),
+        ("parallel: {overlap: 1}", "parallel.overlap: '1' is not true or false"),
         ("model: {activation: gelu_tanh}", "did you mean gelu-tanh?"),
         ("parallel: {tp: null}", "parallel.tp: None is not a whole number"),
         ("schedule: {rampup_batch_size: {a: 1}}", "is not a list"),
         ("parallel: {tp: 1, tp: 2}", "the key 'tp' stands twice"),
         ("parallel: {pp: 1}\npp: 1", "gives pp a second time"),
-        ("parallel: 3", "parallel holds no fields, but 3"),
+        ("parallel: 3", "parallel holds no fields, but '3'"),
         ("- 1", "holds no settings (key: value), but a list"),
         ("a: [", "is no YAML: line 1, column 5: expected the node content"),
         ("model: {num_layers: 3}\n  lr: 3", "is no YAML: line 2, column 3: "),
@@ -162,6 +162,18 @@ def test_yaml_takes_short_numbers_aliases_and_flat_keys(tmp_path: Path) -> None:
     run = parse_run(["--config", write(tmp_path, text)], 2)
     assert (run.schedule.lr, run.schedule.train_samples) == (1e-4, 200_000_000)
     assert (run.parallel.tp, run.data.split) == (2, "100")
+
+
+def test_words_of_a_file_stay_as_they_are_written(tmp_path: Path) -> None:
+    """YAML 1.1 would read octal numbers, times to the base of 60, and fractions without their last zeros."""
+    text = "save: 0042\nmetrics_file: 1.10\ndata_path: [0.30, 007, 1e0, 12:30:45]\nnum_layers: 010\nlr: 1e-4\n"
+    run = parse_run(["--config", write(tmp_path, text), "--vocab-size", "1_000"], 1)
+    assert (run.checkpoint.save, run.trainer.metrics_file) == ("0042", "1.10")
+    assert run.data.data_path == ("0.30", "007", "1e0", "12:30:45")
+    assert (run.model.num_layers, run.schedule.lr, run.model.vocab_size) == (10, 1e-4, 1000)
+    for wrong in ("num_layers: 1:30", "split: 90:10:0"):
+        with pytest.raises(ConfigError, match=wrong.replace(": ", ".*")):
+            parse_run(["--config", write(tmp_path, wrong)], 1)
 
 
 def test_an_unreadable_value_is_reported_once(tmp_path: Path) -> None:
