@@ -8,10 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.config.schema import Run
+from megazero.checkpoint.folder import list_checkpoints
+from megazero.config.dump import RUN_FILE
+from megazero.config.schema import CheckpointConfig, Run
 from megazero.program.trace import files_of, why_not_a_trace
-from megazero.system.reading import path_error, shown
+from megazero.system.reading import listed, path_error, shown
 from megazero.telemetry.metrics import why_not_a_metrics_file
+
+NAMED = 3
+"""Names of a folder's contents in a message."""
 
 
 def unusable_places(run: Run) -> list[str]:
@@ -46,6 +51,22 @@ def unusable_places(run: Run) -> list[str]:
             f"--load {load}: is not there; a run that may have to start from scratch names the same folder as --save"
         )
     return [*problems, *_unusable_trace(run)]
+
+
+def other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """A problem if --load, which holds no checkpoint, holds anything else than a run without one leaves behind: the
+    name is a mistake, and the run would begin from scratch. The folder of --save may hold what it likes.
+    """
+    load = checkpoint.load
+    if load is None or not os.path.isdir(load) or _same_place(load, checkpoint.save):
+        return
+    inside = sorted(name for name in os.listdir(load) if not name.startswith("."))
+    strange = [name for name in inside if name != RUN_FILE]
+    if strange:
+        runs = [os.path.join(load, name) for name in strange if list_checkpoints(Path(load, name))]
+        nearest = f"; nearest: --load {' or '.join(runs[:NAMED])}" if runs else ""
+        more = ", ..." * (len(strange) > NAMED)
+        yield f"--load {load}: holds no checkpoint, but {listed(strange[:NAMED])}{more}{nearest}"
 
 
 def _is_missing(path: str) -> bool:

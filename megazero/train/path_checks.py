@@ -32,7 +32,7 @@ from megazero.data.tokenizer_record import (
 from megazero.mpu.axes import axes_of
 from megazero.system.reading import path_error
 from megazero.train.disk_checks import folder_problems, room_problems
-from megazero.train.output_checks import closed, unusable_places
+from megazero.train.output_checks import closed, other_things, unusable_places
 from megazero.train.requirements import with_default_vocabulary
 
 
@@ -78,7 +78,7 @@ def check_paths(
             run_from(there.run)  # raises Damaged for a manifest whose run has impossible values
         found = there
     if found is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
-        problems += _other_format(Path(run.checkpoint.load))
+        problems += _other_content(run.checkpoint, Path(run.checkpoint.load))
     problems += _of_another_run(run.checkpoint, found)
     opened = tokenizer is not None or run.data.tokenizer is None
     resolved = run.schedule.epochs is None  # otherwise length and rates are unknown until the data are read
@@ -156,11 +156,14 @@ def _beside_another(save: Path) -> Iterator[str]:
             )
 
 
-def _other_format(load: Path) -> Iterator[str]:
-    """A problem if --load is a model of another format: it would be ignored, and the run would start from scratch."""
+def _other_content(checkpoint: CheckpointConfig, load: Path) -> Iterator[str]:
+    """A problem if --load is a model of another format, or holds other things than checkpoints: it would be ignored,
+    and the run would start from scratch.
+    """
     try:
         format = recognise(load)
     except NoCheckpoint:
+        yield from other_things(checkpoint)
         return
     except ConversionError as error:
         yield f"--load {path_error(load, error)}"

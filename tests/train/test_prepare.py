@@ -218,14 +218,16 @@ def test_data_are_built_for_the_samples_that_were_asked(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def prepared(flags: list[object], corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def prepared(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The training samples of a run of so long that resumes from a checkpoint."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
 
     def build(length: list[object], found: Any = None) -> Any:
         monkeypatch.setattr("megazero.train.path_checks.find", lambda folder: found)
         monkeypatch.setattr("megazero.train.path_checks.resume_problems", lambda *arguments: [])
         monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
-        words = [*flags[:-4], *length, *flags[-4:], "--load", corpus.parent, "--eval-iters", 0]
+        words = [*flags[:-4], *length, *flags[-4:], "--load", saved, "--eval-iters", 0]
         shape = words.index("--train-iters")
         words[shape : shape + 2] = []
         return prepared_for(words).datasets.train

@@ -111,6 +111,21 @@ def test_a_load_that_is_not_there_is_no_start_from_scratch(flags: list[str], tmp
         train([*flags, *fine, "--validate-only"], Environment(0, 0, 1, 1))
 
 
+def test_a_load_that_holds_other_things_is_no_start_from_scratch(flags: list[str], tmp_path: Path) -> None:
+    """The folder of all runs is named easily. What a run without a checkpoint leaves is no other thing."""
+    runs = tmp_path / "runs"
+    (runs / "first" / "iter_0000002").mkdir(parents=True)
+    (runs / "empty").mkdir()
+    load = [*flags, "--load", str(runs), "--validate-only"]
+    nearest = f"--load {runs}: holds no checkpoint, but empty, first; nearest: --load {runs}/first$"
+    with pytest.raises(ConfigError, match=nearest):
+        train(load, Environment(0, 0, 1, 1))
+    train([*load, "--save", str(runs)], Environment(0, 0, 1, 1))
+    for name in ("run.yaml", ".tmp-iter_0000001-x"):
+        (runs / "empty" / name).touch()
+    train([*flags, "--load", str(runs / "empty"), "--validate-only"], Environment(0, 0, 1, 1))
+
+
 def test_a_folder_of_another_program_is_neither_gone_on_from_nor_saved_into(flags: list[str], tmp_path: Path) -> None:
     """With checkpoints beside it, the model in it could not be told from them. Names of files say what a folder is."""
     place = tmp_path / "model"
