@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import megazero
 from megazero.convert.convert import convert
@@ -102,6 +103,56 @@ def safetensors_keys(adapter: Path) -> dict[str, tuple[int, ...]]:
 
     with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
         return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+HALVES: dict[str, dict[str, Any]] = {
+    "an alpha of its own": {"r": 4, "alpha_pattern": {"q_proj": 7, "up_proj": 3}},
+    "by the root of the rank": {"r": 3, "use_rslora": True},
+    "a large factor": {"r": 4, "lora_alpha": 0.01, "alpha_pattern": {"q_proj": 12}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", HALVES)
+def test_a_factor_of_its_own_rounds_no_half_precision_adapter(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """B times the module's factor has more digits than a half has, and may be larger than one."""
+    settings = {"target_modules": ["q_proj", "v_proj", "up_proj"], **HALVES[case]}
+    adapter, again, whole = made("llama", settings, tmp_path), tmp_path / "again", tmp_path / "whole"
+    file = adapter / "adapter_model.safetensors"
+    stored = {key: value * (1e4 if "lora_B" in key else 1e-3) for key, value in load_file(file).items()}
+    save_file({key: value.to(dtype) for key, value in stored.items()}, file, {"format": "pt"})
+    theirs = in_fp32(tmp_path / "llama", adapter)
+    with open_source(adapter) as source:
+        convert(source, format_table()["peft"], again, TargetOptions(), silent)
+        assert verify(source, again, "peft", silent).holds
+        convert(source, format_table()["hf"], whole, TargetOptions(), silent)
+    for path in (adapter, again, whole):
+        assert (megazero.load(path, precision="fp32")(IDS) - theirs).abs().max() < 1e-5 * theirs.abs().max(), path
+    assert (in_fp32(tmp_path / "llama", again) - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+IDS = torch.randint(1003, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def in_fp32(base: Path, adapter: Path) -> torch.Tensor:
+    """PEFT's logits."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = with_adapters(model, adapter).eval()(IDS).logits
+    return logits
+
+
+def test_parts_of_one_layer_have_dtypes_of_their_own(tmp_path: Path) -> None:
+    """Query's adapter is in fp16, beside one of value that fp16 does not hold."""
+    adapter = made("llama", {"r": 2, "target_modules": ["q_proj", "v_proj"]}, tmp_path)
+    file = adapter / "adapter_model.safetensors"
+    stored = {key: value.half() if "q_proj" in key else value.float() for key, value in load_file(file).items()}
+    for key, value in stored.items():
+        stored[key] = value * 1e6 if "v_proj.lora_B" in key else value / 1e6 if "v_proj.lora_A" in key else value
+    save_file(stored, file, {"format": "pt"})
+    theirs = in_fp32(tmp_path / "llama", adapter)
+    assert (megazero.load(adapter, precision="fp32")(IDS) - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
 CHANGES_ITS_BASE: tuple[str, ...] = ("pissa", "pissa_niter_2", "olora", "corda", "loftq", "lora_ga", "of tomorrow")

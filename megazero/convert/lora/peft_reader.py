@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,18 @@ class _Part:
     def rank(self) -> int:
         return 0 if self.a is None else self.a.shape[0]
 
+    @property
+    def dtype_of_b(self) -> torch.dtype:
+        """Of B with its factor, a product in at least fp32: in a half, it would be rounded again, or be no number."""
+        assert self.b is not None and self.b.dtype is not None
+        return self.b.dtype if self.factor == 1.0 else torch.promote_types(self.b.dtype, torch.float32)
+
+    def scaled_b(self, dtype: torch.dtype) -> Tensor:
+        """B times its factor, [out, rank]. dtype: at least `dtype_of_b`."""
+        assert self.b is not None
+        b = self.b.read().to(dtype)
+        return b if self.factor == 1.0 else b * self.factor
+
 
 class BoundAdapters(Source):
     """The adapters of a known model, under our names."""
@@ -192,17 +205,19 @@ class BoundAdapters(Source):
                     f"{list(whole.shape)}"
                 )
         rank = parts[0].rank if self._layers[pair.layer][2] else sum(part.rank for part in parts)
-        (dtype, *_) = (part.a.dtype for part in parts if part.a is not None)
-        assert dtype is not None
         a, b = (f"{pair.layer}.{factor}" for factor in FACTORS)
-        yield a, TensorInfo((rank, weight[1]), {WEIGHT: dtype})
-        yield b, TensorInfo((weight[0], rank), {WEIGHT: dtype})
+        yield a, TensorInfo((rank, weight[1]), {WEIGHT: _widest(part.a.dtype for part in parts if part.a is not None)})
+        yield (
+            b,
+            TensorInfo((weight[0], rank), {WEIGHT: _widest(part.dtype_of_b for part in parts if part.b is not None)}),
+        )
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         layer, _, factor = name.rpartition(".")
         pair, parts, shared = self._layers[layer]
         if factor == FACTORS[0]:
-            found = [part.a.read() for part in parts if part.a is not None]
+            dtype = self.entries[name].columns[column]
+            found = [part.a.read().to(dtype) for part in parts if part.a is not None]
             return found[0] if shared else torch.cat(found)
         return pair.whole(self.model, list(_rows(self.model, pair, parts, shared, self.entries[name])))
 
@@ -211,21 +226,21 @@ def _rows(
     model: ModelConfig, pair: AdapterPair, parts: list[_Part], shared: bool, entry: TensorInfo
 ) -> Iterator[Tensor]:
     """The rows of B for each part. A part that shares no A has values only in its own columns."""
-    start = 0
+    start, dtype = 0, entry.columns[WEIGHT]
     for part, whole in zip(parts, pair.parts(model, torch.empty(entry.shape, device="meta")), strict=True):
         if shared:
-            assert part.b is not None
-            yield _times(part.b.read(), part.factor)
+            yield part.scaled_b(dtype)
             continue
-        rows = torch.zeros(tuple(whole.shape), dtype=entry.columns[WEIGHT])
+        rows = torch.zeros(tuple(whole.shape), dtype=dtype)
         if part.b is not None:
-            rows[:, start : start + part.rank] = _times(part.b.read(), part.factor)
+            rows[:, start : start + part.rank] = part.scaled_b(dtype)
         start += part.rank
         yield rows
 
 
-def _times(b: Tensor, factor: float) -> Tensor:
-    return b if factor == 1.0 else b * factor
+def _widest(dtypes: Iterable[torch.dtype | None]) -> torch.dtype:
+    """A dtype that holds the numbers of all of these."""
+    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype is not None))
 
 
 def _share_a(parts: list[_Part]) -> bool:
