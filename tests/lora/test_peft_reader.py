@@ -5,6 +5,8 @@ are of.
 from __future__ import annotations
 
 import json
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from safetensors.torch import load_file, save_file
 import megazero
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
+from megazero.convert.hf.families import FAMILIES
+from megazero.convert.lora.expressions import matcher
+from megazero.convert.lora.targets import OF_FAMILY
 from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
@@ -164,7 +169,21 @@ MORE: tuple[dict[str, Any], ...] = (
     {"key_of_tomorrow": 3},
     {"bias": "all"},
     {"peft_type": "IA3"},
-    {"alpha_pattern": {"(a+)+b": 2}},
+    {"peft_type": None},
+    {"task_type": "SEQ_CLS"},
+    {"target_modules": 3},
+    {"target_modules": [3]},
+    {"target_modules": r"(?i)Q_PROJ"},
+    {"exclude_modules": {"q_proj": 1}},
+    {"layers_to_transform": "0"},
+    {"layers_to_transform": True},
+    {"layers_pattern": "layers"},
+    {"layers_pattern": ["(layers"]},
+    {"rank_pattern": [2]},
+    {"rank_pattern": {"q_proj": "2"}},
+    {"rank_pattern": {"q_proj": 2.0}},
+    {"rank_pattern": {"q_proj": 0}},
+    {"alpha_pattern": {r"(a)\1": 2}},
     {"alpha_pattern": {"q_proj": "2"}},
     {"alpha_pattern": {"q_proj": -2}},
     {"alpha_pattern": [2]},
@@ -186,6 +205,110 @@ def test_only_what_is_known_to_be_plain_is_read(tmp_path: Path) -> None:
     for change in plain:
         file.write_text(json.dumps(config | change))
         open_source(adapter).closing.close()
+
+
+KEYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"target_modules": ["q_proj"]},
+    {"target_modules": ["self_attn.q_proj", "k_proj", "v_proj", "o_proj", "mlp.gate_proj", "up_proj", "down_proj"]},
+    {"target_modules": ["proj"]},
+    {"target_modules": []},
+    {"target_modules": None},
+    {"target_modules": "All-Linear"},
+    {"target_modules": r".*_proj"},
+    {"target_modules": r"model\.layers\.\d+\.(self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj"},
+    {"target_modules": r"^.*?layers.*?(?=self_attn|mlp).*\b[a-z]{1,4}_proj$"},
+    {"target_modules": r".*\.(?!q_)\w+_proj"},
+    {"target_modules": r"_proj"},
+    {"target_modules": r".*", "layers_to_transform": [0, 1]},
+    {"exclude_modules": ["q_proj"]},
+    {"exclude_modules": ["proj"]},
+    {"exclude_modules": r".*q_proj"},
+    {"exclude_modules": r"q_proj"},
+    {"layers_to_transform": [0]},
+    {"layers_to_transform": 1},
+    {"layers_to_transform": [1, 0]},
+    {"layers_to_transform": []},
+    {"layers_to_transform": [0, 1], "layers_pattern": "layers"},
+    {"layers_to_transform": [0, 1], "layers_pattern": ["blocks", "layers"]},
+    {"layers_to_transform": [0, 1], "layers_pattern": "blocks"},
+    {"layers_pattern": "layers"},
+    {"r": 3},
+    {"r": 1},
+    {"r": 9, "rank_pattern": {r".*_proj": 2}},
+    {"rank_pattern": {"q_proj": 2}},
+    {"rank_pattern": {"q_proj": 3}},
+    {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "q_proj": 3}},
+    {"rank_pattern": {"roj": 3}},
+    {"rank_pattern": {r"^model.layers.\d.*": 2}, "r": 4},
+    {"rank_pattern": {"(q|k)_proj": 4}},
+    {"alpha_pattern": {"(q|k)_proj": 40, "self_attn.*": 7}},
+    {"alpha_pattern": {r"^model\.layers\.1\..*": 40, "oj": 70}},
+    {"task_type": None},
+)
+"""Keys that say which modules have an adapter, of which rank and scale."""
+
+
+def test_the_tensors_are_those_that_the_keys_name(tmp_path: Path) -> None:
+    """PEFT makes the modules that its keys name, and leaves tensors of others out. We read what it reads whole."""
+    adapter = made("llama", {"r": 2, "target_modules": "all-linear"}, tmp_path)
+    file, stored = adapter / "adapter_config.json", safetensors_keys(adapter)
+    config, read = json.loads(file.read_text()), []
+    for change in KEYS:
+        file.write_text(json.dumps(config | change))
+        try:
+            base = their_base(tmp_path / "llama")
+            theirs = with_adapters(base, adapter)
+            made_there = {
+                key.replace(".default", ""): tuple(value.shape)
+                for key, value in theirs.named_parameters()
+                if "lora_" in key
+            }
+        except (ValueError, RuntimeError):
+            made_there = {}
+        if made_there != stored:
+            with pytest.raises(ConversionError, match=next(iter(change))):
+                open_source(adapter)
+            continue
+        with in_float64(), torch.no_grad():
+            logits = theirs(IDS).logits
+        assert (megazero.load(adapter, precision="fp64")(IDS) - logits).abs().max() < 1e-10 * logits.abs().max(), change
+        read.append(change)
+    assert len(read) == 22 and {} in read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_of_a_target_modules_that_is_null(family: str) -> None:
+    peft = pytest.importorskip("peft.utils.constants")
+    assert list(OF_FAMILY[family]) == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[family]
+
+
+EXPRESSIONS = r"""a+b (a|ab)(c|bcd)d* a{2} a{2,} a{1,3}b? (?:a*)*b [^a-c]+ []a]b \w+\.\d ^a.*b$ (?!a).* a(?=b).*
+    .*\ba\b.* a| (a?){3} (a|b)*?c \. a\.b""".split()
+NOT_UNDERSTOOD = r"(a a) a** (?i)a (a)\1 (?<=a)b [a a\ a{2 \x41 ((((((((((a))))))))))".split()
+
+
+def test_expressions_are_those_of_re() -> None:
+    names = ["".join(letters) for length in range(5) for letters in product("abc.1", repeat=length)]
+    for expression in EXPRESSIONS:
+        ours, theirs = matcher(expression), re.compile(expression)
+        assert [*map(ours, names)] == [theirs.fullmatch(name) is not None for name in names], expression
+    for unknown in (
+        r"(a",
+        r"a)",
+        r"a**",
+        r"(?i)a",
+        r"(a)\1",
+        r"(?<=a)b",
+        r"[a",
+        "a\\",
+        r"a{2",
+        r"\x41",
+        "(" * 20 + ")" * 20,
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            matcher(unknown)
+    assert not matcher(r"((a+)+)+(\w|.)*(.|..)*!")("a" * 60)
 
 
 def test_a_base_that_peft_has_changed_is_not_the_one_on_disk(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.hf.config import family_for, read_json
 from megazero.convert.hf.rearrange import TRANSPOSED, TRANSPOSED_THIRDS
 from megazero.convert.hf.rules import Names, Rule
+from megazero.convert.hf.tables import Family
 from megazero.convert.lora.merged import FACTORS, AdaptedSource, AdaptersAlone
 from megazero.convert.source import WEIGHT, ConversionError, Source
 
@@ -195,13 +196,18 @@ def _slots(module: _Module, adapters: Source, wanted: torch.dtype | None) -> Ite
     yield TensorHeader(key_of(module.name, "B"), wanted or b.columns[WEIGHT], (rows, rank))
 
 
-def names_for(model: ModelConfig, base: Source) -> Names:
-    """The names of the base model's family, or of a family that computes the same where the model comes from none.
+def family_of(model: ModelConfig, base: Source) -> Family:
+    """The base model's family, or one that computes the same where the model comes from none.
 
     Raises ConversionError.
     """
     own = base.companions.get("config.json")
-    return family_for(model, read_json(own).get("model_type") if own else None).names
+    return family_for(model, read_json(own).get("model_type") if own else None)
+
+
+def names_for(model: ModelConfig, base: Source) -> Names:
+    """The names of `family_of`. Raises ConversionError."""
+    return family_of(model, base).names
 
 
 def adapters_of(source: Source) -> Source:

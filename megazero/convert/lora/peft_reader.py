@@ -8,7 +8,6 @@ in B where a part has no adapter.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from megazero.config.validate import out_of_range
 from megazero.convert.hf.config import read_json
 from megazero.convert.hf.files import LazyTensor, tensors_of
 from megazero.convert.lora.merged import FACTORS, UnboundAdapters
-from megazero.convert.lora.peft import CONFIG, TENSORS, AdapterPair, key_of, names_for, pairs_of_block
+from megazero.convert.lora.peft import CONFIG, TENSORS, AdapterPair, family_of, key_of, pairs_of_block
+from megazero.convert.lora.targets import AdapterTargets, adapter_targets
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.system.reading import shown
 
@@ -36,20 +36,20 @@ TORCH_TENSORS = "adapter_model.bin"
 _ANY = frozenset(
     """alpha_pattern auto_mapping base_model_name_or_path eva_config exclude_modules fan_in_fan_out inference_mode
     layers_pattern layers_to_transform lora_alpha lora_dropout megatron_config megatron_core peft_version
-    qalora_group_size r rank_pattern revision runtime_config target_modules task_type use_rslora""".split()
+    qalora_group_size r rank_pattern revision runtime_config target_modules use_rslora""".split()
 )
-"""Keys of adapter_config.json that leave an adapter W + scale B A whatever they hold, or of which the scale is made."""
+"""Keys of adapter_config.json that leave an adapter W + scale B A whatever they hold, or of which the scale or the set
+of modules (`targets`) is made.
+"""
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 """Keys that leave it so with these values. Other ways to begin (PiSSA, OLoRA, CorDA, LoftQ) change W."""
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], ())
 """The values with which every other key, also one that nobody knows yet, leaves it so."""
-_PLAIN = re.compile(r"[\w.]+")
-"""A pattern of module names that is a name. PEFT takes regular expressions."""
-
 
 _CONVERTED = (
     "; PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...) makes plain LoRA of an adapter that "
@@ -72,13 +72,19 @@ def open_peft(path: Path) -> PeftAdapters:
     config = read_json(path / CONFIG)
     wrong = [
         f"{key} {shown(value)}"
-        for key, value in config.items()
+        for key, value in {"peft_type": None, **config}.items()
         if key not in _ANY and value not in _ONLY.get(key, _NOTHING)
     ]
     if wrong:
         begun = isinstance(config.get("init_lora_weights"), str) * _CONVERTED
-        raise ConversionError(f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA, W + scale B A{begun}")
-    _check_patterns(path, config)
+        raise ConversionError(
+            f"{path / CONFIG}: {', '.join(wrong)}; what is read is plain LoRA of a causal language model, "
+            f"W + scale B A{begun}"
+        )
+    try:
+        targets = adapter_targets(config)
+    except ValueError as error:
+        raise ConversionError(f"{path / CONFIG}: {error}") from error
     for key, field in (("r", "lora_rank"), ("lora_alpha", "lora_alpha")):
         try:
             reason = out_of_range(field, run_options()[field].from_value(config.get(key)) or 0)
@@ -92,40 +98,22 @@ def open_peft(path: Path) -> PeftAdapters:
     if not adapter_file(path).is_file():
         raise ConversionError(f"{path} has {CONFIG}, and neither {TENSORS} nor {TORCH_TENSORS} beside it")
     with ExitStack() as stack:
-        source = PeftAdapters(path, config, dict(tensors_of(adapter_file(path), stack)))
+        source = PeftAdapters(path, config, targets, dict(tensors_of(adapter_file(path), stack)))
         source.closing = stack.pop_all()
     return source
-
-
-def _check_patterns(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse an alpha_pattern that is not names of modules with a number each."""
-    patterns = config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise ConversionError(f"{path / CONFIG}: alpha_pattern {shown(patterns)} is no object")
-    for name, alpha in patterns.items():
-        is_number = type(alpha) in (int, float) and 0 < alpha < math.inf
-        if not _PLAIN.fullmatch(name) or not is_number:
-            raise ConversionError(
-                f"{path / CONFIG}: alpha_pattern {shown(name)}: {shown(alpha)} is not the name of a module, or the end "
-                "of one, with a number above 0"
-            )
 
 
 class PeftAdapters(UnboundAdapters):
     """PEFT's two files, before the model that they belong to is known."""
 
-    def __init__(self, path: Path, config: Mapping[str, Any], stored: Mapping[str, LazyTensor]) -> None:
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], targets: AdapterTargets, stored: Mapping[str, LazyTensor]
+    ) -> None:
         base = config.get("base_model_name_or_path")
         lora = LoraConfig(lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]))
         super().__init__("peft", path, Run(checkpoint=CheckpointConfig(init_from=base), lora=lora), {})
         self.stored, self.by_root = stored, bool(config.get("use_rslora"))
-        self._alphas: dict[str, float] = config.get("alpha_pattern") or {}
-
-    def alpha_of(self, module: str) -> float:
-        """The alpha of a module: of the first pattern that its name ends with, else the adapter's."""
-        ends = (alpha for end, alpha in self._alphas.items() if re.search(rf"(^|\.){end}$", module))
-        assert self.run.lora.lora_alpha is not None
-        return next(ends, self.run.lora.lora_alpha)
+        self.targets = targets
 
     def on(self, base: Source) -> Source:
         return BoundAdapters(self, base)
@@ -166,12 +154,12 @@ class BoundAdapters(Source):
             checkpoint=replace(base.run.checkpoint, init_from=files.run.checkpoint.init_from),
         )
         super().__init__("peft", files.path, run, {}, closing=files.closing)
-        names, left = names_for(base.model, base), set(files.stored)
+        family, left = family_of(base.model, base), set(files.stored)
         self._layers: dict[str, tuple[AdapterPair, list[_Part], bool]] = {}
         entries: dict[str, TensorInfo] = {}
         for number in range(base.model.num_layers):
-            for pair in pairs_of_block(names, number, layers_of(base.model)):
-                parts = [self._part(files, module) for module in pair.modules]
+            for pair in pairs_of_block(family.names, number, layers_of(base.model)):
+                parts = [self._part(files, module, family.model_type) for module in pair.modules]
                 left -= {key_of(module, factor) for module in pair.modules for factor in "AB"}
                 if any(part.rank for part in parts):
                     self._layers[pair.layer] = pair, parts, _share_a(parts)
@@ -182,9 +170,15 @@ class BoundAdapters(Source):
             )
         self.entries = entries
 
-    def _part(self, files: PeftAdapters, module: str) -> _Part:
+    def _part(self, files: PeftAdapters, module: str, family: str) -> _Part:
         a, b = key_of(module, "A"), key_of(module, "B")
+        left_out = files.targets.leaves_out(module, family)
         if a not in files.stored and b not in files.stored:
+            if left_out is None:
+                raise ConversionError(
+                    f"{files.path / CONFIG}: {files.targets.said('target_modules')} gives {module} an adapter, and "
+                    f"{adapter_file(files.path).name} has no {a}"
+                )
             return _Part()
         shapes = [files.stored[key].shape if key in files.stored else () for key in (a, b)]
         if any(len(shape) != 2 for shape in shapes) or shapes[0][0] != shapes[1][1]:
@@ -192,7 +186,14 @@ class BoundAdapters(Source):
         rank = shapes[0][0]
         if not rank:
             raise ConversionError(f"{adapter_file(files.path)}: {a} is of rank 0")
-        own = files.alpha_of(module) / (math.sqrt(rank) if files.by_root else rank)
+        assert self.run.lora.lora_rank is not None and self.run.lora.lora_alpha is not None
+        where, wanted = files.targets.rank(module, self.run.lora.lora_rank)
+        told = f"{adapter_file(files.path).name} has {a} of rank {rank}"
+        if left_out is not None:
+            raise ConversionError(f"{files.path / CONFIG}: {left_out} gives {module} no adapter, and {told}")
+        if rank != wanted:
+            raise ConversionError(f"{files.path / CONFIG}: {where} gives {module} rank {wanted}, and {told}")
+        own = files.targets.alpha(module, self.run.lora.lora_alpha) / (math.sqrt(rank) if files.by_root else rank)
         return _Part(files.stored[a], files.stored[b], own / scale(self.run.lora))
 
     def _entries(self, base: Source, pair: AdapterPair, parts: list[_Part]) -> Iterator[tuple[str, TensorInfo]]:
