@@ -1,4 +1,4 @@
-"""Values in a narrower dtype, as every writer of a checkpoint takes them: a finite number never becomes infinite."""
+"""Values in a narrower dtype, as all take them that write or read weights: a finite number never becomes infinite."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class OutOfRange(CheckpointError):
         self.fits = [wider for wider in reversed(PRECISION_OF) if torch.finfo(wider).max >= abs(number)]
         """The dtypes that hold the number, the narrowest first."""
 
+    def nearest(self, flag: str) -> str:
+        """The message with the values of a flag that hold the number."""
+        return f"{self}; nearest: {flag} {' or '.join(PRECISION_OF[dtype] for dtype in self.fits)}"
+
 
 def narrowed(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The values, [any], rounded to a dtype; the same tensor if they have it. Infinities and NaNs stay what they are.
@@ -32,3 +36,11 @@ def narrowed(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if overflowed.any():
         raise OutOfRange(name, values[overflowed].abs().max().item(), dtype)
     return rounded
+
+
+def require_range(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The values as they are, if `narrowed` takes them. It takes no memory for a copy, and raises as that does."""
+    wider = values.numel() > 0 and torch.finfo(values.dtype).max > torch.finfo(dtype).max
+    if wider and not torch.stack(torch.aminmax(values)).to(dtype).isfinite().all():
+        narrowed(values, dtype, name)
+    return values

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megazero.checkpoint.narrowing import OutOfRange
-from megazero.config.dtypes import PRECISION_OF
 from megazero.convert.companions import read_contents, write_companions
 from megazero.convert.formats import Format, TargetOptions
 from megazero.convert.layout import layout_problems
@@ -44,8 +43,7 @@ def convert(source: Source, target: Format, output: Path, options: TargetOptions
         try:
             target.write(source, temporary, options, lambda count: progress.reach(progress.done + count / size))
         except OutOfRange as error:
-            fits = " or ".join(PRECISION_OF[dtype] for dtype in error.fits)
-            raise ConversionError(f"{error}; nearest: --dtype {fits}") from error
+            raise ConversionError(error.nearest("--dtype")) from error
         if not target.has_companions:
             write_companions(read_contents(source.companions, source.report.notes.append), temporary)
     seconds = max(time.monotonic() - began, 1e-9)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megazero.checkpoint.agreement import raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint
+from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.reader import read_manifest
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -17,7 +18,7 @@ from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError, Source
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, spec_of
-from megazero.train.init_from import open_on_all_ranks
+from megazero.train.init_from import open_on_all_ranks, refuse_on_all_ranks
 from megazero.zero.frozen import FrozenParameters
 
 PEFT = "peft"
@@ -94,9 +95,11 @@ def peft_files(run: Run) -> Callable[[Path], None] | None:
 def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
     """Fill this rank's frozen parameters from the checkpoint at `path`; return the name of its format.
 
-    A collective of the world: `open_on_all_ranks` and `raise_on_all_ranks`. Raises as `init_from.load_weights` does.
+    A collective of the world: `open_on_all_ranks`, `refuse_on_all_ranks` and `raise_on_all_ranks`. Raises as
+    `init_from.load_weights` does.
     """
     failure: Exception | None = None
+    beyond: OutOfRange | None = None
     name = ""
     opened = open_on_all_ranks(path, grid)
     try:
@@ -105,9 +108,12 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
             problems = [problem for p in frozen.by_name.values() if (problem := _misfit(source, spec_of(p)))]
             if problems:
                 raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems[:20])}")
-            frozen.fill(lambda spec: source.read(spec.name))
+            frozen.fill(lambda spec: require_range(source.read(spec.name), frozen.by_name[spec.name].dtype, spec.name))
+    except OutOfRange as error:
+        beyond = error
     except Exception as error:
         failure = error
+    refuse_on_all_ranks(path, grid, beyond)
     raise_on_all_ranks(grid.world, grid.device, failure)
     return name
 

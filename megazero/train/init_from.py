@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks
+from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks, text_of_lowest
 from megazero.checkpoint.format import range_of
 from megazero.checkpoint.manager import CheckpointedState
+from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
 from megazero.config.shape import shape_settings
-from megazero.config.source import ConfigSource
+from megazero.config.source import ConfigError, ConfigSource
 from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
@@ -105,10 +106,12 @@ def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
 
     The text names what was read, and keys that were not used or were filled. If the model has more tokens than the
     checkpoint, the new rows start as the mean of the others. A collective of the world: `open_on_all_ranks`,
-    `raise_on_all_ranks` and the gathers of `after_load`. Raises ConversionError (on the other ranks a CheckpointError
-    with its text) if the checkpoint cannot be read or does not fit the model.
+    `refuse_on_all_ranks`, `raise_on_all_ranks` and the gathers of `after_load`. Raises ConversionError (on the other
+    ranks a CheckpointError with its text) if the checkpoint cannot be read or does not fit the model, and ConfigError
+    for a weight that the precision does not hold.
     """
     failure: Exception | None = None
+    beyond: OutOfRange | None = None
     told = ""
     opened = open_on_all_ranks(path, grid)
     portions = state.portions(["weight"])
@@ -116,11 +119,25 @@ def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
         with opened as source, closing(portions):
             _fill(source, state.stored(), portions)
             told = "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
+    except OutOfRange as error:
+        beyond = error
     except Exception as error:
         failure = error
+    refuse_on_all_ranks(path, grid, beyond)
     raise_on_all_ranks(grid.world, grid.device, failure)
     state.after_load()
     return told
+
+
+def refuse_on_all_ranks(path: str, grid: ProcessGrid, error: OutOfRange | None) -> None:
+    """Raise ConfigError on all ranks if one has a weight that its precision does not hold.
+
+    A collective of the world, as `text_of_lowest`.
+    """
+    own = None if error is None else f"--init-from {path}: {error.nearest('--precision')}"
+    told = text_of_lowest(grid.world, grid.device, own)
+    if told is not None:
+        raise ConfigError([told[1]]) from error
 
 
 def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
@@ -170,7 +187,8 @@ def _copy(source: Source, fragment: Fragment) -> None:
     """Copy the weights into one fragment; the rows that it overlaps are read at once."""
     parts, (_, *columns) = sub_boxes(range_of(fragment)), fragment.spec.box
     first, last = min(part.box[0][0] for part in parts), max(part.box[0][1] for part in parts)
-    rows = _rows(source, fragment.spec.name, ((first, last), *columns))
+    name = fragment.spec.name
+    rows = require_range(_rows(source, name, ((first, last), *columns)), fragment.weight.dtype, name)
     origins = (first, *(start for start, _ in columns))
     for part in parts:
         into = fragment.weight[part.offset : part.offset + part.numel].view(part.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.narrowing import OutOfRange, narrowed
+from megazero.checkpoint.narrowing import OutOfRange, narrowed, require_range
 from megazero.checkpoint.save_plan import values_to_write
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
+from megazero.convert.loading import model_of
+from megazero.convert.lora.merged import merge_adapter
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import WEIGHT, ConversionError
 from megazero.data.progress import silent
-from megazero.mpu.parameter import ParameterKind, shard
+from megazero.mpu.parameter import ParameterKind, shard, spec_of
 from megazero.zero.fragment import Fragment, StoredFragment
 from tests.convert.sources import BLOOM, Made, made
 
@@ -60,6 +63,23 @@ def test_no_format_gets_an_infinity_for_a_number(name: str, moments: bool, tmp_p
     assert not any(tmp_path.iterdir())
 
 
+def test_a_model_that_is_opened_gets_none_either() -> None:
+    """Weights that `load`, `generate` and `evaluate` compute with are rounded too."""
+    ends = rf"nowhere: {NAME} holds 70000, and torch\.float16 ends at 65504; nearest: --precision bf16 or fp32 or fp64$"
+    with pytest.raises(ConversionError, match=ends):
+        model_of(large(False), precision="fp16")
+    opened = dict(model_of(large(False), precision="bf16").stage.named_parameters())
+    (weight,) = (value for value in opened.values() if spec_of(value).name == NAME)
+    assert weight[0, 0] == math.inf and weight[1, 1].isnan() and weight[5, 3] < -6.9e4
+
+
+def test_a_sum_with_adapters_is_a_number() -> None:
+    weight, a, b = torch.full((3, 4), 6e4, dtype=HALF), torch.ones(2, 4), torch.tensor([[0.0, 0], [1, 2], [3e3, 3e3]])
+    assert merge_adapter(weight[:2], a, b[:2], 2.0, NAME).isfinite().all()
+    with pytest.raises(OutOfRange, match=f"{NAME} holds 72000, and torch.float16 ends at 65504"):
+        merge_adapter(weight, a, b, 2.0, NAME)
+
+
 def test_every_format_that_is_written_is_here() -> None:
     assert len(WRITTEN) >= 6
 
@@ -91,9 +111,12 @@ def test_a_number_rounds_or_is_refused(
 ) -> None:
     values = torch.tensor([[beside, number]], dtype=stored)
     if rounded is not None:
+        assert require_range(values, dtype, "it") is values
         assert narrowed(values, dtype, "it")[0, 1] == rounded
         return
     with pytest.raises(OutOfRange) as said:
         narrowed(values, dtype, "it")
+    with pytest.raises(OutOfRange, match=re.escape(str(said.value))):
+        require_range(values, dtype, "it")
     assert all(torch.finfo(fits).max >= abs(number) for fits in said.value.fits)
     assert torch.float64 in said.value.fits and dtype not in said.value.fits

@@ -115,12 +115,35 @@ def test_weights_are_looked_at_before_the_first_step(corpus: Path, tmp_path: Pat
     job, _ = job_on_rank(0, 1, [*words, "--precision", "fp32", "--train-iters", "1", "--save", str(tmp_path / "start")])
     (first,) = [p for s in job.stages for p in s.parameters() if spec_of(p).name == "blocks.0.mlp.up.weight"]
     with torch.no_grad():
-        first.view(-1)[5] = -7e4
+        first.view(-1)[-5] = -7e4
     job.fit()
     again = [*words, "--precision", "fp16", "--init-from", str(tmp_path / "start")]
     with pytest.raises(ConfigError, match=r"--init-from .*: blocks\.0\.mlp\.up\.weight holds -69\d+, and torch"):
         job_on_rank(0, 1, again)
     job_on_rank(0, 1, [*words, "--precision", "bf16", "--init-from", str(tmp_path / "start")])
+
+
+@pytest.mark.parametrize("flags", ["", "--lora-base-bits 8", "--zero-stage 3"])
+def test_frozen_weights_are_looked_at_too(flags: str, corpus: Path, tmp_path: Path) -> None:
+    """They have no master weight, and the number would be infinite on every step."""
+    words = [*f"{MODEL} {LENGTH}".split(), *data_flags(corpus, tmp_path)]
+    job, _ = job_on_rank(0, 1, [*words, "--precision", "fp32", "--train-iters", "1", "--save", str(tmp_path / "start")])
+    (last,) = [p for s in job.stages for p in s.parameters() if spec_of(p).name == "blocks.1.mlp.up.weight"]
+    with torch.no_grad():
+        last.view(-1)[-5] = -7e4
+    job.fit()
+    again = [*words, "--lora-rank", "2", "--init-from", str(tmp_path / "start"), *flags.split()]
+    for said in run_ranks(4, refused, 4, [*again, "--precision", "fp16", "--tp", "2"]):
+        assert re.search(
+            r"--init-from .*: blocks\.1\.mlp\.up\.weight holds 69\d+, and .* --precision bf16 or fp32", said
+        )
+    job_on_rank(0, 1, [*again, "--precision", "bf16"])
+
+
+def refused(rank: int, size: int, words: list[str]) -> str:
+    with pytest.raises(ConfigError) as said:
+        job_on_rank(rank, size, words)
+    return str(said.value)
 
 
 def test_a_run_that_learns_is_not_ended(corpus: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.blocks import opmath_dtype, rows_of
+from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.window import TensorInfo
 from megazero.config.lora import scale
 from megazero.config.schema import LoraConfig
@@ -51,7 +52,12 @@ class AdaptedSource(Source):
             return weight
         layer = name.removesuffix("weight")
         a, b = self.adapters.read(layer + _A), self.adapters.read(layer + _B)
-        return merge_adapter(weight, a, b, scale(self.adapters.run.lora))
+        try:
+            return merge_adapter(weight, a, b, scale(self.adapters.run.lora), name)
+        except OutOfRange as error:
+            raise ConversionError(
+                f"{self.base.path} with the adapters of {self.path}: {error.nearest('a base in')}"
+            ) from error
 
 
 class AdaptersAlone(Source):
@@ -85,9 +91,9 @@ def weight_of(name: str) -> str:
 
 
 @torch.no_grad()
-def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, factor: float, name: str) -> Tensor:
     """weight + factor b a, rounded once to weight's dtype: [out, in], [r, in], [out, r]. Sums are in fp32, or in fp64
-    where anything is fp64.
+    where anything is fp64. Raises OutOfRange for a sum that weight's dtype does not hold. name: of the weight.
 
     It works on blocks of rows, so that it takes little more memory than a copy of the weight.
     """
@@ -96,7 +102,8 @@ def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor
     block = rows_of(weight, weight.shape[1])
     for start in range(0, weight.shape[0], block):
         rows = slice(start, start + block)
-        out[rows] = torch.addmm(weight[rows].to(dtype), b[rows].to(dtype), a, alpha=factor)
+        merged = torch.addmm(weight[rows].to(dtype), b[rows].to(dtype), a, alpha=factor)
+        out[rows] = require_range(merged, weight.dtype, name)
     return out
 
 
