@@ -18,6 +18,7 @@ from megazero.cli.model_flags import not_positive, parallel_of, problems, tokeni
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
+from megazero.convert.tokenizers import no_tokenizer
 from megazero.data.indexed import DataError
 from megazero.data.input_files import ReaderOptions
 from megazero.data.progress import Progress, to_stderr
@@ -73,7 +74,7 @@ def documents(
     if args.input:
         if tokenizer is None:
             raise DataError(
-                f"--input: {checkpoint_of(args)} leads to no tokenizer; name one by {ways_to_name_one(loaded)}"
+                f"--input: {checkpoint_of(args)} {no_tokenizer(loaded.report)}; name one by {ways_to_name_one(loaded)}"
             )
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")

@@ -18,6 +18,7 @@ from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, pro
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
+from megazero.convert.tokenizers import no_tokenizer
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_differences import begins_of, told_of_differences
@@ -96,7 +97,8 @@ def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
     found = tokenizer_named(args, loaded)
     if found is None:
         raise DataError(
-            f"{checkpoint_of(args)} leads to no tokenizer; name one by {ways_to_name_one(loaded)}, or work on --ids"
+            f"{checkpoint_of(args)} {no_tokenizer(loaded.report)}; name one by {ways_to_name_one(loaded)}, or "
+            "work on --ids"
         )
     if not args.chat:
         return found

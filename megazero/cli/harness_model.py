@@ -13,6 +13,7 @@ from megazero.convert.hf.config import read_json
 from megazero.convert.loading import open_on_grid
 from megazero.convert.registry import open_source
 from megazero.convert.source import Source
+from megazero.convert.tokenizers import no_tokenizer
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer
 from megazero.data.special import named_tokens
@@ -82,7 +83,7 @@ class MegazeroLM(HarnessModel):
             loaded = open_on_grid(source, grid, precision)
             built = build_tokenizer(tokenizer, tokenizer_path) if tokenizer else loaded.tokenizer
             if built is None:
-                raise DataError(f"{path} leads to no tokenizer; name one: tokenizer=hf, tokenizer_path=...")
+                raise DataError(f"{path} {no_tokenizer(loaded.report)}; name one: tokenizer=hf, tokenizer_path=...")
             begin = begin_token(source, built)
         end = loaded.end_of_document(built)
         if end is None:

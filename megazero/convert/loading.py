@@ -21,7 +21,7 @@ from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.stages import fill_stages
-from megazero.convert.tokenizers import tokenizer_of
+from megazero.convert.tokenizers import no_tokenizer, tokenizer_of
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer
 from megazero.inference.chat_tokens import ChatTokens
@@ -168,7 +168,7 @@ class Model(nn.Module):
         """
         assert self.config.vocab_size is not None
         text = (
-            "the checkpoint leads to no tokenizer, so encode it with the one that the model was trained with"
+            f"the checkpoint {no_tokenizer(self.report)}, so encode it with the one that the model was trained with"
             if self.tokenizer is None
             else "model.tokenizer.encode(text) makes them, and model.tokenizer.decode(ids) a text of ids"
         )
@@ -208,7 +208,7 @@ class Model(nn.Module):
     def _chat_tokens(self) -> ChatTokens:
         """Raises DataError."""
         if self.tokenizer is None:
-            raise DataError("the checkpoint leads to no tokenizer, and a chat needs one with a chat template")
+            raise DataError(f"the checkpoint {no_tokenizer(self.report)}, and a chat needs one with a chat template")
         return ChatTokens(self.tokenizer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megazero.convert.report import ConversionReport
 from megazero.convert.source import Source
 from megazero.data.chat import template_of
 from megazero.data.indexed import DataError
@@ -12,6 +13,7 @@ from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 
 TOKENIZERS = (("tokenizer.json", "hf"), ("tokenizer.model", "sentencepiece"), ("vocab.json", "gpt2"))
 """A file of a model and the kind of tokenizer that it stands for. The first file that exists counts."""
+_NOT_OPENED = "the tokenizer cannot be opened"
 
 
 def tokenizer_files(source: Source) -> tuple[str, str | None] | None:
@@ -33,8 +35,14 @@ def tokenizer_of(source: Source) -> ListedTokenizer | None:
     try:
         return build_tokenizer(*found) if found else None
     except (DataError, ImportError) as error:
-        source.report.notes.append(f"the tokenizer cannot be opened: {error}")
+        source.report.notes.append(f"{_NOT_OPENED}: {error}")
         return None
+
+
+def no_tokenizer(report: ConversionReport) -> str:
+    """That a checkpoint leads to no tokenizer, with the reason where it has one that cannot be opened."""
+    reason = next((note for note in report.notes if note.startswith(_NOT_OPENED)), None)
+    return "leads to no tokenizer" + ("" if reason is None else f" ({reason})")
 
 
 def end_of_turn(source: Source) -> int | None:

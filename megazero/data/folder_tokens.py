@@ -21,6 +21,8 @@ from megazero.system.reading import BOUNDS, raised_as, read_object, shown
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 LISTS = ("additional_special_tokens", "extra_special_tokens")
 """Keys of further special tokens, each a list."""
+ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Keys of tokens with a role, which both files have."""
 
 
 class Base(Protocol):
@@ -93,6 +95,8 @@ def read_folder_tokens(folder: Path) -> FolderTokens:
     }
     added = {token: _id(number, token, folder / CONFIG) for token, number in added.items()}
     added |= {token: _id(number, token, folder / ADDED) for token, number in told.items()}
+    _require_tokens(config, folder / CONFIG)
+    _require_tokens({} if "added_tokens_decoder" in config else special_map, folder / SPECIAL_MAP)
     named = named_tokens(config, special_map)
     special = {*named.values(), *_listed(config), *_listed(special_map)}
     marked = [record for record in records.values() if isinstance(record, dict) and record.get("special")]
@@ -108,6 +112,18 @@ def read_folder_tokens(folder: Path) -> FolderTokens:
 def _object(path: Path) -> dict[str, Any]:
     with raised_as(DataError):
         return read_object(path, BOUNDS.tokenizer) if path.is_file() else {}
+
+
+def _require_tokens(record: Mapping[str, Any], path: Path) -> None:
+    """Refuse a token with a role that is none, as `transformers` does. Raises DataError."""
+    for key in ROLES:
+        value = record.get(key)
+        if value is not None and token_text(value) is None:
+            end = ", and then --eod-id says what ends a document" * (key == "eos_token")
+            raise DataError(
+                f"{path}: {key} {shown(value)} is no token: there must be a string, an object with a string as its "
+                f"content, or null{end}"
+            )
 
 
 def _listed(record: Mapping[str, Any]) -> Iterator[str]:

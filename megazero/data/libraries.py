@@ -122,6 +122,11 @@ class HuggingFaceTokenizer:
 
         missing = {token: number for token, number in beside.added.items() if self._model.token_to_id(token) is None}
         for token, number in sorted(missing.items(), key=lambda item: item[1]):
+            if (there := self._model.id_to_token(number)) is not None:
+                raise DataError(
+                    f"the files beside {self.path} add the token {shown(token)} as {number}, which is the id of "
+                    f"{shown(there)}: the files are of different tokenizers"
+                )
             special = token in beside.special
             flags = {"normalized": not special, **beside.flags.get(token, {})}
             self._model.add_tokens([tokenizers.AddedToken(token, special=special, **flags)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megazero.data.folder_tokens import CompletedTokenizer
 from megazero.data.libraries import HuggingFaceTokenizer
@@ -42,9 +42,20 @@ def _differences(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> Iterat
         yield f"{key} true"
     if config.get("add_prefix_space") is False and _blank_before(tokenizer):
         yield "add_prefix_space false"
-    unknown = [token for token in sorted(tokenizer.tokens.special) if token not in pieces]
+    end = tokenizer.tokens.end
+    if end is not None and end not in pieces:
+        yield f"eos_token {shown(end)}, which has no id: {_instead(tokenizer, pieces)}"
+    unknown = [token for token in sorted(tokenizer.tokens.special) if token not in pieces and token != end]
     if unknown:
         yield f"special tokens without an id, {listed(map(shown, unknown))}"
+
+
+def _instead(tokenizer: Tokenizer, pieces: Mapping[str, int]) -> str:
+    """What ends documents where the files name a token without an id."""
+    if tokenizer.eod_id is None:
+        return "no token ends documents, unless --eod-id names one"
+    taken = next((piece for piece, number in pieces.items() if number == tokenizer.eod_id), "")
+    return f"documents end with {shown(taken)} ({tokenizer.eod_id}), unless --eod-id names another token"
 
 
 def _blank_before(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> bool:

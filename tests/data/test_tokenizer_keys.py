@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,64 @@ def test_what_is_not_applied_is_named(case: str, tmp_path: Path) -> None:
     written(tmp_path, tokenizer_config=NAMED | config)
     (line,) = differences(build_tokenizer("hf", str(tmp_path)))
     assert name in line
+
+
+def lettered(folder: Path) -> None:
+    """A tokenizer.json of five words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {token: number for number, token in enumerate(("<unk>", "<s>", "</s>", "a", "b"))}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "<unk>")).save(str(folder / "tokenizer.json"))
+
+
+def test_an_end_without_an_id_is_named_with_the_one_that_is_taken(pieces: Path, tmp_path: Path) -> None:
+    ends = r"eos_token '<nope>', which has no id: documents end with '</s>' \(2\), unless --eod-id names another token"
+    shutil.copy(pieces / "tokenizer.model", tmp_path)
+    lettered(tmp_path)
+    for kind in ("hf", "sentencepiece"):
+        written(tmp_path, tokenizer_config=NAMED | {"eos_token": "<nope>", "pad_token": "<pad>"})
+        mine = build_tokenizer(kind, str(tmp_path))
+        assert mine.eod_id == 2
+        first, second = differences(mine)
+        assert re.search(ends, first) and "'<pad>'" in second and "'<nope>'" not in second
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).save(str(tmp_path / "tokenizer.json"))
+    written(tmp_path, tokenizer_config={"eos_token": "<nope>"})
+    (line,) = differences(build_tokenizer("hf", str(tmp_path)))
+    assert "which has no id: no token ends documents, unless --eod-id names one" in line
+
+
+@pytest.mark.parametrize("value", [["</s>"], 5, False, {"content": 5}, {"id": 2}])
+def test_a_token_of_a_wrong_type_is_an_error(value: Any, pieces: Path, tmp_path: Path) -> None:
+    """As in `transformers`: another token would end the documents."""
+    lettered(tmp_path)
+    shutil.copy(pieces / "tokenizer.model", tmp_path)
+    for files in ({"tokenizer_config": NAMED | {"eos_token": value}}, {"special_tokens_map": {"eos_token": value}}):
+        written(tmp_path, **({"tokenizer_config": {}} | files))
+        for kind in ("hf", "sentencepiece"):
+            with pytest.raises(DataError, match=rf"{next(iter(files))}.json: eos_token .* is no token: .*--eod-id"):
+                build_tokenizer(kind, str(tmp_path))
+    written(tmp_path, tokenizer_config=NAMED | {"add_eos_token": True}, special_tokens_map={"eos_token": None})
+    assert build_tokenizer("hf", str(tmp_path)).eod_id == 2
+
+
+TAKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "taken": ({"added_tokens": {"<tok>": 3}}, r"add the token '<tok>' as 3, which is the id of 'a'"),
+    "renamed": (
+        {"tokenizer_config": {"added_tokens_decoder": {"4": {"content": "<tok>"}}}},
+        r"add the token '<tok>' as 4, which is the id of 'b'",
+    ),
+    "twice": ({"added_tokens": {"<one>": 5, "<two>": 5}}, r"add the token '<two>' as 5, which is the id of '<one>'"),
+    "far": ({"added_tokens": {"<tok>": 7}}, r"as 7, and here it would be 5: tokens between are missing"),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_an_id_that_is_taken_is_named_with_its_token(case: str, tmp_path: Path) -> None:
+    lettered(tmp_path)
+    files, message = TAKEN[case]
+    written(tmp_path, **({"tokenizer_config": {}} | files))
+    with pytest.raises(DataError, match=message):
+        build_tokenizer("hf", str(tmp_path))
 
 
 def test_dropout_of_merges_is_named_and_left_out(words: Path, tmp_path: Path) -> None:

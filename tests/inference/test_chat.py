@@ -293,8 +293,14 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     args = parser().parse_args(["--load", str(tmp_path), "--chat", "--prompt", "x"])
     with pytest.raises(DataError, match=r"--chat: .* has no chat template"):
         generate_on(args, single_process_grid())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": [5]}')
+    wrong = r"leads to no tokenizer \(the tokenizer cannot be opened: .*tokenizer_config\.json: eos_token \[5\]"
+    with pytest.raises(DataError, match=wrong):
+        megazero.convert.loading.load(tmp_path).chat([user_message("x")])
+    with pytest.raises(DataError, match=wrong):
+        generate_on(args, single_process_grid())
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match="leads to no tokenizer"):
+    with pytest.raises(DataError, match="leads to no tokenizer, and"):
         megazero.convert.loading.load(tmp_path).chat([user_message("x")])
 
 
