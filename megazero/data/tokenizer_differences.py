@@ -14,6 +14,10 @@ CLEAN, CLEAN_BPE = (
     "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
 )
 
+_AS_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+"""Values of tokenizer_class. The first take tokenizer.json as it is, the others only if it works on bytes."""
+
 
 def begins_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids that `transformers` puts before a text."""
@@ -40,8 +44,7 @@ def _differences(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> Iterat
             yield f"dropout {tokenizer.dropout} of the merges in tokenizer.json"
     if config.get(CLEAN) is True and config.get(key) is True:
         yield f"{key} true"
-    if config.get("add_prefix_space") is False and _blank_before(tokenizer):
-        yield "add_prefix_space false"
+    yield from _of_blanks(tokenizer, config.get("tokenizer_class"), config.get("add_prefix_space"))
     end = tokenizer.tokens.end
     if end is not None and end not in pieces:
         yield f"eos_token {shown(end)}, which has no id: {_instead(tokenizer, pieces)}"
@@ -58,7 +61,23 @@ def _instead(tokenizer: Tokenizer, pieces: Mapping[str, int]) -> str:
     return f"documents end with {shown(taken)} ({tokenizer.eod_id}), unless --eod-id names another token"
 
 
-def _blank_before(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> bool:
-    """Whether the first token of a text begins with a blank that is not in the text."""
-    ids = tokenizer.encode("a")
-    return any(piece[:1] in "▁Ġ" for piece, number in tokenizer.pieces().items() if ids and piece and number == ids[0])
+def _of_blanks(tokenizer: HuggingFaceTokenizer | CompletedTokenizer, kind: object, prefix: object) -> Iterator[str]:
+    """kind: the tokenizer_class. prefix: add_prefix_space."""
+    blank = _blank_before(tokenizer)
+    if prefix is False and blank:
+        yield "add_prefix_space false"
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or kind is None:
+        return
+    if prefix is True and not blank and kind not in (*_AS_THE_FILE, *_LLAMA):
+        yield f"add_prefix_space true of {shown(kind)}"
+    if prefix is not False and blank == "▁" and kind in _LLAMA and tokenizer.encode(" a") != tokenizer.encode("a"):
+        yield f"tokenizer_class {shown(kind)}, which puts no blank before a text that begins with one"
+
+
+def _blank_before(tokenizer: HuggingFaceTokenizer | CompletedTokenizer) -> str:
+    """The blank with which the first token of a text begins and which is not in the text, as the tokenizer writes it;
+    empty where there is none.
+    """
+    first = tokenizer.encode("a")[:1]
+    found = (piece[0] for piece, number in tokenizer.pieces().items() if [number] == first and piece[:1] in ("▁", "Ġ"))
+    return next(found, "")

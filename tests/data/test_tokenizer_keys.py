@@ -89,6 +89,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "begin by name alone": (None, {"add_bos_token": True, "add_eos_token": True}),
     "begin taken back by name alone": (lambda model: frame(model, "<s> $A"), {"add_bos_token": False}),
     "prefix of another class": (None, {"add_prefix_space": True}),
+    "end by name alone, of Llama's class": (
+        lambda model: frame(model, "<s> $A"),
+        {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False, "add_eos_token": True},
+    ),
+    "prefix of Llama's class": (None, {"tokenizer_class": "LlamaTokenizerFast", "add_prefix_space": True}),
     "prefix of GPT-2's class": (None, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
     "no prefix of GPT-2's class": ("prefix", {"tokenizer_class": "GPT2TokenizerFast"}),
     "prefix of the file": ("prefix", {}),
@@ -267,6 +272,37 @@ def test_a_blank_that_is_taken_back_is_named(pieces: Path, tmp_path: Path) -> No
         written(tmp_path, tokenizer_config=config)
         lines = differences(build_tokenizer("sentencepiece", str(tmp_path)))
         assert any("add_prefix_space" in line for line in lines) is told
+
+
+CLASSES: dict[str, tuple[dict[str, Any], str]] = {
+    "Llama": (
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        "'LlamaTokenizerFast', which puts no blank before a text that",
+    ),
+    "Llama without": ({"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}, "add_prefix_space false"),
+    "the file": ({"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True}, ""),
+    "Qwen2": ({"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": True}, "add_prefix_space true of 'Qwen2Tok"),
+}
+
+
+@pytest.mark.parametrize("case", CLASSES)
+def test_a_class_that_treats_blanks_otherwise_is_named(case: str, words: Path, tmp_path: Path) -> None:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    config, line = CLASSES[case]
+    model = library(words)
+    if case != "Qwen2":
+        alphabet = sorted({*TEXT, "a", "▁", "<unk>", "<s>", "</s>"} - {" "})
+        vocab = {token: number for number, token in enumerate(alphabet)}
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True))
+        model.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        )
+    model.save(str(tmp_path / "tokenizer.json"))
+    written(tmp_path, tokenizer_config=NAMED | config)
+    mine, theirs = opened("hf", str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    same = all(mine.encode(text) == theirs(text, add_special_tokens=False)["input_ids"] for text in ("a", " a"))
+    assert same == (not line)
+    assert [line in told for told in differences(mine)] == [True] * bool(line)
 
 
 TEMPLATES: dict[str, tuple[Any, dict[str, str], str | None]] = {
