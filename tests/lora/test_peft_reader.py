@@ -5,8 +5,6 @@ are of.
 from __future__ import annotations
 
 import json
-import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ import megazero
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.hf.families import FAMILIES
-from megazero.convert.lora.expressions import matcher
-from megazero.convert.lora.targets import OF_FAMILY
+from megazero.convert.lora.targets import OF_FAMILY, adapter_targets
 from megazero.convert.registry import format_table, open_source, recognise
 from megazero.convert.source import ConversionError
 from megazero.convert.verification import verify
@@ -183,7 +180,7 @@ MORE: tuple[dict[str, Any], ...] = (
     {"rank_pattern": {"q_proj": "2"}},
     {"rank_pattern": {"q_proj": 2.0}},
     {"rank_pattern": {"q_proj": 0}},
-    {"alpha_pattern": {r"(a)\1": 2}},
+    {"alpha_pattern": {"(a": 2}},
     {"alpha_pattern": {"q_proj": "2"}},
     {"alpha_pattern": {"q_proj": -2}},
     {"alpha_pattern": [2]},
@@ -283,32 +280,14 @@ def test_modules_of_a_target_modules_that_is_null(family: str) -> None:
     assert list(OF_FAMILY[family]) == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[family]
 
 
-EXPRESSIONS = r"""a+b (a|ab)(c|bcd)d* a{2} a{2,} a{1,3}b? (?:a*)*b [^a-c]+ []a]b \w+\.\d ^a.*b$ (?!a).* a(?=b).*
-    .*\ba\b.* a| (a?){3} (a|b)*?c \. a\.b""".split()
-NOT_UNDERSTOOD = r"(a a) a** (?i)a (a)\1 (?<=a)b [a a\ a{2 \x41 ((((((((((a))))))))))".split()
-
-
-def test_expressions_are_those_of_re() -> None:
-    names = ["".join(letters) for length in range(5) for letters in product("abc.1", repeat=length)]
-    for expression in EXPRESSIONS:
-        ours, theirs = matcher(expression), re.compile(expression)
-        assert [*map(ours, names)] == [theirs.fullmatch(name) is not None for name in names], expression
-    for unknown in (
-        r"(a",
-        r"a)",
-        r"a**",
-        r"(?i)a",
-        r"(a)\1",
-        r"(?<=a)b",
-        r"[a",
-        "a\\",
-        r"a{2",
-        r"\x41",
-        "(" * 20 + ")" * 20,
-    ):
-        with pytest.raises(ValueError, match=r"."):
-            matcher(unknown)
-    assert not matcher(r"((a+)+)+(\w|.)*(.|..)*!")("a" * 60)
+def test_an_expression_that_takes_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megazero.convert.lora.targets.SECONDS", 0.01)
+    targets = adapter_targets({"target_modules": r"(?:(?:\w|\w\w|\w\w\w)+)(?:\w|\w\w)+\1?(x+x+)+y", "r": 4})
+    with pytest.raises(ConversionError, match=r"target_modules .*: whether x+ matches takes more than 0\.01 s"):
+        targets.leaves_out("x" * 4000, "llama")
+    for wrong in ("(a", "a)", "a**", "[a", "a\\"):
+        with pytest.raises(ValueError, match="is no regular expression: "):
+            adapter_targets({"target_modules": wrong, "r": 4})
 
 
 def test_a_base_that_peft_has_changed_is_not_the_one_on_disk(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.convert.lora.expressions import matcher
+import regex
+
+from megazero.convert.source import ConversionError
 from megazero.system.reading import shown
 
 ALL_LINEAR = "all-linear"
@@ -23,6 +25,9 @@ OF_FAMILY: Mapping[str, tuple[str, ...]] = {
 """model_type -> the modules of a target_modules null (PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)."""
 _PLAIN = re.compile(r"[\w.]+")
 """A name of modules around layers. PEFT takes regular expressions."""
+
+SECONDS = 2.0
+"""Most that an expression may take for one name."""
 
 Matches = Callable[[str], bool]
 
@@ -134,11 +139,24 @@ def _named(config: Mapping[str, Any], key: str) -> str | list[str] | None:
 
 
 def _expression(key: str, written: str, of: str = "{}") -> Matches:
-    """of: the expression around it."""
+    """Whether a whole name matches a regular expression. of: the expression around it.
+
+    A stranger wrote the expression, and some take exponential time. (Python's `re` knows no limit of time.)
+    """
     try:
-        return matcher(of.format(written))
-    except ValueError as error:
-        raise ValueError(f"{key} {shown(written)} is no regular expression that is known here: {error}") from error
+        expression = regex.compile(of.format(written))
+    except regex.error as error:
+        raise ValueError(f"{key} {shown(written)} is no regular expression: {error}") from error
+
+    def matches(module: str) -> bool:
+        try:
+            return expression.fullmatch(module, timeout=SECONDS) is not None
+        except TimeoutError:
+            raise ConversionError(
+                f"{key} {shown(written)}: whether {module} matches takes more than {SECONDS:g} s"
+            ) from None
+
+    return matches
 
 
 def _pattern(config: Mapping[str, Any], key: str, is_number: Callable[[Any], bool]) -> PatternValues:
