@@ -63,8 +63,12 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str], specials: Sequence[str]) -> None:
         self.source, self.variables, self.specials = source, dict(variables), SpecialTokens(specials)
-        self._template = TemplateProcess(source)
+        self._template, self._words = TemplateProcess(source), frozenset(re.findall(r"\w+", source))
         self.marks_generation = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", source) is not None
+
+    def names(self, key: str) -> bool:
+        """Whether the program has this word, without which it cannot read a key of that name."""
+        return key in self._words or (not key.isidentifier() and key in self.source)
 
     def render(self, messages: Sequence[Message], **more: Any) -> Rendered:
         """A whole conversation for training. more: further variables, such as tools.

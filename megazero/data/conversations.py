@@ -26,7 +26,16 @@ from megazero.data.documents import RawDocument, documents, json_record, open_do
 from megazero.data.indexed import DataError
 from megazero.data.libraries import Encoded, HuggingFaceTokenizer
 from megazero.data.progress import Progress, Report
-from megazero.data.records import COUNTS, in_one_shape
+from megazero.data.records import (
+    COUNTS,
+    TURN,
+    VARIABLES,
+    UnusedKeys,
+    filled_keys,
+    in_one_shape,
+    require_clear_counts,
+    unused_keys,
+)
 from megazero.data.tokenizer import Tokenizer
 from megazero.system.reading import json_type, listed, shown
 
@@ -53,12 +62,16 @@ class ConversationEncoder:
     eod_id      token that ends a completion; None if the tokenizer has none
     vocab_size  the model's, which bounds the ids
     templates   with tools? -> the chat template, read when the first chat needs it
+    unused      keys of the file that nothing reads
+    told        a line for each file with such keys
     """
 
     tokenizer: Tokenizer
     eod_id: int | None
     vocab_size: int
     templates: dict[bool, ChatTemplate] = field(default_factory=dict, init=False)
+    unused: UnusedKeys = field(default_factory=UnusedKeys, init=False)
+    told: list[str] = field(default_factory=list, init=False)
 
     def encode(self, lines: Sequence[RawDocument]) -> list[TokenizedConversation]:
         """The conversations of these lines, in order. Raises DataError naming file and line."""
@@ -79,7 +92,9 @@ class ConversationEncoder:
 
     def _in_one_shape(self, raw: RawDocument, record: dict[str, Any]) -> dict[str, Any]:
         with _named(raw):
-            return in_one_shape(record, self._has_template)
+            made = in_one_shape(record, self._has_template)
+        self.unused.add(raw.line, unused_keys(record))
+        return made
 
     @cached_property
     def _has_template(self) -> bool:
@@ -120,10 +135,26 @@ class ConversationEncoder:
 
     def _rendered(self, raw: RawDocument, record: dict[str, Any]) -> Rendered:
         messages = _messages(raw, record["messages"])
-        more = {key: record[key] for key in ("tools", "documents") if key in record}
+        more = {key: record[key] for key in VARIABLES if key in record}
         template = self._chat_template(raw, more.get("tools") is not None)
+        self._look_at_keys(raw, messages, more, template)
         with _named(raw):
             return _counted(template.render(messages, **more), messages)
+
+    def _look_at_keys(
+        self, raw: RawDocument, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], template: ChatTemplate
+    ) -> None:
+        """Count keys that the template does not read. Raise DataError where they are all that an assistant said."""
+        self.unused.add(raw.line, (key for key in filled_keys(more) if not template.names(key)))
+        for number, message in enumerate(messages, start=1):
+            if message.get("tool_calls") and not message["content"] and not template.names("tool_calls"):
+                raise _wrong(
+                    raw,
+                    f"turn {number} (assistant) holds tool_calls alone, which the chat template does not write, so "
+                    "there is nothing to learn",
+                )
+            unread = (key for key in filled_keys(message) if key not in TURN and not template.names(key))
+            self.unused.add(raw.line, (f"{key} of a turn" for key in unread))
 
     def _chat_template(self, raw: RawDocument, tools: bool) -> ChatTemplate:
         if tools not in self.templates:
@@ -177,8 +208,12 @@ class ConversationEncoder:
 def read_conversations(
     paths: Sequence[Path], encoder: ConversationEncoder, report: Report
 ) -> Iterator[TokenizedConversation]:
-    """All conversations of jsonl files, in order. Raises DataError naming file and line."""
+    """All conversations of jsonl files, in order. Raises DataError naming file and line.
+
+    `encoder.told` gets a line for each file with keys that nothing reads.
+    """
     for path in paths:
+        encoder.unused = UnusedKeys()
         size = path.stat().st_size
         progress = Progress(report, f"tokenizing {path}", size / 1e6, "MB")
         with open_documents(path) as reading:
@@ -186,6 +221,8 @@ def read_conversations(
             while batch := list(islice(lines, AT_ONCE)):
                 yield from encoder.encode(batch)
                 progress.reach(reading.raw.tell() / 1e6)
+        if unread := encoder.unused.text():
+            encoder.told.append(f"warning: {path}: nothing reads {unread}")
 
 
 @contextmanager
@@ -208,14 +245,14 @@ def _counted(rendered: Rendered, messages: Sequence[Mapping[str, Any]]) -> Rende
         return rendered
     if len(counts) != len(rendered.spans):
         raise DataError(
-            f"{counts.count(False)} of {len(counts)} turns of an assistant do not count (weight, train), and the chat "
-            f"template marks {len(rendered.spans)} texts as an assistant's: which are whose cannot be told"
+            f"{counts.count(False)} of {len(counts)} turns of an assistant do not count ({', '.join(COUNTS)}), and the "
+            f"chat template marks {len(rendered.spans)} texts as an assistant's: which are whose cannot be told"
         )
     return Rendered(rendered.text, tuple(span for span, counted in zip(rendered.spans, counts, strict=True) if counted))
 
 
 def _counts(message: Mapping[str, Any]) -> bool:
-    """Whether a turn is learned: not with "weight": 0 (as in OpenAI's files) or "train": false (as in Axolotl's)."""
+    """Whether a turn is learned: not with "weight": 0 (OpenAI's), "train": false (Axolotl's) or "loss": 0."""
     return all(message.get(key) in (1, None) for key in COUNTS)
 
 
@@ -251,14 +288,13 @@ def _messages(raw: RawDocument, messages: Any) -> list[dict[str, Any]]:
             raise _wrong(raw, f"turn {number} ({role}) has no text as its content")
         if role == "assistant" and not content and not message.get("tool_calls"):
             raise _wrong(raw, f"turn {number} (assistant) is empty, so there is nothing to learn")
-        for key in COUNTS:
-            if message.get(key) not in (0, 1, None):
-                raise _wrong(
-                    raw, f"turn {number}: {key} {shown(message[key])} is neither 0 nor 1; a turn is learned or is not"
-                )
+        try:
+            require_clear_counts(message, "a turn")
+        except DataError as error:
+            raise _wrong(raw, f"turn {number}: {error}") from error
     assistants = [message for message in messages if message["role"] == "assistant"]
     if not assistants:
         raise _wrong(raw, "no turn is an assistant's, so there is nothing to learn")
     if not any(map(_counts, assistants)):
-        raise _wrong(raw, "no turn of an assistant counts (weight, train), so there is nothing to learn")
+        raise _wrong(raw, f"no turn of an assistant counts ({', '.join(COUNTS)}), so there is nothing to learn")
     return messages

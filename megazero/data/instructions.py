@@ -5,6 +5,7 @@ sequence length.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 
-FORMAT = 5
+FORMAT = 6
 """Version of the cache. It is increased when the same files give other tokens."""
 TOKENIZER_ENDINGS = (".json", ".txt", ".model", ".jinja")
 
@@ -94,6 +95,7 @@ def _tokenized(
     }
 
     def build(say: Report) -> dict[str, NDArray]:
+        encoder.told.clear()
         tokens, loss_mask, lengths = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.bool_)], [0]
         for conversation in read_conversations(paths, encoder, say):
             tokens.append(conversation.ids)
@@ -103,9 +105,12 @@ def _tokenized(
             "tokens": np.concatenate(tokens),
             "learned": np.concatenate(loss_mask),  # the name of this array in existing caches
             "starts": np.cumsum(lengths, dtype=np.int64),
+            "told": np.frombuffer(os.fsencode("\0".join(encoder.told)), dtype=np.uint8),
         }
 
     arrays = cached_arrays(cache_root(cfg), "conversations", facts, build, report)
+    for line in filter(None, os.fsdecode(arrays["told"][:].tobytes()).split("\0")):
+        report(line)
     found = Conversations(facts, arrays["tokens"], arrays["learned"], arrays["starts"][:])
     if len(found.starts) < 2:
         raise DataError(f"{flag} {' '.join(names)}: holds no conversation")

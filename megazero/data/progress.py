@@ -20,6 +20,18 @@ def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def without_repeats(report: Report) -> Report:
+    """A Report that passes each line on once, for work that is done in two rounds."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            report(text)
+
+    return say
+
+
 class Progress:
     """Reports '<what>: <done> of <total> <unit> (<percent>), <rate> <unit>/s, <time> left' at most every `every`
     seconds.

@@ -21,7 +21,7 @@ from megazero.data.corpus import default_corpus
 from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
 from megazero.data.own import OwnData, OwnSamples, own_datasets
-from megazero.data.progress import Report
+from megazero.data.progress import Report, without_repeats
 from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
 from megazero.mpu.axes import axes_of
 from megazero.optim.step_plan import StepPlan
@@ -106,6 +106,7 @@ def _named_data(
     else:
         text = " ".join(run.data.data_path)
     assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
+    report = without_repeats(report)  # the data are opened to count their epochs, and again for the run
     run = with_samples(run, tokenizer, report)
     datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
     return run, tokenizer, datasets, f"{text}; {epochs_text(run, datasets, samples_asked(run, found))}"

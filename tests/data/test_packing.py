@@ -173,6 +173,23 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path) -> None:
     assert len(built(config(path, tmp_path / "cache"))[0].packs.members) == len(before.packs.members) + 1
 
 
+def test_keys_that_nothing_reads_are_named_in_every_run(tmp_path: Path) -> None:
+    """Also in those that find the tokens in the cache."""
+    path = write_lines(tmp_path / "x.jsonl", [record | {"source": "web"} for record in conversations(5)])
+    for _ in range(2):
+        said: list[str] = []
+        build_instructions(
+            config(path, tmp_path / "cache"),
+            build_tokenizer("byte", None),
+            seq_length=SEQUENCE,
+            vocab_size=257,
+            samples=(5, 0),
+            report=said.append,
+        )
+        warnings = [line for line in said if line.startswith("warning")]
+        assert warnings == [f"warning: {path}: nothing reads source (5 times, first in line 1)"]
+
+
 def test_the_loader_gives_masks_documents_and_places(path: Path, tmp_path: Path) -> None:
     dataset = built(config(path, tmp_path))[0]
     loader = TrainLoader(

@@ -56,6 +56,17 @@ def test_of_one_pair_they_are_its_tokens(text: list[object], epochs: str, told: 
     assert prepared.text.endswith(f"words; {told}")
 
 
+def test_a_line_about_the_data_is_said_once(tmp_path: Path) -> None:
+    """--epochs opens them to count them, and again for the run."""
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "what?", "completion": "that", "source": "web"}] * 40)
+    words = ["--instruction-data", path, "--tokenizer", "byte", "--seq-length", 64, "--epochs", 3]
+    words += ["--data-cache-path", tmp_path / "cache", "--global-batch-size", 1, "--eval-iters", 0]
+    said: list[str] = []
+    prepare(parse_run([str(word) for word in [*SHAPE, *words]], 1), 1, said.append)
+    warnings = [line for line in said if line.startswith("warning")]
+    assert warnings == [f"warning: {path}: nothing reads source (40 times, first in line 1)"]
+
+
 def test_of_conversations_each_is_read_as_often(answers: list[object]) -> None:
     prepared = _prepared(*answers, "--epochs", 3, "--global-batch-size", 1)
     samples = [prepared.datasets.train[number] for number in range(prepared.run.schedule.train_samples or 0)]
