@@ -37,6 +37,7 @@ from megazero.data.records import (
     unused_keys,
 )
 from megazero.data.tokenizer import Tokenizer
+from megazero.system.file_kinds import fault_of_text
 from megazero.system.reading import json_type, listed, shown
 
 AT_ONCE = 512
@@ -257,11 +258,9 @@ def _counts(message: Mapping[str, Any]) -> bool:
 
 
 def _record(raw: RawDocument) -> dict[str, Any]:
-    try:
-        text = raw.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _wrong(raw, f"byte {error.start} is no UTF-8 ({error.reason})") from None
-    record = json_record(text, f"{raw.path}, line {raw.line}")
+    if fault := fault_of_text(raw.data):
+        raise _wrong(raw, fault)
+    record = json_record(raw.data.decode("utf-8"), f"{raw.path}, line {raw.line}")
     strange = STRANGE.search(json.dumps(record, ensure_ascii=False))
     if strange:
         raise _wrong(raw, f"holds U+{ord(strange[0]):04X}, which is no character")

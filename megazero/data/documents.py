@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, cast
 
 from megazero.data.indexed import DataError
 from megazero.data.input_files import packing
-from megazero.data.utf8 import guess_encoding, skip_mark
+from megazero.data.utf8 import skip_mark
+from megazero.system.file_kinds import HEAD, fault_of_text, guess_encoding, told_of_kind
 from megazero.system.reading import BOUNDS, Unreadable, json_type, listed, open_file, parse_json, raised_as
 
 PIECE = 1 << 23
@@ -22,6 +23,8 @@ _ONE_A_LINE = (
     "; a file of JSON lines has one object on each line: `jq -c '.[]' FILE` makes lines of an array, `jq -c . FILE` of "
     "objects that span lines"
 )
+READING_ON = "; --encoding-errors replace reads on, --skip-undecodable leaves such documents out"
+"""What may be done about wrong bytes, but not about a whole file in another encoding."""
 PACKED_PIECE = 1 << 10
 """Packed bytes that zstd unpacks at once. 4 bytes can stand for 128 kB, so the result has 32 MB at most."""
 
@@ -106,10 +109,12 @@ def documents(reading: OpenDocuments, path: Path, as_json: bool, document: str) 
     """The documents of one file in order. jsonl: each line, without blank ones. Text: the file, or each line.
 
     document: "file" or "line", for text. Lines end with \\n or \\r\\n. Raises DataError naming the file where it cannot
-    be read.
+    be read, and where it is no text but an archive or a packed file.
     """
     name = str(path)
     try:
+        if kind := no_text(reading, path):
+            raise DataError(kind)
         skip_mark(reading.stream)
         if as_json:
             for number, line in _lines(reading.stream, name):
@@ -122,6 +127,12 @@ def documents(reading: OpenDocuments, path: Path, as_json: bool, document: str) 
             yield from _pieces(reading.stream, name)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read to its end: {error}") from error
+
+
+def no_text(reading: OpenDocuments, path: Path) -> str | None:
+    """A sentence on an open file that is an archive or packed once more; None if it may be text. Reads nothing on."""
+    head = cast(Any, reading.stream).peek(HEAD)
+    return told_of_kind(head[:HEAD], str(path), unpacked=bool(packing(path)))
 
 
 def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
@@ -159,7 +170,11 @@ def _character_start(data: bytes) -> int:
 
 
 def json_record(text: str, where: str) -> dict[str, Any]:
-    """The object in a line of JSON lines. Raises DataError, which says what is in the file instead."""
+    """The object in a line of JSON lines. Raises DataError, which says what is in the file instead.
+
+    A byte order mark before it is dropped: files with marks that became one file have them at lines of their own.
+    """
+    text = text.lstrip("\ufeff")
     opening = text.lstrip()[:1]
     try:
         record = parse_json(text, where)
@@ -177,14 +192,10 @@ def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
     A lone surrogate in JSON becomes U+FFFD. Raises DataError naming file and line.
     """
     where = f"{raw.path}, line {raw.line}"
-    try:
-        text = raw.data.decode("utf-8", errors=errors)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {error.start} of the document is no UTF-8 ({error.reason}){guess_encoding(raw.data)}; "
-            "--encoding-errors replace reads on, "
-            "--skip-undecodable leaves such documents out"
-        ) from None
+    if errors == "strict" and (fault := fault_of_text(raw.data)):
+        ways = "" if guess_encoding(raw.data) else READING_ON
+        raise DataError(f"{where}: {fault.replace(' is', ' of the document is', 1)}{ways}")
+    text = raw.data.decode("utf-8", errors=errors)
     if not raw.is_json:
         return text
     record = json_record(text, where)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.documents import RawDocument, documents, open_documents, text_of
+from megazero.data.documents import RawDocument, documents, no_text, open_documents, text_of
 from megazero.data.indexed import DataError, dtype_for
 from megazero.data.input_files import ReaderOptions, find_files, is_json
 from megazero.data.input_report import InputReport
@@ -159,12 +159,12 @@ def raw_batches(
     """(packed bytes read so far, documents of about 1 MiB). told: counts the documents that are left out."""
     told = told or InputReport()
     before = size = 0
+    nul = reader.encoding_errors == "replace"
     batch: list[RawDocument] = []
     for path in files:
         as_json = is_json(path) if reader.format == "auto" else reader.format == "jsonl"
-        if (
-            reader.skip_undecodable and not as_json and reader.document == "file" and not _decodes(path)
-        ):  # before a piece of it has gone on
+        # A whole document is looked at before a piece of it has gone on.
+        if reader.skip_undecodable and not _is_text(path, not as_json and reader.document == "file", nul):
             told.skip(str(path))
             before += path.stat().st_size
             continue
@@ -172,7 +172,7 @@ def raw_batches(
             for number, raw in enumerate(documents(reading, path, as_json, reader.document)):
                 if number == 0 and not as_json and reader.format == "auto":
                     told.look_at(raw, reader)
-                if reader.skip_undecodable and not is_utf8(BytesIO(raw.data)):
+                if reader.skip_undecodable and not is_utf8(BytesIO(raw.data), nul=nul):
                     told.skip(f"{raw.path}, line {raw.line}")
                     continue
                 batch.append(raw)
@@ -185,11 +185,14 @@ def raw_batches(
         yield before, batch
 
 
-def _decodes(path: Path) -> bool:
-    """Whether a whole file is UTF-8. True for one that cannot be unpacked; reading it raises the error."""
+def _is_text(path: Path, whole: bool, nul: bool) -> bool:
+    """Whether a file is no archive, and with `whole` UTF-8 to its end (nul: NULs included).
+
+    True for one that cannot be unpacked; reading it raises the error.
+    """
     try:
         with open_documents(path) as reading:
-            return is_utf8(reading.stream)
+            return not no_text(reading, path) and (not whole or is_utf8(reading.stream, nul=nul))
     except (OSError, EOFError, zlib.error):
         return True
 

@@ -14,11 +14,13 @@ def skip_mark(stream: Any) -> None:
         stream.read(len(codecs.BOM_UTF8))
 
 
-def is_utf8(stream: BinaryIO) -> bool:
-    """Whether a whole stream is UTF-8. Reads it to its end in pieces."""
+def is_utf8(stream: BinaryIO, *, nul: bool = True) -> bool:
+    """Whether a whole stream is UTF-8. Reads it to its end in pieces. nul: whether it may hold NULs."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         while piece := stream.read(PIECE):
+            if not nul and 0 in piece:
+                return False
             decoder.decode(piece)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError:
@@ -29,10 +31,3 @@ def is_utf8(stream: BinaryIO) -> bool:
 def count_replaced(data: bytes) -> int:
     """Number of characters U+FFFD by which decoding replaces bytes; those of the data itself do not count."""
     return data.decode("utf-8", errors="replace").count("\ufffd") - data.count("\ufffd".encode())
-
-
-def guess_encoding(data: bytes) -> str:
-    """A hint for data that are no UTF-8: UTF-16, and how to convert it; else empty."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "; it begins as UTF-16 does: iconv -f utf-16 -t utf-8 makes UTF-8 of it"
-    return ""

@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megazero.system.file_kinds import HEAD, fault_of_text, told_of_kind
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -168,10 +170,11 @@ def _from_pipe(file: BinaryIO, path: Path, most: int) -> bytes:
 def read_text(path: Path, most: int, *, piped: bool = False) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Arguments as in `read_bytes`. Raises Unreadable."""
     data = read_bytes(path, most, piped=piped)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise Unreadable(f"{path} is no text: byte {error.start} is no UTF-8 ({error.reason})") from None
+    if kind := told_of_kind(data[:HEAD], str(path)):
+        raise Unreadable(kind)
+    if fault := fault_of_text(data):
+        raise Unreadable(f"{path} is no text: {fault}")
+    return data.decode("utf-8-sig")
 
 
 def read_json(path: Path, most: int, *, piped: bool = False) -> Any:

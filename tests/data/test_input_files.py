@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import os
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from megazero.data.conversations import ConversationEncoder, read_conversations
 from megazero.data.documents import RawDocument, text_of
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.input_files import ReaderOptions, find_files, is_json
-from megazero.data.preprocess import PreprocessJob, preprocess
+from megazero.data.preprocess import PreprocessJob, preprocess, texts
 from megazero.data.progress import silent
 from megazero.data.tokenizer import ByteTokenizer
+from megazero.evaluation.documents import text_documents
 from tests.tables import rows
 
 ENDINGS = rows("""
@@ -134,3 +144,118 @@ def test_a_line_without_text_says_what_is_there(line: object, message: str) -> N
 def test_values_that_span_lines(line: str) -> None:
     with pytest.raises(DataError, match="one object on each line"):
         text_of(RawDocument("f.json", 1, line.encode(), True, True), "text", "strict")
+
+
+def _tar() -> bytes:
+    with tarfile.open(fileobj=(made := io.BytesIO()), mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    return made.getvalue()
+
+
+def _zip() -> bytes:
+    with zipfile.ZipFile(made := io.BytesIO(), "w") as archive:
+        archive.writestr("a.txt", "text")
+    return made.getvalue()
+
+
+def _zstd() -> bytes:
+    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(b"text"))
+
+
+PACKED: Mapping[str, tuple[Callable[[], bytes], str]] = MappingProxyType(
+    {
+        "a.tar": (_tar, " is a tar archive, and no text: tar -xf unpacks it"),
+        "a.tar.gz": (lambda: gzip.compress(_tar()), ", unpacked, is a tar archive, and no text: tar -xf unpacks it"),
+        "a.tgz": (
+            lambda: gzip.compress(_tar()),
+            " is packed by gzip, and no text: gunzip unpacks it, and tar -xzf a .tgz",
+        ),
+        "a.gzip": (
+            lambda: gzip.compress(b"text"),
+            " is packed by gzip, and no text: .* once as it is read if its name ends in .gz",
+        ),
+        "a.txt.gz": (lambda: gzip.compress(gzip.compress(b"text")), ", unpacked, is packed by gzip"),
+        "a.txt.zstd": (_zstd, " is packed by zstd, and no text: .* once as it is read if its name ends in .zst"),
+        "a.zip": (_zip, " is a zip archive, and no text: unzip unpacks it"),
+        "a.txt.bz2": (lambda: bz2.compress(b"text"), " is packed by bzip2, and no text: bunzip2 unpacks it"),
+        "a.jsonl.xz": (lambda: lzma.compress(b"text"), " is packed by xz, and no text: xz -d unpacks it"),
+        "a.pdf": (lambda: b"%PDF-1.4\n1 0 obj\n", " is a PDF, and no text: pdftotext writes its text"),
+        "a.parquet": (
+            lambda: b"PAR1\x15\x04text",
+            r" is a Parquet file, and no text: pandas.read_parquet\(FILE\).to_json",
+        ),
+    }
+)
+
+
+def _read_by_all(path: Path, reader: ReaderOptions) -> list[str]:
+    """The messages of every way to read text."""
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: preprocess([path], path.parent / "out", PreprocessJob("byte", None, reader), workers=1, report=silent),
+        lambda: list(texts([path], reader, silent, "reading")),
+        lambda: list(text_documents([path], reader, ByteTokenizer())),
+        lambda: list(read_conversations([path], ConversationEncoder(ByteTokenizer(), 256, 257), silent)),
+    )
+    told = []
+    for way in ways:
+        with pytest.raises(DataError) as said:
+            way()
+        told.append(str(said.value))
+    return told
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_archives_and_packed_files_say_what_they_are(tmp_path: Path, name: str) -> None:
+    """Also where their bytes happen to be UTF-8, and where wrong bytes are read on."""
+    make, message = PACKED[name]
+    (tmp_path / name).write_bytes(make())
+    for reader in (ReaderOptions(), ReaderOptions(encoding_errors="replace"), ReaderOptions(format="jsonl")):
+        for told in _read_by_all(tmp_path / name, reader):
+            assert re.match(re.escape(str(tmp_path / name)) + message, told), told
+    (tmp_path / "b.txt").write_text("text")
+    said: list[str] = []
+    job = PreprocessJob("byte", None, ReaderOptions(skip_undecodable=True))
+    inputs = [tmp_path / name, tmp_path / "b.txt"]
+    assert preprocess(inputs, tmp_path / "out", job, workers=1, report=said.append).documents == 1
+    assert f"--skip-undecodable: 1 documents left out, the first of them {tmp_path / name}" in said
+
+
+@pytest.mark.parametrize("begins", ["BZh9 is a name", "PAR1 and PAR2", "PK and more", "%PDF is a format", "ustar" * 60])
+def test_text_that_only_begins_alike_is_text(tmp_path: Path, begins: str) -> None:
+    (tmp_path / "a.txt").write_text(begins)
+    assert list(texts([tmp_path / "a.txt"], ReaderOptions(), silent, "reading")) == [begins]
+
+
+UNMARKED = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", *UNMARKED])
+@pytest.mark.parametrize("text", ['{"prompt": "grün", "completion": "text", "text": "text"}\n', '{"text": "plain"}\n'])
+def test_other_encodings_name_the_command(tmp_path: Path, encoding: str, text: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(text.encode(encoding))
+    for reader in (ReaderOptions(), ReaderOptions(format="text")):
+        for told in _read_by_all(tmp_path / "a.jsonl", reader):
+            assert (
+                f"iconv -f {encoding.replace('-le', 'le').replace('-be', 'be')} -t utf-8" in told
+                and "replace" not in told
+            )
+
+
+def test_nul_is_no_text_unless_wrong_bytes_are_read_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"good\0text, and more of it")
+    for told in _read_by_all(tmp_path / "a.txt", ReaderOptions())[:3]:
+        assert "a.txt, line 1: byte 4 of the document is NUL, which no text holds; --encoding-errors replace" in told
+    reader = ReaderOptions(encoding_errors="replace")
+    assert list(texts([tmp_path / "a.txt"], reader, silent, "reading")) == ["good\0text, and more of it"]
+    (tmp_path / "b.jsonl").write_text('{"text": "a\\u0000b"}\n')
+    assert list(texts([tmp_path / "b.jsonl"], ReaderOptions(), silent, "reading")) == ["a\0b"]
+    reader = ReaderOptions(skip_undecodable=True)
+    assert list(texts([tmp_path / "a.txt", tmp_path / "b.jsonl"], reader, silent, "reading")) == ["a\0b"]
+
+
+def test_byte_order_marks_before_lines_of_json_are_no_text(tmp_path: Path) -> None:
+    """As several files have them that became one."""
+    mark = b"\xef\xbb\xbf"
+    line = b'{"text": "one"}\n'
+    (tmp_path / "a.jsonl").write_bytes(mark + mark + line + line + mark + line)
+    assert list(texts([tmp_path / "a.jsonl"], ReaderOptions(), silent, "reading")) == ["one"] * 3

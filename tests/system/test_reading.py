@@ -212,3 +212,16 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 def test_messages_are_short() -> None:
     assert len(shown("x" * 1_000_000)) < 100 and len(shown([["x" * 999] * 999] * 999)) < 5000
     assert listed(str(n) for n in range(1000)).endswith("18, 19")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16le", "utf-16be", "utf-32"])
+def test_text_in_another_encoding_names_the_command(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("once upon a time".encode(encoding))
+    with pytest.raises(Unreadable, match=rf"a\.txt is no text: byte \d is .*: iconv -f {encoding} -t utf-8"):
+        read_text(tmp_path / "a.txt", 100)
+
+
+def test_an_archive_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(Unreadable, match=r"a\.txt is a zip archive, and no text: unzip unpacks it"):
+        read_text(tmp_path / "a.txt", 100)
