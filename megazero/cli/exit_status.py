@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN, READER_LEFT
+from megazero.system.unfinished import Ended
 from megazero.telemetry.console import Console, open_streams
 
 if TYPE_CHECKING:
     from megazero.launch import Environment
 
 Mistakes = tuple[type[Exception], ...]
+STOPPED = "stopped; nothing was written"
 UNWRITABLE = "the standard output cannot be written: {}"
 
 
@@ -25,7 +27,8 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
     mistakes  exceptions for a user's mistake: 2
     failures  further exceptions: 1, as for ImportError and OSError (a missing package, a refused operation)
 
-    Ctrl-C gives 130. If the reader of the standard output is gone (a closed pipe), the status is 141, without a line.
+    Ctrl-C gives 130, and another signal 128 + its number (`Ended`). If the reader of the standard output is gone (a
+    closed pipe), the status is 141, without a line.
     """
     refused: Mistakes = (ImportError, OSError, *failures)
     _open_streams()
@@ -46,8 +49,11 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
         print(f"error: {lost or error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         return INTERRUPTED
+    except Ended as ended:
+        print(STOPPED, file=sys.stderr)
+        return int(str(ended.code))
     return status or 0
 
 

@@ -9,6 +9,7 @@ from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser
 from megazero.data.indexed import DataError
 from megazero.data.writer import merge
+from megazero.system.unfinished import ended_in_order
 
 DESCRIPTION = "Join .bin/.idx pairs of one tokenizer in the order given; the widest dtype wins. Whole or not at all."
 EXAMPLES = (
@@ -31,5 +32,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
-    done = merge(args.input, args.output_prefix, overwrite=args.overwrite)
+    with ended_in_order():
+        done = merge(args.input, args.output_prefix, overwrite=args.overwrite)
     print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")

@@ -11,6 +11,7 @@ from megazero.cli.parser import command_parser
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import to_stderr
+from megazero.system.unfinished import ended_in_order
 
 DESCRIPTION = "Turn text (jsonl or plain; .gz, .zst; folders) into PREFIX.bin and PREFIX.idx for training, or neither."
 EXAMPLES = (
@@ -42,7 +43,8 @@ def prepare(args: argparse.Namespace) -> None:
     if args.workers < 1:
         raise DataError(f"--workers {args.workers}: must be at least 1")
     job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod, args.eod_id)
-    done = preprocess(
-        args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
-    )
+    with ended_in_order():
+        done = preprocess(
+            args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
+        )
     print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_record import read_tokenizer_record
+from megazero.system.unfinished import ended_in_order, replaced_when_whole
 
 
 def parse_samples(text: str | None) -> Requests:
@@ -52,15 +52,11 @@ def dump(datasets: Datasets, path: Path, first: int) -> None:
     splits = {name: getattr(datasets, name) for name in SPLITS}
     arrays = {name: first_samples(samples, first) for name, samples in splits.items() if len(samples)}
     arrays["lengths"] = np.array([len(samples) for samples in splits.values()], dtype=np.int64)
-    temporary = path.with_name(f"{path.name}.unfinished-{os.getpid()}")
     try:
-        with open(temporary, "wb") as out:
+        with ended_in_order(), replaced_when_whole(path) as out:
             np.savez(out, **arrays)  # type: ignore[arg-type]
-        os.replace(temporary, path)
     except OSError as error:
         raise DataError(f"--dump {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def summary(prefix: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -216,6 +218,11 @@ def _encoded(
                     yield ahead[0][0], ahead.popleft()[1].result()
             while ahead:
                 yield ahead[0][0], ahead.popleft()[1].result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a worker process was killed, as it happens where memory runs out; fewer of them need less: --workers "
+                f"{workers // 2}"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -235,6 +242,7 @@ def _start_worker(job: PreprocessJob) -> None:
         parent.join()
         os._exit(1)
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends them
     # A worker has both ends of its queue open, so it would not notice that its parent was killed.
     threading.Thread(target=leave_with_parent, daemon=True).start()
     _Worker.encode = DocumentEncoder(job)

@@ -6,13 +6,13 @@ It is stored in GPT-2's format, vocab.json and merges.txt; for chats in Hugging 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from megazero.data.gpt2 import END_OF_TEXT
 from megazero.data.indexed import DataError
 from megazero.data.progress import Report
+from megazero.system.unfinished import ended_in_order, replaced_when_whole
 
 TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 """The special tokens around a turn in ChatML."""
@@ -53,7 +53,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
     folder.mkdir(parents=True, exist_ok=True)  # before training, which would be lost if this failed
     report(f"training a byte-level BPE of {vocab_size} tokens")
     tokenizer.train_from_iterator(texts, trainer)
-    prefix = f"unfinished-{os.getpid()}"
     if chat:
         written = {
             "tokenizer_config.json": json.dumps(CONFIG, indent=2),
@@ -67,8 +66,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
             "merges.txt": "#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in model["merges"]),
             "vocab.json": json.dumps(vocab, ensure_ascii=False, separators=(",", ":")),
         }
-    for name, content in written.items():
-        (folder / f"{prefix}-{name}").write_text(content, encoding="utf-8")
-        os.replace(folder / f"{prefix}-{name}", folder / name)
+    with ended_in_order():  # not before: training would not hear a signal until its end
+        for name, content in written.items():
+            with replaced_when_whole(folder / name) as file:
+                file.write(content.encode("utf-8"))
     files = "tokenizer.json, with a chat template beside it" if chat else "vocab.json and merges.txt"
     report(f"{tokenizer.get_vocab_size()} tokens: {files}")

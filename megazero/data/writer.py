@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair_paths
 from megazero.data.tokenizer_record import TokenizerRecord, common, path_of
 from megazero.system.durable import sync_folder
+from megazero.system.unfinished import open_unfinished, unfinished_path
 
 LONGEST = 2**31 - 1
 
@@ -55,10 +56,11 @@ class PairWriter:
         self._bounds = array("q", [0])
         self._modes = bytearray()
         self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-        ending = f".unfinished-{os.getpid()}"
-        self._bin_temporary = self.bin_path.with_name(self.bin_path.name + ending)
-        self._idx_temporary = self.idx_path.with_name(self.idx_path.name + ending)
-        self._bin = open(self._bin_temporary, "wb", buffering=1 << 20)  # noqa: SIM115 - closed in __exit__
+        self._bin_temporary, self._idx_temporary = map(unfinished_path, (self.bin_path, self.idx_path))
+        try:
+            self._bin = open_unfinished(self.bin_path)  # closed in __exit__
+        except FileExistsError as error:
+            raise DataError(f"{error.filename} {error.strerror}") from error
 
     def __enter__(self) -> PairWriter:
         return self
@@ -138,7 +140,7 @@ class PairWriter:
                 f"{self.idx_path}: modes of {len(self._modes)} out of {len(lengths)} sequences; merge pairs that all "
                 "have them"
             )
-        with open(self._idx_temporary, "wb") as out:
+        with open_unfinished(self.idx_path) as out:
             out.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._bounds)))
             out.write(lengths.astype("<i4").tobytes())
             ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize

@@ -12,6 +12,7 @@ import pytest
 from megazero.cli.exit_status import status_of
 from megazero.cli.main import main
 from megazero.launch import Environment, exit_status
+from megazero.system.unfinished import Ended
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/exit-status.md"
 
@@ -33,6 +34,8 @@ def raising(error: BaseException) -> Any:
         (raising(ImportError("no such package")), 1, "error: no such package\n"),
         (raising(OSError(errno.ENOSPC, "full")), 1, f"error: [Errno {errno.ENOSPC}] full\n"),
         (raising(KeyboardInterrupt()), 130, "stopped; nothing was written\n"),
+        (raising(Ended(143)), 143, "stopped; nothing was written\n"),
+        (raising(Ended(129)), 129, "stopped; nothing was written\n"),
         (raising(BrokenPipeError()), 141, ""),
     ],
 )
@@ -40,7 +43,7 @@ def test_each_kind_of_end_has_its_status(work: Any, status: int, told: str, caps
     assert status_of(work, (KeyError,), failures=(OverflowError,)) == status
     assert capsys.readouterr().err == told
     rows = re.findall(r"^\| (\d+) \|", PAGE.read_text().split("## Of every command")[1], re.MULTILINE)
-    assert str(status) in rows and sorted(map(int, rows)) == [0, 1, 2, 130, 141]
+    assert str(status) in rows and sorted(map(int, rows)) == [0, 1, 2, 129, 130, 141, 143]
 
 
 def test_ctrl_c_in_a_rank_that_saves_nothing_is_130(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """The pair of files: reading, writing, and every way in which a pair can be broken."""
 
+import errno
+import fcntl
 import os
 import re
 import struct
@@ -155,6 +157,41 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path):
     with pytest.raises(DataError, match="no end"), PairWriter(tmp_path / "p", np.dtype("<u2")) as writer:
         writer.write(np.arange(3, dtype="<u2"), [], unfinished=3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_dead_processes_left_is_removed_and_what_others_write_is_not(tmp_path):
+    for name in ("p.bin", "p.idx"):
+        (tmp_path / f"{name}.unfinished-1").write_bytes(b"left behind")
+    kept = ["p.bin.unfinished-1-mine", "pp.bin.unfinished-1", "p.bin.unfinished-old"]
+    for name in kept:
+        (tmp_path / name).write_bytes(b"of others")
+    other = tmp_path / "p.bin.unfinished-3"
+    with open(other, "wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with PairWriter(tmp_path / "p", np.dtype("<u2")) as writer:
+            assert not (tmp_path / "p.bin.unfinished-1").exists() and other.exists()
+            writer.write(np.arange(3, dtype="<u2"), [3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, other.name, "p.bin", "p.idx"])
+
+
+def test_two_processes_with_one_number_do_not_share_a_file(tmp_path):
+    """As in two containers, on one folder."""
+    with open(tmp_path / f"p.bin.unfinished-{os.getpid()}", "wb") as held:
+        held.write(b"text")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"p\.bin is being written by another process"):
+            PairWriter(tmp_path / "p", np.dtype("<u2"))
+    assert (tmp_path / f"p.bin.unfinished-{os.getpid()}").read_bytes() == b"text"
+
+
+def test_a_file_system_without_locks_keeps_leftovers(tmp_path, monkeypatch):
+    def flock(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / "p.bin.unfinished-1").write_bytes(b"left behind")
+    write_pair(tmp_path / "p", [3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.bin", "p.bin.unfinished-1", "p.idx"]
 
 
 def test_an_existing_pair_is_kept_unless_asked(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -15,13 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megazero.cli.main import main
 from megazero.data.documents import RawDocument, text_of
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.input_files import ReaderOptions
 from megazero.data.inspect import summary
-from megazero.data.preprocess import PreprocessJob, preprocess, texts
+from megazero.data.preprocess import PreprocessJob, preprocess, raw_batches, texts
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
+from megazero.data.writer import PairWriter
+from tests.cli.test_main import ended
 from tests.data.pairs import write_pair
 from tests.data.test_tokenizers import ODDITIES, random_text
 from tests.reference import REFERENCE, needs_reference
@@ -244,6 +248,97 @@ def test_a_tokenizer_that_gives_no_tokens_is_named(tmp_path):
             report=silent,
         )
     assert not (tmp_path / "out.bin").exists()
+
+
+def _interrupted(monkeypatch, folder: Path, what) -> None:
+    """Have `what` done in the middle: while a pair is being written, and before all batches are read."""
+    read = raw_batches
+
+    def batches(files, reader, told=None):
+        for number, batch in enumerate(read(files, reader, told)):
+            if number == 8:
+                assert len(list(folder.glob("p.bin.unfinished-*"))) == 1 and not (folder / "p.bin").exists()
+                what()
+            yield batch
+
+    monkeypatch.setattr("megazero.data.preprocess.raw_batches", batches)
+    monkeypatch.setattr("megazero.data.preprocess.BATCH_DOCUMENTS", 2)
+
+
+def _prepare_words(tmp_path: Path, workers: int) -> list[str]:
+    (tmp_path / "in.jsonl").write_bytes(_jsonl(["some words"] * 40))
+    words = f"prepare-data --input {tmp_path}/in.jsonl --output-prefix {tmp_path}/out/p --tokenizer byte --workers"
+    return [*words.split(), str(workers)]
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path, monkeypatch, capsys):
+    def kill_workers() -> None:
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+    _interrupted(monkeypatch, tmp_path / "out", kill_workers)
+    assert main(_prepare_words(tmp_path, 2)) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: a worker process was killed, as it happens where memory runs out; fewer of them need less: --workers 1"
+    )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_leaves_nothing(tmp_path, monkeypatch, capsys, number, workers):
+    before = signal.getsignal(number)
+    _interrupted(monkeypatch, tmp_path / "out", lambda: os.kill(os.getpid(), number))
+    assert ended(_prepare_words(tmp_path, workers)) == 128 + number
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped; nothing was written"
+    assert list((tmp_path / "out").iterdir()) == []
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path, monkeypatch):
+    """As below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        _interrupted(monkeypatch, tmp_path / "out", lambda: os.kill(os.getpid(), signal.SIGHUP))
+        assert main(_prepare_words(tmp_path, 1)) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert IndexedDataset(tmp_path / "out" / "p").count == 400
+
+
+def test_a_signal_leaves_nothing_of_a_merge(tmp_path, monkeypatch):
+    write_pair(tmp_path / "q", [40])
+    copy, copied = PairWriter.copy, []
+
+    def interrupted(writer, source):
+        copy(writer, source)
+        copied.append(len(list(tmp_path.glob("p.bin.unfinished-*"))))
+        if len(copied) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(PairWriter, "copy", interrupted)
+    words = ["merge-data", "--input", *[str(tmp_path / "q")] * 3, "--output-prefix", str(tmp_path / "p")]
+    assert ended(words) == 128 + signal.SIGTERM and copied == [1, 1]
+    assert not list(tmp_path.glob("p.*"))
+
+
+def test_a_signal_leaves_nothing_of_a_tokenizer(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "in.txt").write_text("the cat sat on the mat\n" * 20)
+    replace, seen = os.replace, []
+
+    def interrupted(source, target):
+        seen.append(Path(source).exists())
+        os.kill(os.getpid(), signal.SIGTERM)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    words = ["train-tokenizer", "--input", str(tmp_path / "in.txt"), "--vocab-size", "270", "--output"]
+    assert ended([*words, str(tmp_path / "made")]) == 128 + signal.SIGTERM and seen == [True]
+    assert not list((tmp_path / "made").iterdir())
 
 
 def _tool(name: str, *words: str) -> list[str]:

@@ -236,6 +236,12 @@ def test_training_is_deterministic(trained, tmp_path):
         train_bpe([], 100, tmp_path, silent)
 
 
+def test_what_a_dead_process_left_of_a_tokenizer_is_removed(tmp_path):
+    (tmp_path / "vocab.json.unfinished-1").write_text("left")
+    train_bpe(["the cat sat on the mat"], 260, tmp_path, silent)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merges.txt", "vocab.json"]
+
+
 def test_bytes_that_are_no_text(trained):
     assert ByteTokenizer().decode([0xFF, 65, 256]) == "\ufffdA<|endoftext|>"
     gpt2 = build_tokenizer("gpt2", str(trained))
