@@ -15,9 +15,11 @@ from megazero.data.tokenizer import build_tokenizer
 
 def run(args: argparse.Namespace) -> None:
     """Print the description. Raises DataError."""
-    if args.seq_length is None and (args.dump or args.samples):
-        raise DataError(f"{'--dump' if args.dump else '--samples'} needs --seq-length: the tokens of a sample")
-    if args.dump:
+    if args.seq_length is None and (args.dump is not None or args.samples):
+        raise DataError(
+            f"{'--dump' if args.dump is not None else '--samples'} needs --seq-length: the tokens of a sample"
+        )
+    if args.dump is not None:
         check_dump(Path(args.dump), args.first)
     for prefix in dict.fromkeys(
         (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from megazero.cli.data_flags import add_reader_flags, reader_of
@@ -12,7 +13,7 @@ from megazero.cli.parser import command_parser
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import texts
 from megazero.data.progress import to_stderr
-from megazero.data.train_bpe import train_bpe
+from megazero.data.train_bpe import require_no_tokenizer, train_bpe
 
 DESCRIPTION = """
 Train a byte-level BPE on text; writes vocab.json and merges.txt, with --chat tokenizer.json.
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         help="with tokens around the turns of a chat, and a chat template: for models that talk",
     )
     made.add_argument("--output", required=True, help="folder for the files")
+    made.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer of the same kind")
     return made
 
 
@@ -44,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
+    require_no_tokenizer(args.output, chat=args.chat, overwrite=args.overwrite)
     read = texts(args.input, reader_of(args), to_stderr, "reading")
-    train_bpe(read, args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
+    first = next(read)  # what is wrong with the input is known before a folder is made
+    train_bpe(chain([first], read), args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
     to_stderr(f"the tokenizer is in {args.output}")

@@ -52,6 +52,7 @@ def cache_root(cfg: DataConfig) -> Path:
 
 def parse_data_path(words: Sequence[str]) -> Blend:
     """Parse PREFIX, or pairs WEIGHT PREFIX (one pair is a blend of one). Raises DataError."""
+    _require_names("--data-path", words)
     if len(words) == 1:
         return Blend((words[0],), None)
     if not words or len(words) % 2:
@@ -71,6 +72,7 @@ def parse_data_path(words: Sequence[str]) -> Blend:
 
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     """Parse pairs NAME PREFIX: name -> prefix. Raises DataError."""
+    _require_names("--valid-data-path", words)
     if len(words) % 2:
         raise DataError(f"--valid-data-path has {len(words)} words; give NAME PREFIX pairs: {' '.join(words)}")
     names = words[::2]
@@ -78,6 +80,12 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     if twice:
         raise DataError(f"--valid-data-path names {', '.join(twice)} more than once")
     return dict(zip(names, words[1::2], strict=True))
+
+
+def _require_names(flag: str, words: Sequence[str]) -> None:
+    """Raise DataError for an empty word, as a variable of a shell gives it that is not set."""
+    if "" in words:
+        raise DataError(f"{flag} {' '.join(word or repr(word) for word in words)}: '' names no pair of .bin and .idx")
 
 
 def train_tokens(cfg: DataConfig) -> list[int]:

@@ -115,6 +115,8 @@ def find_files(inputs: Sequence[str | Path], include: Sequence[str] = (), report
     found: list[Path] = []
     told: list[str] = []
     for name in inputs:
+        if not str(name):  # as a variable of a shell gives it that is not set; a Path would be the working folder
+            raise DataError("an input has no name: '' is no file or folder")
         place = Path(name).expanduser()
         if os.path.isfile(place):  # not Path's own, which raises for a name that is too long
             found.append(place)

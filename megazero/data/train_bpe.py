@@ -6,11 +6,13 @@ It is stored in GPT-2's format, vocab.json and merges.txt; for chats in Hugging 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from megazero.data.gpt2 import END_OF_TEXT
 from megazero.data.indexed import DataError
+from megazero.data.output_places import require_folder
 from megazero.data.progress import Report
 from megazero.system.unfinished import ended_in_order, replaced_when_whole
 
@@ -23,6 +25,30 @@ CHAT_TEMPLATE = (
     "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+
+PLAIN_FILES = ("merges.txt", "vocab.json")
+CHAT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
+
+
+def require_no_tokenizer(given: str, *, chat: bool, overwrite: bool) -> None:
+    """Raise DataError if a tokenizer cannot be written into a folder, or would take another's place.
+
+    overwrite: one of the same kind may be replaced. Files of the other kind would stay, and be read as the new one's.
+    """
+    folder = Path(given)
+    require_folder("--output", given, folder)
+    there = [name for name in (*CHAT_FILES, *PLAIN_FILES) if os.path.lexists(folder / name)]
+    others = [name for name in there if name not in (CHAT_FILES if chat else PLAIN_FILES)]
+    if others:
+        raise DataError(
+            f"--output {given}: has a tokenizer of another kind ({', '.join(others)}), whose files would stay; name "
+            "another folder"
+        )
+    if there and not overwrite:
+        raise DataError(
+            f"--output {given}: has a tokenizer already ({', '.join(there)}); name another folder, or replace it with "
+            "--overwrite"
+        )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Report, *, chat: bool = False) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.data.indexed import BLOCK, CODES, HEADER, MAGIC, DataError, IndexedDataset, pair_paths
+from megazero.data.output_places import require_prefix
 from megazero.data.tokenizer_record import TokenizerRecord, common, path_of
 from megazero.system.durable import sync_folder
 from megazero.system.unfinished import open_unfinished, unfinished_path
@@ -28,8 +29,8 @@ class PairWriter:
     """A context manager that writes a pair. Leaving it without an exception publishes the pair, else removes it.
 
     tokenizer_record: the tokenizer of the ids, which is recorded in PREFIX.tokenizer. It needs 4 bytes of memory per
-    sequence and 8 per document. Raises DataError for an existing pair without `overwrite`, and for a dtype that the
-    format does not have.
+    sequence and 8 per document. Raises DataError for an existing pair without `overwrite`, for a prefix that names no
+    files, and for a dtype that the format does not have.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class PairWriter:
         tokenizer_record: TokenizerRecord | None = None,
         overwrite: bool = False,
     ) -> None:
+        require_prefix("--output-prefix", prefix)
         self.bin_path, self.idx_path = pair_paths(prefix)
         self._made_with_path, self._made_with = path_of(prefix), tokenizer_record
         existing = [str(path) for path in (self.bin_path, self.idx_path) if path.exists()]
@@ -166,6 +168,8 @@ def merge(prefixes: list[str], output: str, *, overwrite: bool = False) -> PairW
 
     The tokenizer is recorded if every pair records it. Raises DataError where the pairs have different tokenizers.
     """
+    if "" in prefixes:
+        raise DataError("--input '': names no pair of .bin and .idx")
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     if not sources:
         raise DataError("nothing to merge: no prefix given")

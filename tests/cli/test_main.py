@@ -15,6 +15,7 @@ import megazero
 from megazero.cli.main import OF_OTHERS, SUBCOMMANDS, main
 from megazero.convert.names import FORMATS
 from megazero.convert.registry import format_table
+from tests.data.pairs import write_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPS = """
@@ -174,19 +175,72 @@ def test_help_may_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> N
         ("draw-schedule --blocks 3", 2, "--blocks 3 goes with --zero-stage"),
         ("draw-schedule --zero-stage 2 --gathered-units 3", 2, "--gathered-units 3 goes with --zero-stage 3"),
         ("prepare-data --input {file} --output-prefix {folder}/x --tokenizer byte --workers 0", 2, "--workers 0: must"),
-        ("prepare-data --input {file} --output-prefix {file}/x --tokenizer byte --workers 1", 1, "{file}"),
-        ("train-tokenizer --input {file} --vocab-size 300 --output {file}", 1, "{file}"),
+        (
+            "prepare-data --input {file} --output-prefix {file}/x --tokenizer byte --workers 1",
+            2,
+            "--output-prefix {file}/x: {file} is no folder",
+        ),
+        ("train-tokenizer --input {file} --vocab-size 300 --output {file}", 2, "--output {file}: {file} is no folder"),
+        ("train-tokenizer --input {file} --output {file}/x", 2, "--output {file}/x: {file} is no folder"),
+        ("train-tokenizer --input {file} --output=", 2, "--output '': names no folder"),
+        ("train-tokenizer --input= --output {folder}/x", 2, "an input has no name"),
+        ("prepare-data --input= --output-prefix {folder}/x --tokenizer byte", 2, "an input has no name"),
+        *(
+            (f"{words} --output-prefix={prefix}", 2, f"--output-prefix '{prefix}': names no files; give a name: ")
+            for words in ("prepare-data --input {file} --tokenizer byte --workers 1", "merge-data --input {folder}/q")
+            for prefix in ("", "{folder}/", "{folder}/new/", "{folder}/.", "..")
+        ),
+        ("merge-data --input= --output-prefix {folder}/x", 2, "--input '': names no pair"),
+        ("inspect-data --data-path=", 2, "--data-path '': '' names no pair"),
+        ("inspect-data --data-path {folder}/q --seq-length 4 --dump=", 2, "--dump .: is there already"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
-    words: str, status: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str,
+    status: int,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And a file that stands where a folder should be is what it was."""
     (file := tmp_path / "text.txt").write_text("one two three\n" * 20)
+    write_pair(tmp_path / "q", [4])
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
     assert ended(words.format(file=file, folder=tmp_path).split()) == status
     said = capsys.readouterr().err
-    assert told.format(file=file) in said.splitlines()[-1], said
+    assert told.format(file=file, folder=tmp_path) in said.splitlines()[-1], said
+    assert sorted(tmp_path.rglob("*")) == before
     assert file.read_text() == "one two three\n" * 20 and "training a byte-level" not in said
+
+
+@pytest.mark.parametrize("chat", ["", " --chat"])
+def test_a_tokenizer_that_is_there_is_kept_unless_asked(
+    chat: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of the other kind in any case: files of two tokenizers in one folder would be neither's."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text("one two three\n" * 20)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "notes.txt").write_text("mine")
+    words = f"train-tokenizer --input {tmp_path}/text.txt --output {tmp_path}/made"
+    assert ended(f"{words} --vocab-size 262{chat}".split()) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    capsys.readouterr()
+    names = ", ".join(sorted(before.keys() - {"notes.txt"}))
+    other = "" if chat else " --chat"
+    for flags, told in (
+        (chat, f"has a tokenizer already ({names}); name another folder, or replace it with --overwrite"),
+        (other, f"has a tokenizer of another kind ({names}), whose files would stay; name another folder"),
+        (f"{other} --overwrite", f"has a tokenizer of another kind ({names}), whose files would stay; name another"),
+    ):
+        assert ended(f"{words} --vocab-size 266 {flags}".split()) == 2
+        assert capsys.readouterr().err.startswith(f"error: --output {tmp_path}/made: {told}")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == before
+    assert ended(f"{words} --vocab-size 266 --overwrite{chat}".split()) == 0
+    after = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    assert after.keys() == before.keys() and after != before
 
 
 def test_a_breadth_first_step_is_drawn_as_a_run_does_it(capsys: pytest.CaptureFixture[str]) -> None:

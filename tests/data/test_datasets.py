@@ -143,7 +143,18 @@ def test_named_validation_sets_read_their_whole_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("a", "b"), ("1", "a", "2"), ("1", "a", "b", "c"), ("0", "a"), ("-1", "a", "2", "b"), ("nan", "a")]
+    "words",
+    [
+        (),
+        ("a", "b"),
+        ("1", "a", "2"),
+        ("1", "a", "b", "c"),
+        ("0", "a"),
+        ("",),
+        ("1", ""),
+        ("-1", "a", "2", "b"),
+        ("nan", "a"),
+    ],
 )
 def test_wrong_data_paths(words):
     with pytest.raises(DataError, match="--data-path"):
@@ -151,7 +162,7 @@ def test_wrong_data_paths(words):
 
 
 def test_wrong_valid_data_paths():
-    for words in (("a",), ("n", "p", "n", "q")):
+    for words in (("a",), ("n", "p", "n", "q"), ("n", ""), ("", "p")):
         with pytest.raises(DataError, match="--valid-data-path"):
             parse_valid_data_path(words)
 
