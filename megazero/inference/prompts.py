@@ -10,6 +10,7 @@ from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
+from megazero.system.file_kinds import fault_of_text
 from megazero.system.reading import BOUNDS, Unreadable, parse_json, path_error, raised_as, read_text
 
 STANDARD_INPUT = "-"
@@ -27,15 +28,26 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 def _lines(file: str) -> list[str]:
     try:
         text = (
-            sys.stdin.read().removeprefix(BYTE_ORDER_MARK)
+            _standard_input().removeprefix(BYTE_ORDER_MARK)
             if file == STANDARD_INPUT
             else read_text(Path(file).expanduser(), BOUNDS.index, piped=True)
         )
-    except (OSError, UnicodeDecodeError, Unreadable) as error:
+    except (OSError, Unreadable) as error:
         raise DataError(f"--prompt-file {path_error(file, error)}") from error
     # Split at line feeds only: splitlines also splits at characters that may occur in a JSON string.
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [_of_json(file, *line) for line in lines] if file.endswith(".jsonl") else [line for _, line in lines]
+
+
+def _standard_input() -> str:
+    """All of the standard input. Raises Unreadable for bytes that are no text, as of UTF-16."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"it is no text: {fault_of_text(error.object)}") from error
+    if "\0" in text:  # bytes that are no UTF-8 may be in it, escaped; `encoded` refuses them where there is no NUL
+        raise Unreadable(f"it is no text: {fault_of_text(text.encode('utf-8', errors='surrogateescape'))}")
+    return text
 
 
 def _of_json(file: str, number: int, line: str) -> str:

@@ -83,6 +83,18 @@ def expected(model: Path, sampling: Sampling, count: int, samples: int = 1) -> l
     return generate(Pipeline.of([opened.stage]), prompts, count, sampling, vocabulary=257)
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_a_standard_input_in_another_encoding_names_the_command(
+    encoding: str, errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the locale's stdin refuses bytes or escapes them."""
+    data = io.BytesIO("once upon".encode(encoding))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(data, encoding="utf-8", errors=errors))
+    with pytest.raises(DataError, match=rf"--prompt-file -: .* iconv -f {encoding.replace('-le', 'le')} -t utf-8"):
+        read_prompts([], "-")
+
+
 def test_prompts_from_everywhere_as_json(model: Path, tmp_path: Path) -> None:
     """Flags, then lines of a file; the text is that of the ids, whatever the size of a batch."""
     lines = [json.dumps(PROMPTS[2]), "", json.dumps({"prompt": PROMPTS[3], "more": 1})]
