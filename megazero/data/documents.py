@@ -23,7 +23,8 @@ _ONE_A_LINE = (
     "; a file of JSON lines has one object on each line: `jq -c '.[]' FILE` makes lines of an array, `jq -c . FILE` of "
     "objects that span lines"
 )
-READING_ON = "; --encoding-errors replace reads on, --skip-undecodable leaves such documents out"
+READING_ON = "; --encoding-errors replace reads on"
+LEAVING_OUT = f"{READING_ON}, --skip-undecodable leaves such documents out"
 """What may be done about wrong bytes, but not about a whole file in another encoding."""
 PACKED_PIECE = 1 << 10
 """Packed bytes that zstd unpacks at once. 4 bytes can stand for 128 kB, so the result has 32 MB at most."""
@@ -186,14 +187,15 @@ def json_record(text: str, where: str) -> dict[str, Any]:
     raise DataError(f"{where} is {json_type(record)}, and no object{_ONE_A_LINE * (opening == '[')}")
 
 
-def text_of(raw: RawDocument, json_key: str, errors: str) -> str:
-    """The text of a document. errors: "strict" or "replace", for bytes that are no UTF-8.
+def text_of(raw: RawDocument, json_key: str, errors: str, advice: str = LEAVING_OUT) -> str:
+    """The text of a document. errors: "strict" or "replace", for bytes that are no UTF-8. advice: the flags that a
+    command has for them.
 
     A lone surrogate in JSON becomes U+FFFD. Raises DataError naming file and line.
     """
     where = f"{raw.path}, line {raw.line}"
     if errors == "strict" and (fault := fault_of_text(raw.data)):
-        ways = "" if guess_encoding(raw.data) else READING_ON
+        ways = "" if guess_encoding(raw.data) else advice
         raise DataError(f"{where}: {fault.replace(' is', ' of the document is', 1)}{ways}")
     text = raw.data.decode("utf-8", errors=errors)
     if not raw.is_json:

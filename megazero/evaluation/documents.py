@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.data.documents import text_of
+from megazero.data.documents import READING_ON, text_of
 from megazero.data.indexed import IndexedDataset
 from megazero.data.input_files import ReaderOptions, find_files
 from megazero.data.preprocess import raw_batches
@@ -56,7 +56,7 @@ def text_documents(
             for raw in batch:
                 number = number if raw.path == before else 0
                 before = raw.path
-                text = text_of(raw, reader.json_key, reader.encoding_errors)
+                text = text_of(raw, reader.json_key, reader.encoding_errors, READING_ON)
                 ids += tokenizer.encode(text)
                 nbytes += len(text.encode())
                 if raw.last:

@@ -245,6 +245,9 @@ def test_nul_is_no_text_unless_wrong_bytes_are_read_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"good\0text, and more of it")
     for told in _read_by_all(tmp_path / "a.txt", ReaderOptions())[:3]:
         assert "a.txt, line 1: byte 4 of the document is NUL, which no text holds; --encoding-errors replace" in told
+    prepare, train, evaluate, _ = _read_by_all(tmp_path / "a.txt", ReaderOptions())
+    assert all(told.endswith("--skip-undecodable leaves such documents out") for told in (prepare, train))
+    assert evaluate.endswith("--encoding-errors replace reads on"), "it has no --skip-undecodable"
     reader = ReaderOptions(encoding_errors="replace")
     assert list(texts([tmp_path / "a.txt"], reader, silent, "reading")) == ["good\0text, and more of it"]
     (tmp_path / "b.jsonl").write_text('{"text": "a\\u0000b"}\n')
