@@ -54,6 +54,16 @@ class SkippedSteps:
         """The steps that were skipped up to now. Waits for the device."""
         return int(self.in_a_row.item())
 
+    def since(self, iteration: int) -> str | None:
+        """The iteration in words, if it and perhaps some before it changed no weight: a checkpoint of it would hold the
+        weights that an earlier one has, or that nobody wants, and --keep-last-k would delete a good one for it. None if
+        it changed them. Waits for the device.
+        """
+        number = self.now()
+        if number < 2:
+            return f"iteration {iteration}, which changed no weight," if number else None
+        return f"iteration {iteration}, whose last {number} steps changed no weight,"
+
     def are_too_many(self) -> bool:
         """Whether the run is to end. Waits for the device."""
         return self.most > 0 and self.now() >= self.most

@@ -261,21 +261,11 @@ class Trainer:
             self.evaluate()
         every = self.run.checkpoint.save_interval
         if every and iteration % every == 0:
-            self.save_at_interval()
-
-    def save_at_interval(self) -> None:
-        """Save, but not after steps that were skipped for good: such a checkpoint would hold the weights that an
-        earlier one has, or that nobody wants, and --keep-last-k would delete a good one for it.
-        """
-        number = self.skipped.now()
-        if number and self.save_policy is not None:
-            self.log.note(
-                f"iteration {self.position.iteration} is not saved: its last {number} steps changed no weight"
-                if number > 1
-                else f"iteration {self.position.iteration} is not saved: it changed no weight"
-            )
-            return
-        self.save(last=False)
+            unchanged = self.skipped.since(iteration)
+            if unchanged is None or self.save_policy is None:
+                self.save(last=False)
+            else:
+                self.log.note(f"{unchanged} is not saved")
 
     def log_compilation_time(self, seconds: float) -> None:
         """Log once, if --compile compiles anything, the seconds of the first step (with compilation) and the second."""
