@@ -197,7 +197,7 @@ ROWS = (
     Row("initial_loss_scale", "--initial-loss-scale 1024", "scales", DYNAMIC),
     Row("loss_scale_window", "--loss-scale-window 1", "scales", DYNAMIC),
     Row("hysteresis", "--hysteresis 1", "scales", OVERFLOWS),
-    Row("min_loss_scale", "--min-loss-scale 1e30", "scales", f"{OVERFLOWS} --hysteresis 1"),
+    Row("min_loss_scale", "--min-loss-scale 1e30", "scales", f"{OVERFLOWS} --hysteresis 1 --max-skipped-steps 0"),
     Row("max_skipped_steps", "--max-skipped-steps 2", "refused", f"{OVERFLOWS} --min-loss-scale 1e30"),
     # how long, and how fast
     Row("micro_batch_size", "--micro-batch-size 1", "samples"),
