@@ -16,6 +16,7 @@ from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.exit_status import end_rank
 from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named, ways_to_name_one
 from megazero.config.source import ConfigError
+from megazero.convert.hf.config import ids_of
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
 from megazero.convert.tokenizers import no_tokenizer
@@ -27,6 +28,7 @@ from megazero.inference.chat_tokens import ChatTokens
 from megazero.inference.conversation import Conversation, converse, start_messages, user_message
 from megazero.inference.generation_config import (
     KEYS,
+    MAX_LENGTH,
     applicable_defaults,
     generation_defaults,
     not_applied,
@@ -151,7 +153,7 @@ def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokeniz
                 raise DataError(f"{flag} {wrong}: the model's vocabulary has {vocabulary} tokens")
     eod = loaded.end_of_document(tokenizer)
     ends = loaded.ends.union(() if eod is None else (eod,), tokenizer.ends if isinstance(tokenizer, ChatTokens) else ())
-    settings = applicable_defaults(generation_defaults(loaded.generation), sampling_flags(args)) | sampling_flags(args)
+    settings = advised(args, loaded) | sampling_flags(args)
     return GenerationOptions(
         sampling_of(settings, args.seed),
         int(settings.get("max_new_tokens", MOST_TOKENS)),
@@ -162,7 +164,33 @@ def options_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokeniz
         prefix=prefix_of(args, loaded, tokenizer),
         eod_id=eod,
         as_json=args.json,
+        max_length=int(settings[MAX_LENGTH]) if MAX_LENGTH in settings else None,
     )
+
+
+def advised(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, float]:
+    """What the model's files say and no flag does. Raises DataError."""
+    file, said = loaded.generation
+    return applicable_defaults(generation_defaults(said, file), sampling_flags(args))
+
+
+def told_of_advice(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]:
+    """What is taken from the model's generation_config.json or config.json, and what is not."""
+    file, said = loaded.generation
+    if advice := advised(args, loaded):
+        words = " ".join(
+            f"{key} {value:g}" if key == MAX_LENGTH else f"--{key.replace('_', '-')} {value:g}"
+            for key, value in advice.items()
+        )
+        yield f"as the model's {file} says, since no flag says otherwise: {words}"
+    if ignored := not_applied(said):
+        yield f"the model's {file} changes the text in ways that are not applied here: {', '.join(ignored)}"
+    vocabulary = loaded.run.model.vocab_size or 0
+    if unknown := [token for token in ids_of(said, "eos_token_id") if not 0 <= token < vocabulary]:
+        yield (
+            f"the model's {file} ends a text at eos_token_id {' '.join(map(str, unknown))}, which never comes: the "
+            f"model's vocabulary has {vocabulary} tokens"
+        )
 
 
 def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
@@ -179,14 +207,8 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
         f"{checkpoint_of(args)} read in {time.perf_counter() - began:.1f} s, {loaded.run.optimizer.precision} on "
         f"{grid.device}"
     )
-    if advice := applicable_defaults(generation_defaults(loaded.generation), sampling_flags(args)):
-        words = " ".join(f"--{key.replace('_', '-')} {value:g}" for key, value in advice.items())
-        generator.note(f"as the model's generation_config.json says, since no flag says otherwise: {words}")
-    if ignored := not_applied(loaded.generation):
-        generator.note(
-            "the model's generation_config.json changes the text in ways that are not applied here: "
-            + ", ".join(ignored)
-        )
+    for line in told_of_advice(args, loaded):
+        generator.note(line)
     if args.interactive:
         converse(generator, grid, Conversation(generator, args.system) if args.chat else None)
         return

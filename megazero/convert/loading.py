@@ -53,7 +53,8 @@ class LoadedModel:
     report      what became of the checkpoint's keys
     ends        tokens at which a generated text ends: the run's end of document, and those that generation_config.json
                 or config.json of the model names
-    generation  the content of the model's generation_config.json; empty without one
+    generation  the name and the content of the file that says how the model generates: generation_config.json, else
+                config.json; the content is empty without both
     trained     whether the checkpoint is one of a training, whose documents have no begin token
     """
 
@@ -63,7 +64,7 @@ class LoadedModel:
     tokenizer: ListedTokenizer | None
     report: ConversionReport
     ends: frozenset[int]
-    generation: Mapping[str, Any]
+    generation: tuple[str, Mapping[str, Any]]
     trained: bool
 
     def end_of_document(self, tokenizer: Tokenizer | None) -> int | None:

@@ -1,5 +1,5 @@
 """The model's own defaults for sampling: generation_config.json, which `transformers` uses for settings that its caller
-does not give.
+does not give. Without that file it takes the same keys from config.json.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ from megazero.system.reading import shown
 
 DRAWN = ("temperature", "top_k", "top_p")
 """Settings that only have an effect if tokens are drawn."""
-COUNTS = ("top_k", "max_new_tokens")
 KEYS = (*DRAWN, "repetition_penalty", "max_new_tokens")
+"""Settings that a flag has too."""
+MAX_LENGTH = "max_length"
+"""The most tokens of a prompt and its continuation together, where nothing says how many new ones."""
+COUNTS = ("top_k", "max_new_tokens", MAX_LENGTH)
 
 NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "min_p", "penalty_alpha"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "encoder_no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(
-        ("num_beams", "typical_p", "guidance_scale", "num_beam_groups", "encoder_repetition_penalty"), (1,)
+        (
+            "num_beams",
+            "typical_p",
+            "guidance_scale",
+            "num_beam_groups",
+            "encoder_repetition_penalty",
+            "num_return_sequences",
+        ),
+        (1,),
     ),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"), ([], {})),
     **dict.fromkeys(("force_words_ids", "constraints", "stop_strings"), ([],)),
@@ -33,24 +44,28 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
 Settings = Mapping[str, float]
 
 
-def generation_defaults(config: Mapping[str, Any]) -> dict[str, float]:
-    """The settings of `KEYS` that the file has.
+def generation_defaults(config: Mapping[str, Any], file: str = "generation_config.json") -> dict[str, float]:
+    """The settings of `KEYS` that the file has, and its `MAX_LENGTH` if it has no max_new_tokens.
 
     With "do_sample": false the temperature is 0. Without do_sample, the settings of drawing are ignored. A missing
     top_k stays unset, while `transformers` then takes 50: if a model's makers set top_p alone, only top_p applies.
-    Raises DataError for a value that is not such a number.
+    Raises DataError, which names the file, for a value that is not such a number.
     """
     draws = config.get("do_sample")
-    wanted = KEYS if draws is True else tuple(key for key in KEYS if key not in DRAWN)
-    found: dict[str, float] = {key: _number(key, config[key]) for key in wanted if config.get(key) is not None}
+    if draws is not None and not isinstance(draws, bool):
+        raise DataError(f"{file}: do_sample is {shown(draws)}, neither true nor false")
+    found = {key: _number(file, key, config[key]) for key in (*KEYS, MAX_LENGTH) if config.get(key) is not None}
+    unused = (() if draws else DRAWN) + ((MAX_LENGTH,) if "max_new_tokens" in found else ())
+    found = {key: value for key, value in found.items() if key not in unused}
     if draws is False:
         found["temperature"] = 0.0
     try:
         sampling_of(found)
     except ValueError as error:
-        raise DataError(f"generation_config.json: {error}") from error
-    if found.get("max_new_tokens", 1) < 1:
-        raise DataError(f"generation_config.json: max_new_tokens ({found['max_new_tokens']}) is not 1 or more")
+        raise DataError(f"{file}: {error}") from error
+    for key in ("max_new_tokens", MAX_LENGTH):
+        if found.get(key, 1) < 1:
+            raise DataError(f"{file}: {key} ({found[key]}) is not 1 or more")
     return found
 
 
@@ -74,18 +89,17 @@ def sampling_of(settings: Settings, seed: int = Sampling.seed) -> Sampling:
     )
 
 
-def _number(key: str, value: Any) -> float:
+def _number(file: str, key: str, value: Any) -> float:
     wanted = int if key in COUNTS else (int, float)
     if isinstance(value, bool) or not isinstance(value, wanted):
-        raise DataError(
-            f"generation_config.json: {key} is {shown(value)}, no {'whole number' if key in COUNTS else 'number'}"
-        )
+        raise DataError(f"{file}: {key} is {shown(value)}, no {'whole number' if key in COUNTS else 'number'}")
     return value
 
 
 def applicable_defaults(defaults: Settings, given: Settings) -> dict[str, float]:
     """The defaults that the user's settings do not replace. If the user sets how to draw, a default temperature of 0 is
-    dropped too, so that tokens are drawn.
+    dropped too, so that tokens are drawn. If the user sets the number of new tokens, `MAX_LENGTH` does not count.
     """
     draws = any(key in given for key in DRAWN) and defaults.get("temperature") == 0
-    return {key: value for key, value in defaults.items() if key not in given and not (draws and key == "temperature")}
+    replaced = {*given, *(["temperature"] if draws else []), *([MAX_LENGTH] if "max_new_tokens" in given else [])}
+    return {key: value for key, value in defaults.items() if key not in replaced}

@@ -11,6 +11,7 @@ from typing import Any
 from megazero.config.derive import max_positions
 from megazero.config.schema import ModelConfig
 from megazero.data.chat import Message
+from megazero.data.indexed import DataError
 from megazero.data.tokenizer import Tokenizer
 from megazero.inference.chat_tokens import ChatTokens, special_tokens_in
 from megazero.inference.generate import generate
@@ -43,6 +44,7 @@ class GenerationOptions:
     prefix          tokens in front of every prompt
     eod_id          token that an empty prompt stands for
     as_json         print a line of JSON for each continuation
+    max_length      the most tokens of a prompt and its continuation, as the model's files say; None: any number
     """
 
     sampling: Sampling
@@ -54,6 +56,12 @@ class GenerationOptions:
     prefix: tuple[int, ...] = ()
     eod_id: int | None = None
     as_json: bool = False
+    max_length: int | None = None
+
+    def most(self, prompt: Sequence[int]) -> int:
+        """The most tokens of a continuation of these ids."""
+        room = self.max_new_tokens if self.max_length is None else self.max_length - len(prompt)
+        return min(self.max_new_tokens, room)
 
 
 @dataclass
@@ -77,6 +85,8 @@ class TextGenerator:
     def read(self, prompts: Sequence[str]) -> list[Prompt]:
         """Encode prompts. Called on rank 0. Raises DataError for one that the model cannot take."""
         ids = encoded(prompts, self.tokenizer, self.model, first=self.options.prefix, eod_id=self.options.eod_id)
+        for text, row in zip(prompts, ids, strict=True):
+            self._check_length(f"the prompt {shorten(text)}", row)
         self._note_specials(prompts, "; --chat writes a chat as the model knows it")
         return list(zip(prompts, ids, strict=True))
 
@@ -91,6 +101,8 @@ class TextGenerator:
             check_ids(f"the conversation up to {shorten(text)}", self.tokenizer.question(chat), self.model)
             for text, chat in zip(last, chats, strict=True)
         ]
+        for text, row in zip(last, found, strict=True):
+            self._check_length(f"the conversation up to {shorten(text)}", row)
         self._note_specials(last, "")
         return list(zip(last, found, strict=True))
 
@@ -101,7 +113,7 @@ class TextGenerator:
     def answer(self, prompts: Sequence[Prompt]) -> list[str]:
         """Continue prompts. A collective of all ranks. Only the rank that `shows` prints the texts and returns them."""
         count, most = self.options.samples, self.options.batch_size
-        self._note_length(max((len(ids) for _, ids in prompts), default=0))
+        self._note_length(max((len(ids) + self.options.most(ids) for _, ids in prompts), default=0))
         rows = [
             ((self.asked + i) * count + k, text, ids) for i, (text, ids) in enumerate(prompts) for k in range(count)
         ]
@@ -114,14 +126,26 @@ class TextGenerator:
         seconds = time.perf_counter() - began
         self.note(
             f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} "
-            f"tokens/s{self._cut(cut, len(rows))}"
+            f"tokens/s{self._cut(cut, rows)}"
         )
         return texts
 
-    def _cut(self, cut: int, rows: int) -> str:
-        """The remark that --max-new-tokens has cut off texts; empty if it has not."""
-        which = "" if rows == 1 else f": {cut} of {rows}"
-        return f"; cut off by --max-new-tokens {self.options.max_new_tokens}{which}" if cut else ""
+    def _check_length(self, what: str, ids: Sequence[int]) -> None:
+        """Raises DataError for a prompt that leaves no room for a token."""
+        if self.options.most(ids) < 1:
+            raise DataError(
+                f"{what} is {len(ids)} tokens, and the model's files say max_length {self.options.max_length}, which "
+                "leaves none to add; --max-new-tokens N says how many"
+            )
+
+    def _cut(self, cut: int, rows: Sequence[Row]) -> str:
+        """The remark that --max-new-tokens, or the model's max_length, has cut off texts; empty if it has not."""
+        options = self.options
+        whole = all(options.most(ids) == options.max_new_tokens for _, _, ids in rows)
+        most = f"--max-new-tokens {options.max_new_tokens}"
+        limit = most if whole else f"the model's max_length {options.max_length}"
+        which = "" if len(rows) == 1 else f": {cut} of {len(rows)}"
+        return f"; cut off by {limit}{which}" if cut else ""
 
     def _batch(self, rows: Sequence[Row], *, alone: bool) -> tuple[int, int, list[str]]:
         """(number of new tokens, number of rows cut off, texts); the last two are 0 and empty if nothing is shown."""
@@ -130,9 +154,11 @@ class TextGenerator:
         before = [[] if isinstance(self.tokenizer, ChatTokens) else ids for _, _, ids in rows]
         streams = [Stream(self.tokenizer, ids, options.stops) for ids in before] if self.shows or options.stops else []
         streaming = self.shows and alone and not options.as_json
+        left = [options.most(ids) for _, _, ids in rows]
 
         def ends(row: int, token: int) -> bool:
-            stopped = self.stopped()
+            left[row] -= 1
+            stopped = self.stopped() or left[row] == 0
             if token in options.stop_ids:
                 return True
             if not streams:
@@ -150,11 +176,11 @@ class TextGenerator:
             numbers=[number for number, _, _ in rows],
         )
         if self.shows:
-            for (number, prompt, _), ids, stream in zip(rows, new, streams, strict=True):
+            for (number, prompt, given), ids, stream in zip(rows, new, streams, strict=True):
                 _show(stream.finish(), streaming)
                 if not streaming:
                     print(
-                        self._record(prompt, ids, stream)
+                        self._record(prompt, given, ids, stream)
                         if options.as_json
                         else f"=== {number + 1}: {prompt!r}\n{escape_control(stream.text)}",
                         flush=True,
@@ -162,7 +188,10 @@ class TextGenerator:
             _show("\n", streaming)
         if not self.shows:
             return sum(map(len, new)), 0, []
-        cut = sum(self._ended(ids, stream) == "length" for ids, stream in zip(new, streams, strict=True))
+        cut = sum(
+            self._ended(given, ids, stream) == "length"
+            for (_, _, given), ids, stream in zip(rows, new, streams, strict=True)
+        )
         return sum(map(len, new)), cut, [stream.text for stream in streams]
 
     def _note_specials(self, texts: Sequence[str], advice: str) -> None:
@@ -171,18 +200,19 @@ class TextGenerator:
                 spells = f"{'the special token' if len(found) == 1 else 'special tokens'} {' '.join(found)}"
                 self.note(f"warning: {shorten(text)} spells {spells}, which is plain text here{advice}")
 
-    def _record(self, prompt: str, ids: list[int], stream: Stream) -> str:
+    def _record(self, prompt: str, given: list[int], ids: list[int], stream: Stream) -> str:
         record: dict[str, Any] = {
             "prompt": prompt,
             "text": stream.text,
             "ids": ids,
-            "ended": self._ended(ids, stream),
+            "ended": self._ended(given, ids, stream),
             "stop": stream.stopped,
         }
         return json.dumps(record)
 
-    def _ended(self, ids: list[int], stream: Stream) -> str:
-        length = "length" if len(ids) == self.options.max_new_tokens else "interruption"
+    def _ended(self, given: list[int], ids: list[int], stream: Stream) -> str:
+        """What ended the ids after the given ones."""
+        length = "length" if len(ids) == self.options.most(given) else "interruption"
         return (
             "stop string"
             if stream.stopped is not None
@@ -191,8 +221,7 @@ class TextGenerator:
             else length
         )
 
-    def _note_length(self, longest: int) -> None:
-        total = longest + self.options.max_new_tokens
+    def _note_length(self, total: int) -> None:
         learned = self.model.position_embedding == "learned"
         most = max_positions(self.model) if learned else self.model.seq_length
         if total <= most or self.warned:

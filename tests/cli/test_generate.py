@@ -9,8 +9,10 @@ import os
 import platform
 import pty
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -29,6 +31,7 @@ from megazero.config.source import ConfigError
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
+from megazero.convert.source import ConversionError
 from megazero.data.indexed import DataError
 from megazero.data.progress import silent
 from megazero.data.tokenizer import build_tokenizer
@@ -221,6 +224,57 @@ def test_each_of_several_ends_ends_a_text(tmp_path: Path) -> None:
     for ends in ([whole[3], 319], [319, whole[3]]):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         assert ids() == whole[: whole.index(whole[3]) + 1]
+
+
+def said(folder: Path, file: str, keys: dict[str, Any], *words: str) -> tuple[list[int], str]:
+    """The greedy ids of a model whose file of this name says this, and the remarks. The other file says nothing."""
+    described = json.loads((folder / "config.json").read_text())
+    made = Path(tempfile.mkdtemp(dir=folder.parent)) / "model"
+    shutil.copytree(folder, made)
+    (made / "generation_config.json").unlink(missing_ok=True)
+    (made / file).write_text(json.dumps((described if file == "config.json" else {}) | keys))
+    prompt = ["--ids", "--prompt", "1 2 3", "--json", *words]
+    answers, remarks = answered(single_process_grid("cpu"), str(made), *prompt)
+    found: list[int] = json.loads(answers)["ids"]
+    return found, remarks
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_what_the_models_files_say_of_a_text(file: str, model: Path) -> None:
+    """`transformers` takes config.json where there is no generation_config.json; both mean the same here."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    greedy = {"do_sample": False}
+    whole, remarks = said(model, file, greedy)
+    assert f"as the model's {file} says, since no flag says otherwise: --temperature 0\n" in remarks
+    ids, remarks = said(model, file, greedy | {"max_length": 7})
+    (made,) = (path for path in model.parent.glob("*/model") if '"max_length": 7' in (path / file).read_text())
+    theirs = AutoModelForCausalLM.from_pretrained(made).generate(torch.tensor([[1, 2, 3]]))[0, 3:].tolist()
+    assert ids == theirs == whole[:4]
+    assert "--temperature 0 max_length 7\n" in remarks or "max_length 7 --temperature 0\n" in remarks
+    assert "cut off by the model's max_length 7\n" in remarks and "more than the model's" not in remarks
+    assert said(model, file, greedy | {"max_length": 7}, "--max-new-tokens", "6")[0] == whole[:6]
+    assert said(model, file, greedy | {"max_length": 7, "max_new_tokens": 5})[0] == whole[:5]
+    with pytest.raises(DataError, match=r"3 tokens, and the model's files say max_length 3.*--max-new-tokens"):
+        said(model, file, greedy | {"max_length": 3})
+    assert said(model, file, greedy | {"repetition_penalty": 1.9})[0] != whole
+    keys = {"suppress_tokens": [5], "no_repeat_ngram_size": 2, "num_return_sequences": 3}
+    told = "no_repeat_ngram_size 2, num_return_sequences 3, suppress_tokens [5]"
+    assert f"{file} changes the text in ways that are not applied here: {told}\n" in said(model, file, keys)[1]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_ends_of_the_models_files_that_are_no_ids(file: str, model: Path) -> None:
+    for wrong in ("2", [2, "x"], True, 2.0):
+        with pytest.raises(ConversionError, match=f"{file}: eos_token_id is .*: a token id, or a list of them, is"):
+            said(model, file, {"eos_token_id": wrong}, "--max-new-tokens", "2")
+    for never in (9999, -1, [9999, -1]):
+        words = " ".join(map(str, never if isinstance(never, list) else [never]))
+        remarks = said(model, file, {"eos_token_id": never}, "--max-new-tokens", "2")[1]
+        assert f"{file} ends a text at eos_token_id {words}, which never comes: the model's vocabulary" in remarks
+    for fine in (None, [], 3, [3, 4]):
+        assert "eos_token_id" not in said(model, file, {"eos_token_id": fine}, "--max-new-tokens", "2")[1]
 
 
 def test_a_wrong_command_line_is_told_at_once() -> None:

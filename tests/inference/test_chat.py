@@ -214,8 +214,10 @@ def test_without_a_flag_generation_config_counts(
 
 def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     drawn = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "max_length": 4096, "_from_model_config": True}
-    assert generation_defaults(drawn) == {}, "transformers draws nothing, and says that these are not used"
-    assert generation_defaults(drawn | {"do_sample": True}) == {"temperature": 0.6, "top_p": 0.9}
+    length = {"max_length": 4096}
+    assert generation_defaults(drawn) == length, "transformers draws nothing, and says that the others are not used"
+    assert generation_defaults(drawn | {"do_sample": True}) == {"temperature": 0.6, "top_p": 0.9} | length
+    assert applicable_defaults(length | {"temperature": 0.0}, {"max_new_tokens": 3}) == {"temperature": 0.0}
     assert generation_defaults(drawn | {"do_sample": False, "max_new_tokens": 7}) == {
         "temperature": 0.0,
         "max_new_tokens": 7,
@@ -230,9 +232,14 @@ def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], 
         {"temperature": "hot"},
         {"repetition_penalty": True},
         {"max_new_tokens": 0},
+        {"max_length": 0},
+        {"max_length": "12"},
+        {"do_sample": "yes"},
     ):
         with pytest.raises(DataError, match=f"generation_config.json: {next(iter(wrong))}"):
             generation_defaults({"do_sample": True} | wrong)
+    with pytest.raises(DataError, match=r"config\.json: temperature is '1', no number"):
+        generation_defaults({"do_sample": False, "temperature": "1"}, "config.json")
     folder = Path(shutil.copytree(model, tmp_path / "advised"))
     (folder / "generation_config.json").write_text(json.dumps(drawn | {"do_sample": True, "max_new_tokens": 2}))
     answered(folder, "--prompt", LINES[0], "--top-p", "0.8")
@@ -244,7 +251,7 @@ def test_what_is_taken_of_generation_config(capsys: pytest.CaptureFixture[str], 
 
 
 NO_CHANGE = """max_length do_sample early_stopping use_mtp use_cache cache_implementation cache_config max_cache_len
-length_penalty renormalize_logits remove_invalid_values num_return_sequences output_attentions output_hidden_states
+length_penalty renormalize_logits remove_invalid_values output_attentions output_hidden_states
 output_scores output_logits return_dict_in_generate pad_token_id bos_token_id eos_token_id decoder_start_token_id
 is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
 prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind

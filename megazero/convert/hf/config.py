@@ -100,23 +100,29 @@ def ids_of(config: Config, key: str) -> list[int]:
 
 
 def ends_of_generation(companions: Mapping[str, Path], vocabulary: int) -> frozenset[int]:
-    """All ids at which `transformers` ends a generated text: those of generation_config.json, without one those of
-    config.json.
+    """All ids at which `transformers` ends a generated text, those outside the vocabulary left out.
 
-    companions: a model's files by name; none name no ids. Raises ConversionError for a file that is no JSON.
+    companions: a model's files by name; none name no ids. Raises ConversionError for a file that is no JSON, or whose
+    eos_token_id is neither a whole number nor a list of them.
     """
-    path = companions.get(GENERATION) or companions.get(CONFIG)
-    named = [] if path is None else ids_of(read_json(path), "eos_token_id")
-    return frozenset(number for number in named if 0 <= number < vocabulary)
+    file, said = generation_file(companions)
+    found = said.get("eos_token_id")
+    for one in found if isinstance(found, list) else [] if found is None else [found]:
+        if type(one) is not int:
+            raise ConversionError(
+                f"{companions[file]}: eos_token_id is {shown(found)}: a token id, or a list of them, is needed"
+            )
+    return frozenset(number for number in ids_of(said, "eos_token_id") if 0 <= number < vocabulary)
 
 
-def generation_file(companions: Mapping[str, Path]) -> dict[str, Any]:
-    """The content of generation_config.json, empty where the file is absent.
+def generation_file(companions: Mapping[str, Path]) -> tuple[str, dict[str, Any]]:
+    """The name and the content of the file that says how `transformers` generates: generation_config.json, without one
+    config.json, which old models have such keys in. The content is empty where both are absent.
 
     Raises ConversionError for a file that is not JSON.
     """
-    path = companions.get(GENERATION)
-    return {} if path is None else read_json(path)
+    file = next((name for name in (GENERATION, CONFIG) if name in companions), GENERATION)
+    return file, read_json(companions[file]) if file in companions else {}
 
 
 def named_dtype(config: Config) -> str | None:
