@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN, READER_LEFT
 from megazero.system.unfinished import Ended
-from megazero.telemetry.console import Console, open_streams
+from megazero.telemetry.console import ClosedOutput, Console, OutputLost, open_streams
 
 if TYPE_CHECKING:
     from megazero.launch import Environment
@@ -129,10 +129,6 @@ def say(text: str) -> None:
         raise SystemExit(status)
 
 
-class OutputLost(OSError):
-    """The standard output cannot be written. A closed pipe is a BrokenPipeError as before."""
-
-
 class _Output(io.TextIOWrapper):
     """The standard output, whose errors can be told from those of other files."""
 
@@ -157,9 +153,12 @@ def _named() -> Iterator[None]:
 
 def _open_streams() -> None:
     """Open standard streams that are closed, and have stdout's errors told from others. stderr's are passed over: it
-    only informs.
+    only informs. To write to a closed stdout is an error, unless `open_streams` was called before.
     """
+    closed = getattr(sys, "stdout", None) is None
     open_streams()
+    if closed:
+        sys.stdout = ClosedOutput(sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
         sys.stderr = Console(sys.stderr, lambda reason: None)
     if sys.stdout is sys.__stdout__ and type(sys.stdout) is io.TextIOWrapper:

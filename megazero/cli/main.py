@@ -16,6 +16,7 @@ from megazero import __version__
 from megazero.cli.exit_status import say, status_of, working_folder_is_gone
 from megazero.config.options import did_you_mean
 from megazero.system.status import MISTAKEN
+from megazero.telemetry.console import open_streams
 
 
 class Subcommand(NamedTuple):
@@ -74,6 +75,9 @@ OF_OTHERS: Mapping[str, str] = MappingProxyType(
 )
 """Words that name a command of other programs, without dashes -> what does the same here."""
 
+MAKE_FILES = frozenset({"convert", "prepare-data", "merge-data", "train-tokenizer"})
+"""Commands whose result is files, so that they need no standard output."""
+
 HELP = "-h", "--help", "help"
 USAGE = "usage: megazero COMMAND [flags]\n       megazero COMMAND --help\n       megazero --version"
 EXAMPLES = """examples:
@@ -116,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "help" and rest and rest[0] not in HELP:
         name, *rest = rest[0], "--help", *rest[1:]
     if name in SUBCOMMANDS:
+        if name in MAKE_FILES:
+            open_streams()
         return status_of(lambda: load_program(name)(rest))
     if name in HELP:
         say(help_text())

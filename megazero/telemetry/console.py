@@ -5,6 +5,7 @@ If a run loses stdout or stderr, it writes a line to the other and goes on.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -50,6 +51,25 @@ class Console:
         return getattr(self._stream, name)
 
 
+class OutputLost(OSError):
+    """The standard output cannot be written. A closed pipe is a BrokenPipeError as before."""
+
+
+class ClosedOutput:
+    """A standard output that the parent process has closed, for a command whose result is what it prints: `write`
+    raises OutputLost, as for a full disk. All other attributes are those of the stream that stands in its place.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        raise OutputLost(errno.EBADF, os.strerror(errno.EBADF))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def open_streams() -> None:
     """Open /dev/null in place of the standard streams that the parent process has closed; Python has None there. What
     stdout's encoding cannot write is escaped (`\\xfc`), as on stderr.
@@ -70,7 +90,8 @@ def open_streams() -> None:
 def survive_lost_console() -> None:
     """Replace stdout and stderr by `Console`s, so that the process goes on when one of them fails."""
     open_streams()
-    out, err = sys.stdout, sys.stderr
+    given: Any = sys.stdout
+    out, err = given.stream if isinstance(given, ClosedOutput) else given, sys.stderr
 
     def telling(name: str, other: TextIO) -> Callable[[str], None]:
         def tell(reason: str) -> None:

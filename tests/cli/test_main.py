@@ -149,10 +149,13 @@ def test_help_that_nobody_gets_has_a_status(
         assert told == ["error: the standard output cannot be written: No space left on device"] * (status == 1)
 
 
-def test_help_goes_out_where_the_output_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_is_lost_where_the_output_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in TELLING:
         monkeypatch.setattr(sys, "stdout", None)
-        assert ended(words.split()) == 0
+        assert ended(words.split()) == 1
+        assert capsys.readouterr().err == "error: the standard output cannot be written: Bad file descriptor\n"
 
 
 def test_help_may_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> None:

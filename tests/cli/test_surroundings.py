@@ -85,8 +85,24 @@ def test_a_full_disk_under_remarks_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_standard_streams_may_be_closed(tmp_path: Path) -> None:
-    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+    for closed in ("<&-", "2>&-"):
         assert ran("draw-schedule --pp 2", tmp_path, f"{{}} {closed}").returncode == 0
+    write_pair(tmp_path / "d", [3])
+    for number, closed in enumerate((">&-", "<&- >&- 2>&-")):
+        made = f"made{number}"
+        done = ran(f"merge-data --input d --output-prefix {made}", tmp_path, f"{{}} {closed}")
+        assert done.returncode == 0 and (tmp_path / f"{made}.bin").exists(), "files are the command's result"
+
+
+def test_a_closed_output_loses_what_a_command_prints(tmp_path: Path) -> None:
+    """A status of 0 would say that the caller has it; help, checks and versions too."""
+    write_pair(tmp_path / "d", [3])
+    check = "pretrain --print-config --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8"
+    for words in ("draw-schedule --pp 2", "inspect-data --data-path d", "--version", "generate --help", check):
+        done = ran(words, tmp_path, "{} >&-")
+        told = done.stderr.decode().splitlines()[-1:]
+        assert told == ["error: the standard output cannot be written: Bad file descriptor"], words
+        assert done.returncode == 1, words
 
 
 def test_a_full_disk_under_the_output_is_one_line(tmp_path: Path) -> None:
