@@ -28,6 +28,7 @@ from megazero.evaluation.perplexity import Totals, Windowing, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
+from megazero.train.output_checks import closed
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
@@ -38,12 +39,33 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append("--data-path PREFIX or --input FILE: there is nothing to score")
     if args.no_prefix and args.prefix_id is not None:
         wrong.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
-    if args.output is not None and not args.output.parent.is_dir():
-        wrong.append(f"--output {args.output}: there is no folder {args.output.parent}")
-    if args.output is not None and args.output.is_dir():
-        wrong.append(f"--output {args.output}: is a folder; name a file in it")
+    if args.output is not None:
+        wrong += output_problems(args.output)
     if wrong:
         raise ConfigError(wrong)
+
+
+def output_problems(output: Path) -> Iterator[str]:
+    """Why the lines of --output cannot be written, as far as is known before hours of scoring."""
+    written, finished = output_places(output)
+    if not os.path.isdir(output.parent):
+        yield f"--output {output}: there is no folder {output.parent}"
+    elif os.path.isdir(output):
+        yield f"--output {output}: is a folder; name a file in it"
+    elif finished is None and not os.access(written, os.W_OK):
+        yield f"--output {output}: may not be written"
+    elif finished is not None and (
+        wrong := closed(str(written.parent if os.path.lexists(written) else written)) or _occupied(written)
+    ):
+        yield f"--output {output}: {wrong}"
+
+
+def _occupied(unfinished: Path) -> str | None:
+    """Why a file that a run before may have left cannot be written anew; None if it can."""
+    if os.path.isdir(unfinished):
+        return f"{unfinished}, where lines are written first, is a folder"
+    denied = os.path.exists(unfinished) and not os.access(unfinished, os.W_OK)
+    return f"{unfinished}, where lines are written first, may not be written" if denied else None
 
 
 def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None) -> Windowing:
@@ -106,12 +128,20 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
                 lines.write(json.dumps(score.record()) + "\n")
             if grid.rank == 0 and args.limit:
                 progress.reach(totals.documents)
-    if totals.documents == 0:
-        raise DataError("there are no documents in what was named")
+    if totals.tokens == 0:
+        raise DataError(nothing_scored(totals.documents))
     if unfinished is not None and finished is not None:
         unfinished.replace(finished)
     if grid.rank == 0:
         report(args, windowing, totals, time.perf_counter() - began)
+
+
+def nothing_scored(documents: int) -> str:
+    """Why there is no loss, for the number of documents that were read."""
+    if documents == 0:
+        return "nothing was scored: there are no documents in what was named"
+    which = "the document that was named has" if documents == 1 else f"none of the {documents:,} documents named has"
+    return f"nothing was scored: {which} {'no' if documents == 1 else 'a'} token that another stands before"
 
 
 def output_places(output: Path) -> tuple[Path, Path | None]:
@@ -120,7 +150,7 @@ def output_places(output: Path) -> tuple[Path, Path | None]:
     Lines for a device or a pipe, such as /dev/stdout, are written there: moving a file to it would put an end to it.
     A link stays, and the file that it leads to is replaced.
     """
-    if output.exists() and not output.is_file():
+    if os.path.exists(output) and not os.path.isfile(output):
         return output, None
     finished = Path(os.path.realpath(output))
     return finished.with_name(f"{finished.name}.unfinished"), finished
@@ -148,9 +178,6 @@ def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, secon
         f"context {windowing.context}, stride {windowing.stride}, "
         + (f"after token {windowing.prefix}" if windowing.prefix is not None else "first tokens not scored")
     )
-    if not totals.tokens:
-        print("there was no token to score: no document has one that another stands before")
-        return
     for name, unit in shown.items():
         if record[name] is not None or name != "bits_per_byte":
             value = "not finite" if record[name] is None else f"{record[name]:.6f}"

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import struct
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.evaluation.hf_folder import CASES, CONTEXT, VOCABULARY, folder_of, te
 from tests.evaluation.rolling import rolling_windows
 from tests.parity.float64 import in_float64
 from tests.ranks import run_ranks
+from tests.test_structure import ROOT
 
 TEXTS = [text(words, words) for words in (1, 5, 200, 17, 60, 2, 33)] + ["", "Größe: 5 µm\n"]
 END = 1
@@ -222,6 +224,15 @@ def test_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.search(rf"{name} +[0-9.]+", out) for name in ("loss", "perplexity", "bits per byte", "total loss"))
 
 
+@pytest.mark.slow
+def test_a_closed_output_is_an_error(folder: Path) -> None:
+    """As one of a full disk: the scores are what the command is for."""
+    line = f"{sys.executable} -m megazero evaluate {folder} --data-path {folder / 'pair'} --limit 1 >&-"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("error: the standard output cannot be written: Bad file descriptor\n")
+    assert done.returncode == 1
+
+
 def test_bytes_that_are_no_utf8(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the error advises is a flag of this tool."""
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -232,13 +243,32 @@ def test_bytes_that_are_no_utf8(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert replaced["total_loss"] == evaluated(folder, capsys, "--input", tmp_path / "utf8.txt")[0]["total_loss"]
 
 
-def test_nothing_to_score_is_not_a_loss_that_overflowed(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_to_score_is_an_error(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No result, which a program would take for one; and no file that looks whole."""
     (tmp_path / "empty.txt").write_text("")
-    evaluate(arguments(folder, "--input", tmp_path / "empty.txt"), single_process_grid())
-    out = capsys.readouterr().out
-    assert "1 documents, 0 tokens" in out and "no token to score" in out and "not finite" not in out
+    (tmp_path / "none.jsonl").write_text("")
+    output = tmp_path / "scores.jsonl"
+    for words, message in (
+        (["empty.txt"], "the document that was named has no token that another stands before"),
+        (["empty.txt", "empty.txt"], "none of the 2 documents named has a token that another stands before"),
+        (["none.jsonl"], "there are no documents in what was named"),
+    ):
+        with pytest.raises(DataError, match=f"nothing was scored: {message}"):
+            given = [tmp_path / word for word in words]
+            evaluate(arguments(folder, "--json", "--output", output, "--input", *given), single_process_grid())
+    assert capsys.readouterr().out == "" and not output.exists()
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_scoring(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "left.unfinished").mkdir()
+    for output, problem in (
+        ("/proc/x", "--output /proc/x: /proc takes no folders"),
+        (tmp_path / "left", "where lines are written first, is a folder"),
+        (tmp_path / ("x" * 250), "has 261 bytes, and at most"),
+        (tmp_path / ("x" * 300), "has 311 bytes, and at most"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            evaluation.check(arguments(folder, "--data-path", "x", "--output", output), 1)
 
 
 def test_a_mistake_that_shows_once_the_model_is_open_has_status_2(
