@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,16 @@ from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_fragments
 from megazero.checkpoint.window import TensorInfo
 from megazero.mpu.parameter import Box, ParameterKind, ParameterSpec
+from megazero.system.given import given_path, is_whole
+from megazero.system.reading import shown
 from megazero.zero.fragment import Fragment
+
+
+def _is_box(given: object) -> bool:
+    """Whether this is a sequence of pairs of whole numbers."""
+    return isinstance(given, Sequence) and all(
+        isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_whole, pair)) for pair in given
+    )
 
 
 class Checkpoint:
@@ -28,11 +37,14 @@ class Checkpoint:
     tensors   every tensor by its global name: shape, and the stored dtype of "weight", "exp_avg", "exp_avg_sq"
 
     Raises FileNotFoundError if there is no complete checkpoint, Damaged (a CheckpointError) if a file differs from what
-    was written, and ValueError for another format version.
+    was written, ValueError for another format version and an empty path, and TypeError for what is no path.
     """
 
     def __init__(self, path: str | Path) -> None:
-        found = find(Path(path).expanduser())
+        folder = given_path("path", path)
+        if folder.exists() and not folder.is_dir():
+            raise FileNotFoundError(f"{path} is a file, and holds no checkpoint: a checkpoint is a folder")
+        found = find(folder)
         if found is None:
             raise FileNotFoundError(f"{path} holds no complete checkpoint")
         self.path, self.run, self.progress, self.layout, self._manifest = (
@@ -51,10 +63,15 @@ class Checkpoint:
         """A tensor, or its part within `box` (one (start, stop) per dimension), on the CPU in the stored dtype.
 
         Reads the blocks that contain a part of it and checks their sha256. Memory: the result and a few blocks. Raises
-        KeyError for an unknown name, ValueError for a box outside the tensor, CheckpointError for a column that is not
-        stored, Damaged for altered files.
+        KeyError for an unknown name, ValueError for a box outside the tensor, TypeError for what is no box,
+        CheckpointError for a column that is not stored, Damaged for altered files.
         """
         shape = self.tensors[name]
+        if box is not None and not _is_box(box):
+            raise TypeError(
+                f"box is {shown(box)}: one (start, stop) for each dimension is needed; all of {name} is "
+                f"{tuple((0, extent) for extent in shape.shape)}"
+            )
         box = tuple((0, extent) for extent in shape.shape) if box is None else box
         if len(box) != len(shape.shape) or not all(
             0 <= i <= j <= extent for (i, j), extent in zip(box, shape.shape, strict=True)

@@ -27,6 +27,7 @@ from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, resolve_disputes, without_overruled_tokenizer
 from megazero.config.source import ConfigError, ConfigSource, merge
 from megazero.config.validate import problems_of
+from megazero.system.given import given_words, is_whole, kind
 
 __all__ = [
     "DEFAULT_ITERATIONS",
@@ -108,8 +109,12 @@ def parse_arguments(
                    all is reported at once; for a valid run the caller checks the files
     program        the settings of a calling program, which flags override
 
-    `--help` and `--help-all` print and raise SystemExit(0). Raises ConfigError with everything that is wrong.
+    `--help` and `--help-all` print and raise SystemExit(0). Raises ConfigError with everything that is wrong, and
+    TypeError for arguments of another type.
     """
+    argv = given_words("argv", argv)
+    if world_size is not None and not is_whole(world_size):
+        raise TypeError(f"world_size is {kind(world_size)}: a number of ranks is needed, or None")
     line = read_command_line(argv)
     told = requested_help(argv)
     if told is not None:

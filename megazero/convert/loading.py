@@ -37,6 +37,7 @@ from megazero.mpu.grid import ProcessGrid, single_process_grid
 from megazero.pipeline.build import build_stages
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.system import device as devices
+from megazero.system.given import given_path
 from megazero.system.reading import shown
 
 GREEDY = Sampling(temperature=0.0)
@@ -224,8 +225,10 @@ def load(
     device     the device of the parameters
     format     the name of the format, if the folder could be taken for several
 
-    Raises ConversionError if the checkpoint cannot be read, ValueError for another argument that cannot be used.
+    Raises ConversionError if the checkpoint cannot be read, ValueError or TypeError for another argument that cannot be
+    used.
     """
+    path = given_path("path", path)
     for name, value, known in (
         ("precision", precision, run_options()["precision"].choices or ()),
         ("format", format, FORMATS),

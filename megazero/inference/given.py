@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.inference.sampling import Sampling
+from megazero.system.given import is_whole, kind
 from megazero.system.reading import shown
 
 WHOLE_TENSORS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -29,7 +29,7 @@ def token_ids(what: str, given: Any, vocabulary: int, *, text: str = "a tokenize
             raise TypeError(f"{what} has {given.ndim} dimensions, {[*given.shape]}: the ids of one prompt have one")
         given = given.tolist()
     if not isinstance(given, Sequence | range):
-        raise TypeError(f"{what} is {_kind(given)}: a list of token ids is needed")
+        raise TypeError(f"{what} is {kind(given)}: a list of token ids is needed")
     if not len(given):
         raise ValueError(f"{what} is empty: a model needs a token to continue")
     for place, token in enumerate(given):
@@ -37,7 +37,7 @@ def token_ids(what: str, given: Any, vocabulary: int, *, text: str = "a tokenize
             raise TypeError(f"{what} holds several prompts: give the ids of one, such as {what}[0]")
         number = token.item() if isinstance(token, Tensor) else token
         if not is_whole(number):
-            raise TypeError(f"{what}[{place}] is {_kind(number)}: a token id is a whole number")
+            raise TypeError(f"{what}[{place}] is {kind(number)}: a token id is a whole number")
         if not 0 <= number < vocabulary:
             raise ValueError(f"{what} holds id {number}, outside the model's vocabulary of {vocabulary}")
     return [int(token) for token in given]
@@ -46,7 +46,7 @@ def token_ids(what: str, given: Any, vocabulary: int, *, text: str = "a tokenize
 def new_tokens(given: Any) -> int:
     """The most tokens of a continuation. Raises TypeError, ValueError."""
     if not is_whole(given):
-        raise TypeError(f"max_new_tokens is {_kind(given)}: it is a whole number")
+        raise TypeError(f"max_new_tokens is {kind(given)}: it is a whole number")
     if given < 0:
         raise ValueError(f"max_new_tokens is {given}, less than 0")
     return int(given)
@@ -56,7 +56,7 @@ def sampling_given(given: Any) -> Sampling:
     """The sampling. Raises TypeError that shows how one is made."""
     if not isinstance(given, Sampling):
         raise TypeError(
-            f"sampling is {_kind(given)}: a Sampling of megazero.inference.sampling is needed, such as "
+            f"sampling is {kind(given)}: a Sampling of megazero.inference.sampling is needed, such as "
             "Sampling(temperature=0.8)"
         )
     return given
@@ -65,9 +65,7 @@ def sampling_given(given: Any) -> Sampling:
 def batch_of_ids(given: Any, vocabulary: int) -> Tensor:
     """Ids [b, s] as int64. Raises TypeError and ValueError. The range is not looked at on a GPU, which would wait."""
     if not isinstance(given, Tensor):
-        raise TypeError(
-            f"ids is {_kind(given)}: a tensor of token ids [b, s] is needed, such as torch.tensor([[1, 2]])"
-        )
+        raise TypeError(f"ids is {kind(given)}: a tensor of token ids [b, s] is needed, such as torch.tensor([[1, 2]])")
     if given.ndim != 2 or not given.numel():
         raise ValueError(f"ids is of shape {[*given.shape]}: [b, s] is needed, with at least one id")
     if given.dtype not in WHOLE_TENSORS:
@@ -79,15 +77,5 @@ def batch_of_ids(given: Any, vocabulary: int) -> Tensor:
     return given.long()
 
 
-def is_whole(value: object) -> bool:
-    """Whether the value is a whole number of Python or numpy; True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _holds_text(given: Any) -> bool:
     return isinstance(given, list | tuple) and any(isinstance(item, str | bytes) for item in given)
-
-
-def _kind(value: object) -> str:
-    """The name of a value's type in a message, with the value if it is short."""
-    return f"{type(value).__name__} {shown(value)}" if isinstance(value, str | int | float) else type(value).__name__

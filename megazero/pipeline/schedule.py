@@ -24,6 +24,7 @@ from megazero.mpu.chunks import ChunkMap
 from megazero.pipeline.zero_bubble import zb_h1, zb_v
 from megazero.program.instruction import Instruction, Op
 from megazero.program.transfers import posted_ahead
+from megazero.system.given import given_count
 
 Order = Callable[[int], list[Instruction]]
 """From a stage to its computations, in order."""
@@ -49,7 +50,8 @@ def make_schedule(
           zb-h1: 1f1b with split backwards, one chunk per stage
           zb-v: split backwards, two chunks per stage, there and back
 
-    Raises ValueError for an unknown name, a count below 1, or a number of chunks that the schedule does not have.
+    Raises ValueError for an unknown name, a count below 1, or a number of chunks that the schedule does not have, and
+    TypeError for a count that is no whole number.
     """
     order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
     return tuple(_with_transfers(order_of(stage), stage, chunks) for stage in range(stages))
@@ -76,9 +78,9 @@ def forward_only(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
 def _check_counts(name: str, stages: int, micro_batches: int, virtual_stages: int) -> None:
     if name not in KINDS:
         raise ValueError(f"pipeline schedule {name!r} is none of {', '.join(SCHEDULES)}")
-    for count, what in ((stages, "stages"), (micro_batches, "micro-batches"), (virtual_stages, "virtual stages")):
-        if count < 1:
-            raise ValueError(f"a pipeline schedule with {count} {what}")
+    counts = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages}
+    for what, count in counts.items():
+        given_count(what, count, f"there is no pipeline schedule with {count}")
     if CHUNKS[name] not in (None, virtual_stages):
         raise ValueError(f"pipeline schedule {name} has {CHUNKS[name]} chunks per stage, not {virtual_stages}")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megazero.program.instruction import Instruction, Lane, Op, Units
+from megazero.system.given import given_count, given_time
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,15 @@ class ChunkTimes:
 def uniform_times(
     chunks: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0, weight: float | None = None
 ) -> ChunkTimes:
-    """The same times for each of `chunks` model chunks. weight: the weights' part of `backward`."""
+    """The same times for each of `chunks` model chunks. weight: the weights' part of `backward`.
+
+    Raises ValueError for no chunks and for a time that is negative or not finite, TypeError for what is no number.
+    """
+    given_count("chunks", chunks)
+    for name, time in {"forward": forward, "backward": backward, "message": message}.items():
+        given_time(name, time)
+    if weight is not None:
+        given_time("weight", weight)
     return ChunkTimes(
         (forward,) * chunks, (backward,) * chunks, message, None if weight is None else (weight,) * chunks
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
 from megazero.config.dump import program_source, read_yaml
 from megazero.config.flags import fields_for_flags
@@ -132,7 +133,26 @@ class Training:
         self._job = None
 
 
-@contextmanager
+class NotBegun(AbstractContextManager[Training]):
+    """A run that `training` has made: a `with` block begins and ends it, and has the `Training`."""
+
+    def __init__(self, run: AbstractContextManager[Training]) -> None:
+        self._run = run
+
+    def __enter__(self) -> Training:
+        return self._run.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._run.__exit__(kind, error, trace)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"the run has not begun, and has no {name}: `with megazero.training(...) as run:` begins it, and run has it"
+        )
+
+
 def training(
     run: Given,
     *,
@@ -143,7 +163,7 @@ def training(
     on_evaluation: Callable[[int, dict[str, float]], object] | None = None,
     on_checkpoint: Callable[[Path, int], object] | None = None,
     handle_signals: bool = False,
-) -> Iterator[Training]:
+) -> AbstractContextManager[Training]:
     """A run whose steps are taken by the caller:
 
         with megazero.training({"train_iters": 100}) as run:
@@ -155,7 +175,13 @@ def training(
     last save and, if it has finished, its final evaluations. If an exception leaves the block, nothing is saved.
     """
     callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
-    arguments = Arguments(train_data, valid_data, tokenizer, callbacks, handle_signals)
+    return NotBegun(_training(run, Arguments(train_data, valid_data, tokenizer, callbacks, handle_signals)))
+
+
+@contextmanager
+def _training(run: Given, arguments: Arguments) -> Iterator[Training]:
+    """The run of `training`."""
+    callbacks, handle_signals = arguments.callbacks, arguments.handle_signals
     meeting = rendezvous()
     here = meeting.environment
     with settings_of_torch(here):
@@ -261,6 +287,8 @@ def _fields_for_flags(others: Sequence[str] = ()) -> Iterator[None]:
 
 def _settings(given: Given) -> ConfigSource:
     if isinstance(given, str | os.PathLike):
+        if not os.fspath(given):
+            raise ConfigError(["run is empty: a Run, a mapping or the path of a YAML file is needed"])
         return read_yaml(Path(given), "run")
     if isinstance(given, Run | Mapping):
         return program_source(given, "the run")

@@ -6,11 +6,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from megazero.config.extensions import why_not_called
 from megazero.data.own import OwnData
+from megazero.system.given import is_whole, kind
 from megazero.system.reading import shown
 from megazero.train.callbacks import Callbacks
 
@@ -20,15 +20,9 @@ class _Part(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 TOKENIZER = {
-    "vocab_size": _Part("a number from 1 on", lambda value: _is_number(value) and value >= 1),
-    "eod_id": _Part(
-        "a number, or None where no token ends a document", lambda value: value is None or _is_number(value)
-    ),
+    "vocab_size": _Part("a number from 1 on", lambda value: is_whole(value) and value >= 1),
+    "eod_id": _Part("a number, or None where no token ends a document", lambda value: value is None or is_whole(value)),
     "encode": _Part("a method: text -> list of ids", callable),
     "decode": _Part("a method: list of ids -> text", callable),
 }
@@ -55,6 +49,8 @@ class Arguments:
         """One sentence for each argument that cannot be used: its name, what it is, and what is needed."""
         found = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
         if isinstance(self.valid_data, Mapping):
+            if not self.valid_data:
+                found.append("valid_data is an empty mapping, which names no validation set: None stands for none")
             for name, rows in self.valid_data.items():
                 if not (isinstance(name, str) and name):
                     found.append(f"valid_data has the key {shown(name)}: the name of a validation set is a word")
@@ -66,7 +62,7 @@ class Arguments:
         for known in fields(self.callbacks):
             found += _callback_problems(known.name, getattr(self.callbacks, known.name))
         if not isinstance(self.handle_signals, bool):
-            found.append(f"handle_signals is {_kind(self.handle_signals)}: it is True or False")
+            found.append(f"handle_signals is {kind(self.handle_signals)}: it is True or False")
         elif self.handle_signals and threading.current_thread() is not threading.main_thread():
             found.append("handle_signals: only the main thread of a program can handle signals, and this is another")
         return found
@@ -81,26 +77,19 @@ class Arguments:
         return OwnData(self.train_data, by_metric, self.tokenizer)
 
 
-def _kind(value: object) -> str:
-    """The name of a value's type in a message, with the value if it is short."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return f"{type(value).__name__} {shown(value)}" if isinstance(value, str | int | float) else type(value).__name__
-
-
 def _rows_problems(name: str, rows: object) -> Iterator[str]:
     needed = "a data set has a length and items by number (__len__ and __getitem__)"
     if isinstance(rows, str | bytes | os.PathLike):
-        yield f"{name} is {_kind(rows)}: {needed}; the run names files, by data.data_path"
+        yield f"{name} is {kind(rows)}: {needed}; the run names files, by data.data_path"
     elif isinstance(rows, Mapping):
-        yield f"{name} is {_kind(rows)}, whose items have names: {needed}"
+        yield f"{name} is {kind(rows)}, whose items have names: {needed}"
     elif lacking := [method for method in ("__len__", "__getitem__") if not hasattr(rows, method)]:
-        yield f"{name} is {_kind(rows)}: {needed}; it lacks {' and '.join(lacking)}"
+        yield f"{name} is {kind(rows)}: {needed}; it lacks {' and '.join(lacking)}"
     else:
         try:
             len(rows)  # type: ignore[arg-type]
         except TypeError as error:  # a class, an array without dimensions
-            yield f"{name} is {_kind(rows)}: {needed}; its length: {error}"
+            yield f"{name} is {kind(rows)}: {needed}; its length: {error}"
 
 
 def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
@@ -109,13 +98,13 @@ def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
         if not hasattr(tokenizer, name):
             wrong.append(f"{name} ({part.needed})")
         elif not part.fits(value := getattr(tokenizer, name)):
-            wrong.append(f"{name} ({part.needed}, not {_kind(value)})")
+            wrong.append(f"{name} ({part.needed}, not {kind(value)})")
     if isinstance(tokenizer, type):
-        yield f"tokenizer is {_kind(tokenizer)}: an object of it is needed"
+        yield f"tokenizer is {kind(tokenizer)}: an object of it is needed"
     elif isinstance(tokenizer, str | os.PathLike):
-        yield f"tokenizer is {_kind(tokenizer)}: an object is needed; the run names one, by data.tokenizer"
+        yield f"tokenizer is {kind(tokenizer)}: an object is needed; the run names one, by data.tokenizer"
     elif wrong:
-        yield f"tokenizer is {_kind(tokenizer)}, which lacks {', '.join(wrong)}"
+        yield f"tokenizer is {kind(tokenizer)}, which lacks {', '.join(wrong)}"
 
 
 def _callback_problems(name: str, callback: Callable[..., object] | None) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,8 +34,19 @@ def test_what_it_says_and_any_part_of_it(tmp_path):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         Checkpoint(tmp_path)
-    write_native(made(), tmp_path, TargetOptions(), lambda count: None)
-    there = Checkpoint(tmp_path)
+    (tmp_path / "text").write_text("no checkpoint")
+    with pytest.raises(FileNotFoundError, match="text is a file, and holds no checkpoint"):
+        Checkpoint(tmp_path / "text")
+    paths: dict[Any, type[Exception]] = {None: TypeError, 3: TypeError, b"x": TypeError, "": ValueError}
+    for wrong, error in paths.items():
+        with pytest.raises(error, match=r"^path is "):
+            Checkpoint(wrong)
+    write_native(made(), tmp_path / "run", TargetOptions(), lambda count: None)
+    there = Checkpoint(tmp_path / "run")
+    boxes: tuple[Any, ...] = (3, "ab", (3,), ((0, 1, 2),), (("a", "b"),))
+    for box in boxes:
+        with pytest.raises(TypeError, match=r"^box is .*: one \(start, stop\) for each dimension is needed; all of"):
+            there.read("head.norm.bias", "weight", box)
     with pytest.raises(CheckpointError, match="no exp_avg"):
         there.read("head.norm.bias", "exp_avg")
     with pytest.raises(ValueError, match="does not lie"):

@@ -5,8 +5,10 @@ That each does something: tests/effects.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -139,6 +141,19 @@ def test_a_typo_suggests_the_flag(typo: str, right: str) -> None:
 def test_numbers_are_finite(word: str) -> None:
     with pytest.raises(ConfigError, match="not a finite number"):
         parse_run(["--lr", word], 1)
+
+
+def test_a_command_line_is_a_list_of_words() -> None:
+    given: tuple[tuple[Any, Any, str], ...] = (
+        ("--lr 1", 1, "argv is str '--lr 1': a list of words is needed"),
+        (["--lr", 1], 1, 'argv[1] is int 1: a word is needed, such as "1"'),
+        (None, 1, "argv is NoneType: a list of words is needed"),
+        ([], "2", "world_size is str '2': a number of ranks is needed"),
+        ([], 2.0, "world_size is float 2.0"),
+    )
+    for argv, ranks, told in given:
+        with pytest.raises(TypeError, match=re.escape(told)):
+            parse_run(argv, ranks)
 
 
 def test_abbreviations_are_refused() -> None:

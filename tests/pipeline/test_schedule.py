@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -124,8 +125,30 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="'1f2b' is none of gpipe, 1f1b, interleaved, zb-h1, zb-v"):
         make_schedule("1f2b", 2, 2)
     for arguments in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
-        with pytest.raises(ValueError, match="with 0"):
+        with pytest.raises(ValueError, match="is 0: there is no pipeline schedule with 0"):
             make_schedule("1f1b", *arguments)
+    others: tuple[tuple[str, Any], ...] = (
+        ("stages", ("2", 2)),
+        ("micro_batches", (2, 2.0)),
+        ("virtual_stages", (2, 2, True)),
+    )
+    for name, given in others:
+        with pytest.raises(TypeError, match=f"^{name} is .*: a whole number from 1 on is needed"):
+            make_schedule("1f1b", *given)
+
+
+def test_times_that_are_none():
+    for given, error in (
+        ({"chunks": 0}, ValueError),
+        ({"chunks": "2"}, TypeError),
+        ({"forward": -1}, ValueError),
+        ({"forward": float("nan")}, ValueError),
+        ({"backward": float("inf")}, ValueError),
+        ({"message": "1"}, TypeError),
+        ({"weight": -1.0}, ValueError),
+    ):
+        with pytest.raises(error, match=f"^{next(iter(given))} is "):
+            uniform_times(**{"chunks": 2} | given)
 
 
 def test_longer_messages_and_uneven_chunks_cost_time():

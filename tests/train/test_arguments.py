@@ -13,6 +13,7 @@ import torch
 
 import megazero
 from megazero.config.flags import fields_for_flags
+from megazero.config.source import ConfigError
 from tests.train.test_api import RUN, Letters, changed, rows_of
 
 ROWS = rows_of(5)
@@ -56,6 +57,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             f"valid_data['a'] is NoneType: {NEEDED}; it lacks __len__ and __getitem__",
             f"valid_data['b'] is int 4: {NEEDED}; it lacks __len__ and __getitem__",
         ],
+    ),
+    "no valid": (
+        {"train_data": ROWS, "valid_data": {}},
+        ["valid_data is an empty mapping, which names no validation set: None stands for none"],
     ),
     "tokenizer's name": (
         {"train_data": ROWS, "tokenizer": "gpt2"},
@@ -130,6 +135,21 @@ def test_values_of_a_program_are_values(tmp_path: Path) -> None:
     with megazero.training(settings, train_data=ROWS) as training:
         assert training.run.checkpoint.save == str(tmp_path / "s") and training.run.schedule.lr == 0.25
         assert len([*training.steps()]) == 1 and training.run.model != model
+
+
+def test_a_run_begins_with_its_block() -> None:
+    made = megazero.training({"train_iters": 1})
+    for name in ("steps", "run", "result", "evaluate"):
+        with pytest.raises(AttributeError, match=f"has no {name}: `with megazero.training"):
+            getattr(made, name)
+
+
+def test_a_path_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="run is empty: a Run, a mapping or the path"):
+        megazero.pretrain("")
+    for wrong, error in ((None, TypeError), (3, TypeError), (["runs/a"], TypeError), ("", ValueError)):
+        with pytest.raises(error, match=r"^path is .*a path is needed"):
+            megazero.load(wrong)
 
 
 def test_fields_stand_for_flags() -> None:
