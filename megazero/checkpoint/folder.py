@@ -8,6 +8,7 @@ network file systems refuse.)
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from contextlib import suppress
@@ -79,6 +80,28 @@ def newest_checkpoint(load: Path) -> Path | None:
         else f"No other is; remove {load / LATEST} to start from scratch."
     )
     raise Damaged(f"{load / LATEST} names the checkpoint {name[:80]!r}, which is not there. {others}")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a checkpoint of ours is in exactly this folder, which may have been renamed."""
+    named = _NAME.fullmatch(path.name) is not None
+    return os.path.isfile(path / MANIFEST) and (named or any(path.glob("fragments-*-of-*.safetensors")))
+
+
+def enclosing_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a place is, would be by its name, or lies in; None if it is in none."""
+    if _NAME.fullmatch(path.name):
+        return path
+    return next((each for each in (path, *path.parents) if is_checkpoint(each)), None)
+
+
+def enclosing_run(path: Path) -> Path | None:
+    """The folder of checkpoints, or the checkpoint, that a place is or lies in; None if it is in none."""
+    return next((each for each in (path, *path.parents) if is_checkpoint(each) or _is_of_a_run(each)), None)
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return os.path.isfile(path / TOKEN) or (os.path.isfile(path / LATEST) and bool(list_checkpoints(path)))
 
 
 def earlier_checkpoints(checkpoint: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from megazero.evaluation.perplexity import Totals, Windowing, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
-from megazero.train.output_checks import closed
+from megazero.system.writable import closed
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megazero.checkpoint.folder import enclosing_run
 from megazero.checkpoint.narrowing import OutOfRange
 from megazero.convert.companions import read_contents, write_companions
 from megazero.convert.formats import Format, TargetOptions
@@ -19,6 +20,7 @@ from megazero.convert.layout import layout_problems
 from megazero.convert.source import WEIGHT, ConversionError, Source
 from megazero.data.progress import Progress, Report
 from megazero.system.durable import sync_folder
+from megazero.system.writable import closed
 from megazero.telemetry.units import duration
 
 SPARE = 1.02
@@ -64,12 +66,18 @@ def check_conversion(source: Source, target: Format, output: Path, options: Targ
     if target.write is None:
         problems.append(f"--to {target.name}: this format is read only")
     problems += _layout_problems(source, target, options)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    there = os.path.lexists(output)
+    if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):
         problems.append(f"--output {output}: is there already; nothing is overwritten")
-    above = next(path for path in output.absolute().parents if path.exists())
+    above = next(path for path in output.absolute().parents if os.path.exists(path))
     if not above.is_dir():
         problems.append(f"--output {output}: {above} is a file")
-    problems += _too_small(source, target, output, options)
+    elif (wrong := closed(str(output.parent if there else _unfinished(output)))) is not None:
+        problems.append(f"--output {output}: {wrong}")
+    else:
+        problems += _too_small(source, target, output, options)
+    if (run := enclosing_run(output.absolute().parent)) is not None:
+        problems.append(f"--output {output}: {run} is a folder of a run's checkpoints; name a place outside of it")
     if problems:
         raise ConversionError("; ".join(problems))
 
@@ -102,6 +110,11 @@ def _too_small(source: Source, target: Format, output: Path, options: TargetOpti
     )
 
 
+def _unfinished(output: Path) -> Path:
+    """The folder that is written, until it is whole and gets its name."""
+    return output.with_name(f".{output.name}.converting")
+
+
 @contextmanager
 def _becoming(output: Path) -> Iterator[Path]:
     """A temporary folder to write into. It gets the name `output` once it is complete.
@@ -109,7 +122,7 @@ def _becoming(output: Path) -> Iterator[Path]:
     It removes the remains of a conversion that was killed. It refuses to start while another conversion writes there.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.converting")
+    temporary = _unfinished(output)
     with open(output.with_name(f".{output.name}.lock"), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.checkpoint.folder import list_checkpoints
+from megazero.checkpoint.folder import enclosing_checkpoint, list_checkpoints
 from megazero.config.dump import RUN_FILE
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.program.trace import files_of, why_not_a_trace
-from megazero.system.reading import listed, path_error, shown
+from megazero.system.reading import listed, path_error
+from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file
 
 NAMED = 3
@@ -44,6 +44,8 @@ def unusable_places(run: Run) -> list[str]:
         for flag, folder in folders.items()
         if folder and (wrong := closed(folder))
     ]
+    if run.checkpoint.save and (wrong := _inside_a_checkpoint(run.checkpoint.save)) is not None:
+        problems.append(f"--save {run.checkpoint.save}: {wrong}")
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
     elif load and _is_missing(load) and not _same_place(load, run.checkpoint.save):
@@ -67,6 +69,16 @@ def other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
         nearest = f"; nearest: --load {' or '.join(runs[:NAMED])}" if runs else ""
         more = ", ..." * (len(strange) > NAMED)
         yield f"--load {load}: holds no checkpoint, but {listed(strange[:NAMED])}{more}{nearest}"
+
+
+def _inside_a_checkpoint(save: str) -> str | None:
+    """Why checkpoints cannot be saved here: what reads the folder would take it for one; None if they can."""
+    place = Path(os.path.abspath(save))
+    found = enclosing_checkpoint(place)
+    if found is None:
+        return None
+    what = "lies in the checkpoint {}" if found != place else "is a checkpoint" if found.exists() else "is named as one"
+    return f"{what.format(found)}; name a folder of checkpoints, such as {found.parent}"
 
 
 def _is_missing(path: str) -> bool:
@@ -96,34 +108,3 @@ def _unusable_trace(run: Run) -> Iterator[str]:
             wrong = "is the file of --metrics-file"
         if wrong is not None:
             yield f"--memory-trace {path}: {file} {wrong}" if file != path else f"--memory-trace {path}: {wrong}"
-
-
-def closed(folder: str) -> str | None:
-    """Why this folder, which may not exist yet, cannot be written into, by what its file system says; None if no
-    reason is found.
-    """
-    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there):
-        return f"{there} is no folder"
-    system = os.statvfs(there)
-    most, longest = system.f_namemax, max(Path(folder).parts, key=lambda name: len(os.fsencode(name)), default="")
-    if most and len(os.fsencode(longest)) > most:
-        return f"the name {shown(longest)} has {len(os.fsencode(longest))} bytes, and at most {most} can be written"
-    if system.f_flag & os.ST_RDONLY:
-        return f"the file system of {there} is mounted read-only"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} may not be written in"
-    if not system.f_blocks:
-        return _takes_no_folder(there)
-    return None if system.f_bavail else f"the file system of {there} is full: 0 of its bytes are free"
-
-
-def _takes_no_folder(place: str) -> str | None:
-    """Why no folder can be made in a place whose file system does not say how large it is, as /proc does not; a file
-    system in memory may not say either, so the answer is a trial.
-    """
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".megazero-trial-", dir=place))
-    except OSError as error:
-        return f"{place} takes no folders, as a place of the system's own ({error.strerror})"
-    return None

@@ -31,8 +31,9 @@ from megazero.data.tokenizer_record import (
 )
 from megazero.mpu.axes import axes_of
 from megazero.system.reading import path_error
+from megazero.system.writable import closed
 from megazero.train.disk_checks import folder_problems, room_problems
-from megazero.train.output_checks import closed, other_things, unusable_places
+from megazero.train.output_checks import other_things, unusable_places
 from megazero.train.requirements import with_default_vocabulary
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,6 +55,27 @@ def test_everything_that_speaks_against_it_is_said_at_once(tmp_path):
     for part in ("no layout", "--dp 3", "nothing is overwritten"):
         assert part in str(said.value)
     assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+def test_a_place_that_takes_no_folder_is_said_before(tmp_path):
+    with pytest.raises(ConversionError, match="--output /proc/x: /proc takes no folders") as said:
+        convert(made(), FORMAT, Path("/proc/x"), TargetOptions(), silent)
+    assert "GB" not in str(said.value)
+    with pytest.raises(ConversionError, match="and at most 255 can be written"):
+        convert(made(), FORMAT, tmp_path / ("x" * 300), TargetOptions(), silent)
+
+
+def test_nothing_is_written_into_a_run_or_a_checkpoint(tmp_path):
+    """What trims or copies a run would take it for a part of it."""
+    convert(made(), FORMAT, tmp_path / "run", TargetOptions(), silent)
+    shutil.copytree(tmp_path / "run" / "iter_0000007", tmp_path / "best")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run_token").write_text("x")
+    for place in ("run/sub", "run/sub/deeper", "run/iter_0000007/sub", "best/sub", "begun/sub"):
+        with pytest.raises(ConversionError, match=f"--output {tmp_path}/{place}: {tmp_path}/.* is a folder of a run's"):
+            convert(made(), FORMAT, tmp_path / place, TargetOptions(), silent)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["iter_0000007", "latest"]
+    convert(made(), FORMAT, tmp_path / "run-hf", TargetOptions(), silent)
 
 
 def test_a_full_disk_is_known_before(tmp_path, monkeypatch):

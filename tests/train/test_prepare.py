@@ -18,13 +18,14 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
+from megazero.convert.native import write_native
 from megazero.convert.registry import format_table
 from megazero.data.inspect import first_samples
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
+from megazero.system.writable import closed
 from megazero.train import prepare as preparation
-from megazero.train.output_checks import closed
 from megazero.train.path_checks import check_paths
 from megazero.train.prepare import Prepared, prepare, validation_samples
 from tests.convert.sources import made
@@ -64,6 +65,19 @@ def test_every_place_that_cannot_be_used_is_named_at_once(flags: list[object], t
     (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(ConfigError, match="circle: is a link, and nothing is where it leads"):
         prepared_for([*flags, "--metrics-file", tmp_path / "circle"])
+
+
+def test_no_run_is_saved_into_a_checkpoint(flags: list[object], tmp_path: Path) -> None:
+    write_native(made(), tmp_path / "run", TargetOptions(), lambda count: None)
+    shutil.copytree(tmp_path / "run" / "iter_0000007", tmp_path / "best")
+    for place, told in (
+        ("run/iter_0000007", f"is a checkpoint; name a folder of checkpoints, such as {tmp_path}/run"),
+        ("best", f"is a checkpoint; name a folder of checkpoints, such as {tmp_path}"),
+        ("best/x", f"lies in the checkpoint {tmp_path}/best; name"),
+        ("new/iter_0000001", f"is named as one; name a folder of checkpoints, such as {tmp_path}/new"),
+    ):
+        (problem,) = (each for each in problems([*flags, "--save", tmp_path / place]) if "name a folder" in each)
+        assert problem.startswith(f"--save {tmp_path / place}: {told}")
 
 
 def test_a_memory_trace_replaces_nothing_but_another(flags: list[object], tmp_path: Path) -> None:

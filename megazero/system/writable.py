@@ -1,0 +1,40 @@
+"""Why a folder cannot be written into, by what its file system says."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from megazero.system.reading import shown
+
+
+def closed(folder: str) -> str | None:
+    """Why this folder, which may not exist yet, cannot be written into, by what its file system says; None if no
+    reason is found.
+    """
+    there = next(str(path) for path in (Path(folder), *Path(folder).absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    system = os.statvfs(there)
+    most, longest = system.f_namemax, max(Path(folder).parts, key=lambda name: len(os.fsencode(name)), default="")
+    if most and len(os.fsencode(longest)) > most:
+        return f"the name {shown(longest)} has {len(os.fsencode(longest))} bytes, and at most {most} can be written"
+    if system.f_flag & os.ST_RDONLY:
+        return f"the file system of {there} is mounted read-only"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written in"
+    if not system.f_blocks:
+        return _takes_no_folder(there)
+    return None if system.f_bavail else f"the file system of {there} is full: 0 of its bytes are free"
+
+
+def _takes_no_folder(place: str) -> str | None:
+    """Why no folder can be made in a place whose file system does not say how large it is, as /proc does not; a file
+    system in memory may not say either, so the answer is a trial.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".megazero-trial-", dir=place))
+    except OSError as error:
+        return f"{place} takes no folders, as a place of the system's own ({error.strerror})"
+    return None
