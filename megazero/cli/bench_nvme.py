@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_path
 from megazero.config.options import bytes_of, whole_number
 
 DESCRIPTION = """
@@ -61,7 +60,7 @@ SHARE = _checked("a share above 0 and up to 1", float, lambda found: 0 < found <
 def parser() -> argparse.ArgumentParser:
     made = command_parser("bench-nvme", DESCRIPTION, EXAMPLES)
     add = made.add_argument
-    add("path", type=Path, metavar="PATH", help="a folder on the disk")
+    add("path", type=given_path, metavar="PATH", help="a folder on the disk")
     add("--seconds", type=SECONDS, default=20.0, metavar="S", help="time of all measurements together (default 20)")
     add("--bytes", type=BYTES, default=4_000_000_000, metavar="SIZE", help="size of the file (default 4GB)")
     add("--backend", choices=("auto", "io_uring", "threads"), default="auto", help="how bytes are moved (default auto)")

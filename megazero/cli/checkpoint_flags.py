@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazero.cli.parser import given_path
 from megazero.convert.names import FORMATS, missing_path_message
 
 
@@ -15,7 +16,7 @@ def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: st
     flags.add_argument(
         "paths",
         nargs="*",
-        type=Path,
+        type=given_path,
         metavar=metavar,
         help="a checkpoint of any format, or a folder of them (the newest is taken)",
     )
@@ -23,7 +24,7 @@ def add_checkpoint_flags(flags: argparse.ArgumentParser, *more: str, metavar: st
         "--load",
         *more,
         dest="load",
-        type=Path,
+        type=given_path,
         metavar="CHECKPOINT",
         help="the same: a checkpoint may be named either way",
     )

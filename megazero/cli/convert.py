@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from megazero.cli.checkpoint_flags import add_checkpoint_flags
 from megazero.cli.exit_status import status_of
 from megazero.cli.model_flags import PRECISIONS
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_path
 from megazero.convert.names import FORMATS
 
 DESCRIPTION = """
@@ -26,7 +25,7 @@ EXAMPLES = (
 def parser() -> argparse.ArgumentParser:
     made = command_parser("convert", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(made, "--input")
-    made.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder that is not there yet")
+    made.add_argument("--output", required=True, type=given_path, metavar="DIR", help="a folder that is not there yet")
     made.add_argument("--to", required=True, choices=FORMATS, help="format to write")
     made.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the target, where it has a layout")
     made.add_argument("--pp", type=int, default=1, help="pipeline stages of the target, where it has a layout")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 
+from megazero.cli.parser import given_word
 from megazero.data.input_files import JSON_ENDINGS, ReaderOptions
 from megazero.data.tokenizer import KINDS
 
 
 def add_reader_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--input", nargs="+", required=True, help="files and folders (recursive): jsonl or text, also .gz and .zst"
+        "--input",
+        nargs="+",
+        type=given_word,
+        required=True,
+        help="files and folders (recursive): jsonl or text, also .gz and .zst",
     )
     parser.add_argument(
         "--include", nargs="+", default=(), metavar="PATTERN", help="in folders, only files that match, as '*.txt'"

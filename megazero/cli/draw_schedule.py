@@ -233,6 +233,9 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--width {args.width}: must be at least 1")
     if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
         parser.error(f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}")
+    for field in ("pp", "micro_batches", "virtual_stages"):
+        if (given := getattr(args, field)) is not None and given < 1:
+            parser.error(f"{_flag(field)} {given}: must be at least 1")
     if args.list is not None and not 0 <= args.list < args.pp:
         parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
     for field in ("dp", "blocks", "gathered_units"):

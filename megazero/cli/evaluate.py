@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from megazero.cli.checkpoint_flags import add_checkpoint_flags
 from megazero.cli.model_flags import add_layout_flags, add_tokenizer_flags
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_path, given_word
 
 DESCRIPTION = """
 Loss and perplexity of a model on documents, alone or under torchrun.
@@ -37,9 +36,16 @@ def parser() -> argparse.ArgumentParser:
     flags = command_parser("evaluate", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(flags)
     text = flags.add_argument_group("documents, at least one of the two")
-    text.add_argument("--data-path", nargs="+", default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs")
     text.add_argument(
-        "--input", nargs="+", default=[], metavar="FILE", help="files and folders of jsonl or text, also .gz and .zst"
+        "--data-path", nargs="+", type=given_word, default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs"
+    )
+    text.add_argument(
+        "--input",
+        nargs="+",
+        type=given_word,
+        default=[],
+        metavar="FILE",
+        help="files and folders of jsonl or text, also .gz and .zst",
     )
     text.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
     text.add_argument(
@@ -86,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     out = flags.add_argument_group("output")
     out.add_argument(
         "--output",
-        type=Path,
+        type=given_path,
         metavar="FILE.jsonl",
         help="one line per document, in their order; FILE.jsonl.unfinished until all are scored",
     )

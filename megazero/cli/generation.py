@@ -80,8 +80,13 @@ def check(args: argparse.Namespace, world_size: int) -> None:
         wrong.append("--interactive asks for prompts: --prompt and --prompt-file exclude it")
     elif not (args.interactive or args.prompt or args.prompt_file) and sys.stdin.isatty():
         wrong.append("there is nothing to continue: --prompt TEXT, --prompt-file FILE or --interactive")
-    if args.prompt_file not in (None, STANDARD_INPUT) and not os.path.exists(Path(args.prompt_file).expanduser()):
-        wrong.append(f"--prompt-file {args.prompt_file}: there is no such file")
+    if args.prompt_file not in (None, STANDARD_INPUT):
+        prompts = Path(args.prompt_file).expanduser()
+        if not args.prompt_file or os.path.isdir(prompts):
+            what = "is a folder" if args.prompt_file else "is empty"
+            wrong.append(f"--prompt-file {args.prompt_file}: {what}; name a file")
+        elif not os.path.exists(prompts):
+            wrong.append(f"--prompt-file {args.prompt_file}: there is no such file")
     if wrong:
         raise ConfigError(wrong)
 

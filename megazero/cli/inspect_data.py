@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megazero.cli.data_flags import add_tokenizer_flags
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_word
 from megazero.config.schema import DataConfig
 from megazero.data.indexed import DataError
 
@@ -24,13 +24,13 @@ EXAMPLES = (
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("inspect-data", DESCRIPTION, EXAMPLES)
-    made.add_argument("--data-path", nargs="+", required=True, help="PREFIX, or WEIGHT PREFIX pairs")
+    made.add_argument("--data-path", nargs="+", type=given_word, required=True, help="PREFIX, or WEIGHT PREFIX pairs")
     made.add_argument("--valid-data-path", nargs="+", default=(), help="NAME PREFIX pairs: named validation sets")
     made.add_argument("--split", default=DataConfig.split, help="shares of train, validation and test")
     made.add_argument("--seq-length", type=int, help="tokens of a sample, S; samples are shown with S+1")
     made.add_argument("--seed", type=int, default=DataConfig.seed)
     made.add_argument("--samples", help="TRAIN,VALID,TEST samples that the run asks for (default: one epoch of each)")
-    made.add_argument("--dump", metavar="FILE.npz", help="write arrays train, valid, test and lengths")
+    made.add_argument("--dump", type=given_word, metavar="FILE.npz", help="write arrays train, valid, test and lengths")
     made.add_argument("--first", type=int, default=64, help="samples of each split in the dump")
     made.add_argument("--show", type=int, default=1, help="samples of each split to print")
     made.add_argument("--vocab-size", type=int, help="refuse ids that are not below this (default: the tokenizer's)")

@@ -153,8 +153,19 @@ def format_difference(record: Record, everything: bool) -> str:
                 + pairs([(f"  {name}", f"{_plain(a)} -> {_plain(b)}") for name, (a, b) in record[key].items()])
             )
     parts.append(_values(record["tensors"], everything))
-    parts.append("the models are the same to the bit" if record["identical"] else "the models differ")
+    parts.append("the models are the same to the bit" if record["identical"] else _how_they_differ(record))
     return "\n\n".join(parts)
+
+
+def _how_they_differ(record: Record) -> str:
+    """The last line of two models that differ. Where the columns of both are equal, it says why they still do."""
+    compared = [found for columns in record["tensors"].values() for found in columns.values()]
+    equal = all(found["bit_equal"] == found["elements"] for found in compared)
+    alone = {column for stored in record["columns"].values() for column in {*stored[0]} ^ {*stored[1]}}
+    others = any(record[key] for key in ("only_in_first", "only_in_second", "shapes")) or "model" in record["config"]
+    if equal and alone and not others:
+        return f"the models differ: what both have is the same to the bit, and only one has {', '.join(sorted(alone))}"
+    return "the models differ"
 
 
 def _values(tensors: Record, everything: bool) -> str:
@@ -168,7 +179,7 @@ def _values(tensors: Record, everything: bool) -> str:
                 ]
                 rows.append([f"{name} {column}", *numbers, f"{found['bit_equal']:,} of {found['elements']:,}"])
     total = sum(len(columns) for columns in tensors.values())
-    told = f"{equal} of {total} columns of tensors are equal to the bit"
+    told = f"{equal} of {total} columns of tensors that both have are equal to the bit"
     return (
         told
         if not rows

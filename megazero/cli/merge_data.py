@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_word
 from megazero.data.indexed import DataError
 from megazero.data.writer import merge
 from megazero.system.unfinished import ended_in_order
@@ -20,8 +20,8 @@ EXAMPLES = (
 
 def parser() -> argparse.ArgumentParser:
     made = command_parser("merge-data", DESCRIPTION, EXAMPLES)
-    made.add_argument("--input", nargs="+", required=True, help="prefixes of .bin/.idx pairs")
-    made.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    made.add_argument("--input", nargs="+", type=given_word, required=True, help="prefixes of .bin/.idx pairs")
+    made.add_argument("--output-prefix", type=given_word, required=True, help="writes PREFIX.bin and PREFIX.idx")
     made.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megazero.cli.exit_status import say
@@ -26,6 +27,18 @@ def command_parser(name: str, description: str, examples: Sequence[str], epilog:
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def given_word(text: str) -> str:
+    """The type of a flag whose value may not be empty, as that of an unset shell variable is."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    return text
+
+
+def given_path(text: str) -> Path:
+    """The same for a path. Path("") is the working folder, which the user did not name."""
+    return Path(given_word(text))
 
 
 def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megazero.cli.data_flags import add_reader_flags, add_tokenizer_flags, cores, reader_of
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_word
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import to_stderr
@@ -23,7 +23,7 @@ EXAMPLES = (
 def parser() -> argparse.ArgumentParser:
     made = command_parser("prepare-data", DESCRIPTION, EXAMPLES)
     add_reader_flags(made)
-    made.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
+    made.add_argument("--output-prefix", type=given_word, required=True, help="writes PREFIX.bin and PREFIX.idx")
     add_tokenizer_flags(made, required=True)
     made.add_argument("--append-eod", action="store_true", help="end each document with a separator")
     made.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megazero.cli.data_flags import add_reader_flags, reader_of
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, given_word
 from megazero.data.indexed import DataError
 from megazero.data.preprocess import texts
 from megazero.data.progress import to_stderr
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with tokens around the turns of a chat, and a chat template: for models that talk",
     )
-    made.add_argument("--output", required=True, help="folder for the files")
+    made.add_argument("--output", type=given_word, required=True, help="folder for the files")
     made.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer of the same kind")
     return made
 

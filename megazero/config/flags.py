@@ -123,7 +123,8 @@ def _is_flag(word: str) -> bool:
     if not word.startswith("-") or word == "-":
         return False
     try:
-        float(word)
+        for number in word.split(","):  # a list, as in --split -1,1,1, is a value too, whose check says what is wrong
+            float(number)
     except ValueError:
         return True
     return False

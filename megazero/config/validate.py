@@ -120,7 +120,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     | dict.fromkeys(
         (
             *("activation_memory_budget", "device_memory_budget", "host_memory_budget"),
-            *("rotary_base", "norm_epsilon", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+            *("rotary_base", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
             "exit_duration_in_mins",
         ),
         _POSITIVE,
@@ -139,6 +139,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     )
     | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
     | {"lora_alpha": Range(0, 10**9, low_open=True), "lora_base_bits": Range(4, 8)}
+    | {"norm_epsilon": Range(0, 1, low_open=True)}  # more than the variance that a norm makes would be another function
     | {
         "epochs": Range(0, BOUNDS.epochs, low_open=True),
         "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),

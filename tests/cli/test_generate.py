@@ -286,6 +286,12 @@ def test_a_wrong_command_line_is_told_at_once() -> None:
     assert all(words in str(wrong.value) for words in told)
 
 
+def test_a_folder_of_prompts_is_told_before_the_model_is_read(tmp_path: Path) -> None:
+    args = parser().parse_args([str(tmp_path), "--prompt-file", str(tmp_path)])
+    with pytest.raises(ConfigError, match=f"--prompt-file {tmp_path}: is a folder; name a file"):
+        check(args, 1)
+
+
 def test_what_a_chat_excludes() -> None:
     args = parser().parse_args(["--load", ".", "--chat", "--ids", "--prefix-id", "1", "--prompt", "x"])
     with pytest.raises(ConfigError, match=r"--chat and --ids(?s:.*)--chat and --prefix-id 1"):

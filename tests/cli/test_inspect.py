@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from megazero.checkpoint import statistics as numbers
-from megazero.checkpoint.format import MANIFEST
+from megazero.checkpoint.format import COLUMNS, MANIFEST
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.verify import verify
 from megazero.checkpoint.window import StoredTensors, TensorInfo
@@ -37,11 +38,13 @@ RUN = Run(
 ONE, MANY = Layout(), Layout(tp=3, dp=2, pp=2, bucket=50)
 
 
-def save(root: Path, iteration: int, values: Values, layout: Layout, run: Run = RUN) -> Path:
+def save(
+    root: Path, iteration: int, values: Values, layout: Layout, run: Run = RUN, columns: Sequence[str] = COLUMNS
+) -> Path:
     """A checkpoint with these values, as the ranks of a layout write it; blocks are so small that tensors have many."""
     folder = root / f"iter_{iteration:07d}"
     progress = {"iteration": iteration, "consumed_samples": 24 * iteration, "consumed_tokens": 24 * 12 * iteration}
-    fakes.save(folder, layout, values, torch.float32, progress=progress)
+    fakes.save(folder, layout, values, torch.float32, columns, progress=progress)
     manifest = read_manifest(folder)
     manifest.run = run_dict(run)
     (folder / MANIFEST).write_bytes(manifest.encode())
@@ -314,6 +317,17 @@ def test_the_difference_of_two_layouts(
     status, out, _ = inspect(capsys, second, third)
     assert status == 0 and "model.num_attention_heads  3 -> 4" in out and "blocks.1.down.weight exp_avg  " in out
     assert "the models differ" in out and "blocks.0" not in out
+
+
+def test_weights_that_are_equal_where_one_has_moments(
+    root: Path, tmp_path: Path, values: Values, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All columns that are compared are equal, and the last line says why the models differ."""
+    weights = save(tmp_path / "weights", 5, values, ONE, columns=["weight"])
+    status, out, _ = inspect(capsys, root / "iter_0000005", weights)
+    assert status == 0 and "columns of tensors that both have are equal to the bit" in out
+    end = "the models differ: what both have is the same to the bit, and only one has exp_avg, exp_avg_sq\n"
+    assert out.endswith(end)
 
 
 def test_tensors_that_only_one_has(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

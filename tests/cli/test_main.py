@@ -174,7 +174,9 @@ def test_help_may_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> N
         ("draw-schedule --forward-time nan", 2, "all of them are finite"),
         ("draw-schedule --profile 1 1 1 -1", 2, "those of messages at least 0"),
         ("draw-schedule --width 0", 2, "--width 0: must be at least 1"),
-        ("draw-schedule --virtual-stages 0", 2, "0"),
+        ("draw-schedule --virtual-stages 0", 2, "--virtual-stages 0: must be at least 1"),
+        ("draw-schedule --pp 0", 2, "--pp 0: must be at least 1"),
+        ("draw-schedule --micro-batches -1", 2, "--micro-batches -1: must be at least 1"),
         ("draw-schedule --blocks 3", 2, "--blocks 3 goes with --zero-stage"),
         ("draw-schedule --zero-stage 2 --gathered-units 3", 2, "--gathered-units 3 goes with --zero-stage 3"),
         ("prepare-data --input {file} --output-prefix {folder}/x --tokenizer byte --workers 0", 2, "--workers 0: must"),
@@ -259,3 +261,30 @@ def test_a_breadth_first_step_is_drawn_as_a_run_does_it(capsys: pytest.CaptureFi
 def test_formats_are_named_as_the_table_has_them() -> None:
     assert tuple(format_table()) == FORMATS
     assert all(format.write is not None for format in format_table().values())
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("inspect EMPTY", "PATH"),
+        ("generate --load EMPTY --prompt x", "--load"),
+        ("convert --input EMPTY --to hf --output x", "--load/--input"),
+        ("convert a --to hf --output EMPTY", "--output"),
+        ("evaluate a --input b --output EMPTY", "--output"),
+        ("evaluate a --input EMPTY", "--input"),
+        ("evaluate a --data-path EMPTY", "--data-path"),
+        ("inspect-data --data-path EMPTY", "--data-path"),
+        ("merge-data --input a --output-prefix EMPTY", "--output-prefix"),
+        ("prepare-data --input EMPTY --output-prefix x --tokenizer byte", "--input"),
+        ("train-tokenizer --input a --output EMPTY", "--output"),
+        ("bench-nvme EMPTY", "PATH"),
+    ],
+)
+def test_an_empty_path_is_not_the_working_folder(
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unset variable of the shell is one."""
+    monkeypatch.chdir(tmp_path)
+    assert ended([word.replace("EMPTY", "") for word in words.split()]) == 2
+    assert f"error: argument {named}: is empty\n" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []

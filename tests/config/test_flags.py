@@ -156,6 +156,17 @@ def test_a_command_line_is_a_list_of_words() -> None:
             parse_run(argv, ranks)
 
 
+def test_a_list_of_numbers_is_a_value() -> None:
+    with pytest.raises(ConfigError, match="--split -1,1,1: up to three shares with commas between, none") as wrong:
+        parse_run(["--split", "-1,1,1"], 1)
+    assert len(wrong.value.problems) == 1
+
+
+def test_an_epsilon_above_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=re.escape("--norm-epsilon 1e+30: must be more than 0 and at most 1")):
+        parse_run(["--layernorm-epsilon", "1e30"], 1)
+
+
 def test_abbreviations_are_refused() -> None:
     with pytest.raises(ConfigError, match="there is no --micro"):
         parse_run(["--micro", "1"], 1)

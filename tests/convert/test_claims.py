@@ -53,6 +53,7 @@ def test_config_json(changes: dict[str, Any], message: str, hf: Path, tmp_path: 
         ({"lora_alpha": 0}, "lora_alpha 0 must be"),
         ({"lora_alpha": 1e308}, "must be more than 0 and at most"),
         ({"base_model_name_or_path": [1]}, r"\[1\] is no path"),
+        ({"base_model_name_or_path": ""}, "is empty, and names no model"),
     ],
 )
 def test_adapter_config(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ def open_peft(path: Path) -> PeftAdapters:
     base = config.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
         raise ConversionError(f"{path / CONFIG}: base_model_name_or_path {shown(base)} is no path")
+    if base == "":
+        raise ConversionError(f"{path / CONFIG}: base_model_name_or_path is empty, and names no model of the adapters")
     if not adapter_file(path).is_file():
         raise ConversionError(f"{path} has {CONFIG}, and neither {TENSORS} nor {TORCH_TENSORS} beside it")
     with ExitStack() as stack:
