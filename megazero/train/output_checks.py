@@ -77,8 +77,9 @@ def _inside_a_checkpoint(save: str) -> str | None:
     found = enclosing_checkpoint(place)
     if found is None:
         return None
-    what = "lies in the checkpoint {}" if found != place else "is a checkpoint" if found.exists() else "is named as one"
-    return f"{what.format(found)}; name a folder of checkpoints, such as {found.parent}"
+    what = "is a checkpoint" if os.path.exists(found) else "has the name of a checkpoint"
+    what = what if found == place else f"lies in the checkpoint {found}"
+    return f"{what}; name a folder of checkpoints, such as {found.parent}"
 
 
 def _is_missing(path: str) -> bool:

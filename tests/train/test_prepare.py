@@ -74,7 +74,7 @@ def test_no_run_is_saved_into_a_checkpoint(flags: list[object], tmp_path: Path) 
         ("run/iter_0000007", f"is a checkpoint; name a folder of checkpoints, such as {tmp_path}/run"),
         ("best", f"is a checkpoint; name a folder of checkpoints, such as {tmp_path}"),
         ("best/x", f"lies in the checkpoint {tmp_path}/best; name"),
-        ("new/iter_0000001", f"is named as one; name a folder of checkpoints, such as {tmp_path}/new"),
+        ("new/iter_0000001", f"has the name of a checkpoint; name a folder of checkpoints, such as {tmp_path}/new"),
     ):
         (problem,) = (each for each in problems([*flags, "--save", tmp_path / place]) if "name a folder" in each)
         assert problem.startswith(f"--save {tmp_path / place}: {told}")
