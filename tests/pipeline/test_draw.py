@@ -132,7 +132,7 @@ def test_the_tool():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--pp 0", "0 stages"),
+        ("--pp 0", "--pp 0: must be at least 1"),
         ("--forward-time 0", "above 0"),
         ("--list 9", "the stages are 0 to 3"),
         ("--schedule zigzag", "invalid choice"),
