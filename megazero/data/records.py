@@ -191,7 +191,7 @@ def _with_system(record: Record, turns: Any) -> Any:
 
 
 def _tools(record: Record) -> Record:
-    """The tools as a list, also where they are a string of JSON; nothing for none. Raises DataError."""
+    """The tools as a list, also where they are a string of JSON. Raises DataError."""
     given = record.get("tools")
     tools, kind = given, json_type(given)
     if isinstance(given, str) and given.strip():
@@ -206,7 +206,7 @@ def _tools(record: Record) -> Record:
         return {"tools": None} if "tools" in record else {}
     if not isinstance(tools, list):
         raise DataError(f"tools is no list of functions, but {kind}")
-    return {"tools": tools or None}
+    return {"tools": tools}
 
 
 _MAKE: Mapping[str, Callable[[Record, bool], Record]] = MappingProxyType(
