@@ -108,7 +108,7 @@ _PROGRESS: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "optimizer_steps": _is_number,
         "loss_scale": _none_or(_record({"scale": _is_number, "good_steps": _is_count, "overflows": _is_count})),
         "fp8": _none_or(_is_fp8),
-        "data_plans": _none_or(_is_plans),
+        **dict.fromkeys(("data_plans", "data_contents"), _none_or(_is_plans)),
         "probe": _none_or(_record({"loss": _is_number, "precision": _is_word, "seq_length": _is_count})),
     }
 )

@@ -214,5 +214,6 @@ def _record_of(
     return lambda position: {
         **state.record(position),
         "data_plans": [list(plan) for plan in prepared.datasets.train.plans],
+        "data_contents": [list(numbers) for numbers in prepared.contents],
         "probe": stored_probe(run, probe_engine, grid),
     }

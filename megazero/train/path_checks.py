@@ -35,6 +35,7 @@ from megazero.system.writable import closed
 from megazero.train.disk_checks import folder_problems, room_problems
 from megazero.train.output_checks import other_things, unusable_places
 from megazero.train.requirements import with_default_vocabulary
+from megazero.train.same_data import saved_run
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def missing_files(run: Run) -> tuple[str, ...]:
 
 def resume_problems(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
     """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
-    comparison = compare(run_from(found.run), run, found.layout, axes_of(run.parallel, world_size).sizes)
+    comparison = compare(saved_run(found, run), run, found.layout, axes_of(run.parallel, world_size).sizes)
     return [f"{found.path}: {problem}" for problem in comparison.problems]
 
 

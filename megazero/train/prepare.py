@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.manager import FoundCheckpoint
-from megazero.checkpoint.resume_changes import Change, compare, run_from
+from megazero.checkpoint.resume_changes import Change, compare
 from megazero.config.derive import with_vocabulary
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.data.build import Datasets, build_datasets, cache_root
+from megazero.data.build import Datasets, build_datasets, cache_root, parse_data_path
+from megazero.data.contents import Contents, cached_contents
 from megazero.data.corpus import default_corpus
 from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
@@ -33,6 +34,7 @@ from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples
 from megazero.train.path_checks import check_paths, start_position
 from megazero.train.placed import rates_problems
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
+from megazero.train.same_data import recorded_contents, saved_run
 
 DEFAULT_TOKENIZER = "gpt2"
 DEFAULT_PROMPT = "import os\n\n\ndef "
@@ -46,6 +48,7 @@ class Prepared:
     text     a few words about the data, for the banner
     found    the checkpoint that it resumes from, if there is one
     changes  the differences from the run that wrote the checkpoint
+    contents what the training data hold, of data that the run names
     here     number of ranks of this host
     """
 
@@ -56,6 +59,7 @@ class Prepared:
     found: FoundCheckpoint | None
     changes: tuple[Change, ...]
     here: int = 1
+    contents: Contents = ()
 
 
 def prepare(
@@ -80,6 +84,7 @@ def prepare(
     problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit, *rates_problems(run)]
     if problems:
         raise ConfigError(problems)
+    contents: Contents = ()
     try:
         if own.train is not None:
             run = with_own_samples(run, len(own.train))
@@ -88,13 +93,14 @@ def prepare(
             text = f"{len(own.train):,} samples of the program's own; {epochs}"
         else:
             run, tokenizer, datasets, text = _named_data(run, tokenizer, found, report)
+            contents = cached_contents(run.data, report)
     except (DataError, ImportError) as error:  # ImportError: the data need a package, such as jinja2 for chats
         raise ConfigError([str(error)]) from error
-    changes = _changes(found, run, world_size, datasets)
+    changes = _changes(found, run, world_size, datasets, contents)
     run = with_base(run, found)
     if kind == "cpu":
         recompute_table(run, axes, kind)
-    return Prepared(run, datasets, tokenizer, text, found, changes, world_size if here is None else len(here))
+    return Prepared(run, datasets, tokenizer, text, found, changes, world_size if here is None else len(here), contents)
 
 
 def _named_data(
@@ -200,11 +206,14 @@ def _validates_elsewhere(run: Run) -> bool:
     return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
 
 
-def _changes(found: FoundCheckpoint | None, run: Run, world_size: int, datasets: Datasets) -> tuple[Change, ...]:
+def _changes(
+    found: FoundCheckpoint | None, run: Run, world_size: int, datasets: Datasets, contents: Contents
+) -> tuple[Change, ...]:
     if found is None:
         return ()
-    comparison = compare(run_from(found.run), run, found.layout, axes_of(run.parallel, world_size).sizes)
-    problems = [*comparison.problems, *_other_order(run, found, datasets)]
+    saved = saved_run(found, run, contents)
+    comparison = compare(saved, run, found.layout, axes_of(run.parallel, world_size).sizes)
+    problems = [*comparison.problems, *_other_data(run, saved, found, datasets, contents)]
     if problems:
         raise ConfigError([f"{found.path}: {problem}" for problem in problems])
     return comparison.changes
@@ -218,34 +227,53 @@ def _same_order(found: FoundCheckpoint, datasets: Datasets) -> bool:
     return not then or then == [list(plan) for plan in datasets.train.plans]
 
 
-def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> list[str]:
-    """A problem if the order of samples is not the checkpoint's.
+def _other_data(run: Run, saved: Run, found: FoundCheckpoint, datasets: Datasets, contents: Contents) -> list[str]:
+    """A problem if the data of the same name are not the checkpoint's, or are read in another order."""
+    names = (run.data.data_path, run.data.instruction_data), (saved.data.data_path, saved.data.instruction_data)
+    if run.checkpoint.finetune or run.checkpoint.override_data or names[0] != names[1]:
+        return []  # `compare` reports other names
+    why = _other_documents(run, found, contents) or _other_order(run, found, datasets)
+    repeated = "so samples would be repeated and left out; to go on all the same: --override-data"
+    return [f"{why}, {repeated}"] if why else []
+
+
+def _other_documents(run: Run, found: FoundCheckpoint, contents: Contents) -> str | None:
+    """Which pair holds other documents than then. Their order may be the same by its numbers."""
+    then = recorded_contents(found)
+    if run.data.instruction_data or then is None or len(then) != len(contents) or then == contents:
+        return None
+    prefixes = parse_data_path(run.data.data_path).prefixes
+    return "; ".join(
+        f"--data-path {prefix} holds other documents than when the checkpoint was written ({before[0]:,} of "
+        f"{before[1]:,} tokens then, {now[0]:,} of {now[1]:,} now"
+        + ", as their checksum says" * (before[:2] == now[:2])
+        + ")"
+        for prefix, before, now in zip(prefixes, then, contents, strict=True)
+        if before != now
+    )
+
+
+def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> str | None:
+    """In which way the order of samples is not the checkpoint's.
 
     A run of another length may need another number of epochs. Epochs are shuffled together, so all of the order
     changes. The order of conversations changes if the files have changed.
     """
     then, now = found.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
-    if run.checkpoint.finetune or run.checkpoint.override_data or _same_order(found, datasets):
-        return []
-    if run.data.instruction_data != run_from(found.run).data.instruction_data:
-        return []  # `compare` reports this change
+    if _same_order(found, datasets):
+        return None
     if run.data.instruction_data:
-        return [
+        return (
             f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the "
-            f"checkpoint was written ({then[0][0]:,}"
-            f" samples an epoch then, {now[0][0]:,} now), so samples would be repeated and left out; to go on all the "
-            "same: --override-data"
-        ]
+            f"checkpoint was written ({then[0][0]:,} samples an epoch then, {now[0][0]:,} now)"
+        )
     if isinstance(datasets.train, OwnSamples):
-        return [
+        return (
             f"train_data holds other samples than when the checkpoint was written ({then[0][0]:,} then, {now[0][0]:,} "
-            "now, by number and checksum), so samples would be repeated and left out; to go on all the same: "
-            "--override-data"
-        ]
-    epochs = [" ".join(str(plan[0]) for plan in plans) for plans in (then, now)]
-    return [
-        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs[1]} "
-        "epochs of the data in another"
-        f" order than the checkpoint's {epochs[0]}, so samples would be repeated and left out; to go on all the same: "
-        "--override-data"
-    ]
+            "now, by number and checksum)"
+        )
+    before, epochs = (" ".join(str(plan[0]) for plan in plans) for plans in (then, now))
+    return (
+        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs} "
+        f"epoch{'' if epochs == '1' else 's'} of the data in another order than the checkpoint's {before}"
+    )

@@ -25,6 +25,7 @@ from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.swap_contents import swap_contents
 from megazero.train.path_checks import start_position
+from megazero.train.same_data import with_present_names
 from megazero.train.state import TrainingPosition
 
 NONE, FAR = -1, 2**62
@@ -201,7 +202,7 @@ def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: b
     as_saved = replace(
         run.checkpoint, finetune=False, override_batch=True, override_data=True, override_opt_param_scheduler=True
     )
-    then, today = run_from(about["run"]), replace(run, checkpoint=as_saved)
+    then, today = with_present_names(run_from(about["run"]), run), replace(run, checkpoint=as_saved)
     comparison = compare(then, today, about["layout"], now["layout"])
     what, differs = "another model", list(comparison.problems)
     if not differs and newer:

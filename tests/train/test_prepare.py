@@ -244,6 +244,8 @@ def prepared(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         words = [*flags[:-4], *length, *flags[-4:], "--load", saved, "--eval-iters", 0]
         shape = words.index("--train-iters")
         words[shape : shape + 2] = []
+        if found is not None:
+            found.run["data"] = {"data_path": [str(words[words.index("--data-path") + 1])]}
         return prepared_for(words).datasets.train
 
     return build
