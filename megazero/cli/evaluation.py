@@ -23,6 +23,7 @@ from megazero.data.indexed import DataError
 from megazero.data.input_files import ReaderOptions
 from megazero.data.progress import Progress, to_stderr
 from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer_record import require_tokenizer
 from megazero.evaluation.documents import Document, indexed_documents, text_documents
 from megazero.evaluation.perplexity import Totals, Windowing, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
@@ -108,6 +109,8 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """Score the documents. A collective of all ranks; rank 0 prints and writes."""
     loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_named(args, loaded)
+    if tokenizer is not None:
+        require_tokenizer(args.data_path, tokenizer, args.tokenizer or loaded.run.data.tokenizer)
     eod = loaded.end_of_document(tokenizer)
     windowing = windowing_for(args, loaded, eod)
     scorer = Scorer(loaded.run, loaded.stages, grid, args.micro_batch_size)

@@ -14,7 +14,7 @@ from megazero.config.options import run_options
 from megazero.config.schema import ParallelConfig
 from megazero.data.build import parse_data_path
 from megazero.data.indexed import DataError
-from megazero.data.tokenizer import KINDS, Tokenizer, build_tokenizer
+from megazero.data.tokenizer import KINDS, ListedTokenizer, build_tokenizer
 from megazero.data.tokenizer_record import recorded_flags, tokenizer_record
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {value}: must be at least 1"
 
 
-def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer | None:
+def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> ListedTokenizer | None:
     """The tokenizer that the flags name, else the checkpoint's own; None without either.
 
     Raises DataError, also for another tokenizer than the checkpoint's own: its ids would be other text.

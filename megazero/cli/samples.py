@@ -10,7 +10,8 @@ from megazero.data.build import build_datasets, parse_data_path, parse_valid_dat
 from megazero.data.indexed import DataError
 from megazero.data.inspect import check_dump, describe, dump, parse_samples, summary
 from megazero.data.progress import to_stderr
-from megazero.data.tokenizer import build_tokenizer
+from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
+from megazero.data.tokenizer_record import require_tokenizer
 
 
 def run(args: argparse.Namespace) -> None:
@@ -21,17 +22,19 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.dump is not None:
         check_dump(Path(args.dump), args.first)
-    for prefix in dict.fromkeys(
-        (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())
-    ):
+    named = (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())
+    prefixes = list(dict.fromkeys(named))
+    tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else None
+    if tokenizer is not None:
+        require_tokenizer(prefixes, tokenizer, args.tokenizer)
+    for prefix in prefixes:
         print(summary(prefix))
     if args.seq_length is not None:
-        _samples(args)
+        _samples(args, tokenizer)
 
 
-def _samples(args: argparse.Namespace) -> None:
+def _samples(args: argparse.Namespace, tokenizer: ListedTokenizer | None) -> None:
     """Print, and dump if requested, the samples that a run with these flags would read."""
-    tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else None
     cfg = DataConfig(
         data_path=tuple(args.data_path),
         split=args.split,

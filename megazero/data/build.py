@@ -18,7 +18,7 @@ from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import split_bounds
 from megazero.data.progress import Report, silent
 from megazero.data.tokenizer import ListedTokenizer
-from megazero.data.tokenizer_record import path_of, require_tokenizer_record, tokenizer_record
+from megazero.data.tokenizer_record import require_tokenizer
 
 SPLITS = ("train", "valid", "test")
 Requests = tuple[int | None, int | None, int | None]
@@ -126,10 +126,8 @@ def build_datasets(
     blend = parse_data_path(cfg.data_path)
     named = parse_valid_data_path(cfg.valid_data_path)
     prefixes = (*blend.prefixes, *named.values())
-    if tokenizer is not None and any(path_of(prefix).exists() for prefix in prefixes):
-        now = tokenizer_record(tokenizer, cfg.tokenizer or "tokenizer")
-        for prefix in prefixes:
-            require_tokenizer_record(prefix, now)
+    if tokenizer is not None:
+        require_tokenizer(prefixes, tokenizer, cfg.tokenizer)
     opened = {prefix: _open(prefix, vocab_size, root, report) for prefix in prefixes}
 
     def single(prefix: str, name: str, bounds: tuple[int, int], requested: int | None) -> Samples:

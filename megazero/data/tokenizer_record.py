@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +103,17 @@ def require_tokenizer_record(prefix: str | Path, now: TokenizerRecord) -> None:
             f"or make the data again with `megazero prepare-data`; without {path_of(prefix)} the ids are used as they "
             "are"
         )
+
+
+def require_tokenizer(prefixes: Iterable[str], tokenizer: ListedTokenizer, kind: str | None) -> None:
+    """Raise DataError if one of these pairs was made with another tokenizer. The tokenizer is looked at only where a
+    pair has a record. kind: as in --tokenizer, if it is known.
+    """
+    recorded = [prefix for prefix in prefixes if path_of(prefix).exists()]
+    now = tokenizer_record(tokenizer, kind or "tokenizer") if recorded else None
+    for prefix in recorded:
+        assert now is not None
+        require_tokenizer_record(prefix, now)
 
 
 def common(prefixes: Sequence[str]) -> TokenizerRecord | None:

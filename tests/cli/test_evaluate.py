@@ -25,7 +25,10 @@ from megazero.cli import evaluation
 from megazero.cli.evaluate import parser
 from megazero.cli.evaluation import evaluate
 from megazero.config.source import ConfigError
+from megazero.convert.loading import open_model
 from megazero.data.indexed import DataError
+from megazero.data.tokenizer import ByteTokenizer
+from megazero.data.tokenizer_record import path_of, tokenizer_record
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid, single_process_grid
 from tests.convert.hf_models import in_double
@@ -283,3 +286,14 @@ def test_a_mistake_that_shows_once_the_model_is_open_has_status_2(
     said = capsys.readouterr()
     assert ended.value.code == 2 and "1 problem" in said.err and "no file" in said.err and "Traceback" not in said.err
     assert said.out == "" and not output.exists()
+
+
+def test_a_pair_of_another_tokenizer_is_refused_as_pretrain_refuses_it(folder: Path, tmp_path: Path) -> None:
+    write_pair(tmp_path / "p", PAIR)
+    model = open_model(folder, single_process_grid(), precision="fp64").tokenizer
+    assert model is not None
+    for tokenizer, kind in ((model, "hf"), (ByteTokenizer(), "byte")):
+        path_of(tmp_path / "p").write_bytes(tokenizer_record(tokenizer, kind).written())
+        told = r"p\.bin was made with another tokenizer \(byte of 257 tokens, hash \w+\) than the run has"
+        with pytest.raises(DataError, match=told) if kind == "byte" else nullcontext():
+            evaluate(arguments(folder, "--json", "--data-path", tmp_path / "p"), single_process_grid())

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from megazero.cli.inspect_data import main
+from megazero.data.preprocess import PreprocessJob, preprocess
+from megazero.data.progress import silent
+from megazero.data.train_bpe import train_bpe
 from tests.data.pairs import write_pair
 
 
@@ -30,3 +33,18 @@ def test_a_dump_takes_no_existing_files_place(tmp_path: Path, capsys: pytest.Cap
     assert file.read_text() == "mine"
     assert main([*words, "--dump", str(tmp_path / "x.npz")]) == 0
     assert np.load(tmp_path / "x.npz")["train"].shape[1] == 9
+
+
+def test_a_pair_of_another_tokenizer_is_refused_with_and_without_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
+    (tmp_path / "in.txt").write_text("some text " * 40)
+    preprocess([tmp_path / "in.txt"], tmp_path / "p", PreprocessJob("byte", None), workers=1, report=silent)
+    words = ["--data-path", str(tmp_path / "p"), "--data-cache-path", str(tmp_path), "--tokenizer"]
+    for more in ([], ["--seq-length", "8", "--split", "1"]):
+        assert main([*words, "gpt2", "--tokenizer-path", str(tmp_path / "bpe"), *more]) == 2
+        said = capsys.readouterr()
+        assert "p.bin was made with another tokenizer (byte of 257" in said.err and said.out == ""
+        assert main([*words, "byte", *more]) == 0
+        capsys.readouterr()
