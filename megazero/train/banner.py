@@ -25,6 +25,7 @@ from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.parameter import StateGroup
+from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops, step_options
 from megazero.pipeline.graphs import replayed
 from megazero.plan.bytes import stage_bytes
@@ -54,6 +55,7 @@ def banner(
     said: Mapping[str, Mapping[str, Any]] | None = None,
     notes: Sequence[str] = (),
     placed: Sequence[str] = (),
+    samples: int | None = None,
 ) -> str:
     """The banner of a run on this grid.
 
@@ -64,6 +66,7 @@ def banner(
     said     settings that the user changed from the defaults, by section; None: a program made the run
     notes    sentences that the user should read before the run
     placed   sentences about a placement that was searched for
+    samples  that are consumed at the run's end; None: of a run that does not resume
     """
     axes, zero = grid.axes, parts.zero(run.parallel.zero_stage, grid.axes)
     sections = [
@@ -71,7 +74,7 @@ def banner(
         ("Model", blocks.pairs(_model(run))),
         (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
         ("Schedule", blocks.pairs([*placement_lines(placed), *schedule_lines(steps), *_communication(run, grid)])),
-        ("Run", blocks.pairs([*_training(run, text), ("start", start)])),
+        ("Run", blocks.pairs([*_training(run, text, samples), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
         ("Other than the defaults", _departures(run, _of_a_program(run) if said is None else said)),
@@ -246,15 +249,22 @@ def _threads() -> str:
     )
 
 
-def _training(run: Run, text: str) -> list[tuple[str, str]]:
-    schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
-    length = (
-        f"{schedule.train_iters} iterations"
-        if schedule.train_samples is None
-        else f"{schedule.train_samples:,} samples"
-    )
+def _length(run: Run, samples: int | None) -> str:
+    """The length of a run. samples: as in `banner`; a rest of --train-samples that fills no batch is not trained."""
+    schedule = run.schedule
+    if schedule.train_samples is None:
+        length = f"{schedule.train_iters} iterations"
+    else:
+        used = StepPlan(schedule).consumed_at_end() if samples is None else samples
+        rest = f" of {schedule.train_samples:,}" * (used != schedule.train_samples)
+        length = f"{used:,}{rest} samples" + ", in whole batches" * bool(rest)
     if run.trainer.exit_duration_in_mins:
         length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
+    return length
+
+
+def _training(run: Run, text: str, samples: int | None) -> list[tuple[str, str]]:
+    schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
     batch = f"{schedule.global_batch_size} samples in micro-batches of {schedule.micro_batch_size}"
     if schedule.rampup_batch_size:
         start, step, samples = schedule.rampup_batch_size
@@ -263,7 +273,7 @@ def _training(run: Run, text: str) -> list[tuple[str, str]]:
     rate = f"{schedule.lr:g} to {schedule.min_lr:g}, {schedule.lr_decay_style}"
     return [
         ("data", text),
-        ("length", length),
+        ("length", _length(run, samples)),
         ("global batch", batch),
         ("learning rate", rate),
         (

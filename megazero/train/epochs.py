@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megazero.config.schema import Run
+from megazero.config.schema import Run, ScheduleConfig
 from megazero.data.build import Datasets, parse_data_path, train_tokens
 from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
@@ -14,48 +14,65 @@ from megazero.data.packing import PackedDataset
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 
+UNTOLD = 0.05
+"""A rest of the samples that fills no batch, up to this share of them, does not change the number of epochs in words:
+0.99 epochs are one. The length beside it is exact.
+"""
 NAMED = 4
 """Up to this many pairs of a blend, the banner gives the epochs of each."""
 
 
-def with_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> Run:
+def with_samples(run: Run, tokenizer: Tokenizer | None, dp: int, report: Report) -> Run:
     """The run with --epochs replaced by --train-samples.
 
     An epoch of one pair is all tokens of its training split; an epoch of instruction data is all samples that its
     conversations are packed into. An epoch of a blend has as many tokens as its pairs together; by their weights, some
     pairs are read more than once in it and some less. Communicates nothing. Raises DataError if the epochs have fewer
-    samples than the first global batch.
+    samples than the first global batch; dp is for its advice.
     """
-    schedule = run.schedule
-    if schedule.epochs is None:
+    if run.schedule.epochs is None:
         return run
     if run.data.instruction_data:
-        samples = int(schedule.epochs * _packed_samples(run, tokenizer, report))
-    else:
-        samples = (int(schedule.epochs * sum(train_tokens(run.data))) - 1) // run.model.seq_length
-    return _of_length(run, samples)
+        packed = _packed_samples(run, tokenizer, report)
+        return _of_length(run, lambda epochs: int(epochs * packed), dp)
+    tokens = sum(train_tokens(run.data))
+    return _of_length(run, lambda epochs: (int(epochs * tokens) - 1) // run.model.seq_length, dp)
 
 
-def with_own_samples(run: Run, rows: int) -> Run:
-    """As `epochs_text`, for data of a program: an epoch is `rows` samples."""
-    epochs = run.schedule.epochs
-    return run if epochs is None else _of_length(run, int(epochs * rows))
+def with_own_samples(run: Run, rows: int, dp: int) -> Run:
+    """As `with_samples`, for data of a program: an epoch is `rows` samples."""
+    return run if run.schedule.epochs is None else _of_length(run, lambda epochs: int(epochs * rows), dp)
 
 
-def _of_length(run: Run, samples: int) -> Run:
+def _of_length(run: Run, samples_of: Callable[[float], int], dp: int) -> Run:
+    """The run with the samples of its epochs. samples_of: the samples of a number of epochs."""
     schedule = run.schedule
+    assert schedule.epochs is not None
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
+    samples = samples_of(schedule.epochs)
     if samples < first:
-        enough = math.ceil(schedule.epochs * (first + 1) / samples) if schedule.epochs and samples else 0
-        nearest = (
-            f"--epochs {enough}, or --global-batch-size {samples} or less" if samples else "a smaller --seq-length"
-        )
+        nearest = _nearest(schedule, samples_of, first, dp) if samples > 0 else ["a smaller --seq-length"]
         raise DataError(
-            f"--epochs {schedule.epochs:g} of the data are {samples:,} samples of {run.model.seq_length:,} tokens, "
-            "fewer than the first global "
-            f"batch has, {first}; nearest: {nearest}"
+            f"--epochs {schedule.epochs:g} of the data are {max(0, samples):,} samples of {run.model.seq_length:,} "
+            f"tokens, fewer than the first global batch has, {first}; nearest: {', or '.join(nearest)}"
         )
     return replace(run, schedule=replace(schedule, epochs=None, train_samples=samples))
+
+
+def _nearest(schedule: ScheduleConfig, samples_of: Callable[[float], int], first: int, dp: int) -> list[str]:
+    """The flags with which the epochs fill a batch: the least whole number of epochs, and the largest batch."""
+    assert schedule.epochs is not None
+    samples = samples_of(schedule.epochs)
+    enough = math.ceil(schedule.epochs * (first + 1) / samples)
+    while enough > 1 and samples_of(enough - 1) >= first:
+        enough -= 1
+    found = [f"--epochs {enough}"]
+    if schedule.rampup_batch_size is None:
+        step = schedule.micro_batch_size * dp
+        micro = " --micro-batch-size 1" * (samples < step)
+        batch = samples // (dp if micro else step) * (dp if micro else step)
+        found += [f"--global-batch-size {batch}{micro}"] * (batch > 0)
+    return found
 
 
 def _packed_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> int:
@@ -78,6 +95,11 @@ def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
     if len(read) <= NAMED:
         return ", ".join(f"{_words(epochs)} of {prefix}" for epochs, prefix in zip(read, blend.prefixes, strict=True))
     return f"{_number(min(read))} to {_words(max(read))} of {len(read)} pairs"
+
+
+def samples_told(asked: int, used: int) -> int:
+    """The samples that a number of epochs is told of. used: those of whole batches."""
+    return asked if asked > used >= (1 - UNTOLD) * asked else used
 
 
 def own_epochs_text(samples: int, rows: int) -> str:

@@ -16,7 +16,7 @@ from megazero.train.banner import banner
 from megazero.train.bodies import bodies_of, note_of_other_bodies
 from megazero.train.ordered import order_notes
 from megazero.train.path_checks import checkpoints_in_the_way
-from megazero.train.prepare import Prepared
+from megazero.train.prepare import Prepared, samples_used
 from megazero.train.resume import StartPoint
 
 
@@ -51,7 +51,8 @@ def introduce(
     asked = run if parsed is None else parsed.run
     notes = (*notes, *order_notes(asked, run, steps.micro_batches))
     notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration), *filter(None, [others]))
-    text = banner(run, grid, steps, prepared.text, start.text, changes, said, notes, placed)
+    used = samples_used(run, prepared.found)
+    text = banner(run, grid, steps, prepared.text, start.text, changes, said, notes, placed, used)
     print(text, end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()

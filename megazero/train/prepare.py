@@ -30,7 +30,7 @@ from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
-from megazero.train.epochs import epochs_text, own_epochs_text, with_own_samples, with_samples
+from megazero.train.epochs import epochs_text, own_epochs_text, samples_told, with_own_samples, with_samples
 from megazero.train.path_checks import check_paths, start_position
 from megazero.train.placed import rates_problems
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
@@ -87,12 +87,12 @@ def prepare(
     contents: Contents = ()
     try:
         if own.train is not None:
-            run = with_own_samples(run, len(own.train))
+            run = with_own_samples(run, len(own.train), axes.dp)
             datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
-            epochs = own_epochs_text(samples_used(run, found), len(own.train))
+            epochs = own_epochs_text(samples_told(samples_asked(run, found), samples_used(run, found)), len(own.train))
             text = f"{len(own.train):,} samples of the program's own; {epochs}"
         else:
-            run, tokenizer, datasets, text = _named_data(run, tokenizer, found, report)
+            run, tokenizer, datasets, text = _named_data(run, tokenizer, found, axes.dp, report)
             contents = cached_contents(run.data, report)
     except (DataError, ImportError) as error:  # ImportError: the data need a package, such as jinja2 for chats
         raise ConfigError([str(error)]) from error
@@ -104,7 +104,7 @@ def prepare(
 
 
 def _named_data(
-    run: Run, tokenizer: Tokenizer | None, found: FoundCheckpoint | None, report: Report
+    run: Run, tokenizer: Tokenizer | None, found: FoundCheckpoint | None, dp: int, report: Report
 ) -> tuple[Run, Tokenizer | None, Datasets, str]:
     """Prepare the data that the run names: the run with its length, the tokenizer, the datasets, a text about them."""
     if not (run.data.data_path or run.data.instruction_data):
@@ -113,9 +113,10 @@ def _named_data(
         text = " ".join(run.data.data_path)
     assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
     report = without_repeats(report)  # the data are opened to count their epochs, and again for the run
-    run = with_samples(run, tokenizer, report)
+    run = with_samples(run, tokenizer, dp, report)
     datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
-    return run, tokenizer, datasets, f"{text}; {epochs_text(run, datasets, samples_asked(run, found))}"
+    told = samples_told(samples_asked(run, found), samples_used(run, found))
+    return run, tokenizer, datasets, f"{text}; {epochs_text(run, datasets, told)}"
 
 
 def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.build import train_tokens
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
+from megazero.train.banner import _length
 from megazero.train.prepare import Prepared, prepare
 from tests.corpus import write_corpus
 from tests.data.chats import write_lines
@@ -110,12 +112,59 @@ def test_too_few_samples_for_a_batch_name_the_numbers_that_are_enough(text: list
     words = [*text, "--global-batch-size", 500, "--epochs", 0.2]
     with pytest.raises(ConfigError) as refused:
         _prepared(*words)
-    nearest = str(refused.value).partition("nearest: ")[2]
-    epochs, batch = nearest.removesuffix(" or less").split(", or ")
-    for flags in (epochs, batch):
-        assert _prepared(*words, *flags.split()).run.schedule.epochs is None
+    _require_nearest(words, str(refused.value))
     with pytest.raises(ConfigError, match="nearest: a smaller --seq-length"):
         _prepared(*text, "--epochs", 0.0001)
+
+
+def _require_nearest(words: list[object], told: str) -> tuple[str, str]:
+    """Each advice is accepted, and one epoch less, or a batch of one micro-batch more, is not."""
+    epochs, batch = told.partition("nearest: ")[2].split(", or ")
+    for flags in (epochs, batch):
+        assert _prepared(*words, *flags.split()).run.schedule.epochs is None
+    less, more = int(epochs.split()[1]) - 1, int(batch.split()[1])
+    with pytest.raises(ConfigError):
+        _prepared(*words, "--epochs", less)
+    step = 1 if f"{MICRO} 1" in batch or MICRO not in words else int(str(words[words.index(MICRO) + 1]))
+    with pytest.raises(ConfigError):
+        _prepared(*words, *batch.split(), "--global-batch-size", more + step)
+    return epochs, batch
+
+
+MICRO = "--micro-batch-size"
+
+
+@pytest.mark.parametrize(
+    ("conversations", "batch", "micro", "told"),
+    [
+        (6, 24, 4, ("--epochs 12", "--global-batch-size 4")),  # 3 epochs of 2 samples
+        (6, 24, 8, ("--epochs 12", "--global-batch-size 6 --micro-batch-size 1")),
+        (3, 24, 2, ("--epochs 24", "--global-batch-size 2")),
+    ],
+)
+def test_few_conversations_name_the_numbers_that_are_accepted(
+    tmp_path: Path, conversations: int, batch: int, micro: int, told: tuple[str, str]
+) -> None:
+    records = [{"prompt": "what is it?", "completion": "it is one"} for _ in range(conversations)]
+    data = ["--instruction-data", write_lines(tmp_path / "in.jsonl", records), "--tokenizer", "byte"]
+    words: list[object] = [*data, "--seq-length", 64, "--data-cache-path", tmp_path / "cache"]
+    words += ["--epochs", 3, "--global-batch-size", batch, MICRO, micro]
+    with pytest.raises(ConfigError, match=rf"3 of the data are {conversations} samples of 64") as refused:
+        _prepared(*words)
+    assert _require_nearest(words, str(refused.value)) == told
+
+
+def test_what_fills_no_batch_is_not_claimed(answers: list[object], tmp_path: Path) -> None:
+    """3 epochs of 2 samples in batches of 4 are one step of 4 samples."""
+    records = [{"prompt": "what is it?", "completion": "it is one"} for _ in range(6)]
+    words: list[object] = ["--instruction-data", write_lines(tmp_path / "in.jsonl", records), "--tokenizer", "byte"]
+    words += ["--seq-length", 64, "--data-cache-path", tmp_path / "cache", "--global-batch-size", 4]
+    for length in (["--epochs", 3], ["--train-samples", 6]):
+        prepared = _prepared(*words, *length)
+        assert prepared.text.endswith("; 2 epochs")
+        assert _length(prepared.run, None) == "4 of 6 samples, in whole batches"
+    prepared = _prepared(*words, "--train-samples", 8)
+    assert prepared.text.endswith("; 4 epochs") and _length(prepared.run, 8) == "8 samples"
 
 
 @pytest.mark.parametrize("size", [3_000, 30_000, 300_000])
@@ -131,6 +180,15 @@ def test_the_pages_command_for_a_small_text_fits_each(size: int, tmp_path: Path)
     data = ["--data-path", tmp_path / "own", "--tokenizer", "byte", "--data-cache-path", tmp_path / "cache"]
     prepared = _prepared(*data, *numbers)
     assert (prepared.run.schedule.train_samples or 0) >= 8
+
+
+def test_the_pages_words_for_few_conversations_fit_them(tmp_path: Path) -> None:
+    (words,) = re.findall(r"`(--epochs [^`]*)`\nin place", Path("docs/start/own-text.md").read_text())
+    records = [{"prompt": f"what is {number}?", "completion": f"it is {number}"} for number in range(10)]
+    data = ["--instruction-data", write_lines(tmp_path / "in.jsonl", records), "--tokenizer", "byte"]
+    flags = [str(word) for word in [*SHAPE, *data, "--data-cache-path", tmp_path / "cache", "--seq-length", 384]]
+    run = parse_run([*flags, "--eval-iters", "0", *words.split()], 2)  # two ranks, as the page has them
+    assert (prepare(run, 2, silent).run.schedule.train_samples or 0) >= 4
 
 
 def _losses(outcome: Any) -> list[tuple[int, float]]:
