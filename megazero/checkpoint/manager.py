@@ -20,7 +20,7 @@ from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
 from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest
 from megazero.checkpoint.open_files import OpenFiles
-from megazero.checkpoint.reader import check_files, check_inventory, read_manifest, read_portions
+from megazero.checkpoint.reader import check_files, check_inventory, check_sizes, read_manifest, read_portions
 from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
 from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
 from megazero.config.schema import CheckpointConfig
@@ -88,6 +88,18 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
         return FoundCheckpoint(path, read_manifest(path))
     except Damaged as error:
         raise _with_offer(error, path) from error
+
+
+def require_sizes(found: FoundCheckpoint) -> None:
+    """Raise Damaged, as `find` does, if a file is missing or has another size than it was written with. The files of
+    several nodes' disks are not looked at.
+    """
+    if found.manifest.is_scattered:
+        return
+    try:
+        check_sizes(found.path, found.manifest)
+    except Damaged as error:
+        raise _with_offer(error, found.path) from error
 
 
 def _with_offer(error: Damaged, path: Path) -> Damaged:

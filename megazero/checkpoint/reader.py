@@ -51,6 +51,24 @@ def check_files(folder: Path, manifest: Manifest) -> None:
                 check_header(file, stored)
         except Damaged as error:
             wrong.append(str(error))
+    _require_none(wrong)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """As `check_files`, without opening the files."""
+    wrong = []
+    for stored in manifest.files:
+        try:
+            size = (folder / stored.name).stat().st_size
+        except OSError as error:
+            wrong.append(f"{stored.name}: {error.strerror}")
+            continue
+        if size != stored.size:
+            wrong.append(f"{stored.name} has {size} bytes instead of {stored.size}")
+    _require_none(wrong)
+
+
+def _require_none(wrong: Sequence[str]) -> None:
     if wrong:
         raise Damaged(
             "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more files" if len(wrong) > _SHOWN else "")

@@ -183,6 +183,7 @@ _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """Lengths of the learning-rate schedule, which no single flag sets: the name in messages, and the fields that determine
 the length, the most direct one first.
 """
+SHAPE_STAYS = "the model's shape cannot change on resume"
 _OVERRIDES = (
     (_RATES, "--override-opt-param-scheduler", "override_opt_param_scheduler"),
     (_BATCH, "--override-batch", "override_batch"),
@@ -332,5 +333,5 @@ def _length_problem(cause: Change, changes: Sequence[Change], flag: str, now: Ru
 
 
 def _problem(change: Change, flag: str | None) -> str:
-    way_out = f"; to change it on resume: {flag}" if flag else "; the model's shape cannot change on resume"
+    way_out = f"; to change it on resume: {flag}" if flag else f"; {SHAPE_STAYS}"
     return f"--{change.field}: {_shown(change.old)} in the checkpoint, {_shown(change.new)} now{way_out}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megazero.checkpoint.format import CheckpointError
+from megazero.checkpoint.manager import FoundCheckpoint, require_sizes
 from megazero.config.count import parameters
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
@@ -87,6 +89,8 @@ def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> st
     else:
         present = check_paths(run, ranks, here=here)
         run, problems = present.run, [*problems, *present.problems]
+        if present.found is not None:
+            problems += _damage(run, present.found)
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
     asked, axes, kind = run, axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
@@ -100,6 +104,15 @@ def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> st
         _require_a_placement(with_default_vocabulary(run), axes, kind, placed_here)
         left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
     return _told(placed, ranks, notes, left)
+
+
+def _damage(run: Run, found: FoundCheckpoint) -> list[str]:
+    """A problem of the checkpoint's files. In a start one rank looks at them, because there may be as many ranks."""
+    try:
+        require_sizes(found)
+    except CheckpointError as error:
+        return [f"--load {run.checkpoint.load}: {error}"]
+    return []
 
 
 def _unread(run: Run) -> str:

@@ -6,7 +6,7 @@ Nothing is written, tokenized or read to its end; the start of the run does that
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 from megazero.checkpoint.folder import list_checkpoints
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import FoundCheckpoint, find
-from megazero.checkpoint.resume_changes import compare, run_from
+from megazero.checkpoint.resume_changes import SHAPE_STAYS, compare, run_from
 from megazero.config.derive import with_vocabulary
+from megazero.config.dump import RUN_FILE
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError, NoCheckpoint
@@ -82,6 +83,7 @@ def check_paths(
     if found is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
         problems += _other_content(run.checkpoint, Path(run.checkpoint.load))
     problems += _of_another_run(run.checkpoint, found)
+    problems += [] if found is None else _without_optimizer(run, found)
     opened = tokenizer is not None or run.data.tokenizer is None
     resolved = run.schedule.epochs is None  # otherwise length and rates are unknown until the data are read
     if (
@@ -105,7 +107,33 @@ def missing_files(run: Run) -> tuple[str, ...]:
 def resume_problems(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
     """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
     comparison = compare(saved_run(found, run), run, found.layout, axes_of(run.parallel, world_size).sizes)
-    return [f"{found.path}: {problem}" for problem in comparison.problems]
+    return of_checkpoint(found, comparison.problems)
+
+
+def of_checkpoint(found: FoundCheckpoint, problems: Sequence[str]) -> list[str]:
+    """The problems with the checkpoint's path, and where its settings are, if those of the model were forgotten."""
+    file = found.path.parent / RUN_FILE
+    forgotten = len(problems) > 1 and any(problem.endswith(SHAPE_STAYS) for problem in problems)
+    told = [f"{found.path}: {problem}" for problem in problems]
+    return told + [f"to go on with all settings of that run: --config {file}"] * (forgotten and file.is_file())
+
+
+def _without_optimizer(run: Run, found: FoundCheckpoint) -> Iterator[str]:
+    """A problem if the checkpoint lacks state of the optimizer that the run would go on with. (Steps on disks may be
+    later than the checkpoint, and take its place.)
+    """
+    if run.checkpoint.finetune or run.checkpoint.no_load_optim or run.offload.nvme_checkpoint:
+        return
+    needed = ("exp_avg",) if run.optimizer.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
+    held = [tensor.columns for tensor in found.manifest.tensors.values()]
+    lacking = [column for column in needed if any(column not in columns for columns in held)]
+    if lacking:
+        yield (
+            f"--load {run.checkpoint.load}: {found.path} is without the optimizer's {' and '.join(lacking)} (saved "
+            "with --no-save-optim, converted, or of another --optimizer), so no run can go on from it as it was; "
+            "--no-load-optim goes on with its weights and position, --finetune starts with its weights, and "
+            f"--init-from {found.path} in place of --load begins another run with them"
+        )
 
 
 def start_position(run: Run, found: FoundCheckpoint | None) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_text, own_epochs_text, samples_told, with_own_samples, with_samples
-from megazero.train.path_checks import check_paths, start_position
+from megazero.train.path_checks import check_paths, of_checkpoint, start_position
 from megazero.train.placed import rates_problems
 from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
 from megazero.train.same_data import recorded_contents, saved_run
@@ -216,7 +216,7 @@ def _changes(
     comparison = compare(saved, run, found.layout, axes_of(run.parallel, world_size).sizes)
     problems = [*comparison.problems, *_other_data(run, saved, found, datasets, contents)]
     if problems:
-        raise ConfigError([f"{found.path}: {problem}" for problem in problems])
+        raise ConfigError(of_checkpoint(found, problems))
     return comparison.changes
 
 

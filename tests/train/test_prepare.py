@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megazero.checkpoint.format import seal
-from megazero.config.parse import ConfigError, parse_run
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
@@ -26,10 +26,12 @@ from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.system.writable import closed
 from megazero.train import prepare as preparation
+from megazero.train.dry_run import dry_run_text
+from megazero.train.init_from import model_source
 from megazero.train.path_checks import check_paths
 from megazero.train.prepare import Prepared, prepare, validation_samples
 from tests.convert.sources import made
-from tests.parity.training import small_model
+from tests.parity.training import job_on_rank, small_model
 from tests.reference import REFERENCE, needs_reference
 
 SHAPE = [*small_model(2, heads=4), "--seq-length", 16, "--train-iters", 2]
@@ -253,7 +255,8 @@ def prepared(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def checkpoint(plans: Any, iteration: int = 0, consumed: int = 0) -> Any:
     progress = {"data_plans": [list(plan) for plan in plans], "iteration": iteration, "consumed_samples": consumed}
-    return SimpleNamespace(progress=progress, run={}, layout={}, path="runs/a")
+    manifest = SimpleNamespace(tensors={})
+    return SimpleNamespace(progress=progress, run={}, layout={}, path=Path("runs/a"), manifest=manifest)
 
 
 def test_a_checkpoint_of_data_built_for_the_samples_used_goes_on_with_these(prepared: Callable[..., Any]) -> None:
@@ -297,3 +300,64 @@ def test_a_checkpoint_of_an_impossible_run_is_a_problem_like_others(tmp_path: Pa
     run = Run(checkpoint=CheckpointConfig(load=str(saved)))
     (problem,) = check_paths(run, None).problems
     assert problem.startswith(f"--load {saved}: ") and "num_layers: 'three' is not a whole number" in problem
+
+
+@pytest.fixture
+def saved(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """A run with a checkpoint in runs/a, in the present folder; the flags with which it was made."""
+    monkeypatch.chdir(tmp_path)
+
+    def save(*more: object) -> list[str]:
+        words = [str(word) for word in [*flags, "--eval-iters", 0, "--lr-decay-style", "constant", *more]]
+        job, _ = job_on_rank(0, 1, [*words, "--save", "runs/a"], keep_log=True)
+        job.fit()
+        return words
+
+    return save
+
+
+def validated(words: Iterable[object]) -> str:
+    """What --validate-only says."""
+    return dry_run_text(parse_arguments([*map(str, words), "--validate-only"], 1), 1)
+
+
+def test_a_checkpoint_without_optimizer_says_which_flags_go_with_it(saved: Callable[..., list[str]]) -> None:
+    words = [*saved("--no-save-optim")[:-1], "--train-iters", "4"]
+    (problem,) = problems([*words, "--load", "runs/a"])
+    assert problem.startswith("--load runs/a: runs/a/iter_0000002 is without the optimizer's exp_avg and exp_avg_sq")
+    with pytest.raises(ConfigError) as refused:
+        validated([*words, "--load", "runs/a"])
+    assert refused.value.problems == (problem,)
+    for ways in (["--no-load-optim"], ["--finetune"]):
+        assert ways[0] in problem
+        assert prepared_for([*words, "--load", "runs/a", *ways]).found is not None
+        assert validated([*words, "--load", "runs/a", *ways]).startswith("OK")
+    assert (told := "--init-from runs/a/iter_0000002") + " in place of --load" in problem
+    assert prepare(parse_run([*words, *told.split()], 1, model_source), 1, silent).found is None
+    (other,) = (line for line in problems([*words, "--load", "runs/a", "--optimizer", "sgd"]) if "exp_avg" in line)
+    assert "the optimizer's exp_avg (saved" in other
+
+
+def test_a_check_alone_finds_a_file_that_was_cut(saved: Callable[..., list[str]]) -> None:
+    words = [*saved(), "--load", "runs/a", "--train-iters", "4"]
+    assert validated(words).startswith("OK")
+    (file,) = Path("runs/a").glob("iter_0000002/*.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - 8)
+    with pytest.raises(ConfigError, match=f"runs/a/iter_0000002 is damaged: {file.name} has {size - 8} bytes instead"):
+        validated(words)
+    file.unlink()
+    with pytest.raises(ConfigError, match=f"is damaged: {file.name}: No such file"):
+        validated(words)
+
+
+def test_forgotten_settings_are_in_a_file(saved: Callable[..., list[str]], corpus: Path) -> None:
+    words = saved()
+    names = ["--data-path", corpus, "--data-cache-path", "cache", "--eval-iters", 0, "--vocab-size", 1003]
+    places = ["--load", "runs/a", "--save", "runs/a"]
+    for length in (["--train-iters", 4], ["--epochs", 3]):
+        *others, last = problems([*names, *places, *length])
+        assert len(others) > 3 and last == "to go on with all settings of that run: --config runs/a/run.yaml"
+    flags = last.partition(": ")[2].split()
+    assert prepared_for([*flags, *places, "--train-iters", 4]).found is not None
+    assert len(problems([*words, *places, "--num-layers", 3])) == 1
