@@ -48,6 +48,16 @@ class StepPlan:
             return consumed + self.batches.size(consumed) > self.config.train_samples
         return self.config.train_iters is not None and iterations >= self.config.train_iters
 
+    def at_end(self, iterations: int, consumed: int) -> str:
+        """Why the run is `finished` at this state, which may be beyond its end: a longer run may have got there."""
+        asked = self.config.train_samples
+        if asked is not None and consumed > asked:
+            return f"{consumed:,} samples are trained, which is more than --train-samples {asked:,}"
+        asked = self.config.train_iters
+        if asked is not None and iterations > asked:
+            return f"iteration {iterations:,} is reached, which is beyond --train-iters {asked:,}"
+        return f"iteration {iterations} is the run's last"
+
     def steps(self, iterations: int = 0, consumed: int = 0) -> Iterator[Step]:
         """The steps that remain after this state, in order."""
         while not self.finished(iterations, consumed):

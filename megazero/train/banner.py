@@ -256,8 +256,8 @@ def _length(run: Run, samples: int | None) -> str:
         length = f"{schedule.train_iters} iterations"
     else:
         used = StepPlan(schedule).consumed_at_end() if samples is None else samples
-        rest = f" of {schedule.train_samples:,}" * (used != schedule.train_samples)
-        length = f"{used:,}{rest} samples" + ", in whole batches" * bool(rest)
+        asked = schedule.train_samples  # a longer run may have gone beyond them
+        length = f"{used:,} of {asked:,} samples, in whole batches" if used < asked else f"{asked:,} samples"
     if run.trainer.exit_duration_in_mins:
         length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
     return length

@@ -288,6 +288,10 @@ def test_data_are_built_for_what_a_resumed_run_still_takes(prepared: Callable[..
     with pytest.raises(ConfigError, match=f"{10 * (epoch // 20) + 12 * (epoch // 23):,} samples take 2 epochs"):
         of(22, epoch // 23, then)  # smaller batches, which 22 steps from the first sample on would have room for
     assert of(14, epoch // 10, then).plans == once.plans  # and larger ones, which they would not
+    with pytest.raises(
+        ConfigError, match=r"samples take 1 epoch of the data in another order than the checkpoint's 2, so"
+    ):
+        of(1, 1, checkpoint([(2, 0)]))
 
 
 def test_a_checkpoint_of_an_impossible_run_is_a_problem_like_others(tmp_path: Path) -> None:
@@ -361,3 +365,23 @@ def test_forgotten_settings_are_in_a_file(saved: Callable[..., list[str]], corpu
     flags = last.partition(": ")[2].split()
     assert prepared_for([*flags, *places, "--train-iters", 4]).found is not None
     assert len(problems([*words, *places, "--num-layers", 3])) == 1
+
+
+def test_a_checkpoint_beyond_the_end_is_told_with_both_numbers(
+    saved: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SHAPE trains 2 iterations of 24 samples."""
+    words = saved()
+    for length, told in (
+        (["--train-iters", "2"], "iteration 2 is the run's last"),
+        (["--train-iters", "1"], "iteration 2 is reached, which is beyond --train-iters 1"),
+        (["--train-samples", "30"], "48 samples are trained, which is more than --train-samples 30"),
+        (["--train-samples", "50"], "iteration 2 is the run's last"),
+    ):
+        others = [
+            word for place, word in enumerate(words) if "--train-iters" not in words[max(0, place - 1) : place + 1]
+        ]
+        capsys.readouterr()
+        job_on_rank(0, 1, [*others, *length, "--load", "runs/a"], keep_log=True)[0].fit()
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"nothing left to train: {told}" in said and " 48 of 30 samples" not in said
