@@ -50,13 +50,13 @@ class StepPlan:
 
     def at_end(self, iterations: int, consumed: int) -> str:
         """Why the run is `finished` at this state, which may be beyond its end: a longer run may have got there."""
-        asked = self.config.train_samples
-        if asked is not None and consumed > asked:
-            return f"{consumed:,} samples are trained, which is more than --train-samples {asked:,}"
-        asked = self.config.train_iters
-        if asked is not None and iterations > asked:
-            return f"iteration {iterations:,} is reached, which is beyond --train-iters {asked:,}"
-        return f"iteration {iterations} is the run's last"
+        samples, iters = self.config.train_samples, self.config.train_iters
+        why = f"iteration {iterations} is the run's last"
+        if samples is not None and consumed > samples:
+            why = f"{consumed:,} samples are trained, which is more than --train-samples {samples:,}"
+        elif iters is not None and iterations > iters:
+            why = f"iteration {iterations:,} is reached, which is beyond --train-iters {iters:,}"
+        return f"nothing left to train: {why}"
 
     def steps(self, iterations: int = 0, consumed: int = 0) -> Iterator[Step]:
         """The steps that remain after this state, in order."""

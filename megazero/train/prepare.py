@@ -245,8 +245,8 @@ def _other_documents(run: Run, found: FoundCheckpoint, contents: Contents) -> st
         return None
     prefixes = parse_data_path(run.data.data_path).prefixes
     return "; ".join(
-        f"--data-path {prefix} holds other documents than when the checkpoint was written ({before[0]:,} of "
-        f"{before[1]:,} tokens then, {now[0]:,} of {now[1]:,} now"
+        f"--data-path {prefix} holds other documents than when the checkpoint was written ({before[0]:,} with "
+        f"{before[1]:,} tokens then, {now[0]:,} with {now[1]:,} now"
         + ", as their checksum says" * (before[:2] == now[:2])
         + ")"
         for prefix, before, now in zip(prefixes, then, contents, strict=True)

@@ -82,8 +82,7 @@ class Trainer:
         The generator ends when the run is finished or stops. The caller then calls `at_the_end`.
         """
         if self.finished():
-            at_end = self.plan.at_end(self.position.iteration, self.position.consumed_samples)
-            self.log.note(f"nothing left to train: {at_end}")
+            self.log.note(self.plan.at_end(self.position.iteration, self.position.consumed_samples))
         while not self.finished() and self.stopped_by is None:
             step = self.train_step(
                 stop=self.signals.raised or (self.save_policy is not None and self.save_policy.superseded)

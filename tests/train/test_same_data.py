@@ -138,8 +138,8 @@ def test_others_are_refused(here: Path) -> None:
 
 def test_other_documents_of_the_same_name_are_told_as_such(here: Path) -> None:
     for name, documents, told in (
-        ("other", 40, r"documents than when the checkpoint was written (40 of "),
-        ("more", 41, "tokens then, 41 of "),
+        ("other", 40, r"documents than when the checkpoint was written (40 with "),
+        ("more", 41, "tokens then, 41 with "),
     ):
         if name == "more":
             write_corpus(here / "more", documents=documents, vocabulary=250)
