@@ -94,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=given_path,
         metavar="FILE.jsonl",
-        help="one line per document, in their order; FILE.jsonl.unfinished until all are scored",
+        help="one line per document, in their order; FILE.jsonl.unfinished until all are scored. An earlier result is "
+        "replaced",
     )
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return flags

@@ -31,6 +31,9 @@ from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
 from megazero.system.writable import closed
 
+LINE = 1 << 16
+"""Bytes of a file's first line that show whether it is a result."""
+
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raise one ConfigError with all problems of the flags."""
@@ -56,9 +59,24 @@ def output_problems(output: Path) -> Iterator[str]:
     elif finished is None and not os.access(written, os.W_OK):
         yield f"--output {output}: may not be written"
     elif finished is not None and (
-        wrong := closed(str(written.parent if os.path.lexists(written) else written)) or _occupied(written)
+        wrong := _other_file(finished)
+        or closed(str(written.parent if os.path.lexists(written) else written))
+        or _occupied(written)
     ):
         yield f"--output {output}: {wrong}"
+
+
+def _other_file(output: Path) -> str | None:
+    """What a file is that the lines would replace and that is no earlier result; None if there is none."""
+    try:
+        with open(output, "rb") as file:
+            first = file.readline(LINE)
+        known = not first or "total_loss" in json.loads(first)
+    except OSError:  # there is none; why another one cannot be written is told elsewhere
+        return None
+    except (ValueError, TypeError):  # no JSON; JSON that holds nothing
+        known = False
+    return None if known else "is a file of another kind, which is not replaced; name another file"
 
 
 def _occupied(unfinished: Path) -> str | None:

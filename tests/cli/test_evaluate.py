@@ -201,6 +201,21 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
         evaluate(arguments(folder, "--data-path", tmp_path / "large"), grid)
 
 
+def test_a_file_of_another_kind_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+    """Such as the text that is scored. An earlier result is, and so is an empty file."""
+    text, result = tmp_path / "notes.txt", tmp_path / "scores.jsonl"
+    words = ("--data-path", folder / "pair", "--output")
+    for content in ("Notes of a day.\n", '{"text": "a"}\n', "3\n"):
+        text.write_text(content)
+        with pytest.raises(ConfigError, match=f"--output {text}: is a file of another kind, which is not replaced"):
+            evaluation.check(arguments(folder, *words, text), 1)
+    result.touch()
+    for _ in range(2):
+        evaluation.check(arguments(folder, *words, result), 1)
+        evaluate(arguments(folder, *words, result), single_process_grid())
+    assert len(result.read_text().splitlines()) == len(PAIR) and text.read_text() == "3\n"
+
+
 def test_what_is_no_file_is_written_into_and_a_link_stays(folder: Path, tmp_path: Path) -> None:
     """Moving a file to a device, which root may do, would take the device away."""
     os.mkfifo(tmp_path / "pipe")
