@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from megazero.config.flags import CommandOptions
 from megazero.config.options import Option, options_of, run_options, sections
+from megazero.config.tiers import Offload
 
 COMMAND = "command"
 """The section of what is no configuration: --config, --validate-only, ..."""
-_KINDS = {int: "whole number", float: "number", str: "word", bool: "switch"}
+_KINDS = {int: "whole number", float: "number", str: "word", Offload: "word", bool: "switch"}
 
 
 def all_options() -> Sequence[Option]:

@@ -9,11 +9,12 @@ and the new value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.config.derive import micro_batch_order, pipeline_schedule
+from megazero.config.dump import run_dict
 from megazero.config.lora import adapted, alpha
 from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig, Run
@@ -230,7 +231,7 @@ def run_from(record: Mapping[str, Any]) -> Run:
 
 def record_of(run: Run) -> dict[str, Any]:
     """The run as a checkpoint stores it: one dict for each section."""
-    return asdict(run)
+    return run_dict(run)
 
 
 def compare(

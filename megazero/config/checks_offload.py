@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 
 from megazero.config.checks import CheckContext, Found, check
-from megazero.config.conditions import state_on_disks
 from megazero.config.derive import moves_in_parts, tiers
+from megazero.config.options import run_options
 from megazero.config.schema import Run
-from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, offload_of
+from megazero.config.tiers import ALIGNMENT, SLOTS
 from megazero.config.units import all_units, unknown_units
 
-COLUMNS = ("offload_optimizer", "offload_params", "offload_gradients", "offload_activations")
 _BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
 """Of an element of a gradient or of a column of the optimizer's, and of a parameter, by --precision."""
 
@@ -21,35 +20,23 @@ def least_buffer(run: Run) -> int:
     state and sums of gradients of those that rest on disks, and the parameters that are read from there.
     """
     state, parameter = _BYTES[run.optimizer.precision]
-    columns, found = 2 if run.optimizer.optimizer == "sgd" else 3, tiers(run)
-    on_disk = columns * state * (found["offload_optimizer"].tier is Tier.DISK)
-    read = parameter * (found["offload_params"].tier is Tier.DISK)
-    sums = state * (found["offload_gradients"].tier is Tier.DISK)
+    columns = 2 if run.optimizer.optimizer == "sgd" else 3
+    on_disk = columns * state * run.offload.offload_optimizer.on_disks
+    read = parameter * run.parallel.offload_params.on_disks
+    sums = state * run.parallel.offload_gradients.on_disks
     return SLOTS * ALIGNMENT * (state + parameter + on_disk + read + sums)
 
 
 def _offload(f: CheckContext) -> Found:
-    cfg, wrong = f.run.offload, False
-    p = f.run.parallel
-    words = {
-        "offload-optimizer": cfg.offload_optimizer,
-        "offload-params": p.offload_params,
-        "offload-gradients": p.offload_gradients,
-    }
-    for flag, text in words.items():
-        try:
-            offload = offload_of(text)
-        except ValueError as reason:
-            wrong = True
-            yield f"--{flag} {text}: {reason}"
-            continue
-        if offload.tier is Tier.DISK and not cfg.nvme_path:
-            yield f"--{flag} {text} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
-    if wrong or not moves_in_parts(f.run):
+    cfg, columns = f.run.offload, {run_options()[field].flag: offload for field, offload in tiers(f.run).items()}
+    for flag, offload in columns.items():
+        if offload.on_disks and not cfg.nvme_path:
+            yield f"{flag} {offload} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
+    if not moves_in_parts(f.run):
         return
     least = least_buffer(f.run)
     if cfg.nvme_buffer_bytes < least:
-        leaving = " ".join(f"--{flag} {text}" for flag, text in words.items() if text != Tier.DEVICE.value)
+        leaving = " ".join(f"{flag} {offload}" for flag, offload in columns.items() if offload)
         yield (
             f"--nvme-buffer-bytes {cfg.nvme_buffer_bytes} does not hold {SLOTS} parts of {ALIGNMENT} elements, which "
             f"with {leaving} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
@@ -57,28 +44,24 @@ def _offload(f: CheckContext) -> Found:
 
 
 def _units(f: CheckContext) -> Found:
-    layers, settings = f.run.model.num_layers, {**vars(f.run.parallel), **vars(f.run.offload)}
-    for field in COLUMNS:
-        text = settings[field]
-        try:
-            unknown = unknown_units(offload_of(text).units, layers)
-        except ValueError:
-            continue  # said elsewhere
+    layers = f.run.model.num_layers
+    for field, offload in {**tiers(f.run), "offload_activations": f.run.parallel.offload_activations}.items():
+        unknown = unknown_units(offload.units, layers)
         if unknown:
             yield (
-                f"--{field.replace('_', '-')} {text}: there is no {', no '.join(unknown)}; the units of this model are "
-                f"{all_units(layers)}, and a share is a number, such as {text.partition(':')[0]}:0.5"
+                f"{run_options()[field].flag} {offload}: there is no {', no '.join(unknown)}; the units of this model "
+                f"are {all_units(layers)}, and a share is a number, such as {offload.tier.value}:0.5"
             )
 
 
 def _graphs(f: CheckContext) -> Found:
     p = f.run.parallel
-    if p.cuda_graphs and p.offload_params != Tier.DEVICE.value:
+    if p.cuda_graphs and p.offload_params:
         yield (
             f"--cuda-graphs needs parameters at fixed addresses, which --offload-params {p.offload_params} does not "
             "have: drop one of them"
         )
-    if p.cuda_graphs and p.offload_gradients != Tier.DEVICE.value:
+    if p.cuda_graphs and p.offload_gradients:
         yield (
             f"--cuda-graphs needs gradients at fixed addresses, which --offload-gradients {p.offload_gradients} does "
             "not have: drop one of them"
@@ -94,16 +77,16 @@ def _folders(f: CheckContext) -> Found:
 
 
 def _apex(f: CheckContext) -> Found:
-    o, text = f.run.optimizer, f.run.offload.offload_optimizer
-    if o.optimizer_impl == "apex" and text != Tier.DEVICE.value:
+    o, offload = f.run.optimizer, f.run.offload.offload_optimizer
+    if o.optimizer_impl == "apex" and offload:
         yield (
-            f"--optimizer-impl apex has kernels for CUDA only, and --offload-optimizer {text} updates in host memory; "
-            "nearest: --optimizer-impl megazero"
+            f"--optimizer-impl apex has kernels for CUDA only, and --offload-optimizer {offload} updates in host "
+            "memory; nearest: --optimizer-impl megazero"
         )
 
 
 def _whole_steps(f: CheckContext) -> Found:
-    if f.run.offload.nvme_checkpoint and state_on_disks(f) and f.run.checkpoint.no_save_optim:
+    if f.run.offload.nvme_checkpoint and f.run.offload.offload_optimizer.on_disks and f.run.checkpoint.no_save_optim:
         yield (
             "--nvme-checkpoint removes its files once the last step is in a checkpoint of --save, which with "
             "--no-save-optim has no optimizer state to go on from: drop one of them"
@@ -116,7 +99,7 @@ OFFLOAD_CHECKS = (
         *("offload_optimizer", "offload_params", "offload_gradients"),
         *("nvme_path", "nvme_buffer_bytes", "precision", "optimizer"),
     ),
-    check(_units, *COLUMNS, "num_layers"),
+    check(_units, "offload_optimizer", "offload_params", "offload_gradients", "offload_activations", "num_layers"),
     check(_graphs, "offload_params", "offload_gradients", "cuda_graphs"),
     check(_folders, "nvme_path"),
     check(_apex, "optimizer_impl", "offload_optimizer"),

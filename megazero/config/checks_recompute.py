@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megazero.config.checks import CheckContext, Found, check
-from megazero.config.tiers import Tier, offload_of
 
 
 def _recompute(f: CheckContext) -> Found:
@@ -58,17 +57,12 @@ def _shard_recompute_inputs(f: CheckContext) -> Found:
 
 def _offload_activations(f: CheckContext) -> Found:
     p = f.run.parallel
-    try:
-        leaves = offload_of(p.offload_activations)
-    except ValueError as wrong:
-        yield f"--offload-activations {p.offload_activations}: {wrong}"
-        return
-    if leaves.tier is Tier.DISK and not f.run.offload.nvme_path:
+    if p.offload_activations.on_disks and not f.run.offload.nvme_path:
         yield (
             f"--offload-activations {p.offload_activations} needs --nvme-path DIR, a folder for swap files on each "
             "disk that it may use"
         )
-    if leaves and p.cuda_graphs:
+    if p.offload_activations and p.cuda_graphs:
         yield (
             f"--offload-activations {p.offload_activations} copies between the units of a micro-batch, which "
             "--cuda-graphs launches as one graph: drop one of them"

@@ -8,8 +8,6 @@ from megazero.config.checks import CheckContext
 from megazero.config.derive import micro_batch_order, moves_in_parts, pipeline_schedule, tiers, uses_disks
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
-from megazero.config.schema import Run
-from megazero.config.tiers import Tier, offload_of
 
 
 def fp16(f: CheckContext) -> bool:
@@ -45,47 +43,32 @@ def adapts(f: CheckContext) -> bool:
 
 
 def rests_on_disks(f: CheckContext) -> bool:
-    """Whether some of the model state does; True for words that are reported elsewhere."""
-    return _of_words(f, uses_disks)
+    """Whether some of the model state or of the activations does."""
+    return uses_disks(f.run) or f.run.parallel.offload_activations.on_disks
 
 
 def state_on_disks(f: CheckContext) -> bool:
-    """Whether some optimizer state rests on disks; True for words that are reported elsewhere."""
-    return _of_words(f, lambda run: tiers(run)["offload_optimizer"].tier is Tier.DISK)
+    """Whether some optimizer state rests on disks."""
+    return f.run.offload.offload_optimizer.on_disks
 
 
 def leaves_device(f: CheckContext) -> bool:
-    """Whether some model state rests in host memory or on disks; True for words that are reported elsewhere."""
-    return _of_words(f, lambda run: any(tiers(run).values()))
+    """Whether some model state or activations wait in host memory or on disks."""
+    return any(tiers(f.run).values()) or bool(f.run.parallel.offload_activations)
 
 
 def moves_parts(f: CheckContext) -> bool:
-    """Whether some model state moves in parts of buckets; True for words that are reported elsewhere."""
-    return _of_words(f, moves_in_parts)
-
-
-def _of_words(f: CheckContext, holds: Callable[[Run], bool]) -> bool:
-    try:
-        return holds(f.run)
-    except ValueError:
-        return True
+    """Whether some model state moves in parts of buckets, or activations go to disks."""
+    return moves_in_parts(f.run) or f.run.parallel.offload_activations.on_disks
 
 
 def vertical(f: CheckContext) -> bool:
     """Whether micro-batches pass layers together."""
-    return _of_words(f, lambda run: micro_batch_order(run.parallel) == "vertical")
+    return micro_batch_order(f.run.parallel) == "vertical"
 
 
 def searches(f: CheckContext) -> bool:
     return f.run.offload.placement == AUTO
-
-
-def activations_tier(f: CheckContext) -> Tier | None:
-    """Where activations wait; None for words that are reported elsewhere."""
-    try:
-        return offload_of(f.run.parallel.offload_activations).tier
-    except ValueError:
-        return None
 
 
 def several(f: CheckContext) -> bool:

@@ -18,7 +18,7 @@ from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import SIBLINGS, ConfigSource
-from megazero.config.tiers import Tier, offload_of, with_share
+from megazero.config.tiers import Offload, Tier
 from megazero.system.reading import BOUNDS, Unreadable, json_type, read_json, shown
 
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_params"}
@@ -287,16 +287,15 @@ def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, fi
         source.bad.add(field)
         return
     if device in (None, Tier.DEVICE.value) or ratio == 0:
-        _put(source, key, field, Tier.DEVICE.value)
+        _put(source, key, field, Offload())
         return
     try:
-        text = with_share(device, None if ratio == 1 else ratio)
-        offload_of(text)
+        offload = Offload.of_table(device, None if ratio == 1 else ratio)
     except ValueError as reason:
         source.problems.append(f"{source.name}: {group}.ratio: {reason}")
         source.bad.add(field)
         return
-    _put(source, key, field, text)
+    _put(source, key, field, offload)
 
 
 def _tensorboard(source: ConfigSource, keys: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config.schema import ModelConfig, OffloadConfig, ParallelConfig, Run
-from megazero.config.tiers import Offload, Tier, offload_of
+from megazero.config.tiers import Offload
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -76,59 +76,58 @@ def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
 
 def offloads_parameters(parallel: ParallelConfig) -> bool:
     """Whether parameters rest in host memory or on disks."""
-    return parallel.offload_params != Tier.DEVICE.value
+    return bool(parallel.offload_params)
 
 
 def offloads_gradients(parallel: ParallelConfig) -> bool:
     """Whether gradients are summed in host memory or on disks."""
-    return parallel.offload_gradients != Tier.DEVICE.value
+    return bool(parallel.offload_gradients)
 
 
 def tiers(run: Run) -> dict[str, Offload]:
-    """What of each column of the model state leaves the device, by flag. Raises ValueError for a word that is none."""
-    words = {
+    """What of each column of the model state leaves the device, by field."""
+    return {
         "offload_optimizer": run.offload.offload_optimizer,
         "offload_params": run.parallel.offload_params,
         "offload_gradients": run.parallel.offload_gradients,
     }
-    return {flag: offload_of(word) for flag, word in words.items()}
 
 
 def names_units(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
-    """Whether some column of the model state leaves the device unit by unit. Raises ValueError as `tiers`."""
-    words = offload.offload_optimizer, parallel.offload_params, parallel.offload_gradients
-    return any(offload_of(word).units for word in words)
+    """Whether some column of the model state leaves the device unit by unit."""
+    return any(
+        column.units for column in (offload.offload_optimizer, parallel.offload_params, parallel.offload_gradients)
+    )
 
 
 def uses_disks(run: Run) -> bool:
     """Whether some of the model state rests on disks."""
-    return any(offload.tier is Tier.DISK for offload in tiers(run).values())
+    return any(offload.on_disks for offload in tiers(run).values())
 
 
 def whole_steps(offload: OffloadConfig) -> bool:
     """Whether each optimizer step becomes whole on disks: --nvme-checkpoint, where optimizer state rests there. A file
-    may have the field without. Raises ValueError for a tier that is none.
+    may have the field without.
     """
-    return offload.nvme_checkpoint and offload_of(offload.offload_optimizer).tier is Tier.DISK
+    return offload.nvme_checkpoint and offload.offload_optimizer.on_disks
 
 
 def micro_batch_order(parallel: ParallelConfig) -> str:
     """The order of a step's computations: the field, else horizontal, but vertical where parameters rest on disks: then
     each unit is read once for all micro-batches of a pass. Budgets may choose otherwise before the run begins
-    (`plan.order`). Raises ValueError for a tier that is none.
+    (`plan.order`).
     """
     if parallel.micro_batch_order is not None:
         return parallel.micro_batch_order
-    return "vertical" if offload_of(parallel.offload_params).tier is Tier.DISK else "horizontal"
+    return "vertical" if parallel.offload_params.on_disks else "horizontal"
 
 
 def moves_in_parts(run: Run) -> bool:
     """Whether some of the model state moves in parts, which pass through slots in host memory. Parameters that rest
     there are copied as they are.
     """
-    found = tiers(run)
-    parts = found["offload_optimizer"], found["offload_gradients"]
-    return any(parts) or found["offload_params"].tier is Tier.DISK
+    in_parts = run.offload.offload_optimizer or run.parallel.offload_gradients
+    return bool(in_parts) or run.parallel.offload_params.on_disks
 
 
 def shards_parameters(parallel: ParallelConfig) -> bool:

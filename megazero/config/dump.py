@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megazero.config.flags import option_called
 from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
+from megazero.config.tiers import Offload
 from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, json_type, shown
 
@@ -24,12 +26,18 @@ RESOLVED = "resolved"
 
 
 def run_dict(run: Run) -> dict[str, dict[str, Any]]:
-    """Section -> field -> plain value (tuples as lists)."""
-    plain: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-    for name, known in run_options().items():
-        value = getattr(getattr(run, known.section), name)
-        plain[known.section][name] = list(value) if isinstance(value, tuple) else value
-    return plain
+    """Section -> field -> plain value: tuples as lists, tiers as the words of their flags."""
+    return {
+        section: {field.name: plain_value(getattr(getattr(run, section), field.name)) for field in fields(cls)}
+        for section, cls in sections().items()
+    }
+
+
+def plain_value(value: Any) -> Any:
+    """The value of a field as YAML and JSON have it; `Option.from_value` reads it."""
+    if isinstance(value, Offload):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def changed_settings(run: Run) -> dict[str, dict[str, Any]]:

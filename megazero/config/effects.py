@@ -15,7 +15,6 @@ from megazero.config import conditions as when
 from megazero.config.checks import Check, CheckContext, Found
 from megazero.config.derive import gathers_parameters, offloads_parameters, recomputes_blocks, shards_parameters
 from megazero.config.options import run_options
-from megazero.config.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ EFFECTS = (
     ),
     Effect(
         "nvme_path",
-        lambda f: when.rests_on_disks(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
+        lambda f: when.rests_on_disks(f) or when.searches(f),
         "--offload-optimizer nvme, or the same of params, gradients or activations: nothing rests on disks",
         (*_OFFLOAD, "placement"),
     ),
@@ -153,14 +152,14 @@ EFFECTS = (
     ),
     Effect(
         "nvme_buffer_bytes",
-        lambda f: when.moves_parts(f) or when.searches(f) or when.activations_tier(f) in (None, Tier.DISK),
+        lambda f: when.moves_parts(f) or when.searches(f),
         "--offload-optimizer or --offload-gradients, --offload-params nvme or --offload-activations nvme",
         (*_OFFLOAD, "placement"),
     ),
     # From here on: lines in the banner, no errors.
     Effect(
         "host_memory_budget",
-        lambda f: when.leaves_device(f) or when.searches(f) or when.activations_tier(f) is not Tier.DEVICE,
+        lambda f: when.leaves_device(f) or when.searches(f),
         "--offload-optimizer, or the same of params, gradients or activations: nothing rests in host memory",
         (*_OFFLOAD, "placement"),
         refused=False,

@@ -20,9 +20,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from megazero.config import extensions
 from megazero.config.foreign_flags import FLAGS, normalise_flag, our_flag_for, our_value_for
 from megazero.config.schema import Run
+from megazero.config.tiers import Offload
 from megazero.system.reading import shown
 
-_WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+_WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", Offload: "a word"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Option:
 
     section   name of the section of `Run`
     name      name of the field
-    kind      int, float, bool or str; of a tuple, the type of its items
+    kind      int, float, bool, str or Offload; of a tuple, the type of its items
     optional  whether None is allowed
     many      whether it is a tuple
     sentence  the string literal under the field
@@ -117,14 +118,16 @@ class Option:
     def _scalar(self, value: object) -> Any:
         if self.choices is not None:
             return self._choice(value)
+        if isinstance(value, Offload) and self.kind is Offload:
+            return value
         if isinstance(value, bool) != (self.kind is bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}")
         if self.kind is bool:
             return value
-        if self.kind is str:
+        if self.kind in (str, Offload):
             if value == "":  # from an unset shell variable: --save "$DIR" would train and save nothing
                 raise ValueError("is empty")
-            return str(value)
+            return str(value) if self.kind is str else Offload.parsed(str(value))
         try:
             if self.size:
                 return bytes_of(value)
@@ -258,7 +261,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
 
 
 def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
-    """(int, float, bool or str; whether None is allowed; whether it is a tuple) for a field's type."""
+    """(int, float, bool, str or Offload; whether None is allowed; whether it is a tuple) for a field's type."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

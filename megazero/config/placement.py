@@ -18,7 +18,7 @@ from megazero.config.derive import micro_batch_order
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Tier, offload_of, with_share
+from megazero.config.tiers import Offload, Tier
 from megazero.config.units import plain
 from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, shown
@@ -60,10 +60,11 @@ _OF_A_COLUMN = ("tier", "share", "units")
 
 
 def applied(run: Run, settings: Mapping[str, Any]) -> Run:
-    """The run with these settings: field -> value."""
+    """The run with these settings: field -> value, or its words. Raises ValueError for a value that is none."""
     parts: dict[str, dict[str, Any]] = {}
     for field, value in settings.items():
-        parts.setdefault(run_options()[field].section, {})[field] = value
+        known = run_options()[field]
+        parts.setdefault(known.section, {})[field] = known.from_value(value)
     return replace(run, **{section: replace(getattr(run, section), **fields) for section, fields in parts.items()})
 
 
@@ -77,8 +78,9 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     words = []
     others = {field: value for field, value in settings.items() if field != ORDER}
     defaults = {ORDER: micro_batch_order(applied(Run(), others).parallel)}
-    for field, value in settings.items():
+    for field, given in settings.items():
         known = run_options()[field]
+        value = known.from_value(given)
         if value is not None and value != defaults.get(field, known.default):  # None: not given
             words.append(known.flag if value is True else f"{known.flag} {quote(str(value))}")
     return " ".join(words)
@@ -170,26 +172,25 @@ def _value(row: PlacementRow, value: object) -> Any:
     known = run_options()[row.field]
     if not row.tiers:
         return known.from_value(value)
-    text = _column(value) if isinstance(value, dict) else known.from_value(value)
-    offload = offload_of(text)
+    offload: Offload = _column(value) if isinstance(value, dict) else known.from_value(value)
     if offload and offload.tier not in row.tiers:
         places = " or ".join(tier.value for tier in (Tier.DEVICE, *row.tiers))
-        raise ValueError(f"{text}: this column rests on {places}")
-    return text
+        raise ValueError(f"{offload}: this column rests on {places}")
+    return offload
 
 
-def _column(table: Mapping[Any, Any]) -> str:
-    """`{tier: cpu, share: 0.5}` or `{tier: cpu, units: [embedding, blocks 0-5]}` in the words of a flag."""
+def _column(table: Mapping[Any, Any]) -> Offload:
+    """What `{tier: cpu, share: 0.5}` or `{tier: cpu, units: [embedding, blocks 0-5]}` says."""
     strange = [key for key in table if key not in _OF_A_COLUMN]
     if strange or "tier" not in table:
         wrong = f"there is no {strange[0]}" if strange else "the tier is missing"
         raise ValueError(f"{shown(dict(table))}: {wrong}; the keys are tier, and share or units")
     share, units = table.get("share"), table.get("units")
     if units is None:
-        return with_share(table["tier"], share)
+        return Offload.of_table(table["tier"], share)
     if share is not None:
         raise ValueError(f"{shown(dict(table))}: units leave as a whole: give share or units")
     words = [units] if isinstance(units, str) else units
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         raise ValueError(f"the units {shown(units)} are no names; such as [embedding, blocks 0-5]")
-    return f"{table['tier']}:{','.join(map(plain, words))}"
+    return Offload.parsed(f"{table['tier']}:{','.join(map(plain, words))}")

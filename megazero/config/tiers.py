@@ -30,8 +30,42 @@ class Offload:
     share: float = 1.0
     units: tuple[str, ...] = ()
 
+    @classmethod
+    def parsed(cls, text: str) -> Offload:
+        """The value of a flag: none, cpu, nvme, cpu:0.6, or nvme:embedding,blocks 0-5. Raises ValueError with what is
+        wrong with it. What is no number names units; whether the model has them is not known here.
+        """
+        word, colon, share = text.partition(":")
+        tier = next((tier for tier in Tier if tier.value == word), None)
+        if tier is None:
+            raise ValueError(f"{word!r} is not one of {', '.join(tier.value for tier in Tier)}")
+        if not colon:
+            return cls(tier)
+        if tier is Tier.DEVICE:
+            raise ValueError(f"none has no share, as in {text!r}")
+        try:
+            number = float(share)
+        except ValueError:
+            return cls(tier, units=_units(share, text))
+        if not 0.0 < number <= 1.0:
+            raise ValueError(f"the share {share} is not above 0 and at most 1")
+        return cls(tier, number)
+
+    @classmethod
+    def of_table(cls, tier: object, share: object) -> Offload:
+        """What a file says in two keys. share: None for all of the column. Raises ValueError where the share is no
+        number, for a word there would name a unit.
+        """
+        if isinstance(share, bool) or not isinstance(share, int | float | None):
+            raise ValueError(f"the share {shown(share)} is not a number")
+        return cls.parsed(f"{tier}" if share is None else f"{tier}:{share}")
+
     def __bool__(self) -> bool:
         return self.tier is not Tier.DEVICE
+
+    @property
+    def on_disks(self) -> bool:
+        return self.tier is Tier.DISK
 
     def names(self, units: Iterable[str]) -> bool:
         """Whether all of these units are among its own."""
@@ -51,38 +85,13 @@ ALIGNMENT = 1024
 """A part begins a multiple of this many elements behind the begin of what the rank updates."""
 
 
-def offload_of(text: str) -> Offload:
-    """The value of a flag: none, cpu, nvme, cpu:0.6, or nvme:embedding,blocks 0-5. Raises ValueError with what is wrong
-    with it. What is no number names units; whether the model has them is not known here.
-    """
-    word, colon, share = text.partition(":")
-    tier = next((tier for tier in Tier if tier.value == word), None)
-    if tier is None:
-        raise ValueError(f"{word!r} is not one of {', '.join(tier.value for tier in Tier)}")
-    if not colon:
-        return Offload(tier)
-    if tier is Tier.DEVICE:
-        raise ValueError("none has no share")
-    try:
-        number = float(share)
-    except ValueError:
-        words = share.split(",")
-        if not all(map(str.strip, words)):
-            raise ValueError(
-                "there is neither a share nor a unit behind the colon"
-                if len(words) == 1
-                else f"there is no unit between two commas of {share!r}"
-            ) from None
-        return Offload(tier, units=tuple(map(plain, words)))
-    if not 0.0 < number <= 1.0:
-        raise ValueError(f"the share {share} is not above 0 and at most 1")
-    return Offload(tier, number)
-
-
-def with_share(tier: object, share: object) -> str:
-    """The value of a flag for a tier and a share from a file; None: all of the column. Raises ValueError where the
-    share is no number, for a word there would name a unit.
-    """
-    if isinstance(share, bool) or not isinstance(share, int | float | None):
-        raise ValueError(f"the share {shown(share)} is not a number")
-    return f"{tier}" if share is None else f"{tier}:{share}"
+def _units(names: str, text: str) -> tuple[str, ...]:
+    """The names of units between commas. text: the whole value. Raises ValueError for an empty name."""
+    words = names.split(",")
+    if not all(map(str.strip, words)):
+        raise ValueError(
+            f"there is neither a share nor a unit behind the colon of {text!r}"
+            if len(words) == 1
+            else f"there is no unit between two commas of {text!r}"
+        )
+    return tuple(map(plain, words))

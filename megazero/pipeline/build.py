@@ -24,7 +24,6 @@ from megazero.config.fp8 import fp8_layers
 from megazero.config.recompute import RecomputeTable, recompute_by_flags
 from megazero.config.schema import ParallelConfig, Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import Tier, offload_of
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage
 from megazero.mpu.fp8 import Fp8
@@ -192,7 +191,7 @@ def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
 
 def step_options(run: Run) -> StepOptions:
     """How the passes place a run's instructions."""
-    leaves = offload_of(run.parallel.offload_activations)
+    leaves = run.parallel.offload_activations
     return StepOptions(
         reduce_every=reduces_every_micro_batch(run),
         overlap=run.parallel.overlap,
@@ -201,7 +200,7 @@ def step_options(run: Run) -> StepOptions:
         late=run.parallel.late_update,
         vertical=vertical_order(run.parallel),
         leaving=leaves.share if leaves else 0.0,
-        disk_buffers=run.offload.nvme_buffer_bytes if leaves.tier is Tier.DISK else None,
+        disk_buffers=run.offload.nvme_buffer_bytes if leaves.on_disks else None,
         ahead=reads_ahead(run),
     )
 
@@ -242,7 +241,7 @@ def host_activations(run: Run, device: torch.device, disks: ActivationDisks | No
     """Where the activations of a run wait for their backward (--offload-activations); None: on the device. disks: where
     they go on from host memory.
     """
-    return HostActivations(device, disks=disks) if offload_of(run.parallel.offload_activations) else None
+    return HostActivations(device, disks=disks) if run.parallel.offload_activations else None
 
 
 def with_graphs(

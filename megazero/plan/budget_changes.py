@@ -18,7 +18,7 @@ from megazero.config.options import run_options
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import ALIGNMENT, Offload, Tier, offload_of
+from megazero.config.tiers import ALIGNMENT, Offload, Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import has_nccl
@@ -132,7 +132,7 @@ class BudgetSearch:
         """A share of this column in host memory; on disks, which are slower, where that does not fit or is the device's
         memory.
         """
-        slow = tiers(changed)[column].tier is Tier.DISK or self._kind == "cpu"
+        slow = tiers(changed)[column].on_disks or self._kind == "cpu"
         for tier in (Tier.HOST, Tier.DISK)[slow:]:
             if (tried := self._share(begun, changed, column, tier)) is not None:
                 yield tried
@@ -164,7 +164,7 @@ class BudgetSearch:
         folders = (("nvme_path", changed.offload.nvme_path or (NEW_FOLDER,)),) * (tier is Tier.DISK)
 
         def moved(hundredths: int) -> Tried | None:
-            return self.attempt(begun + MemoryChange(((column, str(Offload(tier, hundredths / 100))), *folders)))
+            return self.attempt(begun + MemoryChange(((column, Offload(tier, hundredths / 100)), *folders)))
 
         def has_room(tried: Tried | None) -> bool:
             on_device = replace(self._budgets, host=None)
@@ -203,23 +203,23 @@ def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:
     tried too, and found to be so.
     """
     p, rows = run.parallel, run.schedule.micro_batch_size
-    leaves = p.offload_activations != "none"
+    leaves = bool(p.offload_activations)
     sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4) if axes_of(p, world_size).dp > 1]
     ordered: Sequence[tuple[bool, list[MemoryChange]]] = (
         (True, sharded[:-1]),
         (
-            bool(offload_of(run.offload.offload_optimizer)) or writes_activations(run),
+            bool(run.offload.offload_optimizer) or writes_activations(run),
             _smaller_buffers(run),
         ),
         (axes_of(p, world_size).dp > 1, _smaller_buckets(run, world_size)),
         (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
-        (not leaves and kind != "cpu", [_set("offload_activations", "cpu")]),
+        (not leaves and kind != "cpu", [_set("offload_activations", Offload(Tier.HOST))]),
         (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
         (not writes_activations(run), _activations_to_disks(run)),
         (rows > 1, [_set("micro_batch_size", 1)]),
         (True, sharded[-1:]),
-        (leaves, [_set("offload_activations", "none")]),
-        (bool(offload_of(run.offload.offload_optimizer)), [_set("offload_optimizer", "none")]),
+        (leaves, [_set("offload_activations", Offload())]),
+        (bool(run.offload.offload_optimizer), [_set("offload_optimizer", Offload())]),
     )
     return (change for possible, of_kind in ordered if possible for change in of_kind)
 
@@ -230,7 +230,7 @@ def _set(name: str, value: Any) -> MemoryChange:
 
 def _activations_to_disks(run: Run) -> list[MemoryChange]:
     """Through as much host memory as there may be now, and through less."""
-    moved = _set("offload_activations", "nvme") + _set("nvme_path", run.offload.nvme_path or (NEW_FOLDER,))
+    moved = _set("offload_activations", Offload(Tier.DISK)) + _set("nvme_path", run.offload.nvme_path or (NEW_FOLDER,))
     now = run.offload.nvme_buffer_bytes
     return [moved, *(moved + _set("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from megazero.config.derive import micro_batch_order
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import offload_of
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.budget_changes import Budgets, BudgetSearch, Tried
 from megazero.plan.bytes import stage_bytes
@@ -145,7 +144,7 @@ def shortened(run: Run, axes: Axes) -> Run:
     """
     p, rows = run.parallel, run.schedule.micro_batch_size * axes.dp
     enough = max(ENOUGH, 4 * p.pp * p.virtual_stages)
-    depends = micro_batch_order(p) == "vertical" or offload_of(p.offload_activations).share < 1
+    depends = micro_batch_order(p) == "vertical" or p.offload_activations.share < 1
     if depends or micro_batches_of(run, axes) <= enough:
         return run
     return replace(run, schedule=replace(run.schedule, global_batch_size=enough * rows, rampup_batch_size=None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.schema import Run
-from megazero.config.tiers import Tier, offload_of
 from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
 from megazero.mpu.axes import Axes
@@ -60,7 +59,7 @@ def activation_pieces(step: StageStep) -> ActivationPieces:
 
 def writes_activations(run: Run) -> bool:
     """Whether activations go to disks."""
-    return offload_of(run.parallel.offload_activations).tier is Tier.DISK
+    return run.parallel.offload_activations.on_disks
 
 
 def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from megazero.config.placement import applied
 from megazero.config.schema import Run
-from megazero.config.tiers import offload_of
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
@@ -133,9 +132,9 @@ class PlacedStep:
     @property
     def fetches(self) -> bool:
         """Whether gradients leave the device, and some of the optimizer state does not."""
-        optimizer = offload_of(self.run.offload.offload_optimizer)
+        optimizer = self.run.offload.offload_optimizer
         stays = not optimizer or optimizer.share < 1
-        return stays and bool(offload_of(self.run.parallel.offload_gradients))
+        return stays and bool(self.run.parallel.offload_gradients)
 
     @cached_property
     def states(self) -> list[StageBytes]:

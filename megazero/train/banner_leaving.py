@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megazero.config.tiers import offload_of
 from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import host_bytes
@@ -18,7 +17,7 @@ def leaving_sentences(steps: StageLists) -> list[str]:
     without a vocabulary.
     """
     run, pp = steps.run, steps.axes.pp
-    if not offload_of(run.parallel.offload_activations) or run.model.vocab_size is None:
+    if not run.parallel.offload_activations or run.model.vocab_size is None:
         return []
     host = [host_bytes(steps, stage, devices.kind(run.parallel.device)) for stage in range(pp)]
     stage = host.index(max(host))

@@ -61,7 +61,7 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     ]
 
 
-def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, str]:
+def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, Offload]:
     """By field the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
     smallest do not, or units are named. A share of parameters is of whole buckets, so the bytes do not grow evenly
     with it.
@@ -69,10 +69,10 @@ def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[st
     off = tiers(run)
     if any(offload.units for offload in off.values()):
         return {}  # what is named leaves as a whole
-    on_disks = {flag: offload.share for flag, offload in off.items() if offload.tier is Tier.DISK}
+    on_disks = {field: offload.share for field, offload in off.items() if offload.on_disks}
 
-    def reduced(percent: int) -> dict[str, str]:
-        return {flag: str(Offload(Tier.DISK, int(percent * share) / 100)) for flag, share in on_disks.items()}
+    def reduced(percent: int) -> dict[str, Offload]:
+        return {field: Offload(Tier.DISK, int(percent * share) / 100) for field, share in on_disks.items()}
 
     def needed(percent: int) -> int:
         return swap_bytes(applied(run, reduced(percent)), axes, ranks)

@@ -15,7 +15,6 @@ from megazero.checkpoint.fence import new_token
 from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
-from megazero.config.tiers import Tier
 from megazero.disk.opening import open_swap, remove_unused
 from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import CHECKPOINT
@@ -76,7 +75,7 @@ def offloading(
 
 def backend_sentence(run: Run, swap: SwapSpace) -> str:
     """By which way bytes move to disks, with the flags that ask for it."""
-    on_disks = {field: str(offload) for field, offload in tiers(run).items() if offload.tier is Tier.DISK}
+    on_disks = {field: offload for field, offload in tiers(run).items() if offload.on_disks}
     return f"{as_flags(on_disks)}: {swap.backend}"
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 import json
 
 from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
-from megazero.config.derive import micro_batch_order, tiers
+from megazero.config.derive import micro_batch_order
 from megazero.config.placement import AUTO, applied
 from megazero.config.schema import Run
-from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.order import leaves_order_to_budgets, order_within_budgets
 
@@ -38,7 +37,7 @@ def order_notes(asked: Run, run: Run, micro_batches: int) -> list[str]:
     the user has it. run: the same with its order. micro_batches: of a step.
     """
     given = asked.parallel.micro_batch_order is not None or asked.offload.placement == AUTO
-    if given or micro_batches < 2 or tiers(run)["offload_params"].tier is not Tier.DISK:
+    if given or micro_batches < 2 or not run.parallel.offload_params.on_disks:
         return []
     words, most = f"--offload-params {run.parallel.offload_params}", run.parallel.vertical_group_size
     if micro_batch_order(run.parallel) == "horizontal":

@@ -13,6 +13,7 @@ import torch
 from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
+from megazero.config.dump import plain_value
 from megazero.config.placement import AUTO, FLAGS, ROWS, applied, as_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -53,7 +54,8 @@ def placed_run(run: Run, grid: ProcessGrid, ranks_here: int) -> Placed:
     if grid.world.index == 0:
         try:
             found = chosen(run, grid.axes, grid.device.type, rates, ranks_here, nccl=grid.world.is_on_device)
-            said = {"settings": dict(found.settings), "told": found.told}
+            settings = {field: plain_value(value) for field, value in found.settings}
+            said = {"settings": settings, "told": found.told}
         except ConfigError as error:
             said = {"problems": error.problems}
         except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig, ParallelConfig
-from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier, offload_of
+from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier
 from megazero.disk.swap import SwapSpace
 from megazero.mpu.parameter import StateGroup
 from megazero.program.shape import RankShape
@@ -52,10 +52,9 @@ NO_OFFLOADING = Offloading(OffloadConfig())
 
 def most_elements(widths: StateWidths, parallel: ParallelConfig, cfg: OffloadConfig) -> int:
     """Elements of the largest parts of which --nvme-buffer-bytes holds as many as there are slots."""
-    optimizer, parameters = offload_of(cfg.offload_optimizer), offload_of(parallel.offload_params)
-    state = widths.state * (optimizer.tier is Tier.DISK)
-    read = widths.parameter * (parameters.tier is Tier.DISK)  # on its way to the device, beside what comes back
-    sums = widths.gradient * (offload_of(parallel.offload_gradients).tier is Tier.DISK)
+    state = widths.state * cfg.offload_optimizer.on_disks
+    read = widths.parameter * parallel.offload_params.on_disks  # on its way to the device, beside what comes back
+    sums = widths.gradient * parallel.offload_gradients.on_disks
     each = SLOTS * (widths.gradient + widths.parameter + state + read + sums)
     return max(ALIGNMENT, cfg.nvme_buffer_bytes // each // ALIGNMENT * ALIGNMENT)
 
@@ -70,10 +69,10 @@ def run_parts(
     """Where the trained buckets rest. ranges: what the rank updates of each, which it also stores of its parameters."""
     sizes = [(stop - start) * (not own.kept_whole) for (start, stop), own in zip(ranges, layouts, strict=True)]
     units = [own.units for own in layouts]
-    rests = tiers_of(sizes, offload_of(parallel.offload_params), units)
-    sums = tiers_of([stop - start for start, stop in ranges], offload_of(parallel.offload_gradients), units)
+    rests = tiers_of(sizes, parallel.offload_params, units)
+    sums = tiers_of([stop - start for start, stop in ranges], parallel.offload_gradients, units)
     most = most_elements(widths, parallel, cfg)
-    parts = parts_of(ranges, offload_of(cfg.offload_optimizer), most, units, rests, sums)
+    parts = parts_of(ranges, cfg.offload_optimizer, most, units, rests, sums)
     return [Resting(*found) for found in zip(parts, rests, sums, strict=True)]
 
 
@@ -87,7 +86,7 @@ def frozen_parts(
     """Where the frozen buckets rest, those of codes last. ranges: what the rank stores of each, in elements, of codes
     in bytes. Of each kind the same share leaves.
     """
-    most, offload = most_elements(widths, parallel, cfg), offload_of(parallel.offload_params)
+    most, offload = most_elements(widths, parallel, cfg), parallel.offload_params
     kept = [layout.kept_whole for layout in frozen.plain] + [False] * len(frozen.coded)
     sizes = [(stop - start) * (not stays) for (start, stop), stays in zip(ranges, kept, strict=True)]
     plain = len(frozen.plain)

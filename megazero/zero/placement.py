@@ -13,7 +13,6 @@ import torch
 from megazero.config.derive import offloads_gradients, offloads_parameters, shards_parameters
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
-from megazero.config.tiers import offload_of
 
 
 class Column(Enum):
@@ -87,7 +86,7 @@ def run_columns(
     optimizer: OptimizerConfig, parallel: ParallelConfig, offload: OffloadConfig
 ) -> dict[Column, torch.dtype]:
     """The columns of a run's model state, with their dtypes."""
-    leaves = bool(offload_of(offload.offload_optimizer)) or offloads_parameters(parallel)
+    leaves = bool(offload.offload_optimizer) or offloads_parameters(parallel)
     return columns(
         compute_dtype(optimizer.precision),
         state_dtype(optimizer.precision),

@@ -12,6 +12,7 @@ from megazero.checkpoint.resume_changes import compare, record_of, run_from
 from megazero.config.flags import read_command_line
 from megazero.config.options import run_options
 from megazero.config.schema import Run, ScheduleConfig
+from megazero.config.tiers import Offload, Tier
 
 BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup_iters=5))
 
@@ -44,7 +45,7 @@ def test_every_field_is_in_one_group():
 
 def test_an_order_that_follows_from_the_disks_is_no_change():
     """Checkpoints of before have horizontal order for what is now left open."""
-    on_disks = changed(BASE, parallel__offload_params="nvme")
+    on_disks = changed(BASE, parallel__offload_params=Offload(Tier.DISK))
     for run, order, other in ((BASE, "horizontal", "vertical"), (on_disks, "vertical", "horizontal")):
         assert compare(changed(run, parallel__micro_batch_order=order), run) == changes.Comparison((), ())
         found = compare(changed(run, parallel__micro_batch_order=other), run)

@@ -15,6 +15,7 @@ import torch
 from megazero.config.derive import micro_batch_order
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import Run
+from megazero.config.tiers import Offload, Tier
 
 
 def parse(folder: Path, content: Any, *words: str, world_size: int | None = 4) -> Run:
@@ -96,7 +97,7 @@ def test_offload(content: dict[str, Any] | None, offload: str, folders: tuple[st
     aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
     zero = {"stage": 2, "offload_optimizer": content}
     run = parse(tmp_path, {"zero_optimization": zero, "aio": aio}, "--zero-stage", "2")
-    assert (run.offload.offload_optimizer, run.offload.nvme_path) == (offload, folders)
+    assert (str(run.offload.offload_optimizer), run.offload.nvme_path) == (offload, folders)
 
 
 @pytest.mark.parametrize(("path", "folders"), [("a", ("a", "b")), ("b", ("b",))])
@@ -108,7 +109,7 @@ def test_parameters_have_a_group_of_their_own(path: str, folders: tuple[str, ...
         "offload_param": {"device": "nvme", "nvme_path": "b", "pin_memory": True},
     }
     run = parse(tmp_path, {"zero_optimization": zero}, "--zero-stage", "3")
-    assert (run.parallel.offload_params, run.offload.offload_optimizer) == ("nvme", "nvme")
+    assert run.parallel.offload_params == run.offload.offload_optimizer == Offload(Tier.DISK)
     assert run.parallel.micro_batch_order is None and micro_batch_order(run.parallel) == "vertical"
     assert run.offload.nvme_path == folders
 

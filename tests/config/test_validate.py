@@ -91,15 +91,6 @@ REFUSED = cases("""
     --recompute-num-layers 2 says how often: drop --recompute-num-layers | --recompute-num-layers 1
 --shard-recompute-inputs --recompute-granularity full --tp 2 --sequence-parallel | 2 |
     each rank keeps only its own 1/2 of it: drop --shard-recompute-inputs | --no-shard-recompute-inputs
---offload-activations cpu:0 | 1 | --offload-activations cpu:0: the share 0 is not above 0 |
-    --offload-activations cpu:0.01
---offload-activations cpu:1.01 | 1 | --offload-activations cpu:1.01: the share 1.01 is not above 0 and at most 1 |
-    --offload-activations cpu:1
---offload-activations cpu:nan | 1 | --offload-activations cpu:nan: the share nan is not above 0 |
-    --offload-activations cpu:1e-3
---offload-activations cpu: | 1 | --offload-activations cpu:: there is neither a share nor a unit behind the colon |
-    --offload-activations cpu
---offload-activations none:0.5 | 1 | --offload-activations none:0.5: none has no share | --offload-activations none
 --offload-activations nvme:0.5 | 1 | --offload-activations nvme:0.5 needs --nvme-path DIR |
     --offload-activations nvme:0.5 --nvme-path a
 --activation-memory-budget 0 | 1 | must be more than 0 | --activation-memory-budget 1

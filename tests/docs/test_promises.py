@@ -8,12 +8,11 @@ from itertools import product
 import pytest
 
 from megazero.config.checks_layout import ZERO_STAGES
-from megazero.config.checks_offload import COLUMNS
 from megazero.config.flags import option_called
 from megazero.config.foreign_flags import our_flag_for
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
-from megazero.config.placement import AUTO
+from megazero.config.placement import AUTO, ROWS
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES
 from tests.docs.pages import text_of
@@ -23,6 +22,7 @@ PAGE = "docs/reference/promises.md"
 CODE = re.compile(r"`([^`]+)`")
 TIERS = tuple(tier.value for tier in Tier)
 PARITY = {"zero_stage": "zero", "pipeline_schedule": "schedule", "precision": "numbers"}
+COLUMNS = [row.field for row in ROWS.values() if row.tiers]
 PARITY |= {column: column.removeprefix("offload_") for column in COLUMNS}
 """Field -> the axis of the layouts that tests/parity trains."""
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 
 from megazero.config.parse import parse_run
-from megazero.config.tiers import Tier, offload_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import largest_unit
 from tests.parity.tier_layouts import RATES, tight_budget, whole_run
@@ -90,7 +89,7 @@ def test_a_search_shards_parameters_within_each_stage(corpus: Path, tmp_path: Pa
         outcome = train(
             4, [*flags, *layout, *search, "--device-memory-budget", str(budget), "--host-memory-budget", "1GB"]
         )
-        assert outcome.run is not None and offload_of(outcome.run.parallel.offload_params).tier is not Tier.DEVICE
+        assert outcome.run is not None and outcome.run.parallel.offload_params
         differences = worst(outcome, alone)
         assert all(value < 1e-9 for value in differences.values()), (zero_stage, differences)
 

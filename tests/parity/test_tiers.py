@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.tiers import offload_of
 from tests.parity.pairs import all_pairs, pairs
 from tests.parity.tier_layouts import AXES, COLUMNS, MESSAGES, NUMBERS, RULES, VIRTUAL, Case, cases, whole_run
 from tests.parity.training import Outcome, data_flags, small_model, train, unequal, worst
@@ -117,7 +116,7 @@ def check_tiers(case: Case, outcome: Outcome) -> None:
     """What a case says has left the device; a search has moved something."""
     assert outcome.run is not None
     settings = {**vars(outcome.run.parallel), **vars(outcome.run.offload)}
-    leaves = {column: offload_of(settings[f"offload_{column}"]) for column in COLUMNS}
+    leaves = {column: settings[f"offload_{column}"] for column in COLUMNS}
     assert any(leaves.values()), "nothing has left the device"
     if case.placement != "auto":
         words = [str(leaves[column]) for column in COLUMNS]

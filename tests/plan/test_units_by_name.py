@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.parse import parse_run
-from megazero.config.tiers import Tier, offload_of
+from megazero.config.tiers import Tier
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.kept import with_kept
 from megazero.plan.shapes import shape_of, updated_layouts
@@ -62,7 +62,7 @@ def test_what_leaves_is_what_is_named(name: str, ranks: int, words: str, tmp_pat
             for column, tier in columns:
                 if tier is not Tier.DEVICE:
                     left.setdefault(column, set()).add(unit)
-                    assert tier is offload_of(settings[f"offload_{column}"]).tier
+                    assert tier is settings[f"offload_{column}"].tier
         for units in with_kept(shape, run, axes, stage).kept:
             if any(units):
                 left.setdefault("activations", set()).update(str(number) for number, size in enumerate(units) if size)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.fields import option
+from megazero.config.tiers import Offload
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
     """Where the columns of the model state rest between their uses."""
 
-    offload_optimizer: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
+    offload_optimizer: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
     """Where master weights and moments rest: on the device (none), in host memory (cpu), or in files on disks (nvme,
     with --nvme-path). cpu:0.6 moves that share of them, cpu:embedding,blocks 0-5 those of these units, as for the other
     columns too. What has left the device is updated by the host's processor. The results are the same either way, but

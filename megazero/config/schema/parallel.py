@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.fields import option
+from megazero.config.tiers import Offload
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,16 @@ class ParallelConfig:
     """Bytes of host memory that a rank may take for what --offload-optimizer, --offload-params,
     --offload-gradients and --offload-activations bring there, buffers included; all ranks of a host take as many times
     as much. A run that would take more is refused."""
-    offload_params: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
+    offload_params: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
     """Where parameters rest between their uses: on the device (none), in host memory (cpu), or in files on disks (nvme,
     with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. They are brought for each use, as those of
     other ranks are with --zero-stage 3; where optimizer state is sharded, they are too. The results are the same."""
-    offload_gradients: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
+    offload_gradients: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
     """Where gradients are summed, and wait for their update: on the device (none), in host memory (cpu), or in files on
     disks (nvme, with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. Those of a unit are on the
     device while its backward computes them; then they are reduced, and leave. So they are reduced for each micro-batch,
     as with --zero-stage 2, or once for all that pass a unit together (--micro-batch-order vertical)."""
-    offload_activations: str = option("none", metavar="{none,cpu,nvme}[:SHARE]")
+    offload_activations: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
     """Where activations wait for their backward: none leaves them on the device, cpu copies them to host memory and
     back, beside the computations, nvme goes on from there to files in --nvme-path. SHARE: of the bytes that have time
     to leave, 1 without it; those whose backward is furthest away leave. The results are the same, to the bit."""
