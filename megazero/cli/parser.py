@@ -3,19 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megazero.cli.exit_status import say
+from megazero.config.foreign_flags import our_value_for
+from megazero.config.options import did_you_mean, did_you_mean_flag_of
+from megazero.system.reading import shown
+from megazero.system.status import MISTAKEN
+
+_WORDS = tuple(
+    (re.compile(theirs), ours)
+    for theirs, ours in (
+        (r"^argument ", ""),
+        (r"^the following arguments are required", "these are missing"),
+        (r"invalid int value: (.*)", r"\1 is not a whole number"),
+        (r"invalid float value: (.*)", r"\1 is not a number"),
+        (r"expected one argument", "takes one value, and none follows"),
+        (r"expected at least one argument", "needs one value or more"),
+    )
+)
+"""Words of argparse's messages, and what a run's flags say in their place."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with a status for a help that cannot be written; argparse ignores that error."""
+    """argparse's parser with messages as those of a run's flags: one line, which names the nearest flag or value.
+
+    A help that cannot be written has a status; argparse ignores that error.
+    """
 
     def print_help(self, file: Any = None) -> None:
         """Print the help. If it cannot be written, end the program with status 141 or 1."""
         say(self.format_help().rstrip("\n"))
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """The flags' values. Ends the program with status 2 and one line for what it does not know.
+
+        Unknown flags come first: argparse would name those that are missing before, though one of them is misspelled.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        unknown = [] if {"-h", "--help"} & {*words} else self._unknown(words)
+        if unknown:
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            self.error(" and ".join(f"there is no {flag}{did_you_mean_flag_of(flag, known)}" for flag in unknown))
+        found, rest = self.parse_known_args(words, namespace)
+        if rest and rest[0].startswith("-"):
+            self.error(f"there is no {rest[0]}")
+        if rest:
+            self.error(f"{rest[0]!r} stands alone: a value follows its --flag")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2 and one line."""
+        for theirs, ours in _WORDS:
+            message = theirs.sub(ours, message)
+        self.exit(MISTAKEN, f"error: {message} ({self.prog} --help lists the flags)\n")
+
+    def _unknown(self, words: Sequence[str]) -> list[str]:
+        """The flags among the words that the command does not have. A word with a blank is a value, as for argparse."""
+        before = words[: words.index("--")] if "--" in words else words
+        flags = (word.partition("=")[0] for word in before if word.startswith("--") and " " not in word)
+        return [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's place for a value that is none of the choices."""
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        ours = our_value_for(action.dest, str(value))
+        hint = f"; did you mean {ours}?" if ours in choices else did_you_mean(str(value).lower(), choices)
+        raise argparse.ArgumentError(action, f"{shown(str(value))} is not one of {', '.join(choices)}{hint}")
 
 
 def command_parser(name: str, description: str, examples: Sequence[str], epilog: str = "") -> Parser:

@@ -270,6 +270,24 @@ FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Flag of another program, without leading dashes -> its name here, which begins with a flag if there is one."""
 
+OF_COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--load": (*("model", "model-path", "model-name-or-path", "pretrained", "checkpoint", "ckpt", "path"),),
+        "--max-new-tokens": ("max-tokens", "max-length", "n-predict", "num-tokens", "max-gen-len"),
+        "--num-samples": ("n", "num-return-sequences", "num-completions"),
+        "--batch-size": ("bs", "bsz", "micro-batch-size"),
+        "--micro-batch-size": ("bs", "bsz", "batch-size", "per-device-eval-batch-size"),
+        "--prompt": ("text", "input", "query"),
+        "--input": ("text", "file", "files", "data", "dataset", "train-file"),
+        "--output-prefix": ("out-dir", "save"),
+        "--output": ("out-dir", "save", "save-dir"),
+        "--to": ("target", "output-format", "save-model-type"),
+        "--append-eod": ("append-eos", "add-eos"),
+        "--workers": ("num-workers", "num-proc"),
+    }
+)
+"""Flag of a command other than pretrain -> names that other programs use for it."""
+
 
 def normalise_flag(word: str) -> str:
     """A word in the form in which words are compared: without leading dashes, underscores as dashes, in lower case."""

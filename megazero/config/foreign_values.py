@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_FORMATS = MappingProxyType(
+    {"transformers": "hf", "huggingface": "hf", "megatron-lm": "megatron", "deepspeed": "megatron-deepspeed"}
+)
 CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "position_embedding": {"rope": "rotary", "absolute": "learned", "learned-absolute": "learned", "nope": "none"},
@@ -76,7 +79,9 @@ CHOICES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "device": {"gpu": "cuda", "nvidia": "cuda"},
         "backend": {"ccl": "gloo", "mpich": "mpi"},
+        "to": _FORMATS,
+        "format": _FORMATS,
         "partition_by": {"uniform": "parameters", "type:transformer": "parameters"},
     }
 )
-"""Field -> value of another program -> value here of the same meaning."""
+"""Field, or `to` and `format` of checkpoints -> value of another program -> value here of the same meaning."""

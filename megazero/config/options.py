@@ -10,6 +10,7 @@ import ast
 import difflib
 import inspect
 import math
+import re
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config import extensions
-from megazero.config.foreign_flags import FLAGS, normalise_flag, our_flag_for, our_value_for
+from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload
 from megazero.system.reading import shown
@@ -187,6 +188,16 @@ def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
     if elsewhere is None:
         return did_you_mean("--" + flag.lstrip("-").replace("_", "-"), known) or _similar_elsewhere(flag)
     return f"; did you mean {elsewhere}?" if elsewhere.startswith("--") else f"; it is {elsewhere}"
+
+
+def did_you_mean_flag_of(flag: str, known: Iterable[str]) -> str:
+    """The same for a command with few flags: a flag of another program counts where it means one of these."""
+    known, word = tuple(known), normalise_flag(flag)
+    here = [ours for ours, names in OF_COMMANDS.items() if word in names and ours in known]
+    elsewhere = our_flag_for(flag)
+    if not here and elsewhere is not None and re.split("[ ,]", elsewhere)[0] in known:
+        here = [elsewhere]
+    return f"; did you mean {here[0]}?" if here else did_you_mean("--" + word, known)
 
 
 def did_you_mean_key(key: str, known: Iterable[str]) -> str:

@@ -117,7 +117,7 @@ def test_numbers_of_parameters() -> None:
         ("--parameters many", "--parameters: 'many' is not a number of parameters, such as 1.3e9 or 1.3B"),
         ("--parameters 1B --share 1.5", "--share: '1.5' is not a share above 0 and up to 1"),
         ("--precision fp32", "--precision fp32 goes with --parameters"),
-        ("--backend aio", "--backend: invalid choice: 'aio'"),
+        ("--backend aio", "--backend: 'aio' is not one of auto"),
     ],
 )
 def test_mistakes_are_one_line(words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

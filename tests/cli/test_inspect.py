@@ -225,7 +225,7 @@ def test_mistakes_have_status_2(root: Path, tmp_path: Path, capsys: pytest.Captu
         ((root, "--exit-code"), "give OTHER too"),
         ((root, root, "--verify"), "leave OTHER out"),
         ((root, "--threads", "0"), "at least 1"),
-        ((root, "--from", "nonsense"), "invalid choice"),
+        ((root, "--from", "nonsense"), "'nonsense' is not one of megatron"),
     ):
         status, _, err = inspect(capsys, *words)
         assert status == 2 and told in err, words

@@ -286,5 +286,66 @@ def test_an_empty_path_is_not_the_working_folder(
     """An unset variable of the shell is one."""
     monkeypatch.chdir(tmp_path)
     assert ended([word.replace("EMPTY", "") for word in words.split()]) == 2
-    assert f"error: argument {named}: is empty\n" in capsys.readouterr().err
+    assert f"error: {named}: is empty (megazero" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == []
+
+
+OF_RUNS = "pretrain", "plan-schedule"
+"""Commands whose flags are those of a run: `config.flags` reads them."""
+
+
+@pytest.mark.parametrize("name", [name for name in SUBCOMMANDS if name != "harness"])  # its flags are lm_eval's
+def test_an_unknown_flag_is_one_line_in_every_command(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megazero.cli.pretrain.start_process", lambda argv: None)
+    monkeypatch.setattr("megazero.cli.training.exit_now", lambda status: sys.exit(status))
+    assert ended([name, "--no_such_flag", "3"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and "there is no --no_such_flag" in told.err
+    if name not in OF_RUNS:
+        shown = f"error: there is no --no_such_flag (megazero {name} --help lists the flags)\n"
+        assert told.err == shown
+
+
+ASKED = {
+    "generate x --max-tokens 3": "there is no --max-tokens; did you mean --max-new-tokens?",
+    "generate x --max_new_tokens=3": "there is no --max_new_tokens; did you mean --max-new-tokens?",
+    "generate --model x": "there is no --model; did you mean --load?",
+    "generate x --bsz 3": "there is no --bsz; did you mean --batch-size?",
+    "generate x --num-return-sequences 2": "did you mean --num-samples?",
+    "generate x --seed x": "--seed: 'x' is not a whole number",
+    "generate x --top-p x": "--top-p: 'x' is not a number",
+    "generate x -q": "there is no -q (megazero",
+    "evaluate x --dtype bf16": "there is no --dtype; did you mean --precision?",
+    "evaluate x --tensor-parallel-size 2": "there is no --tensor-parallel-size; did you mean --tp?",
+    "evaluate x --device gpu": "--device: 'gpu' is not one of auto, cpu, cuda; did you mean cuda?",
+    "prepare-data --append_eod": "there is no --append_eod; did you mean --append-eod?",
+    "prepare-data --out-dir x": "there is no --out-dir; did you mean --output-prefix?",
+    "prepare-data --input x --output-prefix x --tokenizer byte --append-eod yes": "'yes' stands alone",
+    "prepare-data --tokenizer GPT2BPETokenizer": "--tokenizer: 'GPT2BPETokenizer' is not one of",
+    "convert x": "these are missing: --output, --to (megazero convert --help lists the flags)",
+    "convert x --save-dir y --to hf": "there is no --save-dir; did you mean --output?",
+    "convert x --output y --to transformers": "did you mean hf?",
+    "convert x --output y --to": "--to: takes one value, and none follows",
+    "inspect x --n-layers 3": "there is no --n-layers (megazero inspect",
+    "draw-schedule --stages 2 --mbs 3 --ab": "there is no --mbs and there is no --ab (megazero draw-schedule",
+}
+
+
+@pytest.mark.parametrize("line", ASKED)
+def test_a_mistake_in_flags_is_one_line_with_the_nearest(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(line.split()) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and ASKED[line] in told.err, told.err
+    assert len(told.err.splitlines()) == 1 and told.err.startswith("error: ")
+    assert told.err.endswith(f" (megazero {line.split()[0]} --help lists the flags)\n")
+
+
+def test_a_value_may_look_like_a_flag_where_it_has_a_blank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megazero.launch.exit_now", lambda status: sys.exit(status))
+    monkeypatch.setattr("megazero.cli.exit_status.exit_now", lambda status: sys.exit(status), raising=False)
+    assert ended(["generate", "none", "--prompt", "-- and so on"]) == 2
+    assert "none: there is no such checkpoint" in capsys.readouterr().err

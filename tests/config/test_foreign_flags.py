@@ -10,6 +10,7 @@ from megazero.config.flags import read_command_line
 from megazero.config.foreign_flags import CHOICES, FLAGS, normalise_flag
 from megazero.config.options import run_options
 from megazero.config.parse import ConfigError, parse_run
+from megazero.convert.names import FORMATS
 
 ASKED = {
     # what people type, and what they are told
@@ -95,7 +96,7 @@ def test_every_suggestion_can_be_followed() -> None:
                 problems,
             )
     for name, table in CHOICES.items():
-        choices = run_options()[name].choices
+        choices = FORMATS if name in ("to", "format") else run_options()[name].choices
         assert choices is not None
         for word, ours in table.items():
             assert ours in choices and word not in choices and normalise_flag(word) == word, (name, word)

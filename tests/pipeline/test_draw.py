@@ -135,7 +135,7 @@ def test_the_tool():
         ("--pp 0", "--pp 0: must be at least 1"),
         ("--forward-time 0", "above 0"),
         ("--list 9", "the stages are 0 to 3"),
-        ("--schedule zigzag", "invalid choice"),
+        ("--schedule zigzag", "'zigzag' is not one of gpipe"),
         ("--schedule zb-v --virtual-stages 3", "zb-v has 2 chunks per stage, not 3"),
         ("--weight-time 2", "a part of --backward-time 2"),
         ("--zero-stage 0 --offload-activations 1.5", "a share, 0 to 1"),
