@@ -24,6 +24,7 @@ from megazero.program.shape import RankShape
 from megazero.program.simulate import schedule_shape, simulate
 from megazero.program.step import StepOptions, evaluation_step, training_step
 from megazero.program.times import ChunkTimes, profiled_times, uniform_times
+from megazero.system.words import counted
 
 DESCRIPTION = """
 Draw a pipeline schedule in the terminal, with its bubble and the activations each stage holds.
@@ -207,7 +208,10 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     chunks = f", {virtual} chunks each" if virtual > 1 else ""
     zero = f", ZeRO-{args.zero_stage} on {args.dp} replicas" if args.zero_stage is not None else ""
     order = f" in {len(groups)} group{'s' * (len(groups) > 1)}, vertical" if groups is not None else ""
-    print(f"{name}: {args.pp} stages{chunks}, {args.micro_batches} micro-batches{order}{zero}")
+    print(
+        f"{name}: {counted(args.pp, 'stage')}{chunks}, "
+        f"{counted(args.micro_batches, 'micro-batch', 'micro-batches')}{order}{zero}"
+    )
     apart = f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
     bubble = f"{report.bubble:.2%}" + apart * (report.longest < report.makespan * (1 - 1e-9))
     print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")

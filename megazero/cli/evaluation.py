@@ -29,6 +29,7 @@ from megazero.evaluation.perplexity import Totals, Windowing, score_documents
 from megazero.evaluation.scorer import Scorer, longest_context
 from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
+from megazero.system.words import counted
 from megazero.system.writable import closed
 
 LINE = 1 << 16
@@ -192,7 +193,8 @@ def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, secon
         return
     shown = {"loss": "nats per token", "perplexity": "", "bits_per_byte": "", "total_loss": "nats in all"}
     print(
-        f"{totals.documents:,} documents, {totals.tokens:,} tokens in {seconds:.1f} s ({totals.tokens / seconds:,.0f} "
+        f"{counted(totals.documents, 'document')}, {counted(totals.tokens, 'token')} in {seconds:.1f} s "
+        f"({totals.tokens / seconds:,.0f} "
         "tokens/s)"
     )
     print(

@@ -24,6 +24,7 @@ from fused_ops.native import library
 from megazero.mpu.shared_memory import lacking
 from megazero.system import allocator
 from megazero.system import device as devices
+from megazero.system.words import counted
 from megazero.train.requirements import PACKAGES
 
 OLDEST_TORCH = (2, 11)
@@ -83,7 +84,7 @@ def _processor() -> Iterator[Finding]:
     )
     yield Finding(
         "processor",
-        f"{devices.name(torch.device('cpu'))}, {len(os.sched_getaffinity(0))} cores, "
+        f"{devices.name(torch.device('cpu'))}, {counted(len(os.sched_getaffinity(0)), 'core')}, "
         f"{', '.join(units) or 'none known'}",
         slow,
     )

@@ -7,6 +7,7 @@ from typing import Any
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.convert.inspection import Record
+from megazero.system.words import counted
 from megazero.telemetry.units import count, size
 from megazero.train.text_blocks import pairs, table
 
@@ -47,7 +48,9 @@ def format_description(record: Record, everything: bool) -> str:
         )
         wrong = record["verified"]["problems"]
         parts.append(
-            f"verified: {len(wrong)} problems" if wrong else f"verified: {size(record['verified']['bytes'])}, {how}"
+            f"verified: {counted(len(wrong), 'problem')}"
+            if wrong
+            else f"verified: {size(record['verified']['bytes'])}, {how}"
         )
         parts += ["\n".join(record["report"])] if "report" in record else []
     return "\n\n".join(parts)
@@ -59,12 +62,17 @@ def _summary(record: Record) -> str:
     ]
     layout = " ".join(f"{axis} {number}" for axis, number in sorted((record["layout"] or {}).items(), reverse=True))
     totals = record["totals"]
-    bytes_ = f"{size(totals['bytes'])} in tensors, {size(totals['file_bytes'])} in {len(record['files'])} files"
+    bytes_ = (
+        f"{size(totals['bytes'])} in tensors, {size(totals['file_bytes'])} in {counted(len(record['files']), 'file')}"
+    )
     about = [("format", record["format"]), *position, *([("written by", layout)] if layout else [])]
     return f"{record['path']}\n" + pairs(
         [
             *about,
-            ("parameters", f"{totals['parameters']:,} ({count(totals['parameters'])}) in {totals['tensors']} tensors"),
+            (
+                "parameters",
+                f"{totals['parameters']:,} ({count(totals['parameters'])}) in {counted(totals['tensors'], 'tensor')}",
+            ),
             ("bytes", bytes_),
         ]
     )

@@ -10,6 +10,7 @@ from megazero.cli.parser import command_parser, given_word
 from megazero.data.indexed import DataError
 from megazero.data.writer import merge
 from megazero.system.unfinished import ended_in_order
+from megazero.system.words import counted
 
 DESCRIPTION = "Join .bin/.idx pairs of one tokenizer in the order given; the widest dtype wins. Whole or not at all."
 EXAMPLES = (
@@ -34,4 +35,7 @@ def main(argv: Sequence[str]) -> int:
 def merge_pairs(args: argparse.Namespace) -> None:
     with ended_in_order():
         done = merge(args.input, args.output_prefix, overwrite=args.overwrite)
-    print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")
+    print(
+        f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')} ({done.dtype}) in "
+        f"{done.bin_path} and {done.idx_path}"
+    )

@@ -12,6 +12,7 @@ from megazero.data.indexed import DataError
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import to_stderr
 from megazero.system.unfinished import ended_in_order
+from megazero.system.words import counted
 
 DESCRIPTION = "Turn text (jsonl or plain; .gz, .zst; folders) into PREFIX.bin and PREFIX.idx for training, or neither."
 EXAMPLES = (
@@ -47,4 +48,7 @@ def prepare(args: argparse.Namespace) -> None:
         done = preprocess(
             args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
         )
-    print(f"{done.documents:,} documents, {done.tokens:,} tokens ({done.dtype}) in {done.bin_path} and {done.idx_path}")
+    print(
+        f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')} ({done.dtype}) in "
+        f"{done.bin_path} and {done.idx_path}"
+    )

@@ -6,6 +6,7 @@ from megazero.config.checks import CheckContext, Found, check, divisors, nearest
 from megazero.config.derive import ffn_width, query_groups
 from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
 from megazero.config.schema.trainer import TRACE_SUFFIXES
+from megazero.system.words import counted
 
 
 def _batch(f: CheckContext) -> Found:
@@ -130,7 +131,10 @@ def _data_path(f: CheckContext) -> Found:
     words = f.run.data.data_path
     if len(words) > 1:
         if len(words) % 2:
-            yield f"--data-path has {len(words)} words: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so an even number"
+            yield (
+                f"--data-path has {counted(len(words), 'word')}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so "
+                "an even number"
+            )
         else:
             weights = [_number(word) for word in words[::2]]
             wrong = [
@@ -145,7 +149,7 @@ def _data_path(f: CheckContext) -> Found:
                 )
     sets = f.run.data.valid_data_path
     if len(sets) % 2:
-        yield f"--valid-data-path has {len(sets)} words: NAME PREFIX NAME PREFIX ... is an even number"
+        yield f"--valid-data-path has {counted(len(sets), 'word')}: NAME PREFIX NAME PREFIX ... is an even number"
     elif len({*sets[::2]}) < len(sets) // 2:
         yield f"--valid-data-path names {', '.join(sets[::2])}: every set needs a name of its own"
 

@@ -14,6 +14,7 @@ from megazero.config.dtypes import PRECISION_OF
 from megazero.config.inventory import TABLES
 from megazero.convert.hf.config import CONFIG, GENERATION, NAMED_IDS, ids_of, read_json
 from megazero.convert.source import WEIGHT, ConversionError, Source
+from megazero.system.words import counted
 
 
 class _Changed(Source):
@@ -66,7 +67,7 @@ class Trimmed(_Changed):
         assert rows is not None
         if not 0 < vocabulary <= rows:
             raise ConversionError(
-                f"--vocab-size {vocabulary}: the checkpoint has {rows} rows; rows can be left out, not made"
+                f"--vocab-size {vocabulary}: the checkpoint has {counted(rows, 'row')}; rows can be left out, not made"
             )
         lost = [(what, token) for what, token in _named_tokens(source) if vocabulary <= token < rows]
         if lost:
@@ -82,7 +83,9 @@ class Trimmed(_Changed):
         run = replace(source.run, model=replace(source.model, vocab_size=vocabulary))
         super().__init__(source, run=run, entries={**source.entries, **shorter})
         if vocabulary < rows:
-            self.report.notes.append(f"{rows - vocabulary} rows of the vocabulary left out (--vocab-size {vocabulary})")
+            self.report.notes.append(
+                f"{counted(rows - vocabulary, 'row')} of the vocabulary left out (--vocab-size {vocabulary})"
+            )
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         whole = super().read(name, column)

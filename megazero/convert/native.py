@@ -31,6 +31,7 @@ from megazero.convert.formats import Advance, Format, TargetOptions
 from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
 from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import path_error
+from megazero.system.words import counted
 from megazero.zero.fragment import Fragment, StoredFragment
 
 FILE_BYTES = 4 << 30
@@ -92,7 +93,9 @@ def _refuse_misfits(path: Path, manifest: Manifest, wanted: dict[str, ParameterS
         if name in manifest.tensors and manifest.tensors[name].shape != spec.shape
     ]
     kinds = {"missing": missing, "not of the model": surplus, "of another shape": shapes}
-    problems = [f"{len(names)} tensors {kind}: {', '.join(names[:20])}" for kind, names in kinds.items() if names]
+    problems = [
+        f"{counted(len(names), 'tensor')} {kind}: {', '.join(names[:20])}" for kind, names in kinds.items() if names
+    ]
     if problems:
         raise ConversionError(f"{path} does not hold the model that it says it holds: " + "; ".join(problems))
 

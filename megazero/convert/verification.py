@@ -22,6 +22,7 @@ from megazero.convert.registry import open_source
 from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition
 from megazero.data.progress import Progress, Report
 from megazero.system import host_memory
+from megazero.system.words import counted
 
 POSITIONS = 32
 TOLERANCE = 1e-4
@@ -83,7 +84,7 @@ def _compare_tensors(source: Source, written: Source, report: Report) -> Verdict
     lost = [column for column in source.columns if column not in columns]
     said = [f"{', '.join(lost)} of the source: not in what was written"] if lost else []
     return Verdict(
-        (f"{compared} tensors bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})", *said), True
+        (f"{counted(compared, 'tensor')} bit-equal ({', '.join(columns)}; weights in {', '.join(dtypes)})", *said), True
     )
 
 

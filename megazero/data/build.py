@@ -19,6 +19,7 @@ from megazero.data.orders import split_bounds
 from megazero.data.progress import Report, silent
 from megazero.data.tokenizer import ListedTokenizer
 from megazero.data.tokenizer_record import require_tokenizer
+from megazero.system.words import counted
 
 SPLITS = ("train", "valid", "test")
 Requests = tuple[int | None, int | None, int | None]
@@ -57,7 +58,7 @@ def parse_data_path(words: Sequence[str]) -> Blend:
         return Blend((words[0],), None)
     if not words or len(words) % 2:
         raise DataError(
-            f"--data-path has {len(words)} words; give one PREFIX, or WEIGHT PREFIX pairs: {' '.join(words)}"
+            f"--data-path has {counted(len(words), 'word')}; give one PREFIX, or WEIGHT PREFIX pairs: {' '.join(words)}"
         )
     weights = []
     for place, word in enumerate(words[::2]):
@@ -74,7 +75,9 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     """Parse pairs NAME PREFIX: name -> prefix. Raises DataError."""
     _require_names("--valid-data-path", words)
     if len(words) % 2:
-        raise DataError(f"--valid-data-path has {len(words)} words; give NAME PREFIX pairs: {' '.join(words)}")
+        raise DataError(
+            f"--valid-data-path has {counted(len(words), 'word')}; give NAME PREFIX pairs: {' '.join(words)}"
+        )
     names = words[::2]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -39,6 +39,7 @@ from megazero.data.records import (
 from megazero.data.tokenizer import Tokenizer
 from megazero.system.file_kinds import fault_of_text
 from megazero.system.reading import json_type, listed, shown
+from megazero.system.words import counted
 
 AT_ONCE = 512
 """Number of lines that are tokenized together, on all cores."""
@@ -185,7 +186,8 @@ class ConversationEncoder:
         if rendered.text and any(start < stop for start, stop in rendered.spans) and not loss_mask.any():
             raise _wrong(
                 raw,
-                f"the tokenizer gives no token for what an assistant wrote ({len(encoded):,} tokens for all of the "
+                f"the tokenizer gives no token for what an assistant wrote ({counted(len(encoded), 'token')} for "
+                "all of the "
                 "chat)",
             )
         return self._conversation(raw, [token[0] for token in encoded], loss_mask)

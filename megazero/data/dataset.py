@@ -17,6 +17,7 @@ from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.orders import EpochPlan, build_orders, plan_epochs
 from megazero.data.progress import Report, silent
 from megazero.system import host_memory
+from megazero.system.words import counted
 
 LARGE = 1 << 22
 ORDER_BYTES = 16, 12
@@ -155,9 +156,10 @@ def one_dataset(
     tokens = data.tokens_between(*bounds)
     if requested and not tokens:
         raise DataError(
-            f"{requested} {name} samples are asked of {data.prefix}, but its {name} split is empty (sequences "
+            f"{counted(requested, f'{name} sample is', f'{name} samples are')} asked of {data.prefix}, but its "
+            f"{name} split is empty (sequences "
             f"{bounds[0]} to {bounds[1]}"
-            f" of {len(data)}, {tokens} tokens); change --split, or ask for no {name} samples"
+            f" of {len(data)}, {counted(tokens, 'token')}); change --split, or ask for no {name} samples"
             + {"valid": " (in training: --eval-iters 0)", "test": " (in training: --test-iters 0)"}.get(name, "")
         )
     how: EpochPlan = plan_epochs(tokens, seq_length, requested)
@@ -175,10 +177,14 @@ def one_dataset(
     def build(say: Report) -> dict[str, NDArray]:
         documents = how.epochs * (bounds[1] - bounds[0])
         needed = data.lengths.dtype.itemsize * len(data) + ORDER_BYTES[0] * documents + ORDER_BYTES[1] * how.samples
-        _require_memory(f"{name} order of {data.prefix}, {how.epochs:,} epochs with {how.samples:,} samples,", needed)
+        _require_memory(
+            f"{name} order of {data.prefix}, {counted(how.epochs, 'epoch')} with {counted(how.samples, 'sample')},",
+            needed,
+        )
         say(
-            f"{name} order of {data.prefix}: {how.epochs} epoch(s) of {bounds[1] - bounds[0]:,} sequences, "
-            f"{how.samples:,} samples"
+            f"{name} order of {data.prefix}: {counted(how.epochs, 'epoch')} of "
+            f"{counted(bounds[1] - bounds[0], 'sequence')}, "
+            f"{counted(how.samples, 'sample')}"
         )
         return build_orders(data.lengths[:], *bounds, seq_length, seed, how, say if how.samples >= LARGE else silent)
 
@@ -204,8 +210,10 @@ def blend_of(name: str, shares: NDArray[np.float64], size: int, root: Path, repo
     facts = {"shares": [share.hex() for share in shares.tolist()], "length": length}
 
     def build(say: Report) -> dict[str, NDArray]:
-        _require_memory(f"{name} blend of {len(shares)} datasets, {length:,} samples,", BLEND_BYTES * length)
-        say(f"blend of {len(shares)} datasets, {length:,} samples")
+        _require_memory(
+            f"{name} blend of {counted(len(shares), 'dataset')}, {counted(length, 'sample')},", BLEND_BYTES * length
+        )
+        say(f"blend of {counted(len(shares), 'dataset')}, {counted(length, 'sample')}")
         return blend_index(shares, length)
 
     return cached_arrays(root, "blend", facts, build, report)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megazero.data.indexed import DataError
 from megazero.data.progress import Report, silent
+from megazero.system.words import counted
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson", ".jl", ".jsonlines")
 """Endings of JSON lines, in any case of letters."""
@@ -101,7 +102,7 @@ class _Folder:
         for why, paths in self.left.items():
             names = [str(path)[:80] for path in paths[:NAMED]] + ["..."] * (len(paths) > NAMED)
             kinds.append(f"{len(paths):,} {why} ({', '.join(names)})")
-        told = f"{self.root}: {len(self.files):,} files are read"
+        told = f"{self.root}: {counted(len(self.files), 'file is', 'files are')} read"
         return f"{told}; not read: {'; '.join(kinds)}" if kinds else told
 
 

@@ -11,6 +11,7 @@ from megazero.data.indexed import DataError
 from megazero.data.input_files import ReaderOptions
 from megazero.data.progress import Report, silent
 from megazero.system.reading import parse_json
+from megazero.system.words import counted
 
 
 @dataclass
@@ -50,11 +51,14 @@ class InputReport:
 
     def lines(self, reader: ReaderOptions) -> list[str]:
         told = [
-            f"--skip-undecodable: {self.skipped:,} documents left out"
+            f"--skip-undecodable: {counted(self.skipped, 'document')} left out"
             + f", the first of them {self.first}" * bool(self.first)
         ]
         suspects = [f"warning: {self.suspects:,} files that are read as text look like JSON lines: --format jsonl"]
-        replaced = [f"--encoding-errors replace: {self.replaced:,} characters stand for bytes that are no UTF-8"]
+        replaced = [
+            f"--encoding-errors replace: {counted(self.replaced, 'character stands', 'characters stand')} for "
+            "bytes that are no UTF-8"
+        ]
         return (
             told * reader.skip_undecodable
             + replaced * (reader.encoding_errors == "replace")
@@ -64,11 +68,17 @@ class InputReport:
     def require_text(self, inputs: Sequence[str | Path], files: int, tokenizer: str = "") -> None:
         """Raise DataError if there was no text, or no token for it."""
         if not self.characters:
-            skipped = f"; {self.skipped:,} documents that are no UTF-8 were left out" if self.skipped else ""
-            raise DataError(f"no text in {', '.join(map(str, inputs))} ({files:,} files){skipped}")
+            skipped = (
+                f"; {counted(self.skipped, 'document that is', 'documents that are')} no UTF-8 "
+                f"{'was' if self.skipped == 1 else 'were'} left out"
+                if self.skipped
+                else ""
+            )
+            raise DataError(f"no text in {', '.join(map(str, inputs))} ({counted(files, 'file')}){skipped}")
         if tokenizer and not self.tokens:
             raise DataError(
-                f"{tokenizer} gives no token for any of {self.characters:,} characters of text: it does not know them"
+                f"{tokenizer} gives no token for any of {counted(self.characters, 'character')} of text: it does "
+                "not know them"
             )
 
 

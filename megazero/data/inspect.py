@@ -13,6 +13,7 @@ from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_record import read_tokenizer_record
 from megazero.system.unfinished import ended_in_order, replaced_when_whole
+from megazero.system.words import counted
 
 
 def parse_samples(text: str | None) -> Requests:
@@ -70,8 +71,9 @@ def summary(prefix: str) -> str:
     lengths = np.diff(before[data.document_indices[:]])
     made = read_tokenizer_record(prefix)
     lines = [
-        f"{prefix}: {len(lengths):,} documents in {len(data):,} sequences, {data.count:,} tokens ({data.dtype}, "
-        f"{data.count * data.dtype.itemsize:,} bytes)",
+        f"{prefix}: {counted(len(lengths), 'document')} in {counted(len(data), 'sequence')}, "
+        f"{counted(data.count, 'token')} ({data.dtype}, "
+        f"{counted(data.count * data.dtype.itemsize, 'byte')})",
         f"  made with: {made or 'not said'}",
     ]
     if len(lengths):
@@ -80,7 +82,9 @@ def summary(prefix: str) -> str:
         lines.append(
             f"  tokens of a document: {lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}, median "
             f"{middle:,.0f}; a tenth has at most "
-            f"{few:,.0f}, a tenth at least {many:,.0f}" + f"; {empty:,} are empty" * bool(empty)
+            f"{few:,.0f}, a tenth at least {many:,.0f}"
+            + f"; {empty:,} {'is' if empty == 1 else 'are'} empty"
+            * bool(empty)
         )
     return "\n".join(lines)
 
@@ -90,7 +94,7 @@ def describe(datasets: Datasets, tokenizer: Tokenizer | None, show: int) -> str:
     named = [(name, getattr(datasets, name)) for name in SPLITS] + list(datasets.named_valid.items())
     lines: list[str] = []
     for name, samples in named:
-        lines.append(f"{name}: {len(samples):,} samples")
+        lines.append(f"{name}: {counted(len(samples), 'sample')}")
         for number in range(min(show, len(samples))):
             ids = samples[number].tolist()
             shown = " ".join(map(str, ids[:12])) + (" ..." if len(ids) > 12 else "")

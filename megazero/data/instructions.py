@@ -25,6 +25,7 @@ from megazero.data.input_files import find_files
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
+from megazero.system.words import counted
 
 FORMAT = 6
 """Version of the cache. It is increased when the same files give other tokens."""
@@ -125,7 +126,7 @@ def _packed(
     facts = {"conversations": read.facts, "capacity": capacity, "seed": cfg.seed, "long": cfg.long_conversations}
 
     def build(say: Report) -> dict[str, NDArray]:
-        say(f"packing {np.count_nonzero(lengths):,} conversations into samples of {capacity:,} tokens")
+        say(f"packing {counted(int(np.count_nonzero(lengths)), 'conversation')} into samples of {capacity:,} tokens")
         packs = pack(lengths, capacity, cfg.seed)
         return {"members": packs.members[:], "bounds": packs.bounds}
 
@@ -147,7 +148,8 @@ def _packed(
     )
     held = int(np.minimum(lengths, capacity).sum())
     text = (
-        f"{np.count_nonzero(lengths):,} conversations of {held:,} tokens in {dataset.epoch_samples:,} samples, "
+        f"{counted(int(np.count_nonzero(lengths)), 'conversation')} of {counted(held, 'token')} in "
+        f"{counted(dataset.epoch_samples, 'sample')}, "
         f"{held / (dataset.epoch_samples * capacity):.0%} full; {trained / len(read.loss_mask):.0%} of the tokens are "
         "learned"
     )
@@ -160,7 +162,7 @@ def _fitted(flag: str, read: Conversations, long: str, capacity: int) -> tuple[N
     over = np.flatnonzero(lengths > capacity)
     if not len(over):
         return lengths, []
-    many = f"{len(over):,} of {len(lengths):,} conversations"
+    many = f"{len(over):,} of {counted(len(lengths), 'conversation')}"
     if long == "refuse":
         raise DataError(
             f"{flag}: {many} are longer than a sample's {capacity:,} tokens (--seq-length {capacity - 1} and one "

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megazero.data.indexed import DataError
 from megazero.data.progress import Report, silent
+from megazero.system.words import counted
 
 SEPARATE_BELOW = 0.80
 BLOCK = 1 << 22
@@ -128,11 +129,11 @@ def build_orders(
 ) -> dict[str, NDArray]:
     """The three indices of one split. One RandomState(seed) shuffles the documents first, then the samples."""
     random = RandomState(seed)
-    report(f"shuffling {how.epochs} x {last - first:,} documents")
+    report(f"shuffling {how.epochs} x {counted(last - first, 'document')}")
     documents = document_index(first, last, how.epochs, how.separate, random)
-    report(f"finding the first token of {how.samples:,} samples")
+    report(f"finding the first token of {counted(how.samples, 'sample')}")
     samples = sample_index(lengths, documents, seq_length, how.samples)
-    report(f"shuffling {how.samples:,} samples")
+    report(f"shuffling {counted(how.samples, 'sample')}")
     return {
         "document_index": documents,
         "sample_index": samples,

@@ -30,6 +30,7 @@ from megazero.data.tokenizer_differences import begins_of, told_of_differences
 from megazero.data.tokenizer_record import tokenizer_record
 from megazero.data.utf8 import count_replaced, is_utf8
 from megazero.data.writer import PairWriter
+from megazero.system.words import counted
 
 BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 4096
@@ -124,7 +125,7 @@ def preprocess(
     files, told = find_files(inputs, job.reader.include, report), InputReport(report=report)
     total = sum(path.stat().st_size for path in files)
     encoder = DocumentEncoder(job)
-    progress = Progress(report, f"tokenizing {len(files)} file(s)", total / 1e6, "MB")
+    progress = Progress(report, f"tokenizing {counted(len(files), 'file')}", total / 1e6, "MB")
     made = tokenizer_record(encoder.tokenizer, job.tokenizer)
     for line in _told_of_tokenizer(encoder.tokenizer):
         report(line)
@@ -138,7 +139,7 @@ def preprocess(
             writer.write(encoded.tokens, lengths, unfinished=unfinished)
             told.characters, told.replaced = told.characters + encoded.characters, told.replaced + encoded.replaced
             told.tokens += encoded.text_tokens
-            progress.reach(read / 1e6, f"; {writer.documents:,} documents, {writer.tokens:,} tokens")
+            progress.reach(read / 1e6, f"; {counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}")
         told.require_text(inputs, len(files), f"--tokenizer {job.tokenizer} {job.tokenizer_path or ''}".strip())
     for line in told.lines(job.reader):
         report(line)

@@ -20,6 +20,7 @@ from megazero.inference.prompts import check_ids, encoded, shorten
 from megazero.inference.sampling import Sampling
 from megazero.inference.terminal import escape_control
 from megazero.inference.text import Stream
+from megazero.system.words import counted
 
 Prompt = tuple[str, list[int]]
 """A prompt: its text, and its ids with those put in front."""
@@ -125,7 +126,7 @@ class TextGenerator:
             tokens, cut, texts = tokens + count, cut + unended, texts + shown
         seconds = time.perf_counter() - began
         self.note(
-            f"{tokens} tokens in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} "
+            f"{counted(tokens, 'token')} in {seconds:.2f} s, prompts included: {tokens / seconds:.1f} "
             f"tokens/s{self._cut(cut, rows)}"
         )
         return texts

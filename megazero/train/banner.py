@@ -36,6 +36,7 @@ from megazero.plan.times import chunk_times
 from megazero.program.simulate import simulate
 from megazero.system import allocator, threads
 from megazero.system import device as devices
+from megazero.system.words import counted
 from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train import text_blocks as blocks
@@ -102,7 +103,8 @@ def _ops(run: Run, device: torch.device) -> str:
 def _model(run: Run) -> list[tuple[str, str]]:
     model = run.model
     head = "untied" if model.untie_embeddings_and_output_weights else "tied"
-    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, sequence {model.seq_length}"
+    layers = counted(model.num_layers, "layer")
+    shape = f"{layers}, hidden {model.hidden_size}, {_heads(model)}, sequence {model.seq_length}"
     return [
         ("parameters", f"{count(parameters(run.model))} ({parameters(run.model):,})"),
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
@@ -118,7 +120,8 @@ def _model(run: Run) -> list[tuple[str, str]]:
 
 
 def _heads(model: ModelConfig) -> str:
-    return f"{model.num_attention_heads} heads" + ("" if model.kv_channels is None else f" of {model.kv_channels}")
+    heads = counted(model.num_attention_heads, "head")
+    return heads if model.kv_channels is None else f"{heads} of {model.kv_channels}"
 
 
 def _adapters(run: Run) -> list[tuple[str, str]]:
@@ -253,11 +256,11 @@ def _length(run: Run, samples: int | None) -> str:
     """The length of a run. samples: as in `banner`; a rest of --train-samples that fills no batch is not trained."""
     schedule = run.schedule
     if schedule.train_samples is None:
-        length = f"{schedule.train_iters} iterations"
+        length = counted(schedule.train_iters or 0, "iteration")
     else:
         used = StepPlan(schedule).consumed_at_end() if samples is None else samples
         asked = schedule.train_samples  # a longer run may have gone beyond them
-        length = f"{used:,} of {asked:,} samples, in whole batches" if used < asked else f"{asked:,} samples"
+        length = f"{used:,} of {asked:,} samples, in whole batches" if used < asked else counted(asked, "sample")
     if run.trainer.exit_duration_in_mins:
         length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
     return length
@@ -265,7 +268,7 @@ def _length(run: Run, samples: int | None) -> str:
 
 def _training(run: Run, text: str, samples: int | None) -> list[tuple[str, str]]:
     schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
-    batch = f"{schedule.global_batch_size} samples in micro-batches of {schedule.micro_batch_size}"
+    batch = f"{counted(schedule.global_batch_size, 'sample')} in micro-batches of {schedule.micro_batch_size}"
     if schedule.rampup_batch_size:
         start, step, samples = schedule.rampup_batch_size
         batch = f"{start} samples, {step} more at a time over {samples:,} samples, then {batch}"

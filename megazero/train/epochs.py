@@ -13,6 +13,7 @@ from megazero.data.instructions import build_instructions
 from megazero.data.packing import PackedDataset
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
+from megazero.system.words import counted
 
 UNTOLD = 0.05
 """A rest of the samples that fills no batch, up to this share of them, does not change the number of epochs in words:
@@ -53,7 +54,7 @@ def _of_length(run: Run, samples_of: Callable[[float], int], dp: int) -> Run:
     if samples < first:
         nearest = _nearest(schedule, samples_of, first, dp) if samples > 0 else ["a smaller --seq-length"]
         raise DataError(
-            f"--epochs {schedule.epochs:g} of the data are {max(0, samples):,} samples of {run.model.seq_length:,} "
+            f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of {run.model.seq_length:,} "
             f"tokens, fewer than the first global batch has, {first}; nearest: {', or '.join(nearest)}"
         )
     return replace(run, schedule=replace(schedule, epochs=None, train_samples=samples))

@@ -29,6 +29,7 @@ from megazero.optim.step_plan import StepPlan
 from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
+from megazero.system.words import counted
 from megazero.train.adapters import with_base
 from megazero.train.epochs import epochs_text, own_epochs_text, samples_told, with_own_samples, with_samples
 from megazero.train.path_checks import check_paths, of_checkpoint, start_position
@@ -90,7 +91,7 @@ def prepare(
             run = with_own_samples(run, len(own.train), axes.dp)
             datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
             epochs = own_epochs_text(samples_told(samples_asked(run, found), samples_used(run, found)), len(own.train))
-            text = f"{len(own.train):,} samples of the program's own; {epochs}"
+            text = f"{counted(len(own.train), 'sample')} of the program's own; {epochs}"
         else:
             run, tokenizer, datasets, text = _named_data(run, tokenizer, found, axes.dp, report)
             contents = cached_contents(run.data, report)
@@ -275,6 +276,7 @@ def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> str | 
         )
     before, epochs = (" ".join(str(plan[0]) for plan in plans) for plans in (then, now))
     return (
-        f"--train-iters, --train-samples or other batches: {samples_asked(run, found):,} samples take {epochs} "
+        f"--train-iters, --train-samples or other batches: "
+        f"{counted(samples_asked(run, found), 'sample takes', 'samples take')} {epochs} "
         f"epoch{'' if epochs == '1' else 's'} of the data in another order than the checkpoint's {before}"
     )

@@ -156,7 +156,7 @@ def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     flip(file, file.stat().st_size - 1)
     assert inspect(capsys, root)[0] == 0, "payloads are looked at by --verify only"
     status, out, err = inspect(capsys, root, "--verify")
-    assert status == 1 and file.name in err and "sha256 of block" in err and "verified: 1 problems" in out
+    assert status == 1 and file.name in err and "sha256 of block" in err and "verified: 1 problem\n" in out
     file.unlink()
     status, out, err = inspect(capsys, root)
     assert status == 1 and f"{file.name} is missing" in err

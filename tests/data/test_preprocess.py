@@ -228,7 +228,7 @@ def test_utf16_is_named(tmp_path):
 @pytest.mark.parametrize(("content", "how"), [(b"", {}), (b"\xef\xbb\xbf", {}), (BAD, {"skip_undecodable": True})])
 def test_an_input_without_text_is_an_error(tmp_path, content, how):
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=r"no text in .*a\.txt \(1 files\)" + ("; 1 documents" if how else "$")):
+    with pytest.raises(DataError, match=r"no text in .*a\.txt \(1 file\)" + ("; 1 document that is" if how else "$")):
         _told([tmp_path / "a.txt"], tmp_path / "out", **how)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     with pytest.raises(DataError, match="no text in"):
@@ -435,13 +435,13 @@ def test_documents_of_several_sequences_and_of_none(tmp_path):
     assert (
         "3 documents in 3 sequences, 11 tokens" in shown
         and "0 to 7, mean 3.7, median 4" in shown
-        and "1 are empty" in shown
+        and "1 is empty" in shown
     )
     assert "made with: byte of 257 tokens, hash " in shown
     content = bytearray((tmp_path / "p.idx").read_bytes())
     content[26:34] = struct.pack("<Q", 2)
     (tmp_path / "p.idx").write_bytes(content[:-32] + struct.pack("<2q", 0, 3))
-    assert "1 documents in 3 sequences, 11 tokens" in summary(str(tmp_path / "p")) and "11 to 11" in summary(
+    assert "1 document in 3 sequences, 11 tokens" in summary(str(tmp_path / "p")) and "11 to 11" in summary(
         str(tmp_path / "p")
     )
 

@@ -179,7 +179,7 @@ def test_the_lanes_of_activations_that_leave():
 def test_the_lanes_of_a_whole_step():
     words = "--pp 1 -m 1 --zero-stage 3 --blocks 1 --width 70 --update-time 0"
     out = printed(f"{words} --gather-time 0.5")
-    assert out.startswith("1f1b: 1 stages, 1 micro-batches, ZeRO-3 on 4 replicas\n")
+    assert out.startswith("1f1b: 1 stage, 1 micro-batch, ZeRO-3 on 4 replicas\n")
     lanes = [line[12:].rstrip() for line in out.splitlines() if line.startswith(("stage 0", "  shards"))]
     computes, messages = "".join(lanes[::2]), "".join(lanes[1::2])
     assert re.findall(r"[A-Z]\d", messages) == ["G0", "G1", "G2", "G1", "G0", "R2", "R1", "R0"]
