@@ -26,7 +26,7 @@ from megazero.mpu.p2p import message_ctas
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
 from megazero.system import threads
-from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN
+from megazero.system.status import FAILED, INTERRUPTED
 from megazero.telemetry.watchdog import die_with_parent
 
 WAIT_FOR_OTHERS = 60.0
@@ -158,15 +158,15 @@ def _backend_for(device: torch.device, environment: Environment) -> str:
 
 
 def exit_status(main: Callable[[], None], environment: Environment) -> int:
-    """Run `main` and return the exit status: 0, 2 for a ConfigError, 130 for KeyboardInterrupt, 1 for any other error.
+    """Run `main` and return the exit status: 0, a ConfigError's, 130 for KeyboardInterrupt, 1 for any other error.
 
     A ConfigError is printed once, by rank 0. Of other errors, the first rank to fail prints its traceback.
     """
     try:
         main()
     except ConfigError as error:
-        _report_once(str(error), environment)
-        return MISTAKEN
+        _report_once(str(error), error.status, environment)
+        return error.status
     except PeerError as error:  # a consequence: the rank that failed first prints the reason, if it can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
         return FAILED
@@ -196,8 +196,8 @@ def exit_early(signal: str, environment: Environment, leave: Callable[[], None] 
 
     The status is 0 if all ranks got the signal, as from launchers and schedulers. If only some ranks got it, they end
     with status 1, so that the launcher ends the others, which would wait for them. If rank 0 has reported a wrong
-    configuration, the launcher sends the signal after the first rank has ended, and the status is 2. leave: called
-    before. Communicates through the launcher's store, if there is one.
+    configuration, the launcher sends the signal after the first rank has ended, and the status is rank 0's. leave:
+    called before. Communicates through the launcher's store, if there is one.
     """
     world, told = environment.world_size, environment.world_size
     if agent_serves():
@@ -207,7 +207,7 @@ def exit_early(signal: str, environment: Environment, leave: Callable[[], None] 
                 if environment.rank:
                     _record(RANK_0_SAYS, first=False)
                 leave()
-                exit_now(MISTAKEN)
+                exit_now(int(store.get(WRONG)))
             told = store.add("megazero/told to stop", 1)
             while told < world and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -261,10 +261,10 @@ def _record(message: str, *, first: bool) -> None:
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
-def _report_once(message: str, environment: Environment) -> None:
+def _report_once(message: str, status: int, environment: Environment) -> None:
     """Print a message on rank 0. The other ranks wait for it, because the launcher kills all ranks once one has ended.
 
-    Communicates through the launcher's store.
+    status: that of the program after it. Communicates through the launcher's store.
     """
     if environment.world_size == 1:
         _say_last(message, first=True)
@@ -275,7 +275,7 @@ def _report_once(message: str, environment: Environment) -> None:
     if environment.rank == 0:
         _say_last(message, first=True)
         if store is not None:
-            store.set(WRONG, "reported")
+            store.set(WRONG, str(status))
             with suppress(Exception):
                 store.wait([f"{WRONG}/{rank}" for rank in range(1, environment.world_size)], timedelta(seconds=10))
         return

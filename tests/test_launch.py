@@ -67,7 +67,7 @@ def test_a_wrong_configuration_is_one_whoever_leaves_first(
     """The launcher ends the ranks that are slower to leave: nothing is put over what they have said, and their status
     is that of the others.
     """
-    store.set("megazero/configuration", "reported")
+    store.set("megazero/configuration", "2")
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "--hidden-size 0"}}))
     assert stopped(rank) == 2
     assert capsys.readouterr() == ("", "")

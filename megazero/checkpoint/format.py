@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.reshard import FlatRange
+from megazero.system.status import FAILED
 from megazero.zero.fragment import Fragment, FragmentSpec
 
 VERSION = 1
@@ -36,7 +37,9 @@ class CheckpointError(RuntimeError):
 
 
 class Damaged(CheckpointError):
-    """A checkpoint that was complete is damaged now; the message names the file."""
+    """A checkpoint that was complete is damaged now; the message names the file. status: that of a program."""
+
+    status = FAILED
 
 
 def columns_of(fragment: Fragment) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ UNWRITABLE = "the standard output cannot be written: {}"
 def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failures: Mistakes = ()) -> int:
     """Run a command's work and return its exit status. An error becomes a status and one line on stderr:
 
-    mistakes  exceptions for a user's mistake: 2
+    mistakes  exceptions for a user's mistake: 2, but for those that have a `status` of their own
     failures  further exceptions: 1, as for ImportError and OSError (a missing package, a refused operation)
 
     Ctrl-C gives 130, and another signal 128 + its number (`Ended`). If the reader of the standard output is gone (a
@@ -43,7 +43,7 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
         return FAILED
     except mistakes as error:
         print(f"error: {error}", file=sys.stderr)
-        return MISTAKEN
+        return getattr(error, "status", MISTAKEN)
     except refused as error:
         lost = _lost_output(error) if isinstance(error, OSError) else None
         print(f"error: {lost or error}", file=sys.stderr)
@@ -62,7 +62,7 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
 
     Rank 0 prints a mistake, for all ranks.
     """
-    from megazero.config.source import ConfigError
+    from megazero.config.source import ConfigError, problem_of
     from megazero.launch import exit_now, exit_status
 
     here = read_environment()
@@ -82,7 +82,7 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
             print(f"error: {lost}", file=sys.stderr)
             exit_now(FAILED)
         except mistakes as error:
-            raise ConfigError([str(error)]) from error
+            raise ConfigError([problem_of(error, str(error))]) from error
 
     exit_now(exit_status(told, here))
 

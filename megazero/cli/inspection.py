@@ -28,7 +28,7 @@ from megazero.convert.inspection import (
     tensor_statistics,
 )
 from megazero.convert.names import missing_path_message
-from megazero.convert.source import NoCheckpoint
+from megazero.convert.source import ConversionError
 from megazero.data.progress import Progress, to_stderr
 from megazero.system.status import FAILED
 
@@ -121,5 +121,5 @@ def print_description(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """As `print_description`; an error becomes a line on stderr and a status."""
     return status_of(
-        lambda: print_description(args), (UsageError, NoCheckpoint), failures=(CheckpointError, ValueError)
+        lambda: print_description(args), (UsageError, ConversionError), failures=(CheckpointError, ValueError)
     )

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megazero.system.status import FAILED, MISTAKEN
+from megazero.system.words import counted
+
 SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("train_iters", "train_samples", "epochs"),
     ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
@@ -17,14 +20,30 @@ sources.
 """
 
 
+class Damage(str):
+    """A problem of a checkpoint that was whole once, among those of a configuration, in which it is no mistake."""
+
+
+def problem_of(error: Exception, text: str) -> str:
+    """What an error says, as a problem of a configuration. It is damage if the error's `status` says so."""
+    return Damage(text) if getattr(error, "status", MISTAKEN) == FAILED else text
+
+
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, in one message. notes: where values in it come from."""
+    """Everything that is wrong with a configuration, in one message. notes: where values in it come from.
+
+    status: that of the program. With damage among the problems it is 1: what the checkpoint would have said is not
+    known, and other problems may be for want of it.
+    """
 
     def __init__(self, problems: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.problems, self.notes = tuple(problems), tuple(notes)
-        head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        damaged = [isinstance(problem, Damage) for problem in problems]
+        self.status = FAILED if any(damaged) else MISTAKEN
+        wrong = f"{counted(len(problems), 'problem')} in the configuration"
+        head = "a checkpoint cannot be read" if problems and all(damaged) else wrong
         lines = [f"  {i}. {p}" for i, p in enumerate(problems, 1)] + [f"  ({note})" for note in notes]
-        super().__init__(f"{head} in the configuration:\n" + "\n".join(lines))
+        super().__init__(f"{head}:\n" + "\n".join(lines))
 
 
 @dataclass

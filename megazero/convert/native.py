@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megazero.checkpoint import folder as folders
 from megazero.checkpoint.blocks import DTYPES
-from megazero.checkpoint.format import MANIFEST, CheckpointError, Manifest
+from megazero.checkpoint.format import MANIFEST, CheckpointError, Damaged, Manifest
 from megazero.checkpoint.narrowing import narrowed
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, read_fragments, read_manifest
@@ -28,7 +28,7 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import CheckpointConfig, Run, TrainerConfig
 from megazero.convert.companions import companions, read_contents, write_companions
 from megazero.convert.formats import Advance, Format, TargetOptions
-from megazero.convert.source import WEIGHT, ConversionError, Source, SourcePosition, parameter_specs
+from megazero.convert.source import WEIGHT, ConversionError, DamagedCheckpoint, Source, SourcePosition, parameter_specs
 from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import path_error
 from megazero.system.words import counted
@@ -75,8 +75,12 @@ class NativeSource(Source):
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
-            raise ConversionError(path_error(self.path, error)) from error
+            raise _refused(error, path_error(self.path, error)) from error
         return values.view(shape)
+
+
+def _refused(error: Exception, message: str) -> ConversionError:
+    return DamagedCheckpoint(message) if isinstance(error, Damaged) else ConversionError(message)
 
 
 def _entry(manifest: Manifest, name: str) -> TensorInfo:
@@ -104,7 +108,7 @@ def _found(path: Path) -> Path | None:
     try:
         return folders.newest_checkpoint(path)
     except CheckpointError as error:
-        raise ConversionError(str(error)) from error
+        raise _refused(error, str(error)) from error
 
 
 def recognises(path: Path) -> bool:
@@ -122,7 +126,7 @@ def open_native(path: Path) -> NativeSource:
         check_files(found, manifest)
         return NativeSource(found, manifest)
     except (CheckpointError, ValueError) as error:
-        raise error if isinstance(error, ConversionError) else ConversionError(path_error(found, error)) from error
+        raise error if isinstance(error, ConversionError) else _refused(error, path_error(found, error)) from error
 
 
 def write_native(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:

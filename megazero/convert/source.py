@@ -25,6 +25,7 @@ from megazero.model.stage import Stage, whole_model
 from megazero.mpu.grid import Group
 from megazero.mpu.lora import low_rank
 from megazero.mpu.parameter import Box, ParameterSpec, spec_of
+from megazero.system.status import FAILED
 
 WEIGHT, EXP_AVG, EXP_AVG_SQ = "weight", "exp_avg", "exp_avg_sq"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
@@ -32,6 +33,12 @@ MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 class ConversionError(ValueError):
     """A checkpoint cannot be read or written as asked. The message says what is wrong, where, and what would help."""
+
+
+class DamagedCheckpoint(ConversionError):
+    """Files of a checkpoint are not what was written."""
+
+    status = FAILED
 
 
 class NoCheckpoint(ConversionError):

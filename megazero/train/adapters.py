@@ -11,7 +11,7 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.reader import read_manifest
 from megazero.config.schema import Run
-from megazero.config.source import ConfigError
+from megazero.config.source import ConfigError, problem_of
 from megazero.convert.lora.peft import names_for, write_adapters
 from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source
@@ -50,9 +50,8 @@ def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
         with open_source(path) as source:
             itself, three = source.path, source.separates_qkv
     except (ConversionError, OSError) as error:
-        raise ConfigError(
-            [f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"]
-        ) from error
+        told = f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"
+        raise ConfigError([problem_of(error, told)]) from error
     save = run.checkpoint.save
     if save is not None and Path(save).expanduser().resolve() in (itself.resolve(), itself.resolve().parent):
         raise ConfigError(

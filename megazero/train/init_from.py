@@ -22,7 +22,7 @@ from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
 from megazero.config.shape import shape_settings
-from megazero.config.source import ConfigError, ConfigSource
+from megazero.config.source import ConfigError, ConfigSource, problem_of
 from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
@@ -49,7 +49,7 @@ def model_source(path: str) -> ConfigSource:
             fields = shape_settings(source.model) | _tokenizer(source)
             settings.disputed |= _two_separators(source)
     except (ConversionError, OSError) as error:
-        settings.problems.append(f"--init-from {path_error(path, error)}")
+        settings.problems.append(problem_of(error, f"--init-from {path_error(path, error)}"))
         settings.unread = True
         return settings
     for name, value in fields.items():

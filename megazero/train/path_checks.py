@@ -18,6 +18,7 @@ from megazero.checkpoint.resume_changes import SHAPE_STAYS, compare, run_from
 from megazero.config.derive import with_vocabulary
 from megazero.config.dump import RUN_FILE
 from megazero.config.schema import CheckpointConfig, Run
+from megazero.config.source import problem_of
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError, NoCheckpoint
 from megazero.data.build import parse_data_path, parse_valid_data_path
@@ -196,7 +197,7 @@ def _other_content(checkpoint: CheckpointConfig, load: Path) -> Iterator[str]:
         yield from other_things(checkpoint)
         return
     except ConversionError as error:
-        yield f"--load {path_error(load, error)}"
+        yield problem_of(error, f"--load {path_error(load, error)}")
         return
     if format != "megazero":
         yield (
@@ -213,7 +214,7 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
     except ImportError:
         pass  # `requirements` reports the package to install
     except (DataError, CheckpointError, ValueError, OSError) as error:
-        problems.append(f"{before}{error}")
+        problems.append(problem_of(error, f"{before}{error}"))
 
 
 def _tokenizer(run: Run) -> ListedTokenizer | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.main import main
+from megazero.convert.formats import TargetOptions
+from megazero.convert.native import write_native
 from megazero.launch import Environment, exit_status
 from megazero.system.unfinished import Ended
+from tests.convert.sources import made
+from tests.data.pairs import write_pair
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/reference/exit-status.md"
 
@@ -95,3 +101,80 @@ def test_what_is_wrong_ends_with_2(
     said = capsys.readouterr()
     assert (status, said.out) == (2, "") and said.err and "Traceback" not in said.err, said
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["text"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one small model in three formats, and a pair of data."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_native(made(), folder / "native", TargetOptions(), lambda count: None)
+    for format in ("hf", "consolidated"):
+        assert main(["convert", str(folder / "native"), "--to", format, "--output", str(folder / format)]) == 0
+    write_pair(folder / "pair", [100, 100], vocab_size=50)
+    return folder
+
+
+def flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) * 9 // 10] ^= 0xFF
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGE = {
+    "native/**/fragments-*": (flipped, cut),
+    "native/**/manifest.json": (flipped, cut),
+    "hf/*.safetensors": (cut,),
+    "consolidated/pytorch_model.bin": (cut,),
+}
+"""Files of a checkpoint -> what happens to them."""
+OPENING = {
+    "generate": "{model} --ids --prompt 1",
+    "evaluate": "{model} --data-path {folder}/pair",
+    "convert": "{model} --to megazero --output {folder}/out",
+    "inspect": "{model} --verify",
+    "pretrain": "--init-from {model} --data-path {folder}/pair",
+    "pretrain --load": "{model} --data-path {folder}/pair --vocab-size 50",
+}
+"""Commands that open a checkpoint, and their other words."""
+AT_THE_LOAD = {("pretrain", flipped), ("pretrain --load", flipped), ("pretrain --load", cut)}
+"""Damage of weights that a training finds after its check, with a traceback."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", OPENING)
+@pytest.mark.parametrize(("files", "harm"), [(files, harm) for files, harms in DAMAGE.items() for harm in harms])
+def test_a_damaged_checkpoint_ends_every_command_with_1(
+    command: str,
+    files: str,
+    harm: Callable[[Path], None],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, name = tmp_path / "copy", files.partition("/")[0]
+    if "--load" in command and name != "native":
+        pytest.skip("no run goes on from another format")
+    if "fragments" in files and (command, harm) in AT_THE_LOAD:
+        pytest.skip("the weights are read later")
+    shutil.copytree(whole, folder)
+    (file,) = folder.glob(files)
+    harm(file)
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("megazero.launch.exit_now", leave)
+    monkeypatch.setattr("megazero.cli.training.exit_now", leave)
+    monkeypatch.setattr("megazero.cli.pretrain.start_process", lambda argv: None)
+    try:
+        status: Any = main(f"{command} {OPENING[command]}".format(model=folder / name, folder=folder).split())
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr().err
+    assert status == 1 and "Traceback" not in said and "in the configuration" not in said, said
+    assert file.name in said

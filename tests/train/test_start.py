@@ -307,7 +307,7 @@ def test_a_blend_of_odd_words_and_a_tokenizer_without_its_path_are_told_once(tmp
     told = refusal(["--data-path", "0.5", str(tmp_path / "a"), "0.5", "--tokenizer", "hf", "--valid-data-path", "one"])
     assert [problem.split(":")[0] for problem in told] == [
         "--data-path has 3 words",
-        "--valid-data-path has 1 words",
+        "--valid-data-path has 1 word",
         "--tokenizer hf needs --tokenizer-path",
     ]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megazero.convert.files.torch_globals import Storage, StorageKind, torch_table
 from megazero.convert.files.unpickle import unpickle
-from megazero.convert.source import ConversionError
+from megazero.convert.source import ConversionError, DamagedCheckpoint
 from megazero.system.reading import BOUNDS, open_file, raised_as
 
 _LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\nl\xfc")
@@ -87,7 +87,7 @@ class _Archive:
         whole = memoryview(self.memory)
         stop = len(whole) if length is None else offset + length
         if not 0 <= offset <= stop <= len(whole):
-            raise ConversionError(f"{path} has {len(whole)} bytes, which do not reach to {stop}")
+            raise DamagedCheckpoint(f"{path} has {len(whole)} bytes, which do not reach to {stop}")
         self.region = whole[offset:stop]
         self.entries = self._entries()
         if "data.pkl" not in self.entries or "constants.pkl" in self.entries:
@@ -104,7 +104,7 @@ class _Archive:
             with zipfile.ZipFile(io.BufferedReader(_Region(self.region))) as opened:
                 infos = opened.infolist()
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-            raise ConversionError(
+            raise DamagedCheckpoint(
                 f"{self.path} is no whole file of torch.save ({error}): {len(self.region)} bytes"
             ) from error
         return {info.filename.partition("/")[2] or info.filename: info for info in infos}
@@ -122,7 +122,7 @@ class _Archive:
             start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
             if start + info.file_size <= len(self.region) and info.file_size == info.compress_size:
                 return self.region[start : start + info.file_size]
-        raise ConversionError(f"{self.path} is damaged: entry {name!r} does not lie inside the file")
+        raise DamagedCheckpoint(f"{self.path} is damaged: entry {name!r} does not lie inside the file")
 
     @property
     def pickle(self) -> bytes:

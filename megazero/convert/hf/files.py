@@ -18,7 +18,7 @@ from torch import Tensor
 from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import CONFIG, read_json
-from megazero.convert.source import ConversionError
+from megazero.convert.source import ConversionError, DamagedCheckpoint
 from megazero.data.utf8 import is_utf8
 from megazero.system.names import is_plain_file_name
 from megazero.system.reading import BOUNDS, shown
@@ -117,7 +117,7 @@ def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyT
             code = header.get_dtype()
             yield key, LazyTensor(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
     except (SafetensorError, OSError) as error:
-        raise ConversionError(f"{path} is no whole safetensors file: {error}") from error
+        raise DamagedCheckpoint(f"{path} is no whole safetensors file: {error}") from error
 
 
 def _itself(tensor: Tensor) -> Tensor:
