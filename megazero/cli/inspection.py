@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -67,14 +68,15 @@ def open_inspected(path: Path, format: str | None) -> Inspected:
 def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
     """(the record of one checkpoint, its problems)."""
     inside = checkpoints_in(args.path) if is_ours(args.path) else []
-    problems = [f"{entry['name']}: {entry['problem']}" for entry in inside if entry["problem"]]
     record: Record = {"checkpoints": inside}
     try:
         inspected = open_inspected(args.path, args.format)
     except (CheckpointError, ValueError) as error:
         if not inside:
             raise
-        return record, [*problems, str(error)]
+        told = str(error)
+        return record, [*_problems(inside, lambda name, problem: name in told and problem in told), told]
+    found: list[str] = []
     with inspected:
         record |= contents(inspected)
         if args.tensor:
@@ -90,10 +92,16 @@ def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
             reading = counting(f"reading {inspected.path}", inspected.nbytes)
             found = inspected.verify(args.threads, reading)
             record["verified"] = {"bytes": reading.done, "hashes": inspected.manifest is not None, "problems": found}
-            problems += found
             if inspected.source is not None:
                 record["report"] = inspected.source.report.lines()
+        problems = _problems(inside, lambda name, problem: name == inspected.path.name and problem in found) + found
     return record, problems
+
+
+def _problems(inside: list[Record], told: Callable[[str, str], bool]) -> list[str]:
+    """The problems of a folder's checkpoints, without those that are told as a checkpoint's own (its name, problem)."""
+    named = ((entry["name"], entry["problem"]) for entry in inside if entry["problem"])
+    return [f"{name}: {problem}" for name, problem in named if not told(name, problem)]
 
 
 def print_description(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megazero.config.dump import run_dict
@@ -58,9 +59,14 @@ def format_description(record: Record, everything: bool) -> str:
 
 def _summary(record: Record) -> str:
     position = [
-        (key.replace("_", " "), _plain(value)) for key, value in record["position"].items() if value is not None
+        (key.replace("_", " "), _plain(int(value) if key == "optimizer_steps" else value))
+        for key, value in record["position"].items()
+        if value is not None and key != "data_plans"
     ]
-    layout = " ".join(f"{axis} {number}" for axis, number in sorted((record["layout"] or {}).items(), reverse=True))
+    position += (
+        [("data order", _order(plans, record["config"]))] if (plans := record["position"].get("data_plans")) else []
+    )
+    layout = "" if record["layout"] is None else _ranks(record["layout"])
     totals = record["totals"]
     bytes_ = (
         f"{size(totals['bytes'])} in tensors, {size(totals['file_bytes'])} in {counted(len(record['files']), 'file')}"
@@ -76,6 +82,25 @@ def _summary(record: Record) -> str:
             ("bytes", bytes_),
         ]
     )
+
+
+def _order(plans: list[list[int]], config: Record) -> str:
+    """What determines the order of samples, in words. See `data.dataset.Samples.plans`."""
+    if config["data"]["instruction_data"]:
+        return "; ".join(f"{counted(samples, 'sample')} an epoch, checksum {crc:08x}" for samples, crc in plans)
+    if config["data"]["data_path"]:
+        return "; ".join(
+            f"{counted(epochs, 'epoch')}, shuffled together up to sample {last:,}" for epochs, last in plans
+        )
+    return "; ".join(f"numbers {first} and {second} of the program's or the default data" for first, second in plans)
+
+
+def _ranks(layout: dict[str, int]) -> str:
+    """The ranks that wrote a checkpoint: 12 ranks, tp 3 x pp 2 x dp 2."""
+    axes = [axis for axis in ("tp", "pp", "dp", "cp") if axis != "cp" or layout.get(axis, 1) > 1]
+    sizes = " x ".join(f"{axis} {layout.get(axis, 1)}" for axis in axes)
+    places = f", on the disks of {layout['places']} nodes" if layout.get("places", 1) > 1 else ""
+    return f"{counted(math.prod(layout.get(axis, 1) for axis in axes), 'rank')}, {sizes}{places}"
 
 
 def _plain(value: Any) -> str:

@@ -15,8 +15,8 @@ from megazero.convert.inspection import Inspected, Record, dtype_names
 def compare(a: Inspected, b: Inspected, advance: Callable[[int], None]) -> Record:
     """The differences between two checkpoints of any formats and layouts.
 
-    config     fields that differ: [a's value, b's]. If one of the two is of another format, only the model's shape,
-               with derived values filled in, and the precision are compared: the other fields are megazero's own
+    config     fields that differ: [a's value, b's], with derived values filled in in the model's shape. If one of the
+               two is of another format, only that and the precision are compared: the other fields are megazero's own
     tensors    by name and column: elements, bit_equal, largest and relative difference (None: not finite)
     identical  whether tensors and the model's shape are the same: names, shapes, columns, dtypes and every bit
 
@@ -79,7 +79,16 @@ def _config_difference(a: Inspected, b: Inspected) -> dict[str, dict[str, list[A
             {"model": _shape(each.run), "optimizer": {"precision": each.run.optimizer.precision}} for each in (a, b)
         )
     sections = {section: _differing(mine[section], other[section]) for section in mine}
+    sections["model"] = _derived(sections["model"], _shape(a.run), _shape(b.run))
     return {section: fields for section, fields in sections.items() if fields}
+
+
+def _derived(fields: dict[str, list[Any]], mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Differing fields of a model with the values that it derives where none is given, and without those that then are
+    the same.
+    """
+    values = {name: [mine[name], other[name]] if name in mine else given for name, given in fields.items()}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
 def _shape(run: Run) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megazero.checkpoint.verify import verify
 from megazero.checkpoint.window import StoredTensors, TensorInfo
 from megazero.cli.inspect import main
 from megazero.config.dump import run_dict
-from megazero.config.schema import ModelConfig, OptimizerConfig, Run
+from megazero.config.schema import DataConfig, ModelConfig, OptimizerConfig, Run
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.registry import format_table, open_source
@@ -112,7 +112,7 @@ def test_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for expected in (
         r"iter_0000007 +latest",
         r"iteration +7",
-        r"written by +tp 3 pp 2 dp 2 cp 1",
+        r"written by +12 ranks, tp 3 x pp 2 x dp 2\n",
         r"model.hidden_size +12",
         r"embedding.word.weight +37x12 +float32 weight exp_avg exp_avg_sq +444 ",
         r"every hash fits",
@@ -160,6 +160,8 @@ def test_damage_has_status_1(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     file.unlink()
     status, out, err = inspect(capsys, root)
     assert status == 1 and f"{file.name} is missing" in err
+    status, told, err = inspect(capsys, root, "--verify")
+    assert status == 1 and "verified: 1 problem\n" in told and err.count("damaged: ") == 1, err
     assert re.search(r"iter_0000007 +latest +\S+ \S+ +damaged", out)
     flip(newest / MANIFEST, 50)
     status, out, err = inspect(capsys, root)
@@ -328,6 +330,36 @@ def test_weights_that_are_equal_where_one_has_moments(
     assert status == 0 and "columns of tensors that both have are equal to the bit" in out
     end = "the models differ: what both have is the same to the bit, and only one has exp_avg, exp_avg_sq\n"
     assert out.endswith(end)
+
+
+def test_a_value_that_is_derived_is_no_difference(
+    root: Path, tmp_path: Path, values: Values, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = replace(RUN.model, ffn_hidden_size=48, num_query_groups=3, kv_channels=4, max_position_embeddings=1024)
+    given = save(tmp_path / "given", 5, values, ONE, replace(RUN, model=same))
+    assert as_json(capsys, root / "iter_0000005", given)[1]["config"] == {}
+    wider = save(tmp_path / "wider", 5, values, ONE, replace(RUN, model=replace(same, ffn_hidden_size=64)))
+    status, out, _ = inspect(capsys, root / "iter_0000005", wider)
+    assert status == 0 and "differs\nmodel.ffn_hidden_size  48 -> 64\n" in out
+
+
+@pytest.mark.parametrize(
+    ("data", "plans", "told"),
+    [
+        ({"instruction_data": ("chats.jsonl",)}, [[2, 0x1F]], "2 samples an epoch, checksum 0000001f"),
+        ({"data_path": ("pair",)}, [[1, 209]], "1 epoch, shuffled together up to sample 209"),
+        ({}, [[3, 7]], "numbers 3 and 7 of the program's or the default data"),
+    ],
+)
+def test_the_order_of_data_is_told_in_words(
+    data: dict[str, Any], plans: list[list[int]], told: str, tmp_path: Path, values: Values, capsys: Any
+) -> None:
+    folder = save(tmp_path / "run", 5, values, ONE, replace(RUN, data=DataConfig(**data)))
+    manifest = read_manifest(folder)
+    manifest.progress = {**manifest.progress, "data_plans": plans, "optimizer_steps": 4.0}
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    out = inspect(capsys, folder)[1]
+    assert re.search(rf"\ndata order +{re.escape(told)}\n", out) and re.search(r"\noptimizer steps +4\n", out), out
 
 
 def test_tensors_that_only_one_has(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
