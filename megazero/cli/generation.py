@@ -41,6 +41,7 @@ from megazero.inference.text_generator import GenerationOptions, Prompt, TextGen
 from megazero.launch import Environment, launch
 from megazero.mpu.grid import ProcessGrid
 
+NO_PROMPT = "there is no prompt in the standard input: give one by --prompt TEXT, or ask for them by --interactive"
 A_WEEK = 7 * 24 * 60.0
 """The timeout in minutes while the other ranks wait for the user to type."""
 
@@ -231,7 +232,8 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
     prompts = read_on_first_rank(grid, read)
     if not prompts:
-        raise DataError(f"--prompt-file {file}: there are no prompts in it")
+        typed = f"--prompt-file {file}: there are no prompts in it"
+        raise DataError(typed if args.prompt_file else NO_PROMPT)
     generator.answer(prompts)
 
 

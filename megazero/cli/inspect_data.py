@@ -29,7 +29,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--split", default=DataConfig.split, help="shares of train, validation and test")
     made.add_argument("--seq-length", type=int, help="tokens of a sample, S; samples are shown with S+1")
     made.add_argument("--seed", type=int, default=DataConfig.seed)
-    made.add_argument("--samples", help="TRAIN,VALID,TEST samples that the run asks for (default: one epoch of each)")
+    made.add_argument(
+        "--samples",
+        metavar="TRAIN,VALID,TEST",
+        help="samples of the run: several epochs are shuffled together, in another order than one (default: one epoch "
+        "of each)",
+    )
     made.add_argument("--dump", type=given_word, metavar="FILE.npz", help="write arrays train, valid, test and lengths")
     made.add_argument("--first", type=int, default=64, help="samples of each split in the dump")
     made.add_argument("--show", type=int, default=1, help="samples of each split to print")

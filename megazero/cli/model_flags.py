@@ -83,9 +83,10 @@ def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> ListedToke
     if loaded.tokenizer is not None:
         asked, known = tokenizer_record(named, args.tokenizer), tokenizer_record(loaded.tokenizer, "one")
         if asked.hash != known.hash:
+            path = f" --tokenizer-path {args.tokenizer_path}" if args.tokenizer_path else ""
             raise DataError(
-                f"--tokenizer {args.tokenizer} --tokenizer-path {args.tokenizer_path} is another tokenizer ({asked}) "
-                f"than the model's own ({known}), so its ids would be other text; without the flags the model's counts"
+                f"--tokenizer {args.tokenizer}{path} is another tokenizer ({asked}) than "
+                f"the model's own ({known}), so its ids would be other text; without the flags the model's counts"
             )
     return named
 

@@ -205,7 +205,7 @@ def _backend(f: CheckContext) -> Found:
 
 _WITHOUT_DROPOUT = ("flash", "flash-attn", "flex")
 _HEADS = {"flash-attn": (1, 256), "flex": (16, 256)}
-"""Sizes of heads that a body of --attention takes."""
+"""Sizes of heads that a body of --attention takes, which computes on CUDA only."""
 _NOT_IN = {"flash-attn": ("fp64", "fp32"), "flex": ("fp64",)}
 
 
@@ -230,9 +230,10 @@ def _attention(f: CheckContext) -> Found:
         cannot |= {"--document-mask": documents}
     found = [words for words, wrong in cannot.items() if wrong]
     if found:
+        first = " needs CUDA, and" * (asked in _HEADS)  # a user without a GPU need not mend the rest
         yield (
-            f"--attention {asked} does not compute {', '.join(found)}; nearest: --attention auto, or softmax, which "
-            "computes everything"
+            f"--attention {asked}{first} does not compute {', '.join(found)}; nearest: --attention auto, or "
+            "softmax, which computes everything"
         )
 
 

@@ -147,7 +147,7 @@ def _compare_logits(source: Source, written: Source) -> Verdict:
     )
     if not holds:
         return Verdict((f"NOT the same: {said}",), False)
-    judged = foreign is source and "megazero" not in who
+    judged = source.format == "megazero" or (foreign is source and "megazero" not in who)
     return Verdict((said,) if judged else (said, f"{_UNPROVEN} {source.path}"), True)
 
 

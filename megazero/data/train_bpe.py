@@ -97,4 +97,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, report: Repor
             with replaced_when_whole(folder / name) as file:
                 file.write(content.encode("utf-8"))
     files = "tokenizer.json, with a chat template beside it" if chat else "vocab.json and merges.txt"
-    report(f"{tokenizer.get_vocab_size()} tokens: {files}")
+    size = tokenizer.get_vocab_size()
+    fewer = f", fewer than {vocab_size}: with them each word of the text is a token of its own" * (size < vocab_size)
+    report(f"{size} tokens{fewer}: {files}")

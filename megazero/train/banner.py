@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fused_ops.attention.selection import choose
 from fused_ops.registry import refusal
 from megazero.config.count import parameters
-from megazero.config.derive import pipeline_schedule, uses_disks
+from megazero.config.derive import padded_vocab, pipeline_schedule, uses_disks
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import RUN_FILE, changed_settings
 from megazero.config.fp8 import exceptions
@@ -72,7 +72,7 @@ def banner(
     axes, zero = grid.axes, parts.zero(run.parallel.zero_stage, grid.axes)
     sections = [
         (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
-        ("Model", blocks.pairs(_model(run))),
+        ("Model", blocks.pairs([*_model(run), *_padding(run)])),
         (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
         ("Schedule", blocks.pairs([*placement_lines(placed), *schedule_lines(steps), *_communication(run, grid)])),
         ("Run", blocks.pairs([*_training(run, text, samples), ("start", start)])),
@@ -117,6 +117,13 @@ def _model(run: Run) -> list[tuple[str, str]]:
         *_fp8(run),
         *_adapters(run),
     ]
+
+
+def _padding(run: Run) -> list[tuple[str, str]]:
+    """Why the table of stages may count more parameters than the model has."""
+    rows = padded_vocab(run.model, run.parallel.tp)
+    told = f"the vocabulary takes {rows:,} rows in memory, which the table below counts"
+    return [] if rows == run.model.vocab_size else [("padding", told)]
 
 
 def _heads(model: ModelConfig) -> str:

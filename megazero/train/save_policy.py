@@ -11,6 +11,8 @@ from megazero.checkpoint.background import SaveOutcome
 from megazero.checkpoint.fence import FenceLost
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.save_phases import SavedCheckpoint
+from megazero.config.derive import whole_steps
+from megazero.config.schema import Run
 from megazero.mpu.shared_memory import PeerError
 from megazero.telemetry.units import transfer
 from megazero.train.state import TrainingPosition
@@ -146,3 +148,8 @@ class SavePolicy:
 
 def _words(saved: SavedCheckpoint) -> str:
     return f"saved {saved.path}: {transfer(saved.bytes, saved.seconds)}"
+
+
+def unsaved(run: Run, policy: SavePolicy | None) -> str:
+    """What the line of a stop says besides, if nothing of the run is kept; else empty."""
+    return "" if policy is not None or whole_steps(run.offload) else "; nothing is kept: there is no --save DIR"

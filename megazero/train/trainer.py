@@ -24,7 +24,7 @@ from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
 from megazero.train.host_memory import HostMemory
-from megazero.train.save_policy import SavePolicy
+from megazero.train.save_policy import SavePolicy, unsaved
 from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
@@ -92,7 +92,7 @@ class Trainer:
             yield step
             self.stopped_by = self.stop_reason()
             if self.stopped_by is not None:
-                self.log.note(f"stopping: {self.stopped_by}")
+                self.log.note(f"stopping: {self.stopped_by}{unsaved(self.run, self.save_policy)}")
 
     def finished(self) -> bool:
         """Whether the run has trained all its iterations or samples."""

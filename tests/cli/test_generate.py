@@ -390,6 +390,13 @@ def test_refuses(model: Path, words: list[str], message: str) -> None:
         generate_on(args, single_process_grid())
 
 
+def test_an_empty_standard_input_is_not_called_a_flag(model: Path) -> None:
+    with pytest.raises(DataError, match=r"^there is no prompt in the standard input: give one by --prompt TEXT"):
+        answered(single_process_grid(), str(model), "--ids", typed="\n")
+    with pytest.raises(DataError, match=r"^--prompt-file -: there are no prompts in it"):
+        answered(single_process_grid(), str(model), "--ids", "--prompt-file", "-")
+
+
 def test_a_prompt_longer_than_the_table_of_positions() -> None:
     model = ModelConfig(vocab_size=300, position_embedding="learned", max_position_embeddings=8)
     tokenizer = build_tokenizer("byte", None)

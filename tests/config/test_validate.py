@@ -67,8 +67,9 @@ REFUSED = cases("""
     softmax | --position-embedding learned
 --attention flash --position-embedding none --document-mask | 1 | flash does not compute --document-mask |
     --attention flex
---attention flex --attention-dropout 0.1 | 1 | flex does not compute --attention-dropout 0.1 | --attention softmax
---attention flex --precision fp64 | 1 | flex does not compute --precision fp64 | --attention auto
+--attention flex --attention-dropout 0.1 | 1 | flex needs CUDA, and does not compute --attention-dropout 0.1 |
+    --attention softmax
+--attention flex --precision fp64 | 1 | flex needs CUDA, and does not compute --precision fp64 | --attention auto
 --attention flex --hidden-size 96 | 1 | / --num-attention-heads 12 = 8 (16 to 256 it does) | --num-attention-heads 6
 --pp 2 --pipeline-schedule interleaved | 2 | interleaved needs --virtual-stages 2 or more, not 1 | --virtual-stages 2
 --pp 2 --pipeline-schedule 1f1b --virtual-stages 2 | 2 | 1f1b has one model chunk per rank | --pipeline-schedule gpipe

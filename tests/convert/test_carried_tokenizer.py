@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from pathlib import Path
 
@@ -70,5 +71,8 @@ def test_another_tokenizer_is_refused(trained: tuple[Path, list[int]], tmp_path:
 
     assert named(None, None) == named("hf", tmp_path / "hf") == named("gpt2", tmp_path / "hf") == ids
     for kind, path in (("gpt2", tmp_path / "other"), ("byte", None)):
-        with pytest.raises(DataError, match=r"is another tokenizer \(.*\) than the model's own \(one of 290 tokens"):
+        words = rf"^--tokenizer {kind}" + (f" --tokenizer-path {re.escape(str(path))}" if path else "")
+        with pytest.raises(
+            DataError, match=rf"{words} is another tokenizer \(.*\) than the model's own \(one of 290 tok"
+        ):
             named(kind, path)

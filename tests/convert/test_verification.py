@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
+from megazero.convert.native import write_native
 from megazero.convert.registry import format_table, open_source
 from megazero.convert.verification import Verdict, verify
 from megazero.data.progress import silent
@@ -47,6 +48,14 @@ def test_a_source_that_transformers_does_not_open(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuses)
     verdict = verified(tmp_path)
     assert verdict.holds and "does not open" in verdict.lines[-2] and "not compared: what megazero" in verdict.lines[-1]
+
+
+def test_what_megazero_wrote_itself_has_no_other_program(tmp_path: Path) -> None:
+    write_native(made(precision="fp32"), tmp_path / "own", TargetOptions(), lambda count: None)
+    with open_source(tmp_path / "own") as source:
+        convert(source, format_table()["hf"], tmp_path / "hf", TargetOptions(), silent)
+        verdict = verify(source, tmp_path / "hf", "hf", silent)
+    assert verdict.holds and not any("not compared" in line for line in verdict.lines), verdict.lines
 
 
 def altered(to: str, pattern: str, alter: Callable[[Any], None], folder: Path, wanted: TargetOptions) -> Verdict:

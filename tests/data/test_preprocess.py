@@ -434,7 +434,7 @@ def test_documents_of_several_sequences_and_of_none(tmp_path):
     shown = summary(str(tmp_path / "p"))
     assert (
         "3 documents in 3 sequences, 11 tokens" in shown
-        and "0 to 7, mean 3.7, median 4" in shown
+        and "0 to 7, mean 3.7, median 4; a tenth has at most 0, a tenth at least 7" in shown
         and "1 is empty" in shown
     )
     assert "made with: byte of 257 tokens, hash " in shown

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import unicodedata
 from itertools import pairwise
 
@@ -240,6 +241,15 @@ def test_what_a_dead_process_left_of_a_tokenizer_is_removed(tmp_path):
     (tmp_path / "vocab.json.unfinished-1").write_text("left")
     train_bpe(["the cat sat on the mat"], 260, tmp_path, silent)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merges.txt", "vocab.json"]
+
+
+def test_a_text_that_gives_fewer_tokens_says_why(tmp_path):
+    said: list[str] = []
+    train_bpe(["ab ab"], 300, tmp_path / "few", said.append)
+    why = "fewer than 300: with them each word of the text is a token of its own"
+    assert re.fullmatch(rf"2\d\d tokens, {why}: vocab.json and merges.txt", said[-1])
+    train_bpe(["ab ab"], 258, tmp_path / "all", said.append)
+    assert said[-1].startswith("258 tokens: ")
 
 
 def test_bytes_that_are_no_text(trained):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -52,11 +53,13 @@ def test_what_looks_usable_and_is_not_is_one_line_on_every_rank(flag: str, flags
         assert len(told.splitlines()) == 2
 
 
-def started(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a run prints until its first step."""
+def started(words: list[str], capsys: pytest.CaptureFixture[str], *, trains: bool = False) -> str:
+    """What a run prints until its first step, or its end."""
     parsed = parse_arguments(words, 1)
     prepared = prepare(parsed.run, 1, print)
-    build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), parsed=parsed)
+    job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), parsed=parsed)
+    if trains:
+        job.fit()
     return capsys.readouterr().out
 
 
@@ -71,7 +74,18 @@ def test_the_banner_tells_what_differs_and_where_all_of_it_is(
     assert "- --sequence-parallel has no effect without --tp above 1" in told.split("Worth knowing")[1]
     kept = yaml.safe_load((tmp_path / "s" / "run.yaml").read_text())
     assert kept["optimizer"]["z_loss"] == 0.5 and kept["optimizer"]["adam_beta2"] == 0.95
+    rows = r"\n  padding +the vocabulary takes 1,024 rows in memory, which the table below counts\n"
+    assert re.search(rows, told)
     assert "building" not in told and "order-" not in told, "names of cache folders are nobody's concern"
+
+
+def test_a_stop_without_a_save_says_that_nothing_is_kept(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = started([*flags, "--exit-interval", "1"], capsys, trains=True)
+    assert "stopping: --exit-interval 1; nothing is kept: there is no --save DIR\n" in told
+    told = started([*flags, "--exit-interval", "1", "--save", str(tmp_path / "s")], capsys, trains=True)
+    assert "stopping: --exit-interval 1\n" in told
 
 
 def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
