@@ -28,6 +28,12 @@ from megazero.system.words import counted
 from megazero.train.requirements import PACKAGES
 
 OLDEST_TORCH = (2, 11)
+LARGE_PAGES = {
+    "always": "for every program (always)",
+    "madvise": "for programs that ask, as megazero does (madvise)",
+    "never": "for no program (never)",
+}
+"""Linux's setting -> what it means."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 UNITS = {
     "AMX": "amx_bf16",
@@ -111,7 +117,8 @@ def _kernels() -> Iterator[Finding]:
         found = load(asked)
         missing = "every op runs its plain torch body: a step on the CPU takes about twice as long"
         yield Finding(name, f"{found.level}, {found.path}" if found else "none", "" if found else missing)
-    yield Finding("block products", registry.block_products() or "none")
+    layouts = registry.block_products()
+    yield Finding("block products", f"torch's, which read a matrix as {layouts}" if layouts else "none in this torch")
     yield Finding("products", registry.product_bodies())
     for what, why in registry.refusals().items():
         yield Finding(what, "torch's own", f"the kernel is refused: {why}")
@@ -132,7 +139,7 @@ def _memory() -> Iterator[Finding]:
     except (OSError, IndexError):
         state = "unknown"
     advice = f"large tensors get small pages; as root: echo madvise > {HUGE_PAGES}" if state == "never" else ""
-    yield Finding("large pages", state, advice)
+    yield Finding("large pages", LARGE_PAGES.get(state, state), advice)
     glibc = platform.libc_ver()[0] == "glibc"
     yield Finding(
         "allocator",

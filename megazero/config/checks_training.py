@@ -225,7 +225,7 @@ def _checkpoint(f: CheckContext) -> Found:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
     if c.save_retain_interval is not None and c.save and c.keep_last == 0:
         yield (
-            f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last-k 0, which keeps all: "
+            f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last 0, which keeps all: "
             "drop one of them"
         )
     if c.async_save and f.run.parallel.backend == "mpi":

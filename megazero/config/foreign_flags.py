@@ -227,7 +227,7 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "per-device-train-batch-size": "--micro-batch-size",
         "resume-from-checkpoint": "--load",
         "save-steps": "--save-interval",
-        "save-total-limit": "--keep-last-k",
+        "save-total-limit": "--keep-last",
         "torch-compile": "--compile",
         "train-file": "--data-path",
         "warmup-ratio": "--lr-warmup-fraction",

@@ -122,11 +122,11 @@ def _metavar(known: Option) -> str:
 
 
 def _right(known: Option, *, value: bool, aliases: bool) -> str:
-    """The sentence of an option and its default, with `aliases` also its other flags.
+    """The first sentence of an option and its default; with `aliases` all sentences and its other flags.
 
     value: whether to show the default of a switch too.
     """
-    text = known.sentence
+    text = known.sentence if aliases else re.split(r"(?<=[^.]\.) (?=[A-Z])", known.sentence, maxsplit=1)[0]
     if value or known.kind is not bool:
         default = f"(default: {known.shown_default})"
         text += " " + (default.replace(" ", _KEPT) if len(default) < 32 else default)

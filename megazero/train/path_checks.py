@@ -154,7 +154,7 @@ def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
     )
     if not later:
         return []
-    pruned = f", and --keep-last-k {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
+    pruned = f", and --keep-last {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
     return [
         f"--save {cfg.save} holds checkpoints up to {later[-1].name}, which this run does not start from: its own take "
         "the place of those of "

@@ -56,7 +56,7 @@ class SkippedSteps:
 
     def since(self, iteration: int) -> str | None:
         """The iteration in words, if it and perhaps some before it changed no weight: a checkpoint of it would hold the
-        weights that an earlier one has, or that nobody wants, and --keep-last-k would delete a good one for it. None if
+        weights that an earlier one has, or that nobody wants, and --keep-last would delete a good one for it. None if
         it changed them. Waits for the device.
         """
         number = self.now()

@@ -131,7 +131,7 @@ REFUSED = cases("""
 --data-path 1 p nan q --vocab-size 9 | 1 | 'nan' is not a weight, a number above 0 | --data-path 1 p 2 q
 --valid-data-path a p b | 1 | --valid-data-path has 3 words | --valid-data-path a p b q
 --valid-data-path a p a q | 1 | a name of its own | --valid-data-path a p b q
---save d --keep-last-k 0 --save-retain-interval 9 | 1 | has no effect with --keep-last-k 0 | --save d --keep-last-k 1
+--save d --keep-last 0 --save-retain-interval 9 | 1 | has no effect with --keep-last 0 | --save d --keep-last 1
 --save d --save-retain-interval 0 | 1 | --save-retain-interval 0 | --save d --save-retain-interval 1
 --save d --async-save --backend mpi | 1 | cannot be created with --distributed-backend mpi |
     --save d --async-save --backend gloo
@@ -208,7 +208,7 @@ POINTLESS = cases("""
 --lr-wsd-decay-iters 9 | 1 | --lr-wsd-decay-iters 9 has no effect without --lr-decay-style wsd | --lr-decay-style wsd
 --train-samples 96 --lr-wsd-decay-samples 9 | 1 | has no effect without --lr-decay-style wsd | --lr-decay-style wsd
 --save-interval 9 | 1 | --save-interval 9 has no effect without --save DIR | --save d
---keep-last-k 9 | 1 | --keep-last 9 has no effect without --save DIR | --save d
+--keep-last 9 | 1 | --keep-last 9 has no effect without --save DIR | --save d
 --save-retain-interval 9 | 1 | has no effect without --save DIR | --save d
 --nvme-path a | 1 | --nvme-path a has no effect without --offload-optimizer nvme | --offload-optimizer nvme:0.5
 --nvme-checkpoint | 1 | --nvme-checkpoint has no effect without --offload-optimizer nvme |

@@ -217,7 +217,7 @@ def test_archives_and_packed_files_say_what_they_are(tmp_path: Path, name: str) 
     job = PreprocessJob("byte", None, ReaderOptions(skip_undecodable=True))
     inputs = [tmp_path / name, tmp_path / "b.txt"]
     assert preprocess(inputs, tmp_path / "out", job, workers=1, report=said.append).documents == 1
-    assert f"--skip-undecodable: 1 documents left out, the first of them {tmp_path / name}" in said
+    assert f"--skip-undecodable: 1 document left out, the first of them {tmp_path / name}" in said
 
 
 @pytest.mark.parametrize("begins", ["BZh9 is a name", "PAR1 and PAR2", "PK and more", "%PDF is a format", "ustar" * 60])

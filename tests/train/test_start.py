@@ -107,7 +107,7 @@ def test_checkpoints_that_a_run_would_take_the_place_of_are_told(
         with pytest.raises(ConfigError, match=f"--save {place}: holds checkpoints up to iter_0000003 of another run"):
             train([*first, *elsewhere], Environment(0, 0, 1, 1))
     assert sentence in told(*earlier) and f"; --load {place}/iter_0000003 goes on from there" in told(*earlier)
-    assert "--keep-last-k 1 deletes" in told(*earlier, "--keep-last-k", "1")
+    assert "--keep-last 1 deletes" in told(*earlier, "--keep-last-k", "1")
     assert "holds checkpoints" not in told("--load", str(place))
     ahead = ["--load", str(place / "iter_0000001"), "--validate-only"]
     assert sentence in " ".join(answered([*first, *ahead], capsys).split())

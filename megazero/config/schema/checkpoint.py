@@ -26,7 +26,7 @@ class CheckpointConfig:
     no_save_optim: bool = option(False)
     """Save weights only, in the precision of the parameters: in bf16 2 bytes of a parameter, not 12. Such a checkpoint
     is to be used, converted or started from with --init-from, --finetune or --no-load-optim, not to be resumed from."""
-    init_from: str | None = option(None, metavar="DIR", derived="random weights")
+    init_from: str | None = option(None, metavar="DIR", derived="random weights", common=True)
     """Start with the weights of a checkpoint of any known format, such as a Hugging Face folder. Its model shape and
     tokenizer are used unless flags set others. A complete checkpoint in --load has precedence."""
     extend_vocabulary: bool = option(False)

@@ -19,7 +19,7 @@ class DataConfig:
     "Shares of training, validation and test data."
     valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX", derived="none")
     "Named validation sets in addition to the split's: NAME PREFIX NAME PREFIX ... Each gets a loss of its own."
-    instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
+    instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none", common=True)
     """Prompts with completions, or chats, instead of --data-path. The tokenizer's chat template formats chats. Several
     conversations are packed into a sample. The loss is on completions only."""
     valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")

@@ -24,7 +24,7 @@ class ScheduleConfig:
     "Number of optimizer steps."
     train_samples: int | None = option(None, derived="--train-iters counts")
     "Number of samples to train on instead of iterations, in whole global batches."
-    epochs: float | None = option(None, metavar="X", derived="--train-iters counts")
+    epochs: float | None = option(None, metavar="X", derived="--train-iters counts", common=True)
     """Number of passes over the training data, instead of iterations. For a blend one epoch is as many tokens as all
     its
     parts have together, and the banner says how often each part is read."""

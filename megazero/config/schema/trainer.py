@@ -17,7 +17,7 @@ class TrainerConfig:
 
     eval_interval: int | None = option(None, derived="at the end only")
     "Iterations between evaluations."
-    eval_iters: int = option(10)
+    eval_iters: int = option(10, common=True)
     "Global batches of one evaluation; 0 turns it off."
     test_iters: int = option(0)
     "Global batches of the test split on which the finished run is evaluated."
