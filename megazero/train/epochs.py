@@ -54,8 +54,9 @@ def _of_length(run: Run, samples_of: Callable[[float], int], dp: int) -> Run:
     if samples < first:
         nearest = _nearest(schedule, samples_of, first, dp) if samples > 0 else ["a smaller --seq-length"]
         raise DataError(
-            f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of {run.model.seq_length:,} "
-            f"tokens, fewer than the first global batch has, {first}; nearest: {', or '.join(nearest)}"
+            f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of "
+            f"{run.model.seq_length:,} tokens, fewer than the first global batch has, {first}; nearest: "
+            f"{', or '.join(nearest)}"
         )
     return replace(run, schedule=replace(schedule, epochs=None, train_samples=samples))
 

@@ -187,17 +187,18 @@ def test_help_may_be_asked_for_in_front(capsys: pytest.CaptureFixture[str]) -> N
         ),
         ("train-tokenizer --input {file} --vocab-size 300 --output {file}", 2, "--output {file}: {file} is no folder"),
         ("train-tokenizer --input {file} --output {file}/x", 2, "--output {file}/x: {file} is no folder"),
-        ("train-tokenizer --input {file} --output=", 2, "--output '': names no folder"),
-        ("train-tokenizer --input= --output {folder}/x", 2, "an input has no name"),
-        ("prepare-data --input= --output-prefix {folder}/x --tokenizer byte", 2, "an input has no name"),
+        ("train-tokenizer --input {file} --output=", 2, "--output: is empty"),
+        ("train-tokenizer --input= --output {folder}/x", 2, "--input: is empty"),
+        ("prepare-data --input= --output-prefix {folder}/x --tokenizer byte", 2, "--input: is empty"),
+        ("merge-data --input {folder}/q --output-prefix=", 2, "--output-prefix: is empty"),
         *(
             (f"{words} --output-prefix={prefix}", 2, f"--output-prefix '{prefix}': names no files; give a name: ")
             for words in ("prepare-data --input {file} --tokenizer byte --workers 1", "merge-data --input {folder}/q")
-            for prefix in ("", "{folder}/", "{folder}/new/", "{folder}/.", "..")
+            for prefix in ("{folder}/", "{folder}/new/", "{folder}/.", "..")
         ),
-        ("merge-data --input= --output-prefix {folder}/x", 2, "--input '': names no pair"),
-        ("inspect-data --data-path=", 2, "--data-path '': '' names no pair"),
-        ("inspect-data --data-path {folder}/q --seq-length 4 --dump=", 2, "--dump .: is there already"),
+        ("merge-data --input= --output-prefix {folder}/x", 2, "--input: is empty"),
+        ("inspect-data --data-path=", 2, "--data-path: is empty"),
+        ("inspect-data --data-path {folder}/q --seq-length 4 --dump=", 2, "--dump: is empty"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
