@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 from bench.contestants.megazero_ import build_megazero, step_of
 from bench.workload import Workload
+from megazero.config.dump import plain_value
 from megazero.config.placement import ROWS
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.rates import MachineRates
@@ -27,7 +28,7 @@ class Step:
     def report(self) -> dict[str, Any]:
         """The settings of the placement, the rates that were measured, and what the banner says."""
         settings = {**vars(self.job.run.parallel), **vars(self.job.run.offload)}
-        chosen = {row.field: settings[row.field] for row in ROWS.values()}
+        chosen = {row.field: plain_value(settings[row.field]) for row in ROWS.values()}
         return {"settings": chosen, "rates": self.rates, "told": self.told}
 
 

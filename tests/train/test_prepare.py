@@ -289,7 +289,7 @@ def test_data_are_built_for_what_a_resumed_run_still_takes(prepared: Callable[..
         of(22, epoch // 23, then)  # smaller batches, which 22 steps from the first sample on would have room for
     assert of(14, epoch // 10, then).plans == once.plans  # and larger ones, which they would not
     with pytest.raises(
-        ConfigError, match=r"samples take 1 epoch of the data in another order than the checkpoint's 2, so"
+        ConfigError, match=r"1 sample takes 1 epoch of the data in another order than the checkpoint's 2, so"
     ):
         of(1, 1, checkpoint([(2, 0)]))
 
