@@ -67,8 +67,9 @@ RUN_TESTS = $(VENV)/bin/python -m pytest $(TO_PYTEST)
 check: $(VENV)/.installed-test
 	$(RUN_TESTS) --depth check $(PYTEST)
 
+# As in continuous integration, a test that skips for want of an installed package or program fails. CI=0 lets these tests skip.
 test: $(VENV)/.installed-test
-	$(RUN_TESTS) $(PYTEST)
+	CI=$(or $(CI),true) $(RUN_TESTS) $(PYTEST)
 
 test-all: $(VENV)/.installed-test-all
 	MEGAZERO_FUSED=reference $(RUN_TESTS) tests/parity tests/zero tests/pipeline
