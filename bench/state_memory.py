@@ -86,7 +86,7 @@ def free_bytes() -> int:
 def needed(work: Workload, layout: Layout) -> int:
     """Bytes that all ranks of the layout take together. Raises ConfigError for flags that the program refuses."""
     run = parse_run([*flags_of(work, Path("."), layout.replicas), *layout.flags], layout.ranks)
-    axes = axes_of(run.parallel, layout.ranks)
+    axes = axes_of(run, layout.ranks)
     a_stage = layout.ranks // axes.pp
     return sum(a_stage * stage.total for stage in stage_bytes(run, axes)) + layout.ranks * BESIDES
 

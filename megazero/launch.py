@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.parse import ConfigError
-from megazero.config.schema import ParallelConfig
+from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
@@ -79,7 +79,7 @@ class Environment:
 
 
 @contextmanager
-def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[ProcessGrid]:
+def launch(run: Run, environment: Environment) -> Iterator[ProcessGrid]:
     """A context with this rank's process grid, in a process that exists for this run only.
 
     dp is world size / (tp * pp).
@@ -88,13 +88,13 @@ def launch(parallel: ParallelConfig, environment: Environment) -> Iterator[Proce
     """
     die_with_parent()
     torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
-    world = world_of(parallel, environment)
+    world = world_of(run, environment)
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
         return
     init_default_group(world)
-    grid = build_grid(world.axes, world.device, world.timeout, shared_memory=parallel.shared_memory)
-    connect(grid, quantised=parallel.zero_quantized_gradients != "none")
+    grid = build_grid(world.axes, world.device, world.timeout, shared_memory=run.parallel.shared_memory)
+    connect(grid, quantised=run.parallel.zero_quantized_gradients != "none")
     yield grid
     dist.barrier()
     dist.destroy_process_group()
@@ -110,14 +110,15 @@ class World:
     timeout: timedelta
 
 
-def world_of(parallel: ParallelConfig, environment: Environment) -> World:
+def world_of(run: Run, environment: Environment) -> World:
     """The world of a run. Raises ConfigError for a device or backend that this machine or this torch does not have."""
+    parallel = run.parallel
     try:
         device = devices.resolve(parallel.device, environment.local_rank)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    axes = axes_of(parallel, environment.world_size)
+    axes = axes_of(run, environment.world_size)
     if environment.world_size == 1:
         return World(axes, device, "gloo", timeout)
     backend = parallel.backend if parallel.backend != "auto" else _backend_for(device, environment)

@@ -66,7 +66,7 @@ def build_megazero(work: Workload, layout: list[str], replicas: int = 1) -> Job:
     words = [*flags_of(work, folder, replicas), *(word.format(folder=folder) for word in layout)]
     run = parse_run(words, environment.world_size, model_source)
     prepared = prepare(run, environment.world_size, silent)
-    return build_job(prepared, ExitStack().enter_context(launch(prepared.run.parallel, environment)))
+    return build_job(prepared, ExitStack().enter_context(launch(prepared.run, environment)))
 
 
 class JobStep:

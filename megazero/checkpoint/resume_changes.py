@@ -9,14 +9,14 @@ and the new value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.config.derive import micro_batch_order, pipeline_schedule
-from megazero.config.dump import run_dict
+from megazero.config.dump import build_run, run_dict
 from megazero.config.lora import adapted, alpha
-from megazero.config.options import run_options
+from megazero.config.options import run_options, sections
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.shape import SHAPE
 from megazero.config.validate import out_of_range
@@ -120,7 +120,7 @@ _DATA = {
 _FREE = {
     **_plain("parallel", "tp", "pp", "zero_stage", "virtual_stages", "partition", "partition_by", "sequence_parallel"),
     **_plain("parallel", "zero3_gathered_bytes", "zero3_regather", "zero3_persist_below"),
-    "parallel.micro_batch_order": lambda run: micro_batch_order(run.parallel),
+    "parallel.micro_batch_order": lambda run: micro_batch_order(run),
     **_plain("parallel", "vertical_group_size"),
     "parallel.pipeline_schedule": lambda run: pipeline_schedule(run.parallel),
     **_plain(
@@ -128,7 +128,6 @@ _FREE = {
     ),
     **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention", "late_update"),
     **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget", "shard_recompute_inputs"),
-    **_plain("parallel", "offload_activations", "offload_params", "offload_gradients"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain(
         "optimizer",
@@ -142,7 +141,7 @@ _FREE = {
     ),
     **_plain("optimizer", "fp8"),
     **_plain("parallel", "zero_quantized_weights", "zero_quantized_gradients", "zero_gradient_error_feedback"),
-    **_plain("offload", "offload_optimizer"),
+    **_plain("offload", "offload_optimizer", "offload_params", "offload_gradients", "offload_activations"),
     "optimizer.fp8_amax_history": lambda run: (
         run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None
     ),
@@ -155,7 +154,7 @@ _SILENT = frozenset(
         *("parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"),
         *("offload.nvme_path", "offload.nvme_buffer_bytes", "offload.placement", "offload.placement_rates"),
         "offload.nvme_checkpoint",
-        *("parallel.device_memory_budget", "parallel.host_memory_budget"),
+        *("offload.device_memory_budget", "offload.host_memory_budget"),
     }
 )
 """Fields that affect time and places only, so a change of them is not reported. (The sections `checkpoint` and
@@ -215,15 +214,19 @@ def run_from(record: Mapping[str, Any]) -> Run:
         problems.extend(f"{name} {shown(value)}: {reason}" for reason in reasons[:1])
         return value
 
-    def section(field: str, cls: type) -> Any:
-        values = record.get(field, {})
-        if not isinstance(values, dict):
-            problems.append(f"{field}: {shown(values)} is no section")
-            return cls()
-        return cls(**{item.name: read(item.name, values[item.name]) for item in fields(cls) if item.name in values})
-
-    empty = Run()
-    run = Run(**{field.name: section(field.name, type(getattr(empty, field.name))) for field in fields(Run)})
+    written: dict[str | None, dict[str, Any]] = {}
+    for section in sections():
+        if isinstance(values := record.get(section, {}), dict):
+            written[section] = values
+        else:
+            problems.append(f"{section}: {shown(values)} is no section")
+    settings = {}
+    for name, known in run_options().items():
+        # A version that had the field in another section has it in no other than that one.
+        values = next((written[s] for s in (known.section, known.earlier) if name in written.get(s, {})), {})
+        if name in values:
+            settings[name] = read(name, values[name])
+    run = build_run(settings)
     if problems:
         raise Damaged(f"{MANIFEST} holds a run with impossible values: " + "; ".join(problems[:20]))
     return run

@@ -15,6 +15,7 @@ from typing import IO, NoReturn
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.exit_status import end_rank
 from megazero.cli.model_flags import not_positive, parallel_of, problems, tokenizer_named, ways_to_name_one
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.convert.loading import LoadedModel, open_model
 from megazero.convert.source import ConversionError
@@ -212,7 +213,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 
     def work(here: Environment) -> None:
         check(args, here.world_size)
-        with launch(parallel_of(args), here) as grid:
+        with launch(Run(parallel=parallel_of(args)), here) as grid:
             evaluate(args, grid)
 
     end_rank(work, (ConversionError, DataError))

@@ -15,6 +15,7 @@ from typing import NoReturn
 from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
 from megazero.cli.exit_status import end_rank
 from megazero.cli.model_flags import MOST_TOKENS, not_positive, parallel_of, problems, tokenizer_named, ways_to_name_one
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.convert.hf.config import ids_of
 from megazero.convert.loading import LoadedModel, open_model
@@ -245,7 +246,7 @@ def run(args: argparse.Namespace) -> NoReturn:
         parallel = parallel_of(args)
         if args.interactive:
             parallel = replace(parallel, distributed_timeout_minutes=A_WEEK)
-        with launch(parallel, here) as grid:
+        with launch(Run(parallel=parallel), here) as grid:
             generate_on(args, grid)
 
     end_rank(work, (ConversionError, DataError, FloatingPointError))

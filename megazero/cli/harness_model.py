@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from megazero.config.schema import ParallelConfig
+from megazero.config.schema import ParallelConfig, Run
 from megazero.convert.hf.config import read_json
 from megazero.convert.loading import open_on_grid
 from megazero.convert.registry import open_source
@@ -78,7 +78,9 @@ class MegazeroLM(HarnessModel):
             )
         self._closing = ExitStack()
         if grid is None:
-            grid = self._closing.enter_context(launch(ParallelConfig(tp=tp, pp=pp, device=device), environment))
+            grid = self._closing.enter_context(
+                launch(Run(parallel=ParallelConfig(tp=tp, pp=pp, device=device)), environment)
+            )
         with open_source(Path(path).expanduser(), format) as source:
             loaded = open_on_grid(source, grid, precision)
             built = build_tokenizer(tokenizer, tokenizer_path) if tokenizer else loaded.tokenizer

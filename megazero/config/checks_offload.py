@@ -22,8 +22,8 @@ def least_buffer(run: Run) -> int:
     state, parameter = _BYTES[run.optimizer.precision]
     columns = 2 if run.optimizer.optimizer == "sgd" else 3
     on_disk = columns * state * run.offload.offload_optimizer.on_disks
-    read = parameter * run.parallel.offload_params.on_disks
-    sums = state * run.parallel.offload_gradients.on_disks
+    read = parameter * run.offload.offload_params.on_disks
+    sums = state * run.offload.offload_gradients.on_disks
     return SLOTS * ALIGNMENT * (state + parameter + on_disk + read + sums)
 
 
@@ -45,7 +45,7 @@ def _offload(f: CheckContext) -> Found:
 
 def _units(f: CheckContext) -> Found:
     layers = f.run.model.num_layers
-    for field, offload in {**tiers(f.run), "offload_activations": f.run.parallel.offload_activations}.items():
+    for field, offload in {**tiers(f.run), "offload_activations": f.run.offload.offload_activations}.items():
         unknown = unknown_units(offload.units, layers)
         if unknown:
             yield (
@@ -55,16 +55,16 @@ def _units(f: CheckContext) -> Found:
 
 
 def _graphs(f: CheckContext) -> Found:
-    p = f.run.parallel
-    if p.cuda_graphs and p.offload_params:
+    off = f.run.offload
+    if f.run.parallel.cuda_graphs and off.offload_params:
         yield (
-            f"--cuda-graphs needs parameters at fixed addresses, which --offload-params {p.offload_params} does not "
-            "have: drop one of them"
+            "--cuda-graphs needs parameters at fixed addresses, which "
+            f"--offload-params {off.offload_params} does not have: drop one of them"
         )
-    if p.cuda_graphs and p.offload_gradients:
+    if f.run.parallel.cuda_graphs and off.offload_gradients:
         yield (
-            f"--cuda-graphs needs gradients at fixed addresses, which --offload-gradients {p.offload_gradients} does "
-            "not have: drop one of them"
+            "--cuda-graphs needs gradients at fixed addresses, which "
+            f"--offload-gradients {off.offload_gradients} does not have: drop one of them"
         )
 
 

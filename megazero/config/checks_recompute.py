@@ -37,8 +37,7 @@ def _activation_budget(f: CheckContext) -> Found:
 
 
 def _device_budget(f: CheckContext) -> Found:
-    p = f.run.parallel
-    whole, part = p.device_memory_budget, p.activation_memory_budget
+    whole, part = f.run.offload.device_memory_budget, f.run.parallel.activation_memory_budget
     if whole is not None and part is not None and part > whole:
         yield (
             f"--activation-memory-budget {part} is a part of --device-memory-budget {whole}: nearest: "
@@ -56,15 +55,15 @@ def _shard_recompute_inputs(f: CheckContext) -> Found:
 
 
 def _offload_activations(f: CheckContext) -> Found:
-    p = f.run.parallel
-    if p.offload_activations.on_disks and not f.run.offload.nvme_path:
+    off = f.run.offload
+    if off.offload_activations.on_disks and not off.nvme_path:
         yield (
-            f"--offload-activations {p.offload_activations} needs --nvme-path DIR, a folder for swap files on each "
+            f"--offload-activations {off.offload_activations} needs --nvme-path DIR, a folder for swap files on each "
             "disk that it may use"
         )
-    if p.offload_activations and p.cuda_graphs:
+    if off.offload_activations and f.run.parallel.cuda_graphs:
         yield (
-            f"--offload-activations {p.offload_activations} copies between the units of a micro-batch, which "
+            f"--offload-activations {off.offload_activations} copies between the units of a micro-batch, which "
             "--cuda-graphs launches as one graph: drop one of them"
         )
 

@@ -44,7 +44,7 @@ def adapts(f: CheckContext) -> bool:
 
 def rests_on_disks(f: CheckContext) -> bool:
     """Whether some of the model state or of the activations does."""
-    return uses_disks(f.run) or f.run.parallel.offload_activations.on_disks
+    return uses_disks(f.run) or f.run.offload.offload_activations.on_disks
 
 
 def state_on_disks(f: CheckContext) -> bool:
@@ -54,17 +54,17 @@ def state_on_disks(f: CheckContext) -> bool:
 
 def leaves_device(f: CheckContext) -> bool:
     """Whether some model state or activations wait in host memory or on disks."""
-    return any(tiers(f.run).values()) or bool(f.run.parallel.offload_activations)
+    return any(tiers(f.run).values()) or bool(f.run.offload.offload_activations)
 
 
 def moves_parts(f: CheckContext) -> bool:
     """Whether some model state moves in parts of buckets, or activations go to disks."""
-    return moves_in_parts(f.run) or f.run.parallel.offload_activations.on_disks
+    return moves_in_parts(f.run) or f.run.offload.offload_activations.on_disks
 
 
 def vertical(f: CheckContext) -> bool:
     """Whether micro-batches pass layers together."""
-    return micro_batch_order(f.run.parallel) == "vertical"
+    return micro_batch_order(f.run) == "vertical"
 
 
 def searches(f: CheckContext) -> bool:

@@ -61,7 +61,7 @@ def bucket_size(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> int:
     return max(BUCKET_NCCL, BUCKET_NCCL_PER_REPLICA * replicas) if nccl else BUCKET
 
 
-def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
+def shard_size(run: Run, replicas: int) -> int | None:
     """Number of neighbours that share out model state, as `mpu.axes.Axes` takes it; None where that is all of them.
 
     replicas  number of ranks that hold the same layers: dp x cp
@@ -69,35 +69,24 @@ def shard_size(parallel: ParallelConfig, replicas: int) -> int | None:
     Where a size is given, the neighbours are ranks of one stage. They are with sharded parameters, too (ZeRO-3): a tied
     embedding is gathered for each use, and the stages that hold it use it at different times.
     """
-    if parallel.zero_shard_size is not None:
-        return parallel.zero_shard_size
-    return replicas if shards_parameters(parallel) else None
-
-
-def offloads_parameters(parallel: ParallelConfig) -> bool:
-    """Whether parameters rest in host memory or on disks."""
-    return bool(parallel.offload_params)
-
-
-def offloads_gradients(parallel: ParallelConfig) -> bool:
-    """Whether gradients are summed in host memory or on disks."""
-    return bool(parallel.offload_gradients)
+    if run.parallel.zero_shard_size is not None:
+        return run.parallel.zero_shard_size
+    return replicas if shards_parameters(run.parallel, run.offload) else None
 
 
 def tiers(run: Run) -> dict[str, Offload]:
     """What of each column of the model state leaves the device, by field."""
     return {
         "offload_optimizer": run.offload.offload_optimizer,
-        "offload_params": run.parallel.offload_params,
-        "offload_gradients": run.parallel.offload_gradients,
+        "offload_params": run.offload.offload_params,
+        "offload_gradients": run.offload.offload_gradients,
     }
 
 
-def names_units(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
+def names_units(offload: OffloadConfig) -> bool:
     """Whether some column of the model state leaves the device unit by unit."""
-    return any(
-        column.units for column in (offload.offload_optimizer, parallel.offload_params, parallel.offload_gradients)
-    )
+    columns = (offload.offload_optimizer, offload.offload_params, offload.offload_gradients)
+    return any(column.units for column in columns)
 
 
 def uses_disks(run: Run) -> bool:
@@ -112,36 +101,36 @@ def whole_steps(offload: OffloadConfig) -> bool:
     return offload.nvme_checkpoint and offload.offload_optimizer.on_disks
 
 
-def micro_batch_order(parallel: ParallelConfig) -> str:
+def micro_batch_order(run: Run) -> str:
     """The order of a step's computations: the field, else horizontal, but vertical where parameters rest on disks: then
     each unit is read once for all micro-batches of a pass. Budgets may choose otherwise before the run begins
     (`plan.order`).
     """
-    if parallel.micro_batch_order is not None:
-        return parallel.micro_batch_order
-    return "vertical" if parallel.offload_params.on_disks else "horizontal"
+    if run.parallel.micro_batch_order is not None:
+        return run.parallel.micro_batch_order
+    return "vertical" if run.offload.offload_params.on_disks else "horizontal"
 
 
 def moves_in_parts(run: Run) -> bool:
     """Whether some of the model state moves in parts, which pass through slots in host memory. Parameters that rest
     there are copied as they are.
     """
-    in_parts = run.offload.offload_optimizer or run.parallel.offload_gradients
-    return bool(in_parts) or run.parallel.offload_params.on_disks
+    in_parts = run.offload.offload_optimizer or run.offload.offload_gradients
+    return bool(in_parts) or run.offload.offload_params.on_disks
 
 
-def shards_parameters(parallel: ParallelConfig) -> bool:
+def shards_parameters(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
     """Whether parameters are sharded: with ZeRO-3. Those that are brought for each use anyway, because they do not rest
     on the device, are sharded wherever the optimizer state is.
     """
-    return parallel.zero_stage == 3 or (parallel.zero_stage > 0 and offloads_parameters(parallel))
+    return parallel.zero_stage == 3 or (parallel.zero_stage > 0 and bool(offload.offload_params))
 
 
 def gathers_parameters(run: Run) -> bool:
     """Whether some parameters are there for each use only: sharded ones (ZeRO-3), those that do not rest on the device,
     or frozen ones stored as codes.
     """
-    brought = shards_parameters(run.parallel) or offloads_parameters(run.parallel)
+    brought = shards_parameters(run.parallel, run.offload) or bool(run.offload.offload_params)
     return brought or run.lora.lora_base_bits is not None
 
 

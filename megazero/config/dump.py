@@ -143,7 +143,7 @@ def _read_key(source: ConfigSource, key: str, value: object, section: str | None
         )
         source.problems.append(f"{source.name}: there is no {where if len(where) <= 80 else shown(where)}{hint}")
         return
-    if section is not None and known.section != section:
+    if section not in (None, known.section, known.earlier):
         source.problems.append(f"{source.name}: there is no {where}; {known.name} belongs to {known.section}")
         return
     if known.name in source.settings:

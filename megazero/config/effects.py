@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megazero.config import conditions as when
 from megazero.config.checks import Check, CheckContext, Found
-from megazero.config.derive import gathers_parameters, offloads_parameters, recomputes_blocks, shards_parameters
+from megazero.config.derive import gathers_parameters, recomputes_blocks, shards_parameters
 from megazero.config.options import run_options
 
 
@@ -202,7 +202,7 @@ EFFECTS = (
     ),
     Effect(
         "zero3_persist_below",
-        lambda f: shards_parameters(f.run.parallel) or offloads_parameters(f.run.parallel),
+        lambda f: shards_parameters(f.run.parallel, f.run.offload) or bool(f.run.offload.offload_params),
         "--zero-stage 3 or --offload-params",
         ("zero_stage", "offload_params"),
         refused=False,

@@ -17,6 +17,7 @@ def option(
     derived: str | None = None,
     common: bool = False,
     size: bool = False,
+    earlier: str | None = None,
 ) -> Any:
     """A field of a dataclass whose fields are flags.
 
@@ -30,8 +31,8 @@ def option(
     derived      the default in words, where it is not `default` itself
     common       whether `--help` shows it; `--help-all` shows all
     size         whether it is a number of bytes, which may be written as 4GB
+    earlier      the section that had the field in earlier versions, whose files and checkpoints are still read
     """
     metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone, "size": size}
-    return field(
-        default=default, metadata={**metadata, "extended_by": extended_by, "derived": derived, "common": common}
-    )
+    metadata |= {"extended_by": extended_by, "derived": derived, "common": common, "earlier": earlier}
+    return field(default=default, metadata=metadata)

@@ -53,6 +53,7 @@ class Option:
     derived: str | None
     common: bool
     size: bool
+    earlier: str | None
     sentence: str
 
     @property
@@ -264,6 +265,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 derived=meta["derived"],
                 common=meta["common"],
                 size=meta["size"],
+                earlier=meta["earlier"],
                 sentence=under[item.name],
             )
         )

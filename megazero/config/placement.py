@@ -77,7 +77,7 @@ def as_flags(settings: Mapping[str, Any]) -> str:
     """The flags that give these settings, where they are not the defaults; empty where all are."""
     words = []
     others = {field: value for field, value in settings.items() if field != ORDER}
-    defaults = {ORDER: micro_batch_order(applied(Run(), others).parallel)}
+    defaults = {ORDER: micro_batch_order(applied(Run(), others))}
     for field, given in settings.items():
         known = run_options()[field]
         value = known.from_value(given)

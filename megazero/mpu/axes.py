@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from megazero.config.derive import shard_size
-from megazero.config.schema import ParallelConfig
+from megazero.config.schema import Run
 from megazero.mpu.parameter import StateGroup
 
 
@@ -113,7 +113,7 @@ class Axes:
         return ranks.index(own if own in ranks else self.rank(replace(at, pp=0)))
 
 
-def axes_of(parallel: ParallelConfig, world_size: int) -> Axes:
+def axes_of(run: Run, world_size: int) -> Axes:
     """The grid's sizes: dp = world_size / (tp * pp), cp = 1."""
-    dp = world_size // (parallel.tp * parallel.pp)
-    return Axes(parallel.pp, dp, 1, parallel.tp, shard_size(parallel, dp))
+    dp = world_size // (run.parallel.tp * run.parallel.pp)
+    return Axes(run.parallel.pp, dp, 1, run.parallel.tp, shard_size(run, dp))

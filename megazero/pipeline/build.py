@@ -14,7 +14,6 @@ from megazero.config.derive import (
     gathers_parameters,
     head_dim,
     micro_batch_order,
-    offloads_gradients,
     pipeline_schedule,
     query_groups,
     whole_steps,
@@ -22,7 +21,7 @@ from megazero.config.derive import (
 from megazero.config.dtypes import compute_dtype
 from megazero.config.fp8 import fp8_layers
 from megazero.config.recompute import RecomputeTable, recompute_by_flags
-from megazero.config.schema import ParallelConfig, Run
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage
@@ -166,7 +165,7 @@ def reduces_every_micro_batch(run: Run) -> bool:
     """
     parallel = run.parallel
     breadth_first = is_breadth_first(pipeline_schedule(parallel), parallel.virtual_stages)
-    return offloads_gradients(parallel) or (parallel.zero_stage >= 2 and not breadth_first)
+    return bool(run.offload.offload_gradients) or (parallel.zero_stage >= 2 and not breadth_first)
 
 
 def schedules(run: Run, pp_index: int) -> Callable[[int], tuple[Instruction, ...]]:
@@ -191,14 +190,14 @@ def step_lists(run: Run, pp_index: int, shape: RankShape) -> Lists:
 
 def step_options(run: Run) -> StepOptions:
     """How the passes place a run's instructions."""
-    leaves = run.parallel.offload_activations
+    leaves = run.offload.offload_activations
     return StepOptions(
         reduce_every=reduces_every_micro_batch(run),
         overlap=run.parallel.overlap,
         gathered_bytes=run.parallel.zero3_gathered_bytes,
         regather=run.parallel.zero3_regather,
         late=run.parallel.late_update,
-        vertical=vertical_order(run.parallel),
+        vertical=vertical_order(run),
         leaving=leaves.share if leaves else 0.0,
         disk_buffers=run.offload.nvme_buffer_bytes if leaves.on_disks else None,
         ahead=reads_ahead(run),
@@ -212,9 +211,9 @@ def reads_ahead(run: Run) -> bool:
     return run.parallel.overlap and not (run.parallel.late_update and whole_steps(run.offload))
 
 
-def vertical_order(parallel: ParallelConfig) -> VerticalOrder | None:
+def vertical_order(run: Run) -> VerticalOrder | None:
     """How micro-batches pass units together; None in horizontal order."""
-    return VerticalOrder(parallel.vertical_group_size) if micro_batch_order(parallel) == "vertical" else None
+    return VerticalOrder(run.parallel.vertical_group_size) if micro_batch_order(run) == "vertical" else None
 
 
 def build_engine(
@@ -241,7 +240,7 @@ def host_activations(run: Run, device: torch.device, disks: ActivationDisks | No
     """Where the activations of a run wait for their backward (--offload-activations); None: on the device. disks: where
     they go on from host memory.
     """
-    return HostActivations(device, disks=disks) if run.parallel.offload_activations else None
+    return HostActivations(device, disks=disks) if run.offload.offload_activations else None
 
 
 def with_graphs(

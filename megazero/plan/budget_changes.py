@@ -141,7 +141,7 @@ class BudgetSearch:
 
     def _attempt(self, change: MemoryChange) -> Tried | None:
         run = change.of(self._run)
-        axes = axes_of(run.parallel, self._world)
+        axes = axes_of(run, self._world)
         if not self._known.issuperset(problems_of(run, self._world, own_data=True)) or unit_problems(run, axes):
             return None
         of_run = run_peaks(run, axes, self._kind)
@@ -203,15 +203,15 @@ def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:
     tried too, and found to be so.
     """
     p, rows = run.parallel, run.schedule.micro_batch_size
-    leaves = bool(p.offload_activations)
-    sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4) if axes_of(p, world_size).dp > 1]
+    leaves = bool(run.offload.offload_activations)
+    sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4) if axes_of(run, world_size).dp > 1]
     ordered: Sequence[tuple[bool, list[MemoryChange]]] = (
         (True, sharded[:-1]),
         (
             bool(run.offload.offload_optimizer) or writes_activations(run),
             _smaller_buffers(run),
         ),
-        (axes_of(p, world_size).dp > 1, _smaller_buckets(run, world_size)),
+        (axes_of(run, world_size).dp > 1, _smaller_buckets(run, world_size)),
         (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
         (not leaves and kind != "cpu", [_set("offload_activations", Offload(Tier.HOST))]),
         (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
@@ -237,7 +237,7 @@ def _activations_to_disks(run: Run) -> list[MemoryChange]:
 
 def _smaller_buckets(run: Run, world_size: int) -> list[MemoryChange]:
     """A quarter of the elements in a bucket, and a sixteenth: whole gradients and their copies are as large."""
-    axes = axes_of(run.parallel, world_size)
+    axes = axes_of(run, world_size)
     now = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     return [_set("bucket_size", now // part) for part in (4, 16) if now >= part]
 

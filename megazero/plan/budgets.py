@@ -38,13 +38,13 @@ def budgets_of(run: Run, kind: str) -> Budgets:
     """The budgets of a run. On a CPU the device's is of all its memory, unless another one says what part of the memory
     is for what has left the device.
     """
-    device, host = run.parallel.device_memory_budget, run.parallel.host_memory_budget
+    device, host = run.offload.device_memory_budget, run.offload.host_memory_budget
     return Budgets(together=device) if kind == "cpu" and host is None else Budgets(device, host)
 
 
 def has_budgets(run: Run) -> bool:
     """Whether a run has a budget of a tier."""
-    return run.parallel.device_memory_budget is not None or run.parallel.host_memory_budget is not None
+    return run.offload.device_memory_budget is not None or run.offload.host_memory_budget is not None
 
 
 def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
@@ -54,7 +54,7 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     kind: of device, cpu or cuda; it decides the body of attention, and so what attention keeps. The run must know its
     vocabulary. A search for what makes it fit walks through the steps of some other runs.
     """
-    budgets, axes = budgets_of(run, kind), axes_of(run.parallel, world_size)
+    budgets, axes = budgets_of(run, kind), axes_of(run, world_size)
     try:
         if (small := buffer_problems(run, axes, kind)) or budgets == Budgets():
             return small
@@ -74,7 +74,7 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
     Activations and all else come on top, so a run that is refused here could not have trained. On a CPU the device's
     tier is part of the host's memory. here: the ranks of the host. The rest as in `memory_problems`.
     """
-    axes = axes_of(run.parallel, world_size)
+    axes = axes_of(run, world_size)
     states = [state.elsewhere.memory + state.total * (kind == "cpu") for state in stage_bytes(run, axes)]
     needed = sum(states[axes.coordinates(rank).pp] for rank in here)
     if needed <= memory.limit:
@@ -122,7 +122,7 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, first: int) -> str:
     """What to change, in words. The search looks at a step of few micro-batches (`shortened`)."""
-    search = BudgetSearch(shortened(run, axes_of(run.parallel, world_size)), world_size, kind, budgets, first)
+    search = BudgetSearch(shortened(run, axes_of(run, world_size)), world_size, kind, budgets, first)
     fitting = list(islice(search.single(), SHOWN))
     if fitting:
         return f"nearest: {', or '.join(_offered(tried, budgets) for tried in fitting)}"
@@ -144,7 +144,7 @@ def shortened(run: Run, axes: Axes) -> Run:
     """
     p, rows = run.parallel, run.schedule.micro_batch_size * axes.dp
     enough = max(ENOUGH, 4 * p.pp * p.virtual_stages)
-    depends = micro_batch_order(p) == "vertical" or p.offload_activations.share < 1
+    depends = micro_batch_order(run) == "vertical" or run.offload.offload_activations.share < 1
     if depends or micro_batches_of(run, axes) <= enough:
         return run
     return replace(run, schedule=replace(run.schedule, global_batch_size=enough * rows, rampup_batch_size=None))

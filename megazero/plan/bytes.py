@@ -67,7 +67,7 @@ def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     at = Coordinates(stage, 0, 0, 0)
     shards = shard_sizes(axes, at)
-    row = placements(run.parallel)
+    row = placements(run.parallel, run.offload)
     parallel = run.parallel
     dtypes = run_columns(run.optimizer, parallel, run.offload)
     held = dict.fromkeys(Column, 0)

@@ -24,7 +24,7 @@ def with_kept(shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
     """The shape of a rank of this stage with what its units keep, where a list asks for that: where activations leave
     the device. Raises ConfigError as `plan.recompute.recompute_table` does.
     """
-    if not run.parallel.offload_activations:
+    if not run.offload.offload_activations:
         return shape
     return shape.keeping(leaving_bytes(run, axes, stage, devices.kind(run.parallel.device)))
 
@@ -33,7 +33,7 @@ def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]
     """The bytes that each unit of a stage keeps, by chunk and unit, and 0 of one that is not among those that leave.
     kind: of device, cpu or cuda.
     """
-    leaves, specs = run.parallel.offload_activations, stage_specs(run)
+    leaves, specs = run.offload.offload_activations, stage_specs(run)
     names = [unit_names(specs[number]) for number in chunks_of(run).of(stage)]
     sizes = [[unit.kept + unit.input for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
     return [

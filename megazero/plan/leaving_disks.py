@@ -59,7 +59,7 @@ def activation_pieces(step: StageStep) -> ActivationPieces:
 
 def writes_activations(run: Run) -> bool:
     """Whether activations go to disks."""
-    return run.parallel.offload_activations.on_disks
+    return run.offload.offload_activations.on_disks
 
 
 def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
@@ -74,6 +74,6 @@ def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
         return []
     return [
         f"--nvme-buffer-bytes {room} does not hold {LEAST_BUFFERS} times what a unit of the model keeps of a "
-        f"micro-batch, as --offload-activations {run.parallel.offload_activations} needs; nearest: --nvme-buffer-bytes "
+        f"micro-batch, as --offload-activations {run.offload.offload_activations} needs; nearest: --nvme-buffer-bytes "
         f"{least}"
     ]

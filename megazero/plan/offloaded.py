@@ -110,8 +110,8 @@ def swapped_pieces(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> dict
 def _residents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> list[Resident]:
     layouts, ranges = updated_layouts(run, axes, at, nccl=nccl)
     widths = state_widths(run.optimizer, run.parallel, run.offload)
-    resting = run_parts(ranges, layouts, widths, run.parallel, run.offload)
-    return run_residents(ranges, resting, widths, run.parallel, run.offload)
+    resting = run_parts(ranges, layouts, widths, run.offload)
+    return run_residents(ranges, resting, widths, run.offload)
 
 
 def _slots(shape: RankShape, resident: int) -> int:

@@ -28,7 +28,7 @@ def leaves_order_to_budgets(run: Run) -> bool:
     p = run.parallel
     is_open = p.micro_batch_order is None and p.vertical_group_size is None and run.offload.placement != AUTO
     limited = p.activation_memory_budget is not None or has_budgets(run)
-    return is_open and limited and micro_batch_order(p) == "vertical"
+    return is_open and limited and micro_batch_order(run) == "vertical"
 
 
 def order_within_budgets(run: Run, axes: Axes, kind: str) -> Mapping[str, Any]:

@@ -134,7 +134,7 @@ class PlacedStep:
         """Whether gradients leave the device, and some of the optimizer state does not."""
         optimizer = self.run.offload.offload_optimizer
         stays = not optimizer or optimizer.share < 1
-        return stays and bool(self.run.parallel.offload_gradients)
+        return stays and bool(self.run.offload.offload_gradients)
 
     @cached_property
     def states(self) -> list[StageBytes]:

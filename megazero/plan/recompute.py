@@ -112,7 +112,7 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
         if found is None:
             least = min(_uniform(plan, own, instructions, kind, groups) for kind in (NONE, SELECTIVE, FULL))
             least += waiting_bytes(plan, axes, groups)
-            smaller = "" if micro_batch_order(run.parallel) == "horizontal" else "a smaller --vertical-group-size, "
+            smaller = "" if micro_batch_order(run) == "horizontal" else "a smaller --vertical-group-size, "
             problems.append(
                 f"--activation-memory-budget {budget:,}: stage {stage} needs {least:,} bytes for its activations with "
                 f"{sum(len(spec.blocks) for spec in own)} recomputed blocks; nearest: that budget, {smaller}a smaller "

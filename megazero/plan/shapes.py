@@ -41,7 +41,7 @@ def updated_layouts(
 ) -> tuple[Sequence[BucketLayout], list[tuple[int, int]]]:
     """The trained buckets of the rank at `at`, and what it updates of each (`zero.shape.update_ranges`)."""
     layouts = packed(run, axes, at, packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl))
-    return layouts, update_ranges(layouts, placements(run.parallel), state_groups(axes, at))
+    return layouts, update_ranges(layouts, placements(run.parallel, run.offload), state_groups(axes, at))
 
 
 def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
@@ -50,7 +50,7 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     nccl: whether the run communicates through NCCL, which has larger buckets.
     """
     trained, still = (specs_of(run, at.pp, at.tp, trained=trained) for trained in (True, False))
-    row, sizes = placements(run.parallel), group_sizes(axes, at)
+    row, sizes = placements(run.parallel, run.offload), group_sizes(axes, at)
     packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
     specs = [
         [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)
@@ -60,7 +60,7 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     widths = state_widths(run.optimizer, run.parallel, run.offload)
     stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
     resting = [
-        *run_parts(ranges, layouts, widths, run.parallel, run.offload),
-        *frozen_parts(frozen, stored, widths, run.parallel, run.offload),
+        *run_parts(ranges, layouts, widths, run.offload),
+        *frozen_parts(frozen, stored, widths, run.offload),
     ]
     return rank_shape(specs, layouts, frozen, row, widths, groups, resting)

@@ -21,7 +21,7 @@ def swap_contents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> str:
     layouts, ranges = updated_layouts(run, axes, at, nccl=nccl)
     groups = state_groups(axes, at)
     widths = state_widths(run.optimizer, run.parallel, run.offload)
-    resting = run_parts(ranges, layouts, widths, run.parallel, run.offload)
+    resting = run_parts(ranges, layouts, widths, run.offload)
     dtypes = run_columns(run.optimizer, run.parallel, run.offload)
     told = (
         [(column.value, str(dtypes[column])) for column in OPTIMIZER if column in dtypes],

@@ -87,7 +87,7 @@ def tier_peaks(steps: StageLists, stage: int, state: StageBytes, kind: str) -> T
         "model state": off.memory - off.slots - off.buffers,
         "model state on its way": off.slots,
         "buffers of the swap files": off.buffers + pieces.buffers,
-        "activations": host_bytes(steps, stage, kind) if steps.run.parallel.offload_activations else 0,
+        "activations": host_bytes(steps, stage, kind) if steps.run.offload.offload_activations else 0,
     }
     return TierPeaks(
         stage,

@@ -270,7 +270,7 @@ def _prepared(given: Given, arguments: Arguments, meeting: Rendezvous) -> tuple[
     with _fields_for_flags():
         report = to_stderr if here.local_rank == 0 else silent
         prepared = prepare(parsed.run, here.world_size, report, own, here.ranks_here)
-        return parsed, prepared, world_of(prepared.run.parallel, here)
+        return parsed, prepared, world_of(prepared.run, here)
 
 
 @contextmanager

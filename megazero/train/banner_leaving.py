@@ -17,7 +17,7 @@ def leaving_sentences(steps: StageLists) -> list[str]:
     without a vocabulary.
     """
     run, pp = steps.run, steps.axes.pp
-    if not run.parallel.offload_activations or run.model.vocab_size is None:
+    if not run.offload.offload_activations or run.model.vocab_size is None:
         return []
     host = [host_bytes(steps, stage, devices.kind(run.parallel.device)) for stage in range(pp)]
     stage = host.index(max(host))

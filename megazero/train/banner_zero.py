@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from fused_ops import coded
 from fused_ops.quantise import bytes_each
-from megazero.config.derive import offloads_gradients, pipeline_schedule, shards_parameters
+from megazero.config.derive import pipeline_schedule, shards_parameters
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
@@ -30,7 +30,7 @@ def zero_lines(steps: StageLists) -> list[tuple[str, str]]:
     micro_batches = steps.micro_batches if groups is None else len(groups)  # a group is gathered and reduced as one
     traffic, of_zero_1 = (
         _traffic(run, axes, micro_batches, stage, leaves=leaves)
-        for stage, leaves in ((run.parallel.zero_stage, offloads_gradients(run.parallel)), (1, False))
+        for stage, leaves in ((run.parallel.zero_stage, bool(run.offload.offload_gradients)), (1, False))
     )
     gradients = parts.traffic_sentence(
         run.parallel.zero_stage,
@@ -38,7 +38,7 @@ def zero_lines(steps: StageLists) -> list[tuple[str, str]]:
         traffic.total / (of_zero_1.total or 1.0),
         breadth_first=is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages),
         what="micro-batches" if groups is None else "groups of micro-batches",
-        leaves=offloads_gradients(run.parallel),
+        leaves=bool(run.offload.offload_gradients),
     )
     messages = _messages(run, axes) if axes.dp * axes.cp > 1 else ""
     return (
@@ -68,7 +68,7 @@ def _traffic(run: Run, axes: Axes, micro_batches: int, zero_stage: int, *, leave
         gradient_bytes=reduced if bits is None else bytes_each(bits),
         parameter_bytes=bytes_each(8) if p.zero_quantized_weights else compute_dtype(precision).itemsize,
         summed_bytes=None if bits is None else bytes_each(8),
-        shards_parameters=zero_stage == p.zero_stage and shards_parameters(p),
+        shards_parameters=zero_stage == p.zero_stage and shards_parameters(p, run.offload),
         sums_leave=leaves,
     )
 
@@ -96,7 +96,11 @@ def _base(steps: StageLists) -> list[str]:
 def _gathers(steps: StageLists) -> list[str]:
     """Sentences on what the first and the last stage gather under ZeRO-3. Of codes the least possible is not known."""
     run, pp = steps.run, steps.axes.pp
-    if not shards_parameters(run.parallel) or run.model.vocab_size is None or run.lora.lora_base_bits is not None:
+    if (
+        not shards_parameters(run.parallel, run.offload)
+        or run.model.vocab_size is None
+        or run.lora.lora_base_bits is not None
+    ):
         return []
     found = [gathered_bytes(steps, stage) for stage in sorted({0, pp - 1})]
     return [

@@ -44,7 +44,7 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     Files that ended processes have left there count as free: opening removes them. That the folders together have
     enough does not say that each has enough for its share, which their speed decides; opening its files says so.
     """
-    folders, axes = run.offload.nvme_path, axes_of(run.parallel, world_size)
+    folders, axes = run.offload.nvme_path, axes_of(run, world_size)
     if not (uses_disks(run) or writes_activations(run)) or run.model.vocab_size is None:
         return []
     if (kind := devices.kind(run.parallel.device)) == "cpu":

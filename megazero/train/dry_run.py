@@ -58,7 +58,7 @@ def _placed(run: Run, ranks: int, here: int | None) -> Placed:
     known = with_default_vocabulary(run)
     if run.offload.placement != AUTO or run.offload.placement_rates is None or known.model.vocab_size is None:
         return Placed(run)
-    axes, kind = axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
+    axes, kind = axes_of(run, ranks), devices.kind(run.parallel.device)
     found = chosen(known, axes, kind, None, here, nccl=has_nccl(run.parallel, axes))
     return Placed(with_choice(run, dict(found.settings)), found.told)
 
@@ -93,7 +93,7 @@ def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> st
             problems += _damage(run, present.found)
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
         left.append(_unread(run))
-    asked, axes, kind = run, axes_of(run.parallel, ranks), devices.kind(run.parallel.device)
+    asked, axes, kind = run, axes_of(run, ranks), devices.kind(run.parallel.device)
     run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
     notes += order_notes(asked, run, micro_batches_of(run, axes))
     problems += [*budget_problems(run, ranks, tries_cards=True, here=here), *rates_problems(run)]
@@ -126,7 +126,7 @@ def _unread(run: Run) -> str:
 
 def _told(placed: Placed, ranks: int, notes: list[str], left: list[str]) -> str:
     run = placed.run
-    axes = axes_of(run.parallel, ranks)
+    axes = axes_of(run, ranks)
     zero = parts.zero(run.parallel.zero_stage, axes)
     head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, {zero}"
     if run.model.vocab_size is None:

@@ -169,7 +169,7 @@ def _build(
     if model.host.swap is not None:
         log.note(backend_sentence(run, model.host.swap))
     if disks is not None:
-        log.note(f"--offload-activations {run.parallel.offload_activations}: {disks.swap.backend}")
+        log.note(f"--offload-activations {run.offload.offload_activations}: {disks.swap.backend}")
     if traced is not None:
         log.note(traced)
     # The same on all ranks: a stage may have none of the units that rest on disks.

@@ -30,8 +30,8 @@ def keep_budgets(run: Run, grid: ProcessGrid) -> None:
     told = broadcast_text(grid.world, grid.device, "\n".join(found) or None) if grid.world.size > 1 else None
     if problems := found or (told.splitlines() if told else []):
         raise ConfigError(problems)
-    if run.parallel.device_memory_budget is not None:
-        devices.limit_memory(grid.device, run.parallel.device_memory_budget)
+    if run.offload.device_memory_budget is not None:
+        devices.limit_memory(grid.device, run.offload.device_memory_budget)
 
 
 def budget_sentences(run: Run, axes: Axes, kind: str) -> list[str]:
@@ -60,7 +60,7 @@ def peaks_table(run: Run, world_size: int, kind: str) -> str:
     """
     if not has_budgets(run) or run.model.vocab_size is None:
         return ""
-    every = run_peaks(run, axes_of(run.parallel, world_size), kind).every()
+    every = run_peaks(run, axes_of(run, world_size), kind).every()
     budgets, one = budgets_of(run, kind), kind == "cpu"
     found = [
         [f"{n:,}" for n in (peaks.device_bytes, peaks.host_bytes, *[peaks.total_bytes] * one, peaks.disk)]

@@ -107,7 +107,7 @@ def missing_files(run: Run) -> tuple[str, ...]:
 
 def resume_problems(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
     """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
-    comparison = compare(saved_run(found, run), run, found.layout, axes_of(run.parallel, world_size).sizes)
+    comparison = compare(saved_run(found, run), run, found.layout, axes_of(run, world_size).sizes)
     return of_checkpoint(found, comparison.problems)
 
 

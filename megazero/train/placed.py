@@ -117,7 +117,7 @@ def _limits(run: Run, kind: str, workspace: int, ranks_here: int | None) -> Sear
     """The budgets of a run, and what this host has for each of its ranks. On a CPU the device's budget is one of both
     tiers, as in `plan.budgets.budgets_of`.
     """
-    device, host = run.parallel.device_memory_budget, run.parallel.host_memory_budget
+    device, host = run.offload.device_memory_budget, run.offload.host_memory_budget
     together = budgets_of(run, kind).together
     limits = SearchLimits(device, host, memory=together, workspace=workspace, is_one=kind == "cpu")
     if ranks_here is None:

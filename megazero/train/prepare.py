@@ -78,7 +78,7 @@ def prepare(
     own = own or OwnData()
     present = check_paths(run, world_size, own.tokenizer, here)
     run, tokenizer, found = present.run, present.tokenizer, present.found
-    axes, kind = axes_of(run.parallel, world_size), devices.kind(run.parallel.device)
+    axes, kind = axes_of(run, world_size), devices.kind(run.parallel.device)
     if kind == "cpu":  # on a GPU the bodies of attention are tried later
         run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
     unfit = budget_problems(run, world_size, tries_cards=False, here=here)
@@ -214,7 +214,7 @@ def _changes(
     if found is None:
         return ()
     saved = saved_run(found, run, contents)
-    comparison = compare(saved, run, found.layout, axes_of(run.parallel, world_size).sizes)
+    comparison = compare(saved, run, found.layout, axes_of(run, world_size).sizes)
     problems = [*comparison.problems, *_other_data(run, saved, found, datasets, contents)]
     if problems:
         raise ConfigError(of_checkpoint(found, problems))

@@ -151,7 +151,7 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range
     run, kind = with_default_vocabulary(run), devices.kind(run.parallel.device)
     if run.model.vocab_size is None:
         return []
-    found = unit_problems(run, axes_of(run.parallel, world_size))
+    found = unit_problems(run, axes_of(run, world_size))
     if run.offload.placement == AUTO:  # the search keeps to them
         return found
     found = found or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fused_ops.quantise import BLOCK
-from megazero.config.derive import bucket_size, names_units, offloads_parameters, shards_parameters
+from megazero.config.derive import bucket_size, names_units, shards_parameters
 from megazero.config.inventory import unit_of
 from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
@@ -140,9 +140,9 @@ def packing_of(parallel: ParallelConfig, offload: OffloadConfig, replicas: int, 
     most = bucket_size(parallel, replicas, nccl=nccl)
     quantised = parallel.zero_quantized_weights or parallel.zero_quantized_gradients != "none"
     block = BLOCK if quantised else 1
-    if shards_parameters(parallel) or offloads_parameters(parallel):
+    if shards_parameters(parallel, offload) or offload.offload_params:
         return Packing(most, by_unit=True, keep_below=parallel.zero3_persist_below, block=block)
-    return Packing(most, names_units(parallel, offload), block=block)
+    return Packing(most, names_units(offload), block=block)
 
 
 def pack(

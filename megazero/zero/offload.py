@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.config.derive import whole_steps
-from megazero.config.schema import OffloadConfig, ParallelConfig
+from megazero.config.schema import OffloadConfig
 from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier
 from megazero.disk.swap import SwapSpace
 from megazero.mpu.parameter import StateGroup
@@ -50,11 +50,11 @@ class Offloading:
 NO_OFFLOADING = Offloading(OffloadConfig())
 
 
-def most_elements(widths: StateWidths, parallel: ParallelConfig, cfg: OffloadConfig) -> int:
+def most_elements(widths: StateWidths, cfg: OffloadConfig) -> int:
     """Elements of the largest parts of which --nvme-buffer-bytes holds as many as there are slots."""
     state = widths.state * cfg.offload_optimizer.on_disks
-    read = widths.parameter * parallel.offload_params.on_disks  # on its way to the device, beside what comes back
-    sums = widths.gradient * parallel.offload_gradients.on_disks
+    read = widths.parameter * cfg.offload_params.on_disks  # on its way to the device, beside what comes back
+    sums = widths.gradient * cfg.offload_gradients.on_disks
     each = SLOTS * (widths.gradient + widths.parameter + state + read + sums)
     return max(ALIGNMENT, cfg.nvme_buffer_bytes // each // ALIGNMENT * ALIGNMENT)
 
@@ -63,15 +63,14 @@ def run_parts(
     ranges: Sequence[Range],
     layouts: Sequence[BucketLayout],
     widths: StateWidths,
-    parallel: ParallelConfig,
     cfg: OffloadConfig,
 ) -> list[Resting]:
     """Where the trained buckets rest. ranges: what the rank updates of each, which it also stores of its parameters."""
     sizes = [(stop - start) * (not own.kept_whole) for (start, stop), own in zip(ranges, layouts, strict=True)]
     units = [own.units for own in layouts]
-    rests = tiers_of(sizes, parallel.offload_params, units)
-    sums = tiers_of([stop - start for start, stop in ranges], parallel.offload_gradients, units)
-    most = most_elements(widths, parallel, cfg)
+    rests = tiers_of(sizes, cfg.offload_params, units)
+    sums = tiers_of([stop - start for start, stop in ranges], cfg.offload_gradients, units)
+    most = most_elements(widths, cfg)
     parts = parts_of(ranges, cfg.offload_optimizer, most, units, rests, sums)
     return [Resting(*found) for found in zip(parts, rests, sums, strict=True)]
 
@@ -80,13 +79,12 @@ def frozen_parts(
     frozen: FrozenLayouts,
     ranges: Sequence[Range],
     widths: StateWidths,
-    parallel: ParallelConfig,
     cfg: OffloadConfig,
 ) -> list[Resting]:
     """Where the frozen buckets rest, those of codes last. ranges: what the rank stores of each, in elements, of codes
     in bytes. Of each kind the same share leaves.
     """
-    most, offload = most_elements(widths, parallel, cfg), parallel.offload_params
+    most, offload = most_elements(widths, cfg), cfg.offload_params
     kept = [layout.kept_whole for layout in frozen.plain] + [False] * len(frozen.coded)
     sizes = [(stop - start) * (not stays) for (start, stop), stays in zip(ranges, kept, strict=True)]
     plain = len(frozen.plain)
@@ -118,13 +116,12 @@ def run_residents(
     ranges: Sequence[Range],
     resting: Sequence[Resting],
     widths: StateWidths,
-    parallel: ParallelConfig,
     cfg: OffloadConfig,
 ) -> list[Resident]:
     """What stays on the device and is written to disks too; nothing without --nvme-checkpoint. Arguments as in
     `run_parts`, which gives `resting`.
     """
-    return residents_of(ranges, resting, most_elements(widths, parallel, cfg)) if whole_steps(cfg) else []
+    return residents_of(ranges, resting, most_elements(widths, cfg)) if whole_steps(cfg) else []
 
 
 def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[str, int]:

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from megazero.config.derive import offloads_gradients, offloads_parameters, shards_parameters
+from megazero.config.derive import shards_parameters
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
 
@@ -58,16 +58,16 @@ PLACEMENTS: dict[int, dict[Column, Placement]] = {
 """By ZeRO stage. Of a sharded gradient a rank keeps only its own range after a reduction."""
 
 
-def overwrites_own(parallel: ParallelConfig) -> bool:
+def overwrites_own(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
     """Whether a gather of parameters overwrites the shard that this rank has updated: of whole ones in blocks of
     int8 (--zero-quantized-weights with ZeRO-1 or 2).
     """
-    row = placements(parallel)
+    row = placements(parallel, offload)
     sharded = row[Column.EXP_AVG] is Placement.SHARDED
     return parallel.zero_quantized_weights and sharded and row[Column.PARAMETER] is Placement.REPLICATED
 
 
-def placements(parallel: ParallelConfig) -> dict[Column, Placement]:
+def placements(parallel: ParallelConfig, offload: OffloadConfig) -> dict[Column, Placement]:
     """The row of a run: that of its stage, sharded parameters where `config.derive.shards_parameters` says so, and with
     --offload-gradients a rank keeps of a gradient what it updates.
 
@@ -76,8 +76,8 @@ def placements(parallel: ParallelConfig) -> dict[Column, Placement]:
     if parallel.zero_stage not in PLACEMENTS:
         raise ValueError(f"--zero-stage {parallel.zero_stage} is not one of {', '.join(map(str, PLACEMENTS))}")
     row = PLACEMENTS[parallel.zero_stage]
-    more = {Column.PARAMETER: Placement.SHARDED} if shards_parameters(parallel) else {}
-    if offloads_gradients(parallel):
+    more = {Column.PARAMETER: Placement.SHARDED} if shards_parameters(parallel, offload) else {}
+    if offload.offload_gradients:
         more[Column.GRADIENT] = row[Column.EXP_AVG]
     return row | more
 
@@ -86,12 +86,12 @@ def run_columns(
     optimizer: OptimizerConfig, parallel: ParallelConfig, offload: OffloadConfig
 ) -> dict[Column, torch.dtype]:
     """The columns of a run's model state, with their dtypes."""
-    leaves = bool(offload.offload_optimizer) or offloads_parameters(parallel)
+    leaves = bool(offload.offload_optimizer or offload.offload_params)
     return columns(
         compute_dtype(optimizer.precision),
         state_dtype(optimizer.precision),
         optimizer.optimizer,
-        apart=leaves or overwrites_own(parallel),
+        apart=leaves or overwrites_own(parallel, offload),
     )
 
 

@@ -79,19 +79,19 @@ class ModelState:
     ) -> None:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
-        row, dtypes = placements(parallel), run_columns(optimizer, parallel, offloading.cfg)
+        row, dtypes = placements(parallel, offloading.cfg), run_columns(optimizer, parallel, offloading.cfg)
         packing, sizes = packing_on(grid, parallel, offloading.cfg), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
         still = specs_by_unit(chunks, trained=False)
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
-        self.tier = DeviceTier(parallel.device_memory_budget)
+        self.tier = DeviceTier(offloading.cfg.device_memory_budget)
         widths = state_widths(optimizer, parallel, offloading.cfg)
         ranges = [update_range(own, row) for own in self.buckets]
-        trained = run_parts(ranges, layouts, widths, parallel, offloading.cfg)
-        residents = run_residents(ranges, trained, widths, parallel, offloading.cfg)
+        trained = run_parts(ranges, layouts, widths, offloading.cfg)
+        residents = run_residents(ranges, trained, widths, offloading.cfg)
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: _place(grid, group))
-        every = [*trained, *frozen_parts(frozen, stored, widths, parallel, offloading.cfg)]
+        every = [*trained, *frozen_parts(frozen, stored, widths, offloading.cfg)]
         at = state_groups(grid.axes, grid.at)
         self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, every)
         swap, lanes = offloading.opened(pieces_of(self.shape, residents, widths.state)), HostLanes.of(grid.device)

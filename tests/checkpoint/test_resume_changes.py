@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from megazero.checkpoint import resume_changes as changes
+from megazero.checkpoint.format import Damaged
 from megazero.checkpoint.resume_changes import compare, record_of, run_from
 from megazero.config.flags import read_command_line
 from megazero.config.options import run_options
+from megazero.config.parse import parse_run
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.tiers import Offload, Tier
 
@@ -45,7 +47,7 @@ def test_every_field_is_in_one_group():
 
 def test_an_order_that_follows_from_the_disks_is_no_change():
     """Checkpoints of before have horizontal order for what is now left open."""
-    on_disks = changed(BASE, parallel__offload_params=Offload(Tier.DISK))
+    on_disks = changed(BASE, offload__offload_params=Offload(Tier.DISK))
     for run, order, other in ((BASE, "horizontal", "vertical"), (on_disks, "vertical", "horizontal")):
         assert compare(changed(run, parallel__micro_batch_order=order), run) == changes.Comparison((), ())
         found = compare(changed(run, parallel__micro_batch_order=other), run)
@@ -70,6 +72,19 @@ def test_a_record_of_another_version():
     del record["model"]["rotary_base"], record["trainer"], record["offload"]
     record["model"]["of_the_future"] = 1
     assert run_from(record) == BASE
+
+
+def test_a_record_of_an_earlier_version_has_tiers_and_budgets_in_another_section() -> None:
+    run = parse_run(
+        "--zero-stage 2 --offload-params cpu:0.25 --offload-gradients cpu --host-memory-budget 9GB".split(), 1
+    )
+    record = record_of(run)
+    moved = [name for name, known in run_options().items() if known.earlier == "parallel"]
+    record["parallel"] |= {name: record["offload"].pop(name) for name in moved}
+    assert len(moved) == 5 and run_from(record) == run != Run()
+    record["parallel"]["offload_params"] = "tape"
+    with pytest.raises(Damaged, match="offload_params: 'tape'"):
+        run_from(record)
 
 
 @pytest.mark.parametrize(

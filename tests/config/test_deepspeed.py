@@ -109,8 +109,8 @@ def test_parameters_have_a_group_of_their_own(path: str, folders: tuple[str, ...
         "offload_param": {"device": "nvme", "nvme_path": "b", "pin_memory": True},
     }
     run = parse(tmp_path, {"zero_optimization": zero}, "--zero-stage", "3")
-    assert run.parallel.offload_params == run.offload.offload_optimizer == Offload(Tier.DISK)
-    assert run.parallel.micro_batch_order is None and micro_batch_order(run.parallel) == "vertical"
+    assert run.offload.offload_params == run.offload.offload_optimizer == Offload(Tier.DISK)
+    assert run.parallel.micro_batch_order is None and micro_batch_order(run) == "vertical"
     assert run.offload.nvme_path == folders
 
 

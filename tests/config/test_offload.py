@@ -113,5 +113,5 @@ def test_the_least_buffer_is_what_the_parts_take(words: str, precision: str) -> 
         run = parse_run([*line, "--nvme-buffer-bytes", str(factor * least)], 1)
         widths = state_widths(run.optimizer, run.parallel, run.offload)
         layout = BucketLayout(0, (), 0, 0, 6 * 5 * ALIGNMENT, StateGroup.REPLICAS)
-        ((parts, *_),) = run_parts([(0, layout.numel)], [layout], widths, run.parallel, run.offload)
+        ((parts, *_),) = run_parts([(0, layout.numel)], [layout], widths, run.offload)
         assert max(part.stop - part.start for part in parts if part.tier.value in words) == factor * ALIGNMENT

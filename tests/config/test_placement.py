@@ -30,7 +30,7 @@ def test_a_table_is_what_its_flags_are(tmp_path: Path) -> None:
     parsed = parse_arguments(["--placement", path], 1)
     assert parsed.run == parse_run(FLAGS.split(), 1)
     assert any(note.startswith(f"--placement {path}: offload_optimizer cpu:0.5, ") for note in parsed.notes)
-    assert parsed.changed_settings()["offload"] == {"offload_optimizer": "cpu:0.5"}
+    assert parsed.changed_settings()["offload"] == {"offload_optimizer": "cpu:0.5", "offload_activations": "cpu:0.25"}
 
 
 def test_a_resolved_run_names_no_table(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_table_stands_over_files_and_beside_flags(tmp_path: Path) -> None:
     half = Offload(Tier.HOST, 0.5)
     assert run.offload.offload_optimizer == half and run.parallel.late_update
     same = parse_run(["--placement", path, "--offload-optimizer", "cpu:0.5", "--offload-activations", "cpu"], 1)
-    assert (same.offload.offload_optimizer, same.parallel.offload_activations) == (half, Offload(Tier.HOST))
+    assert (same.offload.offload_optimizer, same.offload.offload_activations) == (half, Offload(Tier.HOST))
     config.write_text(f"offload: {{placement: {path}}}\n")
     assert parse_run(["--config", str(config)], 1).offload.offload_optimizer == half
 
@@ -110,7 +110,7 @@ def test_units_by_name(tmp_path: Path) -> None:
     run = parse_run(["--num-layers", "4", "--placement", written(tmp_path, UNITS)], 1)
     words = "cpu:embedding,blocks 0-1"
     assert run.offload.offload_optimizer == Offload(Tier.HOST, units=("embedding", "blocks 0-1"))
-    assert str(run.offload.offload_optimizer) == words and str(run.parallel.offload_activations) == "cpu:block 1"
+    assert str(run.offload.offload_optimizer) == words and str(run.offload.offload_activations) == "cpu:block 1"
     flags = as_flags({"offload_optimizer": words, "offload_activations": "cpu:block 1"})
     assert run == parse_run(["--num-layers", "4", *split(flags)], 1) and f"'{words}'" in flags
     config = tmp_path / "run.yaml"

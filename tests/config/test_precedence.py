@@ -124,9 +124,22 @@ def test_a_dump_is_nested_by_section_and_complete() -> None:
     assert plain["model"]["embedding_layernorm"] is True
 
 
+def test_a_file_of_an_earlier_version_has_tiers_and_budgets_in_another_section(tmp_path: Path) -> None:
+    """They stood in `parallel`, beside others that still do."""
+    moved = {"offload_params": "cpu:0.5", "offload_gradients": "cpu", "offload_activations": "cpu:block 1"}
+    moved |= {"device_memory_budget": "4000000000", "host_memory_budget": "7000000000"}
+    file = write(tmp_path, yaml.safe_dump({"resolved": True, "parallel": {"zero_stage": 1, **moved}}))
+    run = parse_run(["--config", file], 1)
+    assert {name: str(getattr(run.offload, name)) for name in moved} == {
+        name: str(word) for name, word in moved.items()
+    }
+    assert run.parallel.zero_stage == 1 and "offload_params" not in yaml.safe_load(dump(run))["parallel"]
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [
+        ("offload: {zero_stage: 3}", "there is no offload.zero_stage; zero_stage belongs to parallel"),
         ("model: {num_layer: 3}", "there is no model.num_layer; did you mean num_layers?"),
         ("modle: {num_layers: 3}", "there is no modle; did you mean model?"),
         ("parallel: {num_layers: 3}", "there is no parallel.num_layers; num_layers belongs to model"),

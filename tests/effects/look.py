@@ -107,7 +107,7 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
         try:
             parsed = parse_arguments(list(words), size, model_source)
             prepared = prepare(parsed.run, size, silent)
-            with launch(prepared.run.parallel, Environment(rank, rank, size, size)) as grid:
+            with launch(prepared.run, Environment(rank, rank, size, size)) as grid:
                 _watch(build_job(prepared, grid), grid, seen, patch)
         except ConfigError as error:
             seen["refused"] = [problem.replace(str(out), "OUT") for problem in error.problems]

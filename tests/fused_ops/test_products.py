@@ -373,7 +373,7 @@ def test_a_training_step_has_no_16_bit_product(
     flags = ["--global-batch-size", "2", "--micro-batch-size", "2", "--train-iters", "2", "--eval-iters", "0"]
     flags += ["--precision", precision, "--attention-dropout", dropout]
     prepared = prepare(parse_run([*small_model(2, heads=4), *flags, *data_flags(corpus, tmp_path)[:-2]], 1), 1, silent)
-    trainer = build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu")).trainer
+    trainer = build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu")).trainer
     trainer.log._sinks = ()
     with Products() as seen:
         trainer.train_step(stop=False)

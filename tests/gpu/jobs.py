@@ -40,7 +40,7 @@ def job_on_card(flags: list[str], grid: ProcessGrid | None = None) -> tuple[Job,
     """
     run = parse_run(flags, 1)
     prepared = prepare(run, 1, silent)
-    job = build_job(prepared, grid or build_grid(axes_of(prepared.run.parallel, 1), devices.resolve("cuda", 0)))
+    job = build_job(prepared, grid or build_grid(axes_of(prepared.run, 1), devices.resolve("cuda", 0)))
     recorder = Recorder()
     job.trainer.log._sinks = (recorder,)
     return job, recorder

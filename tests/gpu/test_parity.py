@@ -74,7 +74,7 @@ CASES = {name: draw(random.Random(name), fixed | {"shared_memory": True}) for na
 def train_on_card(rank: int, size: int, flags: list[str]) -> tuple[list[StepRecord], dict[str, float], list[Piece]]:
     """As `tests.parity.training.train_on_rank`, with the ranks' cards instead of the CPU."""
     prepared = prepare(parse_run(flags, size), size, silent)
-    job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, size), devices.resolve("cuda", rank)))
+    job = build_job(prepared, build_grid(axes_of(prepared.run, size), devices.resolve("cuda", rank)))
     recorder = Recorder()
     job.trainer.log._sinks = (recorder,)
     job.fit()

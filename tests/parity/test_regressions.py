@@ -89,7 +89,7 @@ def test_a_search_shards_parameters_within_each_stage(corpus: Path, tmp_path: Pa
         outcome = train(
             4, [*flags, *layout, *search, "--device-memory-budget", str(budget), "--host-memory-budget", "1GB"]
         )
-        assert outcome.run is not None and outcome.run.parallel.offload_params
+        assert outcome.run is not None and outcome.run.offload.offload_params
         differences = worst(outcome, alone)
         assert all(value < 1e-9 for value in differences.values()), (zero_stage, differences)
 
@@ -102,7 +102,7 @@ def test_three_stages_of_four_replicas(corpus: Path, tmp_path: Path) -> None:
     words = "--pp 3 --zero-stage 3 --pipeline-schedule zb-h1 --recompute-granularity selective --micro-batch-size 1 "
     layout = [*flags, *(words + "--bucket-size 4000 --zero-shard-size 2 --late-update").split()]
     run = parse_run(layout, 12)
-    budget = largest_unit(run, axes_of(run.parallel, 12))[0]
+    budget = largest_unit(run, axes_of(run, 12))[0]
     outcome = train(12, [*layout, "--zero3-gathered-bytes", str(budget)])
     differences = worst(outcome, train(1, [*flags, "--micro-batch-size", "4"]))
     assert all(value < 1e-9 for value in differences.values()), differences

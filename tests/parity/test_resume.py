@@ -108,7 +108,7 @@ def losses_on_rank(rank: int, size: int, flags: list[str], folder: Path, corpus:
     """(validation loss of a run that resumes here, loss of the first documents as the evaluation tool opens it)."""
     job, _ = job_on_rank(rank, size, [*flags, "--load", str(folder)])
     valid = job.trainer.evaluate()["valid_loss"]
-    grid = build_grid(axes_of(parse_run(flags, size).parallel, size))
+    grid = build_grid(axes_of(parse_run(flags, size), size))
     opened = open_model(folder, grid)
     first = (document for document in indexed_documents(str(corpus)) if document.number < 20)
     scores = list(score_documents(Scorer(opened.run, opened.stages, grid, 4), first, Windowing(12, 12)))

@@ -333,7 +333,7 @@ class Case(NamedTuple):
             return []
         brought = applied(run, {"offload_params": "cpu"}) if self.params != "none" else run
         # Where each rank has whole parameters, there is nothing to gather.
-        one = max(1, largest_unit(brought, axes_of(run.parallel, self.ranks))[0])
+        one = max(1, largest_unit(brought, axes_of(run, self.ranks))[0])
         return ["--zero3-gathered-bytes", str(one if self.gathered == "one" else 10**9)]
 
     def buffer_flags(self, run: Run) -> list[str]:
@@ -380,7 +380,7 @@ def tight_budget(run: Run, ranks: int, part: float = 0.4) -> int:
     """
     away = applied(run, {f"offload_{column}": "cpu" for column in COLUMNS})
     found = [
-        max(peaks.device_bytes for peaks in run_peaks(each, axes_of(each.parallel, ranks), "cpu").every())
+        max(peaks.device_bytes for peaks in run_peaks(each, axes_of(each, ranks), "cpu").every())
         for each in (run, away)
     ]
     most, least = found

@@ -76,7 +76,7 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     """
     run = parse_run(flags, size, model_source)
     prepared = prepare(run, size, silent)
-    grid = build_grid(axes_of(prepared.run.parallel, size), "cpu", shared_memory=prepared.run.parallel.shared_memory)
+    grid = build_grid(axes_of(prepared.run, size), "cpu", shared_memory=prepared.run.parallel.shared_memory)
     connect(grid)
     job = build_job(prepared, grid)
     recorder = Recorder()
@@ -123,7 +123,7 @@ def train(size: int, flags: list[str], fused: str | None = None, *, way: Way = P
     ((records, losses, _), run), _ = results[0]
     # Several chunks on a stage, and vertical order, may hang in one hardware queue: see
     # tests/pipeline/test_one_queue.py and tests/program/test_vertical.py.
-    may_hang = run.parallel.virtual_stages > 1 or micro_batch_order(run.parallel) == "vertical"
+    may_hang = run.parallel.virtual_stages > 1 or micro_batch_order(run) == "vertical"
     if not way.late:  # what comes late is waited for where it is launched
         check([trace for _, trace in results], RULES.keys() - {ONE_QUEUE} if may_hang else RULES)
     return Outcome(records, losses, assemble([pieces for ((_, _, pieces), _), _ in results]), run)

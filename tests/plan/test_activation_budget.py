@@ -43,7 +43,7 @@ def test_a_step_takes_what_the_budget_allows(size: int, more: list[str], corpus:
     """One block less that is recomputed would be too much. The plan leaves out a few numbers, such as the norm."""
     words = [*MODEL.split(), *more[:2], *data_flags(corpus, tmp_path)]
     free = parse_run(words, size)
-    axes = axes_of(free.parallel, size)
+    axes = axes_of(free, size)
     budget = max(activation_peaks(free, axes, "cpu")) * 6 // 10
     words += [*more[2:], "--activation-memory-budget", str(budget)]
     run = parse_run(words, size)

@@ -36,7 +36,7 @@ def asked(words: str, ranks: int = 1) -> Run:
 def peaks(words: str, ranks: int = 1, kind: str = "cpu") -> tuple[int, int]:
     """The most on the device and in host memory, by arithmetic."""
     run = asked(words, ranks)
-    every = run_peaks(run, axes_of(run.parallel, ranks), kind).every()
+    every = run_peaks(run, axes_of(run, ranks), kind).every()
     return max(found.device_bytes for found in every), max(found.host_bytes for found in every)
 
 
@@ -78,7 +78,7 @@ SHORTENED = (
 )
 def test_a_shortened_step_has_the_peaks_of_the_whole(ranks: int, layout: str, words: str) -> None:
     run = asked(f"{words} {layout} --micro-batch-size 1 --global-batch-size 100", ranks)
-    axes = axes_of(run.parallel, ranks)
+    axes = axes_of(run, ranks)
     short = shortened(run, axes)
     assert short.schedule.global_batch_size < 40
     found = [[(peaks.device, peaks.host) for peaks in run_peaks(each, axes, "cpu").every()] for each in (short, run)]
@@ -88,7 +88,7 @@ def test_a_shortened_step_has_the_peaks_of_the_whole(ranks: int, layout: str, wo
 @pytest.mark.parametrize("words", ["--offload-params nvme --nvme-path x", "--offload-activations cpu:0.5"])
 def test_a_step_whose_micro_batches_all_count_is_not_shortened(words: str) -> None:
     run = asked(f"{words} --micro-batch-size 1 --global-batch-size 100")
-    assert shortened(run, axes_of(run.parallel, 1)) == run
+    assert shortened(run, axes_of(run, 1)) == run
 
 
 def test_what_takes_many_hosts_is_not_searched_for() -> None:
@@ -103,7 +103,7 @@ def test_the_peak_on_the_device_is_that_of_the_memory_trace() -> None:
     """But for what has left it: on a CPU the trace has a column for that."""
     for words in ("", "--zero-stage 3", "--offload-optimizer cpu:0.5 --nvme-buffer-bytes 200KB"):
         run = asked(words, 2)
-        (trace,) = timed_traces(StageLists(run, axes_of(run.parallel, 2), nccl=False), "cpu", ASSUMED["cpu"])
+        (trace,) = timed_traces(StageLists(run, axes_of(run, 2), nccl=False), "cpu", ASSUMED["cpu"])
         off = {column.value: size for column, size in trace.peak.columns.items()}
         assert peaks(words, 2)[0] == trace.peak.total - off.get("offloaded state in host memory", 0)
 
@@ -193,7 +193,7 @@ host memory alone | --offload-optimizer cpu --host-memory-budget 4MB | 1
 def test_on_a_cpu_what_is_offered_takes_less_of_its_one_memory(words: str, ranks: int) -> None:
     """What leaves for host memory stays in the same memory."""
     now, told = sum(peaks(words, ranks)), refusal(words, ranks)
-    found, run = offered(told), asked(words, ranks).parallel
+    found, run = offered(told), asked(words, ranks).offload
     assert found, told
     for flags in found:
         assert not re.search(r"--offload-\S+ cpu", flags), told
@@ -286,7 +286,7 @@ def test_a_host_that_is_too_small_for_the_model_state() -> None:
     """On a CPU all of it counts, on a card what rests in host memory. Ranks of other hosts do not count."""
     words = "--pp 2 --offload-optimizer cpu:0.5 --nvme-buffer-bytes 200KB"
     run = asked(words, 4)
-    states = stage_bytes(run, axes_of(run.parallel, 4))
+    states = stage_bytes(run, axes_of(run, 4))
     for kind in ("cpu", "cuda"):
         first, last = (state.elsewhere.memory + state.total * (kind == "cpu") for state in states)
         for here, needed in ((range(1, 3), first + last), (range(4), 2 * first + 2 * last), (range(2), 2 * first)):
@@ -332,17 +332,17 @@ def test_a_vocabulary_is_needed() -> None:
     """The tokenizer has it, and a dry run may not read that."""
     flags = f"{MODEL} --device-memory-budget 1KB --tokenizer hf --tokenizer-path x".replace("--vocab-size 1003 ", "")
     run = parse_run(flags.split(), 1)
-    assert budget_problems(run, 1, tries_cards=True) == [] == budget_sentences(run, axes_of(run.parallel, 1), "cpu")
+    assert budget_problems(run, 1, tries_cards=True) == [] == budget_sentences(run, axes_of(run, 1), "cpu")
     assert peaks_table(run, 1, "cpu") == ""
 
 
 def test_what_is_told_of_a_run_that_fits() -> None:
     words = "--pp 2 --offload-optimizer cpu:0.5 --device-memory-budget 20MB --host-memory-budget 30MB"
     run = asked(words, 2)
-    (told,) = budget_sentences(run, axes_of(run.parallel, 2), "cpu")
+    (told,) = budget_sentences(run, axes_of(run, 2), "cpu")
     assert told.startswith("a rank of stage 0 of 2 takes ") and "of --device-memory-budget 19.1 MiB; a rank " in told
     lines = [line.split() for line in peaks_table(run, 2, "cpu").splitlines()]
-    every = run_peaks(run, axes_of(run.parallel, 2), "cpu").every()
+    every = run_peaks(run, axes_of(run, 2), "cpu").every()
     assert lines[2:] == [
         *(
             [str(n), f"{found.device_bytes:,}", f"{found.host_bytes:,}", f"{found.total_bytes:,}", "0"]
@@ -350,4 +350,4 @@ def test_what_is_told_of_a_run_that_fits() -> None:
         ),
         ["budget", "20,000,000", "30,000,000", "50,000,000", "-"],
     ]
-    assert budget_sentences(asked("--pp 2", 2), axes_of(run.parallel, 2), "cpu") == []
+    assert budget_sentences(asked("--pp 2", 2), axes_of(run, 2), "cpu") == []

@@ -42,7 +42,7 @@ def test_columns_are_those_of_the_arithmetic(zero_stage: int, precision: str, sh
     run = parse_run(words.split(), TP * len(BLOCKS) * DP)
     shares = [shard_size or DP if zero_stage >= first else 1 for first in (3, 2, 1)]
     stages_of_table = 2 if shard_size is None and zero_stage < 3 else 1
-    for stage, found in enumerate(stage_bytes(run, axes_of(run.parallel, TP * len(BLOCKS) * DP))):
+    for stage, found in enumerate(stage_bytes(run, axes_of(run, TP * len(BLOCKS) * DP))):
         rest, tensors = without_table(stage)
         table = VOCABULARY // TP * HIDDEN * (stage in (0, len(BLOCKS) - 1))
         assert found.blocks == BLOCKS[stage] and found.parameters == rest + table

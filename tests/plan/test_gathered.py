@@ -28,7 +28,7 @@ def run_of(words: str, ranks: int = 2) -> Run:
 
 def steps_of(words: str, ranks: int) -> StageLists:
     run = run_of(words, ranks)
-    return StageLists(run, axes_of(run.parallel, ranks), nccl=False)
+    return StageLists(run, axes_of(run, ranks), nccl=False)
 
 
 def gathered(words: str, stage: int = 0, ranks: int = 2) -> GatheredBytes:
@@ -67,11 +67,11 @@ def test_nothing_is_gathered_where_nothing_is_sharded() -> None:
 )
 def test_a_budget_below_one_unit_is_refused_with_the_numbers(words: str, ranks: int, name: str, needed: int) -> None:
     run = run_of(f"{words} --zero3-gathered-bytes {needed - 1}", ranks)
-    (problem,) = unit_problems(run, axes_of(run.parallel, ranks))
+    (problem,) = unit_problems(run, axes_of(run, ranks))
     assert f"--zero3-gathered-bytes {needed - 1} does not hold the largest unit" in problem
     assert f"{name} on stage 0 has {needed} bytes" in problem and f"nearest: --zero3-gathered-bytes {needed}" in problem
     enough = run_of(f"{words} --zero3-gathered-bytes {needed}", ranks)
-    assert not unit_problems(enough, axes_of(enough.parallel, ranks))
+    assert not unit_problems(enough, axes_of(enough, ranks))
 
 
 def test_the_banner_compares_with_the_least() -> None:

@@ -48,16 +48,16 @@ def asked(words: str, ranks: int = 1) -> Run:
 )
 def test_the_order_follows_from_where_parameters_rest(words: str, order: str) -> None:
     run = asked(words)
-    assert micro_batch_order(run.parallel) == order
+    assert micro_batch_order(run) == order
     explicit = applied(run, {"micro_batch_order": order})
-    lists, others = (StageLists(each, axes_of(each.parallel, 1), nccl=False).of(0) for each in (run, explicit))
+    lists, others = (StageLists(each, axes_of(each, 1), nccl=False).of(0) for each in (run, explicit))
     assert lists.instructions == others.instructions
 
 
 def test_one_micro_batch_computes_the_same_in_both_orders_and_reads_no_more() -> None:
     words = f"{ON_DISKS} --micro-batch-size 8"
     runs = [asked(f"{words} {order}") for order in (HORIZONTAL, VERTICAL)]
-    lists = [StageLists(run, axes_of(run.parallel, 1), nccl=False).of(0).instructions for run in runs]
+    lists = [StageLists(run, axes_of(run, 1), nccl=False).of(0).instructions for run in runs]
     horizontal, vertical = ([i for i in own if i.is_compute] for own in lists)
     assert horizontal == vertical and len(vertical) == 2 * (3 + 2)
     reads, others = (sum(i.op is Op.READ_PARAMETERS for i in own) for own in lists)
@@ -66,12 +66,12 @@ def test_one_micro_batch_computes_the_same_in_both_orders_and_reads_no_more() ->
 
 
 def found(run: Run, ranks: int = 1) -> Mapping[str, Any]:
-    return order_within_budgets(run, axes_of(run.parallel, ranks), "cpu")
+    return order_within_budgets(run, axes_of(run, ranks), "cpu")
 
 
 def bytes_on_cpu(words: str, ranks: int) -> int:
     run = asked(words, ranks)
-    return max(peaks.total_bytes for peaks in run_peaks(run, axes_of(run.parallel, ranks), "cpu").every())
+    return max(peaks.total_bytes for peaks in run_peaks(run, axes_of(run, ranks), "cpu").every())
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("", 1), ("--pp 2 --zero-stage 1", 4)])
@@ -99,7 +99,7 @@ def test_groups_are_as_large_as_the_device_has_room_for(layout: str, ranks: int)
 def test_a_budget_of_activations_counts_too() -> None:
     words = f"{ON_DISKS} --recompute-granularity full"
     run = asked(f"{words} {HORIZONTAL}")
-    (least,) = activation_peaks(run, axes_of(run.parallel, 1), "cpu")
+    (least,) = activation_peaks(run, axes_of(run, 1), "cpu")
     assert found(asked(f"{ON_DISKS} --activation-memory-budget {least}"))["micro_batch_order"] == "horizontal"
     whole = {"micro_batch_order": "vertical", "vertical_group_size": None}
     assert found(asked(f"{ON_DISKS} --activation-memory-budget 100MB")) == whole

@@ -45,7 +45,7 @@ def machine(layout: str, rates: MachineRates = CARD, more: str = "", micro_batch
     words, ranks = LAYOUTS[layout]
     batch = micro_batches * min(ranks, 2)
     run = parse_run(f"{MODEL} --global-batch-size {batch} {words} {more}".split(), ranks)
-    return Machine(run, Cluster(axes_of(run.parallel, ranks), "cpu", nccl=False), rates)
+    return Machine(run, Cluster(axes_of(run, ranks), "cpu", nccl=False), rates)
 
 
 def static(share: str, activations: str = "none", **switches: object) -> dict[str, object]:
@@ -317,7 +317,7 @@ def test_times_are_operations_and_bytes_over_rates() -> None:
     )
     run = parse_run(words.split(), 1)
     rates = replace(CARD, flops=1e3)
-    times = Machine(run, Cluster(axes_of(run.parallel, 1), "cpu", nccl=False), rates).placed({}).times
+    times = Machine(run, Cluster(axes_of(run, 1), "cpu", nccl=False), rates).placed({}).times
     forward = 2 * (2 * 16 * 12 * 64 + 4 * 16 * 16 * 8 + 2 * 16 * 24 * 8 + 16 * 8) / 1e3
     assert math.isclose(times.forward[0], forward) and math.isclose(times.backward[0], 2 * forward)
     assert times.per_byte[Lane.HOST] == 1 / rates.update_host and times.update == 1 / rates.update

@@ -131,7 +131,7 @@ def test_the_account_of_the_whole_step_agrees(name: str) -> None:
     words, ranks = STEPS[name]
     words = f"{words} --num-layers 6 --global-batch-size 16"
     free = asked(words.replace("--shard-recompute-inputs", ""), ranks)
-    axes = axes_of(free.parallel, ranks)
+    axes = axes_of(free, ranks)
     budget = max(activation_peaks(free, axes, "cpu")) * 8 // 10
     run = asked(f"{words} --activation-memory-budget {budget}", ranks)
     assert set(recompute_table(run, axes, "cpu")) != {"none"}

@@ -104,7 +104,7 @@ def test_shared_inputs_of_recomputed_blocks(corpus: Path, tmp_path: Path) -> Non
     )
     without, shared = (run_ranks(4, gathered_on_rank, 4, flags) for flags in (given, [*given, *more]))
     run = parse_run([*given, *more], 4)
-    planned = gathered_inputs(run, axes_of(run.parallel, 4), "cpu")
+    planned = gathered_inputs(run, axes_of(run, 4), "cpu")
     assert planned == [6 * 276 * 2, 6 * 276 * 2], "one block of each stage, six micro-batches, one element of padding"
     assert [b - a for a, b in zip(without, shared, strict=True)] == [planned[0]] * 2 + [planned[1]] * 2
 

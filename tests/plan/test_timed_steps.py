@@ -43,7 +43,7 @@ CASES = {
 def traces(case: str, kind: str = "cuda") -> tuple[StageLists, list[MemoryTrace]]:
     words, ranks = CASES[case]
     run = parse_run(f"{MODEL} {words} --device {kind}".split(), ranks)
-    steps = StageLists(run, axes_of(run.parallel, ranks), nccl=False)
+    steps = StageLists(run, axes_of(run, ranks), nccl=False)
     return steps, timed_traces(steps, kind, RATES)
 
 

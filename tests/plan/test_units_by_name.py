@@ -47,7 +47,7 @@ def test_what_leaves_is_what_is_named(name: str, ranks: int, words: str, tmp_pat
     disks = ["--nvme-path", str(tmp_path)] if "nvme" in TABLES[name] else []
     placed = ["--placement", str(tmp_path / "table.yaml"), *disks, "--nvme-buffer-bytes", "400KB"]
     run = parse_run([*MODEL, "--global-batch-size", "8", *words.split(), *placed], ranks, model_source)
-    axes, left, settings = axes_of(run.parallel, ranks), dict[str, set[str]](), vars(run.parallel) | vars(run.offload)
+    axes, left, settings = axes_of(run, ranks), dict[str, set[str]](), vars(run.parallel) | vars(run.offload)
     for stage in range(axes.pp):
         at = Coordinates(stage, 0, 0, 0)
         shape, (layouts, _) = shape_of(run, axes, at, nccl=False), updated_layouts(run, axes, at, nccl=False)

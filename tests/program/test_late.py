@@ -249,13 +249,13 @@ def test_lists_of_a_rank_are_made_once_and_checked(monkeypatch: pytest.MonkeyPat
 def test_the_lists_of_all_stages_are_checked_in_all_three_kinds(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = [*small_model(4, heads=4), "--zero-stage", "1", "--pp", "2", "--global-batch-size", "8", "--late-update"]
     run = parse_run(flags, 4)
-    lists = StageLists(run, axes_of(run.parallel, 4), nccl=False)
+    lists = StageLists(run, axes_of(run, 4), nccl=False)
     lists.check()
     assert lists.of(0).border.owed and lists.of(0).border.leaves
     if broken == "settling_list":
         monkeypatch.setattr("megazero.plan.step_lists.settling_list", lambda shape, **_: ())
     else:
         monkeypatch.setattr("megazero.program.step.place_late_updates", lambda listed, shape, *_: listed)
-        lists = StageLists(run, axes_of(run.parallel, 4), nccl=False)
+        lists = StageLists(run, axes_of(run, 4), nccl=False)
     with pytest.raises(ProgramError, match=r"owed|nothing uses"):
         lists.check()

@@ -29,7 +29,7 @@ UNITS = 6
 def lists_of(*flags: str, dp: int = 2, pp: int = 1, stage: int = 0) -> Lists:
     words = [*small_model(4, heads=4), "--pp", str(pp), "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]
     run = parse_run([*words, *flags], pp * dp)
-    axes = axes_of(run.parallel, pp * dp)
+    axes = axes_of(run, pp * dp)
     return step_lists(run, stage, shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=False))
 
 
@@ -123,7 +123,7 @@ def test_the_default_budget_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         lists_of("--zero-stage", "3").training(MICRO_BATCHES)
     run = parse_run([*small_model(4, heads=4), "--zero-stage", "3", "--global-batch-size", "8"], 2)
     with pytest.raises(ProgramError, match=r"stage 0: .* makes \d+ bytes of gathered parameters, the budget is \d+"):
-        StageLists(run, axes_of(run.parallel, 2), nccl=False).check()
+        StageLists(run, axes_of(run, 2), nccl=False).check()
 
 
 def test_the_lists_of_all_stages_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_the_lists_of_all_stages_are_made_once(monkeypatch: pytest.MonkeyPatch) 
     made = Mock(wraps=step.training_step)
     monkeypatch.setattr(step_lists_of_run, "training_step", made)
     run = parse_run([*small_model(4, heads=4), *["--zero-stage", "3", "--pp", "2", "--global-batch-size", "8"]], 4)
-    lists = StageLists(run, axes_of(run.parallel, 4), nccl=False)
+    lists = StageLists(run, axes_of(run, 4), nccl=False)
     lists.check()
     assert gathered_bytes(lists, 0) is not None and gathered_bytes(lists, 1) is not None
     assert made.call_count == 2

@@ -15,7 +15,7 @@ def listed(stage: int, *flags: str, pp: int = 2, dp: int = 2) -> tuple[list[Inst
     """The list of a stage for four micro-batches, and the number of the tied table's bucket."""
     words = [*small_model(4, heads=4), "--pp", str(pp), "--global-batch-size", str(4 * dp), *flags]
     run: Run = parse_run(words, pp * dp)
-    axes = axes_of(run.parallel, pp * dp)
+    axes = axes_of(run, pp * dp)
     shape = shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=False)
     (tied,) = (number for number, bucket in enumerate(shape.buckets) if bucket.spans_stages)
     return list(step_lists(run, stage, shape).training(4)), tied

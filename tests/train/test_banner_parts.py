@@ -105,7 +105,7 @@ def test_buffers_of_whole_gradients_are_told() -> None:
 
     def said(stage: int) -> str | None:
         run = parse_run([*words.split(), "--zero-stage", str(stage)], 2)
-        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, 2), nccl=False))).get("buffers")
+        return dict(schedule_lines(StageLists(run, axes_of(run, 2), nccl=False))).get("buffers")
 
     most = size(2 * 4 * (128 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 64))
     assert said(1) is None
@@ -117,7 +117,7 @@ def test_late_updates_are_told() -> None:
 
     def said(*more: str) -> str:
         run = parse_run([*words.split(), "--global-batch-size", "8", *more], 2)
-        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, 2), nccl=False))).get("updates", "")
+        return dict(schedule_lines(StageLists(run, axes_of(run, 2), nccl=False))).get("updates", "")
 
     assert said() == ""
     assert said("--late-update").startswith("late: a unit is updated in the next step") and "stage" not in said(
@@ -133,7 +133,7 @@ def test_vertical_order_is_told() -> None:
     def said(*more: str) -> dict[str, str]:
         flags = [*words.split(), "--global-batch-size", "32", "--zero-stage", "2", "--micro-batch-order", "vertical"]
         run = parse_run([*flags, *more], 4)
-        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, 4), nccl=False)))
+        return dict(schedule_lines(StageLists(run, axes_of(run, 4), nccl=False)))
 
     alone = said("--tp", "2")
     assert alone["pipeline"] == (
@@ -158,7 +158,7 @@ def test_activations_that_leave_are_told() -> None:
 
     def said(*more: str) -> str:
         run = parse_run([*words.split(), "--global-batch-size", "3", "--micro-batch-size", "1", *more], 2)
-        steps = StageLists(run, axes_of(run.parallel, 2), nccl=False)
+        steps = StageLists(run, axes_of(run, 2), nccl=False)
         return dict(schedule_lines(steps)).get("activations", "")
 
     block = 16 * 8 * 4
@@ -201,7 +201,7 @@ def test_graphs_that_replay_nothing_say_so() -> None:
 def test_gathers_in_blocks_are_told_where_something_is_gathered(words: str, told: bool) -> None:
     line = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
     run = parse_run(f"{line} --global-batch-size 8 --zero-stage 1 --zero-quantized-weights {words}".split(), 4)
-    text = dict(schedule_lines(StageLists(run, axes_of(run.parallel, 4), nccl=False))).get("messages", "")
+    text = dict(schedule_lines(StageLists(run, axes_of(run, 4), nccl=False))).get("messages", "")
     assert ("parameters are gathered in blocks of int8: 1.016 bytes each, not 2" in text) == told
 
 
@@ -210,7 +210,7 @@ def test_what_is_recomputed_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) 
 
     def told(words: str, ranks: int) -> str:
         run = parse_run(f"{line} --device cpu --global-batch-size 8 --micro-batch-size 2 {words}".split(), ranks)
-        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, ranks), nccl=False)))["recompute"]
+        return dict(schedule_lines(StageLists(run, axes_of(run, ranks), nccl=False)))["recompute"]
 
     # 8 blocks, 4 micro-batches, 8 KiB each
     shared = told("--tp 2 --recompute-granularity full --shard-recompute-inputs", 2)

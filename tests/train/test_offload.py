@@ -69,7 +69,7 @@ def test_the_ranks_of_a_host_need_room_for_all_of_them(tmp_path: Path) -> None:
         (disk / "more").mkdir()
         for folders in ([disk], [disk, disk / "more"]):
             run = parse_run([*MODEL, *on_disk(*folders)], 2)
-            needed, free = swap_bytes(run, axes_of(run.parallel, 2), range(2)), 900 * 1024
+            needed, free = swap_bytes(run, axes_of(run, 2), range(2)), 900 * 1024
             assert needed // 2 < free < needed
             assert room_problems(run, 2, range(1, 2)) == []
             (problem,) = room_problems(run, 2, range(2))
@@ -91,7 +91,7 @@ def test_the_shares_that_are_offered_fit(words: str, tmp_path: Path, monkeypatch
     """Parameters leave by whole buckets: so bytes do not grow evenly with their share."""
     model, offered = [*MODEL, "--nvme-path", str(tmp_path)], 0
     run = parse_run([*model, *words.split()], 2)
-    needed = swap_bytes(run, axes_of(run.parallel, 2), range(2))
+    needed = swap_bytes(run, axes_of(run, 2), range(2))
     for part in (0.03, 0.2, 0.4, 0.6, 0.8, 0.97):
         monkeypatch.setattr(disk_checks, "free_in", lambda folders, checkpoints, free=int(part * needed): free)
         (problem,) = room_problems(run, 2, range(2))
@@ -120,7 +120,7 @@ def test_activations_need_room_too(tmp_path: Path) -> None:
     for words, most in (("--seq-length 512", 100), ("--seq-length 512 --offload-optimizer nvme", 100)):
         flags = [*MODEL, *ACTIVATIONS, "--nvme-path", str(tmp_path), *words.split()]
         run = parse_run([*flags, "--nvme-buffer-bytes", "1MB"], 1)
-        axes = axes_of(run.parallel, 1)
+        axes = axes_of(run, 1)
         (problem,) = budget_problems(run, 1, tries_cards=True)
         assert "--nvme-buffer-bytes 1000000 does not hold 4 times what a unit of the model keeps" in problem
         nearest = problem.split("nearest: --nvme-buffer-bytes ")[1]
@@ -274,7 +274,7 @@ def test_the_log_names_what_moves_to_disks(tmp_path: Path) -> None:
 def test_what_is_told() -> None:
     def said(words: str, ranks: int) -> dict[str, str]:
         run = parse_run([*MODEL, "--precision", "bf16", *words.split()], ranks)
-        return dict(schedule_lines(StageLists(run, axes_of(run.parallel, ranks), nccl=False)))
+        return dict(schedule_lines(StageLists(run, axes_of(run, ranks), nccl=False)))
 
     assert not {"offload", "disks"} & {*said("", 1)}
     whole = said("--offload-optimizer cpu", 1)
@@ -295,7 +295,7 @@ def test_what_is_told() -> None:
 def test_the_table_tells_of_every_tier() -> None:
     def lines(words: str) -> list[str]:
         run = parse_run([*MODEL, *words.split()], 1)
-        return stage_table(stage_bytes(run, axes_of(run.parallel, 1))).splitlines()
+        return stage_table(stage_bytes(run, axes_of(run, 1))).splitlines()
 
     assert len(lines("")) == 3 and lines("")[0].endswith("total")
     for words, zeros in {"cpu": (False, True), "nvme --nvme-path a": (True, False), "cpu:0.5": (False, True)}.items():
@@ -311,8 +311,8 @@ def test_the_table_tells_of_every_tier() -> None:
 def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
-    (stage,) = stage_bytes(run, axes_of(run.parallel, 1))
-    pieces = swapped_pieces(run, axes_of(run.parallel, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    (stage,) = stage_bytes(run, axes_of(run, 1))
+    pieces = swapped_pieces(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False)
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
     assert stage.elsewhere.disk == sum(pieces.values())

@@ -51,7 +51,7 @@ def test_the_banner_and_a_dry_run_tell_of_it(corpus: Path, tmp_path: Path, capsy
     """And under a budget that has room for horizontal order only, the run begins with that."""
     flags = flags_of(corpus, tmp_path)
     run = parse_run([*flags, *HORIZONTAL], 1)
-    least = run_peaks(run, axes_of(run.parallel, 1), "cpu").of(0).total_bytes
+    least = run_peaks(run, axes_of(run, 1), "cpu").of(0).total_bytes
     for words, said in (
         ([], "order of the micro-batches is vertical, so that a layer's parameters are read once for all 4 of them"),
         (["--device-memory-budget", str(least)], "order of the micro-batches is horizontal, because the budgets"),
@@ -59,7 +59,7 @@ def test_the_banner_and_a_dry_run_tell_of_it(corpus: Path, tmp_path: Path, capsy
     ):
         parsed = parse_arguments([*flags, *words], 1)
         prepared = prepare(parsed.run, 1, silent)
-        build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), parsed=parsed).close()
+        build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu"), parsed=parsed).close()
         dry = dry_run_text(parse_arguments([*flags, *words, "--validate-only"], 1), 1)
         for text in (capsys.readouterr().out, dry):
             told = " ".join(text.split())
@@ -70,7 +70,7 @@ def test_the_banner_and_a_dry_run_tell_of_it(corpus: Path, tmp_path: Path, capsy
 def order_on_rank(rank: int, size: int, flags: list[str]) -> tuple[str | None, int | None]:
     """As on a card, where rank 0 tries the body of attention and finds the order."""
     run = parse_run(flags, size)
-    grid = build_grid(axes_of(run.parallel, size), "cpu")
+    grid = build_grid(axes_of(run, size), "cpu")
     connect(grid)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered, "order_within_budgets", lambda *of: _found_by(rank))
@@ -92,7 +92,7 @@ def test_files_are_those_of_the_order_that_there_is_room_for(tmp_path: Path) -> 
     """With a budget of activations that vertical order does not keep: that is no error where horizontal order does."""
     flags = [*MODEL, "--nvme-path", str(tmp_path), "--data-path", "x", "--offload-activations", "nvme"]
     recomputed = parse_run([*flags, *HORIZONTAL, "--recompute-granularity", "full"], 1)
-    axes = axes_of(recomputed.parallel, 1)
+    axes = axes_of(recomputed, 1)
     (least,) = activation_peaks(recomputed, axes, "cpu")
     open_run, horizontal = (
         parse_run([*flags, *words, "--activation-memory-budget", str(least)], 1) for words in ([], HORIZONTAL)

@@ -143,7 +143,7 @@ def group_asked_for(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def launched(parallel: ParallelConfig) -> None:
-    with launch(parallel, Environment(0, 0, 2, 2)):
+    with launch(Run(parallel=parallel), Environment(0, 0, 2, 2)):
         pass
 
 

@@ -40,7 +40,7 @@ def refused(rank: int, words: list[str], world_size: int) -> str:
         patch.setattr("megazero.train.output_checks.closed", lambda place: None)
         prepared = prepare(parse_run(words, world_size), world_size, silent)
     with pytest.raises(ConfigError) as caught:
-        build_job(prepared, build_grid(axes_of(prepared.run.parallel, world_size), "cpu"))
+        build_job(prepared, build_grid(axes_of(prepared.run, world_size), "cpu"))
     return str(caught.value)
 
 
@@ -57,7 +57,7 @@ def started(words: list[str], capsys: pytest.CaptureFixture[str], *, trains: boo
     """What a run prints until its first step, or its end."""
     parsed = parse_arguments(words, 1)
     prepared = prepare(parsed.run, 1, print)
-    job = build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "cpu"), parsed=parsed)
+    job = build_job(prepared, build_grid(axes_of(prepared.run, 1), "cpu"), parsed=parsed)
     if trains:
         job.fit()
     return capsys.readouterr().out

@@ -134,7 +134,7 @@ def job_on_meta(flags: str, corpus: Path, cache: Path, patch: pytest.MonkeyPatch
     patch.setattr("megazero.train.checkpoints.new_token", lambda *_: "of nobody")
     run = parse_run([*MODEL, *NUMBERS.split(), *flags.split(), *data_flags(corpus, cache)[:-2]], 1)
     prepared = prepare(run, 1, silent)
-    return build_job(prepared, build_grid(axes_of(prepared.run.parallel, 1), "meta"))
+    return build_job(prepared, build_grid(axes_of(prepared.run, 1), "meta"))
 
 
 @pytest.mark.few(cases=3)

@@ -153,7 +153,7 @@ def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, straight: Bi
     """In the slot that the step is read from, or in the other one, from which nobody reads."""
     left(flags)
     parsed = parse_run(flags, 1)
-    pieces = swapped_pieces(parsed, axes_of(parsed.parallel, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    pieces = swapped_pieces(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False)
     space = open_swap([disks], pieces, job=CHECKPOINT, resume=True)
     assert space.record is not None and parsed.offload.nvme_checkpoint
     name = list(pieces)[-1]
@@ -254,11 +254,11 @@ def test_files_are_twice_as_large(flags: list[str], tmp_path: Path) -> None:
     sizes = []
     for words in ([word for word in flags if word != "--nvme-checkpoint"], flags, [*flags, *SHARE]):
         parsed = parse_run(words, 1)
-        sizes.append(swap_bytes(parsed, axes_of(parsed.parallel, 1), range(1)))
+        sizes.append(swap_bytes(parsed, axes_of(parsed, 1), range(1)))
         (space,) = run_ranks(1, file_bytes_on_rank, 1, words)
         assert space == sizes[-1]
     assert 1.98 < sizes[1] / sizes[0] <= 2 and 0.98 < sizes[2] / sizes[1] < 1.02
-    steps = StageLists(parse_run([*flags, *SHARE], 1), axes_of(parsed.parallel, 1), nccl=False)
+    steps = StageLists(parse_run([*flags, *SHARE], 1), axes_of(parsed, 1), nccl=False)
     told = dict(schedule_lines(steps))["disks"]
     assert re.search(r"a step reads [\d.]+ KiB and writes [\d.]+ KiB; files are in .*; each step is", told)
 

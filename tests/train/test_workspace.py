@@ -71,7 +71,7 @@ def test_a_search_leaves_the_workspace_free(tmp_path: Path) -> None:
         given += ["--host-memory-budget", "1GB"]
         given += ["--nvme-buffer-bytes", "100MB"]  # few parts, each of which is an instruction of every simulated step
         run: Run = parse_run([*WIDE.split(), *NUMBERS.split(), "--data-path", "x", *given], 1)
-        found = chosen(run, axes_of(run.parallel, 1), "cpu", None, 1, nccl=False)
+        found = chosen(run, axes_of(run, 1), "cpu", None, 1, nccl=False)
         return found.settings, " ".join(found.told)
 
     (settings, said), (alone, without) = told(400_000, 32_000_000), told(0, 31_600_000)

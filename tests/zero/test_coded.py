@@ -40,7 +40,7 @@ def read(spec: ParameterSpec) -> Tensor:
 
 
 def state_of(run: Run, rank: int = 0, size: int = 1) -> ModelState:
-    grid = grid_of(rank, size, axes_of(run.parallel, size))
+    grid = grid_of(rank, size, axes_of(run, size))
     coding = coding_of(run.lora, run.model)
     state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel, coding)
     state.frozen.fill(read)
@@ -105,7 +105,7 @@ def test_ranks_share_out_the_bytes_of_one(words: str) -> None:
 @pytest.mark.parametrize(("zero", "size"), [(0, 1), (2, 4), (3, 4)])
 def test_bytes_and_shape_are_those_of_the_plan(zero: int, size: int, words: str) -> None:
     run = run_of(f"{words} --zero-stage {zero} --precision bf16", size)
-    state, axes = state_of(run, 1 % size, size), axes_of(run.parallel, size)
+    state, axes = state_of(run, 1 % size, size), axes_of(run, size)
     (told,) = stage_bytes(run, axes)
     assert sum(state.bytes().values()) == told.total
     assert state.shape == shape_of(run, axes, state.grid.at, nccl=False)
@@ -123,7 +123,7 @@ def test_bytes_and_shape_are_those_of_the_plan(zero: int, size: int, words: str)
 def test_without_messages_the_budget_is_one_unit() -> None:
     for size, zero, budget in ((1, 3, one_unit), (4, 1, one_unit), (4, 3, two_units)):
         run = run_of(f"--lora-base-bits 4 --zero-stage {zero}", size)
-        shape = shape_of(run, axes_of(run.parallel, size), state_of(run, 0, size).grid.at, nccl=False)
+        shape = shape_of(run, axes_of(run, size), state_of(run, 0, size).grid.at, nccl=False)
         options = step_options(run)
         listed = training_step(schedules(run, 0)(2), shape, options)
         assert gathered_budget(listed, shape, options) == budget(listed, shape)

@@ -34,7 +34,7 @@ def grid_of(rank: int, size: int, axes) -> ProcessGrid:
 @pytest.mark.parametrize("rank", [0, 3])
 def test_building_with_sharded_parameters_takes_the_shards_alone(rank, precision):
     run = parse_run([*SHAPE.split(), "--zero-stage", "3", "--precision", precision, "--global-batch-size", "8"], 4)
-    grid = grid_of(rank, 4, axes_of(run.parallel, 4))
+    grid = grid_of(rank, 4, axes_of(run, 4))
 
     def build() -> ModelState:
         state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel)
@@ -76,7 +76,7 @@ def test_state_on_disks_is_initialised_part_by_part(tmp_path):
 def test_an_array_of_a_whole_parameter_is_refused_in_words():
     """Its memory could not be freed any more, and the next release would fail in torch."""
     run = parse_run([*SHAPE.split(), "--zero-stage", "3", "--precision", "fp32", "--global-batch-size", "8"], 4)
-    grid = grid_of(0, 4, axes_of(run.parallel, 4))
+    grid = grid_of(0, 4, axes_of(run, 4))
     state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel)
     norm = state.gatherer.parameters[1]
     assert norm.gathered and len(norm.bucket.parameters) > 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.schema import ModelConfig, ParallelConfig
+from megazero.config.schema import ModelConfig, OffloadConfig, ParallelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
 from megazero.mpu.axes import Axes
@@ -238,4 +238,4 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
 
 def test_an_unknown_stage_is_named() -> None:
     with pytest.raises(ValueError, match="--zero-stage 7 is not one of 0, 1, 2"):
-        placements(ParallelConfig(zero_stage=7))
+        placements(ParallelConfig(zero_stage=7), OffloadConfig())

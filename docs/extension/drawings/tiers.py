@@ -47,7 +47,7 @@ RUNS = MappingProxyType(
 def step_of(run: str) -> TimedStep:
     """The step of one of `RUNS`, on one rank."""
     parsed = parse_run(f"{MODEL} {RUNS[run].flags}".split(), 1)
-    (found,) = timed_traces(StageLists(parsed, axes_of(parsed.parallel, 1), nccl=False), "cuda", RATES)
+    (found,) = timed_traces(StageLists(parsed, axes_of(parsed, 1), nccl=False), "cuda", RATES)
     assert found.timed is not None
     return found.timed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.fields import option
-from megazero.config.tiers import Offload
 
 
 @dataclass(frozen=True)
@@ -81,28 +80,6 @@ class ParallelConfig:
     activation_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
     """Bytes that the activations of a rank may take. Which blocks are computed again, and whether as a whole or their
     attention core only, is chosen on every stage to fit at the least extra work."""
-    device_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
-    """Bytes on the device that a rank may take in a step: model state, activations and what is on its way. A run that
-    would take more is refused before it starts, with the change that makes it fit. On a CPU without
-    --host-memory-budget it counts what has left the device for host memory too, which is the same memory. On CUDA it is
-    also the limit of the process's allocator."""
-    host_memory_budget: int | None = option(None, metavar="BYTES", size=True, derived="no budget")
-    """Bytes of host memory that a rank may take for what --offload-optimizer, --offload-params,
-    --offload-gradients and --offload-activations bring there, buffers included; all ranks of a host take as many times
-    as much. A run that would take more is refused."""
-    offload_params: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
-    """Where parameters rest between their uses: on the device (none), in host memory (cpu), or in files on disks (nvme,
-    with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. They are brought for each use, as those of
-    other ranks are with --zero-stage 3; where optimizer state is sharded, they are too. The results are the same."""
-    offload_gradients: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
-    """Where gradients are summed, and wait for their update: on the device (none), in host memory (cpu), or in files on
-    disks (nvme, with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. Those of a unit are on the
-    device while its backward computes them; then they are reduced, and leave. So they are reduced for each micro-batch,
-    as with --zero-stage 2, or once for all that pass a unit together (--micro-batch-order vertical)."""
-    offload_activations: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
-    """Where activations wait for their backward: none leaves them on the device, cpu copies them to host memory and
-    back, beside the computations, nvme goes on from there to files in --nvme-path. SHARE: of the bytes that have time
-    to leave, 1 without it; those whose backward is furthest away leave. The results are the same, to the bit."""
     overlap: bool = option(True)
     "Reduce gradients and gather parameters while computing. The results are the same either way."
     late_update: bool = option(False)
