@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -117,6 +118,46 @@ def test_imports_run_strictly_downwards() -> None:
                     f"{floor(target)})"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+OTHER_RUNS = {
+    "megazero.config.placement": "`applied`, by which `resolve` makes its decisions",
+    "megazero.train.resolve": "the one place",
+    "megazero.train.disk_checks": "smaller shares that would fit, for a message",
+    "megazero.train.same_data": "the run of a checkpoint, with the present names of its data",
+    "megazero.train.swap_start": "two runs that are compared without the sections that may differ",
+    "megazero.plan": "runs that a search tries",
+    "megazero.convert": "models of other programs",
+}
+"""Modules and rooms that make a run out of another -> which runs these are."""
+
+
+def test_a_run_is_changed_where_it_is_resolved_alone() -> None:
+    """Behind `resolve` a run is what it is: `replace` of a section, or of a run, stands nowhere else."""
+    sections = {item.target.id for item in nodes(ROOT / "megazero/config/schema/__init__.py") if is_field(item)}
+    assert {"model", "parallel", "offload"} <= sections
+    changing = dict[str, list[int]]()
+    for module, path in modules("megazero").items():
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and changes_a_run(node, sections):
+                changing.setdefault(room(module) if room(module) in OTHER_RUNS else module, []).append(node.lineno)
+    assert changing.keys() == OTHER_RUNS.keys(), changing
+
+
+def is_field(node: ast.AST) -> TypeGuard[Any]:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+def changes_a_run(call: ast.Call, sections: set[str]) -> bool:
+    """applied(...), replace(anything, section=...), replace(run, ...), replace(run.section, ...)."""
+    name = ast.unparse(call.func)
+    if name == "applied":
+        return True
+    if name not in ("replace", "dataclasses.replace") or not call.args:
+        return False
+    of = ast.unparse(call.args[0]).split(".")
+    named = {keyword.arg for keyword in call.keywords}
+    return bool(named & sections) or of[-1] == "run" or (len(of) > 1 and of[-2] == "run" and of[-1] in sections)
 
 
 NAMES = re.compile(r"(embedding|head|blocks|attention_norm|mlp_norm)\.|(attention)\.(qkv|output)|(mlp)\.(gate|up|down)")

@@ -9,10 +9,8 @@ from bench.contestants.megazero_ import build_megazero, step_of
 from bench.workload import Workload
 from megazero.config.dump import plain_value
 from megazero.config.placement import ROWS
-from megazero.mpu.grid import ProcessGrid
 from megazero.plan.rates import MachineRates
-from megazero.train import job as jobs
-from megazero.train import placed
+from megazero.train import resolved_together
 from megazero.train.job import Job
 
 
@@ -33,19 +31,14 @@ class Step:
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
-    found: list[placed.Placed] = []
     rates: dict[str, float] = {}
+    measure = resolved_together.measured_rates
 
     def measured(*of: Any) -> MachineRates:
-        result = placed_rates(*of)
+        result = measure(*of)
         rates.update(result.plain())
         return result
 
-    def chosen(run: Any, grid: ProcessGrid, here: int) -> placed.Placed:
-        found.append(placed_run(run, grid, here))
-        return found[-1]
-
-    placed_rates, placed_run = placed.measured_rates, placed.placed_run
-    with patch.object(placed, "measured_rates", measured), patch.object(jobs, "placed_run", chosen):
+    with patch.object(resolved_together, "measured_rates", measured):
         job = build_megazero(work, list(layout), replicas)
-    return Step(job, rates, found[-1].told)
+    return Step(job, rates, job.prepared.resolved.placement)

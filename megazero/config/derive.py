@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megazero.config.schema import ModelConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.tiers import Offload
 
@@ -164,10 +162,3 @@ def pipeline_schedule(parallel: ParallelConfig) -> str:
 def recomputes_blocks(parallel: ParallelConfig) -> bool:
     """Whether blocks may be computed again as a whole."""
     return parallel.recompute_granularity == "full" or parallel.activation_memory_budget is not None
-
-
-def with_vocabulary(run: Run, vocab_size: int, eod_id: int | None) -> Run:
-    """The run with the tokenizer's vocabulary size and end-of-document id, where the flags did not set them."""
-    model = run.model if run.model.vocab_size is not None else replace(run.model, vocab_size=vocab_size)
-    data = run.data if run.data.eod_id is not None else replace(run.data, eod_id=eod_id)
-    return replace(run, model=model, data=data)

@@ -22,7 +22,8 @@ from megazero.data.tokenizer import build_tokenizer
 from megazero.data.train_bpe import train_bpe
 from megazero.data.writer import PairWriter
 
-VOCAB_SIZE = 4096
+VOCAB_SIZE, EOD_ID = 4096, 0
+"""Of the corpus's tokenizer: number of tokens, and the one behind each file."""
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test"})
 FORMAT = 1
 
@@ -47,17 +48,18 @@ def source_files(library: Path) -> list[Path]:
     return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
 
 
+def planned_corpus(root: Path, library: Path | None = None) -> Corpus:
+    """The corpus as `default_corpus` makes it, whether or not it is there. Arguments and errors are the same."""
+    files, name = _named(library)
+    return _corpus(root / name, len(files))
+
+
 def default_corpus(root: Path, report: Report, library: Path | None = None) -> Corpus:
     """Prepare the corpus unless it is in the cache. Any number of ranks may call this together.
 
     library: folder of the source files; default: Python's standard library. Raises DataError if it has none.
     """
-    library = library or Path(sysconfig.get_path("stdlib"))
-    files = source_files(library)
-    if not files:
-        raise DataError(f"no --data-path, and no Python source files in {library} to stand in; give a --data-path")
-    listing = "\n".join(f"{path.relative_to(library).as_posix()} {path.stat().st_size}" for path in files)
-    digest = hashlib.sha256(f"{FORMAT} {VOCAB_SIZE}\n{listing}".encode()).hexdigest()[:12]
+    files, name = _named(library)
 
     def build(folder: Path, say: Report) -> None:
         _prepare(files, folder, say)
@@ -65,12 +67,23 @@ def default_corpus(root: Path, report: Report, library: Path | None = None) -> C
     def complete(folder: Path) -> bool:
         return all((folder / name).is_file() for name in ("vocab.json", "merges.txt", "text.bin", "text.idx"))
 
-    folder = build_once(root, f"python-{platform.python_version()}-{digest}", build, report, complete)
-    return Corpus(
-        str(folder / "text"),
-        str(folder),
-        f"{len(files)} source files of Python {platform.python_version()}'s standard library",
-    )
+    return _corpus(build_once(root, name, build, report, complete), len(files))
+
+
+def _named(library: Path | None) -> tuple[list[Path], str]:
+    """The source files, and the name of the folder that their corpus has in the cache."""
+    library = library or Path(sysconfig.get_path("stdlib"))
+    files = source_files(library)
+    if not files:
+        raise DataError(f"no --data-path, and no Python source files in {library} to stand in; give a --data-path")
+    listing = "\n".join(f"{path.relative_to(library).as_posix()} {path.stat().st_size}" for path in files)
+    digest = hashlib.sha256(f"{FORMAT} {VOCAB_SIZE}\n{listing}".encode()).hexdigest()[:12]
+    return files, f"python-{platform.python_version()}-{digest}"
+
+
+def _corpus(folder: Path, files: int) -> Corpus:
+    text = f"{files} source files of Python {platform.python_version()}'s standard library"
+    return Corpus(str(folder / "text"), str(folder), text)
 
 
 def _prepare(files: list[Path], folder: Path, report: Report) -> None:
@@ -79,7 +92,7 @@ def _prepare(files: list[Path], folder: Path, report: Report) -> None:
     report(f"default corpus: {len(files)} files of the standard library, {size:.1f} million characters")
     train_bpe(texts, VOCAB_SIZE, folder, report)
     tokenizer = build_tokenizer("gpt2", str(folder))
-    assert tokenizer.eod_id is not None
+    assert tokenizer.eod_id == EOD_ID, "the first of the trained tokens"
     progress = Progress(report, "tokenizing the default corpus", size, "million characters")
     done = 0
     with PairWriter(folder / "text", dtype_for(tokenizer.vocab_size)) as writer:

@@ -46,11 +46,6 @@ def order_within_budgets(run: Run, axes: Axes, kind: str) -> Mapping[str, Any]:
     )
 
 
-def with_order(run: Run, axes: Axes, kind: str) -> Run:
-    """The run with this order."""
-    return applied(run, order_within_budgets(run, axes, kind))
-
-
 def _sizes(run: Run, axes: Axes) -> Iterator[int | None]:
     """Sizes of groups, the largest first. None: all of a step."""
     yield None
@@ -68,3 +63,24 @@ def _fits(run: Run, axes: Axes, kind: str) -> bool:
         return not buffer_problems(run, axes, kind) and not any(budgets.excess(stage) for stage in peaks)
     except ConfigError:
         return False
+
+
+def order_notes(asked: Run, run: Run, micro_batches: int) -> list[str]:
+    """A sentence on the order that follows from parameters on disks; none where the user says which. asked: the run as
+    the user has it. run: the same with its order. micro_batches: of a step.
+    """
+    given = asked.parallel.micro_batch_order is not None or asked.offload.placement == AUTO
+    if given or micro_batches < 2 or not run.offload.offload_params.on_disks:
+        return []
+    words, most = f"--offload-params {run.offload.offload_params}", run.parallel.vertical_group_size
+    if micro_batch_order(run) == "horizontal":
+        return [
+            f"{words}: the order of the micro-batches is horizontal, because the budgets have no room for the "
+            "activations of several, so each of them reads all parameters from disks"
+        ]
+    together = f"all {micro_batches}" if most is None or most >= micro_batches else f"at most {most}"
+    return [
+        f"{words}: the order of the micro-batches is vertical, so that a layer's parameters are read once for "
+        f"{together} of them, whose activations are alive together; with less memory: --vertical-group-size, or "
+        "--micro-batch-order horizontal"
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.agreement import raise_on_all_ranks
@@ -25,17 +25,28 @@ PEFT = "peft"
 """The subfolder of a checkpoint that PEFT opens."""
 
 
-def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
-    """The run with `init_from` set to the absolute path of the base checkpoint of its adapters.
+@dataclass(frozen=True)
+class AdapterBase:
+    """The checkpoint that adapters belong to.
 
-    Where its matrices are encoded, `lora_base_qkv` is set too: as in the checkpoint of --load, or as the base has them.
+    path  its absolute path
+    qkv   how its matrices of query, key and value are encoded with --lora-base-bits: one or three
+    """
+
+    path: str
+    qkv: str
+
+
+def base_of(run: Run, found: FoundCheckpoint | None) -> AdapterBase | None:
+    """The base of the adapters that a run trains; None without adapters. Opens the base checkpoint.
 
     The base is --init-from, or else the base that the checkpoint of --load records. If --init-from is the folder of
-    checkpoints that holds the recorded one, the recorded one stays the base, even if a newer one exists now. Raises
-    ConfigError if neither names a base, if the base cannot be opened, or if --save would overwrite it.
+    checkpoints that holds the recorded one, the recorded one stays the base, even if a newer one exists now. Encoded
+    matrices stay as the checkpoint of --load has them, or are as the base has its matrices. Raises ConfigError if
+    neither names a base, if the base cannot be opened, or if --save would overwrite it.
     """
-    if run.lora.lora_rank is None:
-        return run
+    if run.lora.lora_rank is None or (run.checkpoint.init_from is None and run.checkpoint.load is None):
+        return None  # adapters without either are refused by the configuration's checks
     recorded = None if found is None else found.run.get("checkpoint", {}).get("init_from")
     base = run.checkpoint.init_from or recorded
     if base is None:
@@ -60,11 +71,8 @@ def with_base(run: Run, found: FoundCheckpoint | None) -> Run:
                 "folder"
             ]
         )
-    lora = run.lora
-    if lora.lora_base_bits is not None and lora.lora_base_qkv is None:
-        before = None if found is None else found.run.get("lora", {}).get("lora_base_qkv")
-        lora = replace(lora, lora_base_qkv=before or ("three" if three else "one"))
-    return replace(run, checkpoint=replace(run.checkpoint, init_from=str(itself)), lora=lora)
+    encoded = None if found is None else found.run.get("lora", {}).get("lora_base_qkv")
+    return AdapterBase(str(itself), encoded or ("three" if three else "one"))
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from fused_ops.registry import refusal
 from megazero.config.count import parameters
 from megazero.config.derive import padded_vocab, pipeline_schedule, uses_disks
 from megazero.config.dtypes import compute_dtype, state_dtype
-from megazero.config.dump import RUN_FILE, changed_settings
+from megazero.config.dump import RUN_FILE
 from megazero.config.fp8 import exceptions
 from megazero.config.lora import adapted, alpha
-from megazero.config.schema import ModelConfig, ParallelConfig, Run
+from megazero.config.schema import ModelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.mpu.parameter import StateGroup
@@ -53,7 +53,7 @@ def banner(
     text: str,
     start: str,
     changes: list[tuple[str, object, object]],
-    said: Mapping[str, Mapping[str, Any]] | None = None,
+    said: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     notes: Sequence[str] = (),
     placed: Sequence[str] = (),
     samples: int | None = None,
@@ -64,7 +64,7 @@ def banner(
     text     describes the data
     start    describes what the run starts from
     changes  (field, old, new) of what differs from the checkpoint's run
-    said     settings that the user changed from the defaults, by section; None: a program made the run
+    said     settings that the user changed from the defaults, by section
     notes    sentences that the user should read before the run
     placed   sentences about a placement that was searched for
     samples  that are consumed at the run's end; None: of a run that does not resume
@@ -78,7 +78,7 @@ def banner(
         ("Run", blocks.pairs([*_training(run, text, samples), ("start", start)])),
         ("Changed since the checkpoint", parts.changes_table(changes)),
         ("Ops", _ops(run, grid.device)),
-        ("Other than the defaults", _departures(run, _of_a_program(run) if said is None else said)),
+        ("Other than the defaults", _departures(run, said)),
         ("Worth knowing", blocks.bullets(notes)),
     ]
     return blocks.sections(sections)
@@ -221,11 +221,6 @@ def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
 
 def _way(group: Group, messages: bool) -> str:
     return "shared memory" if group.exchange is not None and not messages else dist.get_backend(group.handle)
-
-
-def _of_a_program(run: Run) -> Mapping[str, Mapping[str, Any]]:
-    """How a program's run differs from the defaults, except the device, which is resolved here and shown elsewhere."""
-    return changed_settings(replace(run, parallel=replace(run.parallel, device=ParallelConfig().device)))
 
 
 def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:

@@ -15,7 +15,6 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
 from megazero.plan.leaving_disks import activation_pieces, buffer_problems, writes_activations
 from megazero.plan.offloaded import swap_file_bytes, swapped_pieces
-from megazero.plan.order import with_order
 from megazero.plan.step_lists import StageLists
 from megazero.system import device as devices
 
@@ -43,12 +42,11 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
 
     Files that ended processes have left there count as free: opening removes them. That the folders together have
     enough does not say that each has enough for its share, which their speed decides; opening its files says so.
+    run: resolved, since the order of micro-batches decides how many activations are away at a time.
     """
     folders, axes = run.offload.nvme_path, axes_of(run, world_size)
     if not (uses_disks(run) or writes_activations(run)) or run.model.vocab_size is None:
         return []
-    if (kind := devices.kind(run.parallel.device)) == "cpu":
-        run = with_order(run, axes, kind)  # the order decides how many activations are away at a time
     needed, free = swap_bytes(run, axes, here), free_in(folders, checkpoints=whole_steps(run.offload))
     if needed <= free:
         return []

@@ -9,14 +9,13 @@ from megazero.checkpoint.manager import FoundCheckpoint, require_sizes
 from megazero.config.count import parameters
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
-from megazero.config.placement import AUTO, applied
+from megazero.config.placement import AUTO
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.mpu.axes import Axes, axes_of
 from megazero.plan import rates
 from megazero.plan.budgets import has_budgets
 from megazero.plan.bytes import has_nccl, stage_bytes
-from megazero.plan.order import order_within_budgets
+from megazero.plan.order import order_notes
 from megazero.plan.recompute import ASSUMED
 from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
@@ -25,13 +24,19 @@ from megazero.telemetry.units import count
 from megazero.train import banner_parts as parts
 from megazero.train import text_blocks as blocks
 from megazero.train.banner import placement_lines, schedule_lines
+from megazero.train.checked import Checked, Where, asked_start, check_start
 from megazero.train.memory_budgets import peaks_table
 from megazero.train.memory_trace import trace_of_plan
-from megazero.train.ordered import order_notes
-from megazero.train.path_checks import check_paths, checkpoints_in_the_way, start_position
-from megazero.train.placed import Placed, chosen, rates_problems, with_choice
-from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
+from megazero.train.path_checks import checkpoints_in_the_way, start_position
+from megazero.train.resolve import ResolvedRun, resolve
 
+_STILL_OPEN = {
+    "vocab_size": "vocab_size, which the tokenizer says and could not be read",
+    "train_samples": "train_samples, which --epochs has once the data are read",
+    "micro_batch_order": "micro_batch_order, which depends on what a card keeps of attention",
+    "placement": "placement auto, which the start chooses at measured rates",
+}
+"""By field of `ResolvedRun.left_open`: what a printed configuration says of it."""
 _UNKNOWN_VOCABULARY = (
     "--skip-files: --tokenizer {} says how many tokens the model has, and is not read; give --vocab-size for this "
     "check, or leave out --skip-files"
@@ -43,67 +48,57 @@ def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
 
     Raises ConfigError with everything that a start would report.
     """
-    ranks = parsed.command.world_size or parsed.command.ranks or ranks_here
-    here = ranks if parsed.command.world_size is None else None
-    told = [dump(_placed(parsed.run, ranks, here).run).rstrip()] if parsed.command.print_config else []
-    if parsed.command.validate_only:
-        told.append(_verdict(parsed, ranks, here))
-    return "\n\n".join(told)
+    command = parsed.command
+    ranks = command.world_size or command.ranks or ranks_here
+    where = Where(ranks, range(ranks if command.world_size is None else 0))
+    begun = asked_start(parsed.run, where, reads_files=not command.skip_files, searches=True)
+    texts = [_dumped(begun.resolved).rstrip()] if command.print_config else []
+    if command.validate_only:
+        texts.append(_verdict(parsed, check_start(begun), where))
+    elif begun.unresolvable:
+        raise ConfigError(begun.unresolvable)
+    return "\n\n".join(texts)
 
 
-def _placed(run: Run, ranks: int, here: int | None) -> Placed:
-    """The run with the placement that --placement auto would choose, where the rates are given and the vocabulary is
-    known; else as it is. here: as in `placed.chosen`.
-    """
-    known = with_default_vocabulary(run)
-    if run.offload.placement != AUTO or run.offload.placement_rates is None or known.model.vocab_size is None:
-        return Placed(run)
-    axes, kind = axes_of(run, ranks), devices.kind(run.parallel.device)
-    found = chosen(known, axes, kind, None, here, nccl=has_nccl(run.parallel, axes))
-    return Placed(with_choice(run, dict(found.settings)), found.told)
+def _dumped(resolved: ResolvedRun) -> str:
+    """The run as a file for --config. Fields that only a start decides are named in comments."""
+    comments = [f"# not decided here: {_STILL_OPEN[field]}\n" for field in resolved.left_open]
+    return "".join(comments) + dump(resolved.run)
 
 
-def _require_a_placement(run: Run, axes: Axes, kind: str, here: int | None) -> None:
+def _require_a_placement(resolved: ResolvedRun) -> None:
     """Raise ConfigError if no placement keeps to the budgets. That follows from bytes, whatever the rates are, and is
     not known without a vocabulary.
     """
-    if run.model.vocab_size is None:
-        return
-    assumed = rates.ASSUMED[kind]
+    assumed, run = rates.ASSUMED[resolved.kind], resolved.asked
     assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
-    chosen(run, axes, kind, assumed, here, nccl=has_nccl(run.parallel, axes))
+    resolve(run, replace(resolved.facts, rates=assumed))
 
 
-def _verdict(parsed: ParsedArguments, ranks: int, placed_here: int | None) -> str:
-    run, problems, left, notes = parsed.run, list[str](), list[str](), [*parsed.notes]
-    against, here = machine_problems(run), range(ranks if parsed.command.world_size is None else 0)
-    if parsed.command.world_size is None:
-        problems += against
+def _verdict(parsed: ParsedArguments, checked: Checked, where: Where) -> str:
+    resolved, problems, left, notes = checked.resolved, [*checked.problems], list[str](), [*parsed.notes]
+    run = resolved.run
+    if where.here:
+        problems = [*checked.machine, *problems]
     else:
-        left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in against]
-        left += ["the machines of these ranks, their memory above all"] * (not against)
+        left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in checked.machine]
+        left += ["the machines of these ranks, their memory above all"] * (not checked.machine)
     if parsed.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
-        if with_default_vocabulary(run).model.vocab_size is None:
-            raise ConfigError([*problems, _UNKNOWN_VOCABULARY.format(run.data.tokenizer)])
+        if run.model.vocab_size is None:
+            problems.append(_UNKNOWN_VOCABULARY.format(run.data.tokenizer))
     else:
-        present = check_paths(run, ranks, here=here)
-        run, problems = present.run, [*problems, *present.problems]
-        if present.found is not None:
-            problems += _damage(run, present.found)
-        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, present.found)[0])
-        left.append(_unread(run))
-    asked, axes, kind = run, axes_of(run, ranks), devices.kind(run.parallel.device)
-    run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
-    notes += order_notes(asked, run, micro_batches_of(run, axes))
-    problems += [*budget_problems(run, ranks, tries_cards=True, here=here), *rates_problems(run)]
+        if checked.found is not None:
+            problems += _damage(run, checked.found)
+        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, checked.found)[0])
+        left.append(_unread(parsed.run))
     if problems:
         raise ConfigError(problems)
-    placed = _placed(with_default_vocabulary(run), ranks, placed_here)
-    if placed.run.offload.placement == AUTO:
-        _require_a_placement(with_default_vocabulary(run), axes, kind, placed_here)
+    notes += order_notes(parsed.run, run, micro_batches_of(run, resolved.axes))
+    if run.offload.placement == AUTO:
+        _require_a_placement(resolved)
         left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
-    return _told(placed, ranks, notes, left)
+    return _told(resolved, notes, left)
 
 
 def _damage(run: Run, found: FoundCheckpoint) -> list[str]:
@@ -124,9 +119,8 @@ def _unread(run: Run) -> str:
     return "the default corpus: it is made at the start, where it is not there yet"
 
 
-def _told(placed: Placed, ranks: int, notes: list[str], left: list[str]) -> str:
-    run = placed.run
-    axes = axes_of(run, ranks)
+def _told(resolved: ResolvedRun, notes: list[str], left: list[str]) -> str:
+    run, axes, kind = resolved.run, resolved.axes, resolved.kind
     zero = parts.zero(run.parallel.zero_stage, axes)
     head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, {zero}"
     if run.model.vocab_size is None:
@@ -135,16 +129,16 @@ def _told(placed: Placed, ranks: int, notes: list[str], left: list[str]) -> str:
     else:
         head += f", {count(parameters(run.model))} parameters"
         table = parts.stage_table(stage_bytes(run, axes))
-    kind, steps = devices.kind(run.parallel.device), StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
+    steps = StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
     traced = trace_of_plan(steps, kind)
     asked = {"--memory-trace": traced is not None, "memory budgets": has_budgets(run)}
     for what in (what for what, told in asked.items() if told and kind == "cuda" and not devices.cuda_available()):
         left.append(f"{what}: no card is here to try the bodies of attention; {ASSUMED} was assumed")
     sections = [
-        (head, blocks.pairs([*placement_lines(placed.told), *schedule_lines(steps)])),
+        (head, blocks.pairs([*placement_lines(resolved.placement), *schedule_lines(steps)])),
         ("Bytes of the model state on a rank of each stage (activations come on top)", table),
         ("Memory of a step", traced or ""),
-        ("Peaks of a step on a rank of each stage", peaks_table(run, ranks, kind)),
+        ("Peaks of a step on a rank of each stage", peaks_table(run, resolved.facts.world_size, kind)),
         ("Worth knowing", blocks.bullets(notes)),
         ("Not checked", blocks.bullets(left)),
     ]

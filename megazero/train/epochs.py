@@ -1,14 +1,14 @@
-"""How often a run reads its data: --epochs converted to samples, and samples to epochs for the banner."""
+"""How often a run reads its data: --epochs in samples, and samples in epochs for the banner."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 from megazero.config.schema import Run, ScheduleConfig
+from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, parse_data_path, train_tokens
-from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
 from megazero.data.packing import PackedDataset
 from megazero.data.progress import Report
@@ -23,42 +23,54 @@ NAMED = 4
 """Up to this many pairs of a blend, the banner gives the epochs of each."""
 
 
-def with_samples(run: Run, tokenizer: Tokenizer | None, dp: int, report: Report) -> Run:
-    """The run with --epochs replaced by --train-samples.
+@dataclass(frozen=True)
+class Epoch:
+    """How much one pass over the training data is: samples, or tokens that become samples one behind the other."""
+
+    samples: int | None = None
+    tokens: int = 0
+
+    def samples_in(self, epochs: float, seq_length: int) -> int:
+        """Whole samples of seq_length tokens, and one more token as the last label, in this many passes."""
+        if self.samples is not None:
+            return int(epochs * self.samples)
+        return (int(epochs * self.tokens) - 1) // seq_length
+
+
+def epoch_of(run: Run, tokenizer: Tokenizer | None, report: Report) -> Epoch | None:
+    """An epoch of the data that the run names; None if the run counts no epochs.
 
     An epoch of one pair is all tokens of its training split; an epoch of instruction data is all samples that its
-    conversations are packed into. An epoch of a blend has as many tokens as its pairs together; by their weights, some
-    pairs are read more than once in it and some less. Communicates nothing. Raises DataError if the epochs have fewer
-    samples than the first global batch; dp is for its advice.
+    conversations are packed into, which are read for that. An epoch of a blend has as many tokens as its pairs
+    together; by their weights, some pairs are read more than once in it and some less. Communicates nothing.
     """
     if run.schedule.epochs is None:
-        return run
+        return None
     if run.data.instruction_data:
-        packed = _packed_samples(run, tokenizer, report)
-        return _of_length(run, lambda epochs: int(epochs * packed), dp)
-    tokens = sum(train_tokens(run.data))
-    return _of_length(run, lambda epochs: (int(epochs * tokens) - 1) // run.model.seq_length, dp)
+        return Epoch(samples=_packed_samples(run, tokenizer, report))
+    return Epoch(tokens=sum(train_tokens(run.data)))
 
 
-def with_own_samples(run: Run, rows: int, dp: int) -> Run:
-    """As `with_samples`, for data of a program: an epoch is `rows` samples."""
-    return run if run.schedule.epochs is None else _of_length(run, lambda epochs: int(epochs * rows), dp)
-
-
-def _of_length(run: Run, samples_of: Callable[[float], int], dp: int) -> Run:
-    """The run with the samples of its epochs. samples_of: the samples of a number of epochs."""
-    schedule = run.schedule
+def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
+    """The samples of --epochs. Raises ConfigError if they are fewer than the first global batch has; dp is for the
+    advice.
+    """
+    schedule, seq_length = run.schedule, run.model.seq_length
     assert schedule.epochs is not None
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
-    samples = samples_of(schedule.epochs)
+    samples = epoch.samples_in(schedule.epochs, seq_length)
     if samples < first:
-        nearest = _nearest(schedule, samples_of, first, dp) if samples > 0 else ["a smaller --seq-length"]
-        raise DataError(
-            f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of "
-            f"{run.model.seq_length:,} tokens, fewer than the first global batch has, {first}; nearest: "
-            f"{', or '.join(nearest)}"
+        nearest = ["a smaller --seq-length"]
+        if samples > 0:
+            nearest = _nearest(schedule, lambda epochs: epoch.samples_in(epochs, seq_length), first, dp)
+        raise ConfigError(
+            [
+                f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of "
+                f"{seq_length:,} tokens, fewer than the first global batch has, {first}; nearest: "
+                f"{', or '.join(nearest)}"
+            ]
         )
-    return replace(run, schedule=replace(schedule, epochs=None, train_samples=samples))
+    return samples
 
 
 def _nearest(schedule: ScheduleConfig, samples_of: Callable[[float], int], first: int, dp: int) -> list[str]:

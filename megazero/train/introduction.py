@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.checkpoint.fence import Fence
-from megazero.config.dump import RUN_FILE, dump
+from megazero.config.dump import RUN_FILE, changed_settings, dump
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.mpu.grid import ProcessGrid
+from megazero.plan.order import order_notes
 from megazero.plan.step_lists import StageLists
 from megazero.system.durable import replace_file
 from megazero.train.banner import banner
 from megazero.train.bodies import bodies_of, note_of_other_bodies
-from megazero.train.ordered import order_notes
 from megazero.train.path_checks import checkpoints_in_the_way
 from megazero.train.prepare import Prepared, samples_used
 from megazero.train.resume import StartPoint
@@ -35,24 +34,22 @@ def introduce(
     start: StartPoint,
     fence: Fence | None,
     parsed: ParsedArguments | None,
-    placed: Sequence[str] = (),
 ) -> None:
     """Print the banner on rank 0, and write the resolved run into the save folder, as a file for `--config`.
 
     steps: the run's lists. fence: that of the save folder, if there is one. parsed: the user's settings; None if a
-    program made the run. placed: sentences about a placement that was searched for. Raises FenceLost if another run has
-    claimed the folder.
+    program made the run. Raises FenceLost if another run has claimed the folder.
     """
     others = note_of_other_bodies(bodies_of(run, grid.device), grid)
     if grid.rank != 0:
         return
     changes: list[tuple[str, object, object]] = [change.words() for change in prepared.changes]
-    said, notes = (None, ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
-    asked = run if parsed is None else parsed.run
+    asked = prepared.resolved.asked
+    said, notes = (changed_settings(asked), ()) if parsed is None else (parsed.changed_settings(), parsed.notes)
     notes = (*notes, *order_notes(asked, run, steps.micro_batches))
     notes = (*notes, *checkpoints_in_the_way(run.checkpoint, start.position.iteration), *filter(None, [others]))
     used = samples_used(run, prepared.found)
-    text = banner(run, grid, steps, prepared.text, start.text, changes, said, notes, placed, used)
+    text = banner(run, grid, steps, prepared.text, start.text, changes, said, notes, prepared.resolved.placement, used)
     print(text, end="\n\n", flush=True)
     if run.checkpoint.save and fence is not None and fence.token is not None:
         fence.check()

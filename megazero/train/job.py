@@ -38,11 +38,10 @@ from megazero.train.memory_budgets import keep_budgets
 from megazero.train.memory_trace import trace_of_run
 from megazero.train.offload import DiskUse, backend_sentence, offloading
 from megazero.train.offload_activations import activation_disks
-from megazero.train.ordered import ordered_run
-from megazero.train.placed import Placed, placed_changes, placed_run
 from megazero.train.prepare import Prepared
 from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
+from megazero.train.resolved_together import resolved_on_all_ranks
 from megazero.train.resume import resume
 from megazero.train.save_policy import SavePolicy
 from megazero.train.standstill import require_finite_weights
@@ -110,24 +109,21 @@ def build_job(
     """
     signals = signals or StopSignals()
     program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
-    run = replace(prepared.run, parallel=replace(prepared.run.parallel, device=grid.device.type))
     announce_kernels(grid)
-    placed = placed_run(ordered_run(run, grid), grid, prepared.here)
-    if uses_disks(placed.run) and grid.device.type == "cpu":
+    prepared = replace(prepared, resolved=resolved_on_all_ranks(prepared.resolved, grid, prepared.here))
+    run = prepared.run
+    if uses_disks(run) and grid.device.type == "cpu":
         return_large()
-    memory = host_memory_of(placed.run, grid)
-    changes = placed_changes(prepared.changes, placed.run, prepared.found, grid.axes)
-    prepared = replace(prepared, run=placed.run, changes=changes)
-    keep_budgets(placed.run, grid)
+    memory = host_memory_of(run, grid)
+    keep_budgets(run, grid)
     with (
-        offloading(placed.run, grid, prepared, signals) as (offloaded, swapped),
-        activation_disks(placed.run, grid, signals) as activations,
+        offloading(run, grid, prepared, signals) as (offloaded, swapped),
+        activation_disks(run, grid, signals) as activations,
     ):
-        return _build(placed, prepared, grid, signals, parsed, program, offloaded, swapped, activations, memory)
+        return _build(prepared, grid, signals, parsed, program, offloaded, swapped, activations, memory)
 
 
 def _build(
-    placed: Placed,
     prepared: Prepared,
     grid: ProcessGrid,
     signals: StopSignals,
@@ -138,11 +134,11 @@ def _build(
     disks: ActivationDisks | None,
     memory: HostMemory,
 ) -> Job:
-    """`build_job` of a run whose device and placement are known. program: the sink of its functions. offloaded: what
+    """`build_job` of a run that is resolved to its end. program: the sink of its functions. offloaded: what
     leaves the device. swapped: where its swap files lead. disks: where activations go from host memory. memory: what
     keeps the heap small.
     """
-    run = placed.run
+    run = prepared.run
     stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
     model = ModelState(stages, grid, run.optimizer, run.parallel, coding_of(run.lora, run.model), offloaded)
     optimizer = ShardedOptimizer(model, run.optimizer, grid)
@@ -164,7 +160,7 @@ def _build(
         require_finite_weights(run, grid, state)
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     traced = trace_of_run(steps, grid)
-    introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed, placed.told)
+    introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
     log = step_log(run, grid, [*sinks, *program])
     if model.host.swap is not None:
         log.note(backend_sentence(run, model.host.swap))

@@ -14,11 +14,10 @@ from pathlib import Path
 from megazero.checkpoint.folder import list_checkpoints
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import FoundCheckpoint, find
-from megazero.checkpoint.resume_changes import SHAPE_STAYS, compare, run_from
-from megazero.config.derive import with_vocabulary
+from megazero.checkpoint.resume_changes import SHAPE_STAYS, run_from
 from megazero.config.dump import RUN_FILE
 from megazero.config.schema import CheckpointConfig, Run
-from megazero.config.source import problem_of
+from megazero.config.source import ConfigError, problem_of
 from megazero.convert.registry import recognise
 from megazero.convert.source import ConversionError, NoCheckpoint
 from megazero.data.build import parse_data_path, parse_valid_data_path
@@ -31,38 +30,33 @@ from megazero.data.tokenizer_record import (
     require_tokenizer_record,
     tokenizer_record,
 )
-from megazero.mpu.axes import axes_of
 from megazero.system.reading import path_error
 from megazero.system.writable import closed
-from megazero.train.disk_checks import folder_problems, room_problems
+from megazero.train.adapters import AdapterBase, base_of
+from megazero.train.disk_checks import folder_problems
 from megazero.train.output_checks import other_things, unusable_places
-from megazero.train.requirements import with_default_vocabulary
-from megazero.train.same_data import saved_run
 
 
 @dataclass(frozen=True)
 class CheckedPaths:
     """The result of `check_paths`.
 
-    run        the run, with vocabulary size and separator of its tokenizer if that can be opened
     tokenizer  the program's own or the run's; None without one, or if it cannot be opened
     found      the checkpoint that --load would resume from, if there is one
+    base       the model that the adapters of the run belong to; None without adapters
     problems   one sentence for each problem
     """
 
-    run: Run
-    tokenizer: Tokenizer | None
-    found: FoundCheckpoint | None
-    problems: tuple[str, ...]
+    tokenizer: Tokenizer | None = None
+    found: FoundCheckpoint | None = None
+    base: AdapterBase | None = None
+    problems: tuple[str, ...] = ()
 
 
-def check_paths(
-    run: Run, world_size: int | None, own_tokenizer: Tokenizer | None = None, here: range | None = None
-) -> CheckedPaths:
-    """Check every path that the run names. Opens files and reads their headers; communicates nothing.
+def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPaths:
+    """Check every path that the run names, each for itself. Opens files and reads their headers; communicates nothing.
 
-    world_size None: the run has other problems, so the checkpoint is not compared with it. own_tokenizer: the program's
-    tokenizer, used instead of the run's. here: the ranks of this host, which share its disks; None: all ranks.
+    run: as the user asks for it. own_tokenizer: the program's tokenizer, used instead of the run's.
     """
     problems: list[str] = [*unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
     listed: ListedTokenizer | None = None
@@ -70,45 +64,31 @@ def check_paths(
     with _collected(problems):
         listed = _tokenizer(run)
     tokenizer = own_tokenizer or listed
-    if tokenizer is not None:
-        run = with_vocabulary(run, tokenizer.vocab_size, tokenizer.eod_id)
     if listed is not None:
         problems += _other_tokenizer(run, listed)
     elif run.data.tokenizer is None and run.model.vocab_size is None and own_tokenizer is None:
         problems += _forgotten_tokenizer(run)
+    before = len(problems)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
         there = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
         if there is not None:
             run_from(there.run)  # raises Damaged for a manifest whose run has impossible values
         found = there
+    damaged = len(problems) > before
     if found is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
         problems += _other_content(run.checkpoint, Path(run.checkpoint.load))
     problems += _of_another_run(run.checkpoint, found)
     problems += [] if found is None else _without_optimizer(run, found)
-    opened = tokenizer is not None or run.data.tokenizer is None
-    resolved = run.schedule.epochs is None  # otherwise length and rates are unknown until the data are read
-    if (
-        world_size is not None
-        and found is not None
-        and opened
-        and resolved
-        and (run.data.data_path or run.data.instruction_data)
-    ):
-        problems += resume_problems(run, found, world_size)
-    if world_size is not None and not folder_problems(run.offload.nvme_path):
-        problems += room_problems(with_default_vocabulary(run), world_size, range(world_size) if here is None else here)
-    return CheckedPaths(run, tokenizer, found, tuple(problems))
+    base = None
+    if run.checkpoint.init_from or not damaged:  # the checkpoint of --load may say which model the base is
+        with _collected(problems):
+            base = base_of(run, found)
+    return CheckedPaths(tokenizer, found, base, tuple(problems))
 
 
 def missing_files(run: Run) -> tuple[str, ...]:
     """The problems of a run's paths, for the message about a run that has other problems too."""
-    return check_paths(run, None).problems
-
-
-def resume_problems(run: Run, found: FoundCheckpoint, world_size: int) -> list[str]:
-    """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
-    comparison = compare(saved_run(found, run), run, found.layout, axes_of(run, world_size).sizes)
-    return of_checkpoint(found, comparison.problems)
+    return check_paths(run).problems
 
 
 def of_checkpoint(found: FoundCheckpoint, problems: Sequence[str]) -> list[str]:
@@ -213,6 +193,8 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
         yield
     except ImportError:
         pass  # `requirements` reports the package to install
+    except ConfigError as error:
+        problems += error.problems
     except (DataError, CheckpointError, ValueError, OSError) as error:
         problems.append(problem_of(error, f"{before}{error}"))
 

@@ -1,92 +1,47 @@
-"""The placement of a run with --placement auto: rank 0 chooses it, and every rank takes it."""
+"""The placement of a run with --placement auto: what a search chooses within budgets, in settings and in words."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
-from megazero.checkpoint.manager import FoundCheckpoint
-from megazero.checkpoint.resume_changes import Change, compare, run_from
-from megazero.config.dump import plain_value
-from megazero.config.placement import AUTO, FLAGS, ROWS, applied, as_flags
+from megazero.config.placement import as_flags
 from megazero.config.schema import Run
-from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
-from megazero.mpu.grid import ProcessGrid
 from megazero.plan.budgets import budgets_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
-from megazero.plan.rates import MachineRates, read_rates
+from megazero.plan.rates import MachineRates
 from megazero.plan.search_limits import SearchLimits
 from megazero.system import device as devices
 from megazero.system import host_memory
 from megazero.telemetry.units import size
 from megazero.train.disk_checks import free_in
-from megazero.train.rates import measured_rates
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A run whose placement is decided, and what there is to say about it."""
+class Room:
+    """What this host has for each of its ranks; None: no limit, or not known.
 
-    run: Run
-    told: tuple[str, ...] = ()
-
-
-def placed_run(run: Run, grid: ProcessGrid, ranks_here: int) -> Placed:
-    """The run with the placement that rank 0 has chosen, if --placement auto asks for one.
-
-    ranks_here: the ranks of this host, which share the folders. Without --placement-rates all ranks measure
-    (`train.rates`). Then it is a collective of the world: an all-reduce and two broadcasts. Raises ConfigError on all
-    ranks if nothing keeps to the budgets.
+    memory  bytes of host memory beside what the rank's process takes already
+    disk    bytes of the folders of --nvme-path
     """
-    if run.offload.placement != AUTO:
-        return Placed(run)
-    rates = measured_rates(run, grid) if run.offload.placement_rates is None else None
-    said: dict[str, Any] = {}
-    failure: Exception | None = None
-    if grid.world.index == 0:
-        try:
-            found = chosen(run, grid.axes, grid.device.type, rates, ranks_here, nccl=grid.world.is_on_device)
-            settings = {field: plain_value(value) for field, value in found.settings}
-            said = {"settings": settings, "told": found.told}
-        except ConfigError as error:
-            said = {"problems": error.problems}
-        except Exception as error:
-            failure = error
-    raise_on_all_ranks(grid.world, grid.device, failure)
-    said = json.loads(broadcast_text(grid.world, grid.device, json.dumps(said)) or "{}")
-    if "problems" in said:
-        raise ConfigError(said["problems"])
-    return Placed(with_choice(run, said["settings"]), tuple(said["told"]))
+
+    memory: int | None = None
+    disk: int | None = None
 
 
-def rates_problems(run: Run) -> tuple[str, ...]:
-    """What is wrong with the file of --placement-rates, if the run names one."""
-    try:
-        if run.offload.placement_rates is not None:
-            read_rates(run.offload.placement_rates)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
-def placed_changes(
-    changes: Sequence[Change], run: Run, found: FoundCheckpoint | None, axes: Axes
-) -> tuple[Change, ...]:
-    """The differences from the run of a checkpoint, with those of the placement that was found after the others."""
-    if found is None:
-        return ()
-    rows = {row.field.replace("_", "-") for row in ROWS.values()}
-    now = compare(run_from(found.run), run, found.layout, axes.sizes).changes
-    placement = [change for change in now if change.field in rows]
-    return (*(change for change in changes if change.field not in rows), *placement)
+def room_here(run: Run, ranks_here: int) -> Room:
+    """The room on this host. ranks_here: the ranks that share its memory and its disks. Looks at the machine."""
+    every, folders = host_memory.limit_bytes(), run.offload.nvme_path
+    taken = devices.memory_bytes(torch.device("cpu"))
+    memory = None if every is None else max(0, every // ranks_here - taken)
+    known = bool(folders) and all(map(os.path.isdir, folders))
+    return Room(memory, free_in(folders) // ranks_here if known else None)
 
 
 @dataclass(frozen=True)
@@ -97,43 +52,32 @@ class ChosenPlacement:
     told: tuple[str, ...]
 
 
-def chosen(
-    run: Run, axes: Axes, kind: str, rates: MachineRates | None, ranks_here: int | None, *, nccl: bool
-) -> ChosenPlacement:
-    """The choice for this run. rates: measured ones; None: those of --placement-rates. kind: of device, cpu or cuda.
-    ranks_here: that share this host's memory and its disks; None: the ranks are elsewhere, and these are no limit.
+def chosen(run: Run, axes: Axes, kind: str, rates: MachineRates, room: Room | None, *, nccl: bool) -> ChosenPlacement:
+    """The choice for this run. rates: those of --placement-rates, or measured ones. kind: of device, cpu or cuda.
+    room: None if the ranks are on other hosts.
 
-    Communicates nothing. Raises ConfigError.
+    Communicates nothing. Raises ConfigError if nothing keeps to the budgets.
     """
-    file = run.offload.placement_rates
-    used = read_rates(file) if file is not None else rates
-    assert used is not None, "without a file the rates are measured"
-    limits = _limits(run, kind, int(used.workspace or 0), ranks_here)
-    choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), used), limits)
-    return ChosenPlacement(choice.best.settings, (*_lines(choice, limits), _rates_line(used, file)))
+    limits = _limits(run, kind, int(rates.workspace or 0), room or Room())
+    choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), rates), limits)
+    told = (*_lines(choice, limits), _rates_line(rates, run.offload.placement_rates))
+    return ChosenPlacement(choice.best.settings, told)
 
 
-def _limits(run: Run, kind: str, workspace: int, ranks_here: int | None) -> SearchLimits:
-    """The budgets of a run, and what this host has for each of its ranks. On a CPU the device's budget is one of both
-    tiers, as in `plan.budgets.budgets_of`.
+def _limits(run: Run, kind: str, workspace: int, room: Room) -> SearchLimits:
+    """The budgets of a run, and what the host has for a rank. On a CPU the device's budget is one of both tiers, as in
+    `plan.budgets.budgets_of`.
     """
-    device, host = run.offload.device_memory_budget, run.offload.host_memory_budget
-    together = budgets_of(run, kind).together
-    limits = SearchLimits(device, host, memory=together, workspace=workspace, is_one=kind == "cpu")
-    if ranks_here is None:
-        return limits
-    every, folders = host_memory.limit_bytes(), run.offload.nvme_path
-    own = devices.memory_bytes(torch.device("cpu"))
-    room = None if every is None else max(0, every // ranks_here - own)
-    memory = min((limit for limit in (together, room) if limit is not None), default=None)
-    there = bool(folders) and all(map(os.path.isdir, folders))
-    disk = free_in(folders) // ranks_here if there else None
-    return replace(limits, disk=disk, memory=memory)
-
-
-def with_choice(run: Run, settings: dict[str, Any]) -> Run:
-    """The run with these settings in place of the search, so that its dump and its checkpoints say what it does."""
-    return applied(run, {**settings, "placement": FLAGS, "placement_rates": None})
+    off, together = run.offload, budgets_of(run, kind).together
+    memory = min((limit for limit in (together, room.memory) if limit is not None), default=None)
+    return SearchLimits(
+        off.device_memory_budget,
+        off.host_memory_budget,
+        disk=room.disk,
+        workspace=workspace,
+        memory=memory,
+        is_one=kind == "cpu",
+    )
 
 
 def _lines(choice: PlacementChoice, budgets: SearchLimits) -> Iterator[str]:

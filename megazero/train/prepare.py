@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megazero.checkpoint.manager import FoundCheckpoint
-from megazero.checkpoint.resume_changes import Change, compare
-from megazero.config.derive import with_vocabulary
-from megazero.config.placement import applied
+from megazero.checkpoint.resume_changes import Change, Comparison, compare
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, build_datasets, cache_root, parse_data_path
@@ -23,115 +21,123 @@ from megazero.data.indexed import DataError
 from megazero.data.instructions import build_instructions
 from megazero.data.own import OwnData, OwnSamples, own_datasets
 from megazero.data.progress import Report, without_repeats
-from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
-from megazero.mpu.axes import axes_of
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.optim.step_plan import StepPlan
-from megazero.plan.order import order_within_budgets
-from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.system.words import counted
-from megazero.train.adapters import with_base
-from megazero.train.epochs import epochs_text, own_epochs_text, samples_told, with_own_samples, with_samples
-from megazero.train.path_checks import check_paths, of_checkpoint, start_position
-from megazero.train.placed import rates_problems
-from megazero.train.requirements import budget_problems, machine_problems, with_default_vocabulary
+from megazero.train.checked import Checked, Where, asked_start, check_start
+from megazero.train.epochs import epoch_of, epochs_text, own_epochs_text, samples_told
+from megazero.train.path_checks import of_checkpoint, start_position
+from megazero.train.resolve import DEFAULT_TOKENIZER, ResolvedRun, Vocabulary, resolve
 from megazero.train.same_data import recorded_contents, saved_run
-
-DEFAULT_TOKENIZER = "gpt2"
-DEFAULT_PROMPT = "import os\n\n\ndef "
-"""The prompt of the final sample with the default corpus, which is Python source."""
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A resolved run with its data.
 
-    text     a few words about the data, for the banner
-    found    the checkpoint that it resumes from, if there is one
-    changes  the differences from the run that wrote the checkpoint
-    contents what the training data hold, of data that the run names
-    here     number of ranks of this host
+    resolved  the run, with all that follows from its files
+    datasets  its samples
+    tokenizer the program's own or the run's; None without one
+    text      a few words about the data, for the banner
+    found     the checkpoint that the run resumes from, if there is one
+    saved     the run that wrote this checkpoint, with the present names of its tokenizer and data
+    here      number of ranks of this host
+    contents  what the training data hold, of data that the run names
     """
 
-    run: Run
+    resolved: ResolvedRun
     datasets: Datasets
     tokenizer: Tokenizer | None
     text: str
     found: FoundCheckpoint | None
-    changes: tuple[Change, ...]
+    saved: Run | None
     here: int = 1
     contents: Contents = ()
 
+    @property
+    def run(self) -> Run:
+        return self.resolved.run
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The differences from the run that wrote the checkpoint."""
+        return () if self.found is None or self.saved is None else self._compared().changes
+
+    def _compared(self) -> Comparison:
+        assert self.found is not None and self.saved is not None
+        return compare(self.saved, self.run, self.found.layout, self.resolved.axes.sizes)
+
+    def problems(self) -> list[str]:
+        """Why the run may not go on from the checkpoint, one sentence for each reason."""
+        if self.found is None or self.saved is None:
+            return []
+        others = _other_data(self.run, self.saved, self.found, self.datasets, self.contents)
+        return of_checkpoint(self.found, [*self._compared().problems, *others])
+
 
 def prepare(
-    run: Run, world_size: int, report: Report, own: OwnData | None = None, here: range | None = None
+    asked: Run, world_size: int, report: Report, own: OwnData | None = None, here: range | None = None
 ) -> Prepared:
-    """Resolve the run and prepare its data, on every rank. Communicates nothing.
+    """Check the run, resolve it and prepare its data, on every rank. Communicates nothing.
 
     report: called with lines about progress. own: data and tokenizer of a program, used instead of the run's. here: the
-    ranks of this host; None: all ranks. Raises
-    ConfigError for data or folders that cannot be used, for a checkpoint that the run may not resume from, and for a
-    budget of activations that cannot be kept.
+    ranks of this host; None: all ranks. Raises ConfigError for data or folders that cannot be used, for a checkpoint
+    that the run may not resume from, and for a budget of activations that cannot be kept.
     """
-    if run.trainer.deterministic:
+    if asked.trainer.deterministic:
         devices.use_deterministic_algorithms()
-    own = own or OwnData()
-    present = check_paths(run, world_size, own.tokenizer, here)
-    run, tokenizer, found = present.run, present.tokenizer, present.found
-    axes, kind = axes_of(run, world_size), devices.kind(run.parallel.device)
-    if kind == "cpu":  # on a GPU the bodies of attention are tried later
-        run = applied(run, order_within_budgets(with_default_vocabulary(run), axes, kind))
-    unfit = budget_problems(run, world_size, tries_cards=False, here=here)
-    problems = [*machine_problems(run), *present.problems, *own.problems(run), *unfit, *rates_problems(run)]
-    if problems:
-        raise ConfigError(problems)
-    contents: Contents = ()
+    own, here = own or OwnData(), range(world_size) if here is None else here
+    checked = check_start(asked_start(asked, Where(world_size, here), own))
+    if checked.machine or checked.problems:
+        raise ConfigError([*checked.machine, *checked.problems])
     try:
         if own.train is not None:
-            run = with_own_samples(run, len(own.train), axes.dp)
-            datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
-            epochs = own_epochs_text(samples_told(samples_asked(run, found), samples_used(run, found)), len(own.train))
-            text = f"{counted(len(own.train), 'sample')} of the program's own; {epochs}"
+            prepared = _own_data(checked, own, len(here))
         else:
-            run, tokenizer, datasets, text = _named_data(run, tokenizer, found, axes.dp, report)
-            contents = cached_contents(run.data, report)
+            prepared = _named_data(checked, len(here), report)
     except (DataError, ImportError) as error:  # ImportError: the data need a package, such as jinja2 for chats
         raise ConfigError([str(error)]) from error
-    changes = _changes(found, run, world_size, datasets, contents)
-    run = with_base(run, found)
-    if kind == "cpu":
-        recompute_table(run, axes, kind)
-    return Prepared(run, datasets, tokenizer, text, found, changes, world_size if here is None else len(here), contents)
+    if problems := prepared.problems():
+        raise ConfigError(problems)
+    if prepared.resolved.kind == "cpu":
+        _ = prepared.resolved.recompute  # a budget of activations that cannot be kept is known before ranks meet
+    return prepared
 
 
-def _named_data(
-    run: Run, tokenizer: Tokenizer | None, found: FoundCheckpoint | None, dp: int, report: Report
-) -> tuple[Run, Tokenizer | None, Datasets, str]:
-    """Prepare the data that the run names: the run with its length, the tokenizer, the datasets, a text about them."""
-    if not (run.data.data_path or run.data.instruction_data):
-        run, tokenizer, text = _with_default_corpus(run, report)
-    else:
-        text = " ".join(run.data.data_path)
-    assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
+def _own_data(checked: Checked, own: OwnData, here: int) -> Prepared:
+    """The data of a program."""
+    assert own.train is not None
+    resolved, found = checked.resolved, checked.found
+    run = resolved.run
+    datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
+    epochs = own_epochs_text(samples_told(samples_asked(run, found), samples_used(run, found)), len(own.train))
+    text = f"{counted(len(own.train), 'sample')} of the program's own; {epochs}"
+    saved = None if found is None else saved_run(found, run, ())
+    return Prepared(resolved, datasets, checked.tokenizer, text, found, saved, here)
+
+
+def _named_data(checked: Checked, here: int, report: Report) -> Prepared:
+    """The data that the run names, or the default corpus. What they say of themselves resolves the run to its end."""
+    found, tokenizer, facts = checked.found, checked.tokenizer, checked.resolved.facts
+    asked = checked.resolved.asked
+    text = " ".join(asked.data.data_path)
+    if facts.corpus is not None:
+        corpus = default_corpus(cache_root(asked.data), report)
+        tokenizer = build_tokenizer(DEFAULT_TOKENIZER, corpus.tokenizer_path)
+        facts = replace(facts, corpus=corpus, vocabulary=Vocabulary(tokenizer.vocab_size, tokenizer.eod_id))
+        text = corpus.description
     report = without_repeats(report)  # the data are opened to count their epochs, and again for the run
-    run = with_samples(run, tokenizer, dp, report)
+    if asked.schedule.epochs is not None and facts.epoch is None:
+        facts = replace(facts, epoch=epoch_of(resolve(asked, facts).run, tokenizer, report))
+    resolved = checked.resolved if facts == checked.resolved.facts else resolve(asked, facts)
+    run = resolved.run
+    assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
     datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
-    told = samples_told(samples_asked(run, found), samples_used(run, found))
-    return run, tokenizer, datasets, f"{text}; {epochs_text(run, datasets, told)}"
-
-
-def _with_default_corpus(run: Run, report: Report) -> tuple[Run, ListedTokenizer, str]:
-    """The run with the default corpus, its tokenizer, and a text about it. Makes the corpus if it is missing."""
-    corpus = default_corpus(cache_root(run.data), report)
-    data = replace(
-        run.data, data_path=(corpus.prefix,), tokenizer=DEFAULT_TOKENIZER, tokenizer_path=corpus.tokenizer_path
-    )
-    trainer = (
-        run.trainer if run.trainer.sample_prompt is not None else replace(run.trainer, sample_prompt=DEFAULT_PROMPT)
-    )
-    tokenizer = build_tokenizer(DEFAULT_TOKENIZER, corpus.tokenizer_path)
-    run = with_vocabulary(replace(run, data=data, trainer=trainer), tokenizer.vocab_size, tokenizer.eod_id)
-    return run, tokenizer, corpus.description
+    epochs = epochs_text(run, datasets, samples_told(samples_asked(run, found), samples_used(run, found)))
+    contents = cached_contents(run.data, report)
+    saved = None if found is None else saved_run(found, run, contents)
+    return Prepared(resolved, datasets, tokenizer, f"{text}; {epochs}", found, saved, here, contents)
 
 
 def _ordered_as(
@@ -206,19 +212,6 @@ def _validates_elsewhere(run: Run) -> bool:
     """Whether the run validates on named sets only, because --split leaves no validation part."""
     shares = [float(share) for share in run.data.split.split(",")]
     return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
-
-
-def _changes(
-    found: FoundCheckpoint | None, run: Run, world_size: int, datasets: Datasets, contents: Contents
-) -> tuple[Change, ...]:
-    if found is None:
-        return ()
-    saved = saved_run(found, run, contents)
-    comparison = compare(saved, run, found.layout, axes_of(run, world_size).sizes)
-    problems = [*comparison.problems, *_other_data(run, saved, found, datasets, contents)]
-    if problems:
-        raise ConfigError(of_checkpoint(found, problems))
-    return comparison.changes
 
 
 def _same_order(found: FoundCheckpoint, datasets: Datasets) -> bool:

@@ -13,10 +13,8 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
-from megazero.config.derive import with_vocabulary
 from megazero.config.placement import AUTO
 from megazero.config.schema import Run
-from megazero.data.corpus import VOCAB_SIZE
 from megazero.mpu.axes import axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
@@ -148,7 +146,7 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range
     own; there `train.memory_budgets.keep_budgets` looks at the budgets of memory. here: the ranks of this host, empty
     where the run is meant for others; None: all ranks.
     """
-    run, kind = with_default_vocabulary(run), devices.kind(run.parallel.device)
+    kind = devices.kind(run.parallel.device)
     if run.model.vocab_size is None:
         return []
     found = unit_problems(run, axes_of(run, world_size))
@@ -160,10 +158,3 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range
         return found
     memory = HostRoom(limit, devices.memory_bytes(torch.device("cpu")))
     return host_problems(run, world_size, kind, here, memory)
-
-
-def with_default_vocabulary(run: Run) -> Run:
-    """The run with the default corpus's vocabulary, if it names neither data nor a vocabulary."""
-    if run.model.vocab_size is not None or run.data.data_path or run.data.instruction_data:
-        return run
-    return with_vocabulary(run, VOCAB_SIZE, None)

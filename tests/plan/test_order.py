@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from megazero.train.ordered import order_notes
 
 from megazero.config.derive import micro_batch_order
 from megazero.config.parse import parse_run
@@ -20,7 +21,6 @@ from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
 from megazero.program.instruction import Op
-from megazero.train.ordered import order_notes
 
 MODEL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --data-path x "

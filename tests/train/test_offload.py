@@ -29,12 +29,12 @@ from megazero.train.banner import schedule_lines
 from megazero.train.banner_offload import written_sentence
 from megazero.train.banner_parts import stage_table
 from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
-from megazero.train.path_checks import check_paths
 from megazero.train.requirements import budget_problems
 from tests.disks import remount, small_disk
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
+from tests.train.starts import problems_at_start
 
 MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "3"]
 PARTS = ["--nvme-buffer-bytes", "400KB"]
@@ -55,7 +55,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         folders = [str(tmp_path / "absent"), str(tmp_path / "file"), str(disk)]
         found = folder_problems(folders)
         run = parse_run([*MODEL, *on_disk(*folders)], 1)
-        assert [problem for problem in check_paths(run, 1).problems if "--nvme-path" in problem] == found
+        assert [problem for problem in problems_at_start(run) if "--nvme-path" in problem] == found
     assert found == [
         f"--nvme-path {tmp_path}/absent: there is no such folder",
         f"--nvme-path {tmp_path}/file: is no folder",

@@ -18,13 +18,15 @@ from megazero.mpu.grid import build_grid
 from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.tier_peaks import run_peaks
-from megazero.train import ordered
+from megazero.train import resolve as resolving
 from megazero.train.disk_checks import room_problems, swap_bytes
 from megazero.train.dry_run import dry_run_text
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
+from megazero.train.resolved_together import resolved_on_all_ranks
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
+from tests.train.starts import resolved_for
 
 MODEL = [*small_model(3, heads=4), "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "2"]
 MODEL += ["--precision", "bf16", "--eval-iters", "0", "--nvme-buffer-bytes", "1MB", "--offload-params", "nvme"]
@@ -73,8 +75,10 @@ def order_on_rank(rank: int, size: int, flags: list[str]) -> tuple[str | None, i
     grid = build_grid(axes_of(run, size), "cpu")
     connect(grid)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordered, "order_within_budgets", lambda *of: _found_by(rank))
-        run = ordered.ordered_run(run, grid)
+        patch.setattr(resolving, "order_within_budgets", lambda *of: _found_by(rank))
+        begun = resolved_for(run, size, tries_kernels=False)
+        assert begun.left_open == ("micro_batch_order",)
+        run = resolved_on_all_ranks(begun, grid, size).run
     return run.parallel.micro_batch_order, run.parallel.vertical_group_size
 
 
@@ -101,4 +105,4 @@ def test_files_are_those_of_the_order_that_there_is_room_for(tmp_path: Path) -> 
         swap_bytes(open_run, axes, [0])
     assert order_within_budgets(open_run, axes, "cpu") == {"micro_batch_order": "horizontal"}
     assert swap_bytes(horizontal, axes, [0]) > 0
-    assert room_problems(open_run, 1, range(1)) == []
+    assert room_problems(resolved_for(open_run).run, 1, range(1)) == []

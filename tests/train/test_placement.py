@@ -20,15 +20,16 @@ from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
 from megazero.plan.rates import NAMES, MachineRates, read_rates
-from megazero.train import placed
+from megazero.train import placed, resolved_together
 from megazero.train.dry_run import dry_run_text
 from megazero.train.job import build_job
-from megazero.train.placed import placed_run
 from megazero.train.prepare import prepare
 from megazero.train.rates import measured_rates
+from megazero.train.resolved_together import resolved_on_all_ranks
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
+from tests.train.starts import resolved_for
 
 MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-size", "1", "--train-iters", "3"]
 MODEL += ["--precision", "bf16", "--bucket-size", "6000"]
@@ -125,8 +126,8 @@ def measured(rank: int, size: int, folder: str) -> dict[str, float]:
         return rates[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placed, "measured_rates", measure)
-        told = placed_run(run, grid, size).told
+        patch.setattr(resolved_together, "measured_rates", measure)
+        told = resolved_on_all_ranks(resolved_for(run, size), grid, size).placement
     assert told[-1].startswith("rates measured now, in a second: {flops: ") or rank > 0
     return rates[0].plain()
 

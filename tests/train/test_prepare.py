@@ -129,7 +129,7 @@ def test_data_of_another_tokenizer_are_seen_without_reading_them(tmp_path: Path)
     train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
     data = ["--data-path", tmp_path / "own", "--valid-data-path", "held-out", tmp_path / "nothing"]
     words = [*SHAPE[:8], "--train-iters", 2, *data, "--tokenizer", "gpt2", "--tokenizer-path", tmp_path / "bpe"]
-    missing, other = check_paths(parse_run([str(word) for word in words], 1), 1).problems
+    missing, other = check_paths(parse_run([str(word) for word in words], 1)).problems
     assert missing.startswith(f"--valid-data-path: no file {tmp_path}/nothing")
     assert other.startswith(f"--data-path: {tmp_path}/own.bin was made with another tokenizer (byte of 257 tokens")
 
@@ -241,7 +241,7 @@ def prepared(flags: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def build(length: list[object], found: Any = None) -> Any:
         monkeypatch.setattr("megazero.train.path_checks.find", lambda folder: found)
-        monkeypatch.setattr("megazero.train.path_checks.resume_problems", lambda *arguments: [])
+        monkeypatch.setattr("megazero.train.checked.resume_problems", lambda *arguments: [])
         monkeypatch.setattr(preparation, "compare", lambda *arguments: SimpleNamespace(problems=(), changes=()))
         words = [*flags[:-4], *length, *flags[-4:], "--load", saved, "--eval-iters", 0]
         shape = words.index("--train-iters")
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_an_impossible_run_is_a_problem_like_others(tmp_path: Pa
     content = manifest.read_bytes()[: -len(seal(b""))].replace(b'"num_layers": 3', b'"num_layers": "three"')
     manifest.write_bytes(content + seal(content))
     run = Run(checkpoint=CheckpointConfig(load=str(saved)))
-    (problem,) = check_paths(run, None).problems
+    (problem,) = check_paths(run).problems
     assert problem.startswith(f"--load {saved}: ") and "num_layers: 'three' is not a whole number" in problem
 
 

@@ -16,12 +16,12 @@ from megazero.data.contents import cached_contents, contents_of
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.train.init_from import model_source
-from megazero.train.path_checks import check_paths
 from megazero.train.prepare import Prepared, prepare
 from megazero.train.same_data import with_present_names
 from tests.corpus import write_corpus
 from tests.data.chats import write_lines
 from tests.parity.training import job_on_rank
+from tests.train.starts import problems_at_start
 
 MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 24 --precision fp32"
 BATCH = "--global-batch-size 2 --micro-batch-size 1 --eval-iters 0 --lr-decay-style constant"
@@ -93,14 +93,14 @@ def test_by_another_name(here: Path) -> None:
     for path, data in (("./bpe", "./d"), (str(here / "bpe"), str(here / "d")), ("bpe/vocab.json", "d")):
         words = [*SPLIT, "--tokenizer-path", path, "--data-path", data]
         run = parse_run([*words, *resume("text")], 1)
-        assert check_paths(run, 1).problems == ()
+        assert problems_at_start(run) == ()
         assert prepared(*words, *resume("text")).found is not None
 
 
 def test_moved(here: Path) -> None:
     moved("away", "bpe", "d")
     words = [*SPLIT, "--tokenizer-path", "away/bpe", "--data-path", "away/d", *resume("text")]
-    assert check_paths(parse_run(words, 1), 1).problems == ()
+    assert problems_at_start(parse_run(words, 1)) == ()
     assert prepared(*words).found is not None
 
 

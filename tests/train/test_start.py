@@ -23,6 +23,7 @@ from megazero.telemetry.units import size
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
 from tests.ranks import run_ranks
+from tests.train.starts import resolved_for
 
 MODEL = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"]
 MODEL += ["--vocab-size", "1003"]
@@ -249,7 +250,8 @@ def test_the_configuration_is_printed_for_a_file(
     words = [*flags, "--z-loss", "0.25"]
     told = answered([*words, "--print-config"], capsys, world=2)
     (tmp_path / "run.yaml").write_text(told)
-    assert parse_run(["--config", str(tmp_path / "run.yaml")], 2) == parse_run(words, 2)
+    printed = parse_run(["--config", str(tmp_path / "run.yaml")], 2)
+    assert printed == resolved_for(parse_run(words, 2), 2).run and printed.parallel.device == "cpu"
     both = answered([*words, "--print-config", "--validate-only"], capsys)
     assert both.index("z_loss: 0.25") < both.index("OK: 1 rank")
 

@@ -13,6 +13,7 @@ from bench.contestants.megazero_meter import Meter
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
+from megazero.plan.rates import read_rates
 from megazero.plan.tier_peaks import run_peaks
 from megazero.train.placed import chosen
 from megazero.train.workspace import product_workspace
@@ -71,7 +72,7 @@ def test_a_search_leaves_the_workspace_free(tmp_path: Path) -> None:
         given += ["--host-memory-budget", "1GB"]
         given += ["--nvme-buffer-bytes", "100MB"]  # few parts, each of which is an instruction of every simulated step
         run: Run = parse_run([*WIDE.split(), *NUMBERS.split(), "--data-path", "x", *given], 1)
-        found = chosen(run, axes_of(run, 1), "cpu", None, 1, nccl=False)
+        found = chosen(run, axes_of(run, 1), "cpu", read_rates(str(file)), None, nccl=False)
         return found.settings, " ".join(found.told)
 
     (settings, said), (alone, without) = told(400_000, 32_000_000), told(0, 31_600_000)

@@ -1,0 +1,213 @@
+"""From a run as the user asks for it to the run that is trained: `resolve`, a pure function of the run and of facts.
+
+What a user leaves open follows from the tokenizer, the data, the checkpoint, the machine or a search. All of that is
+asked beforehand and handed in as `Facts`. So the command, --validate-only, --print-config and `megazero.pretrain` make
+the same decisions, and a start that learns more (the data are read, a card has tried its kernels) resolves the same
+request again. Nothing else changes a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megazero.config.decision import Decision
+from megazero.config.placement import AUTO, FLAGS, applied
+from megazero.config.schema import Run
+from megazero.data.corpus import Corpus
+from megazero.mpu.axes import Axes, axes_of
+from megazero.plan.bytes import has_nccl
+from megazero.plan.order import leaves_order_to_budgets, order_within_budgets
+from megazero.plan.rates import MachineRates
+from megazero.plan.recompute import RecomputeTable, recompute_table
+from megazero.train.adapters import AdapterBase
+from megazero.train.epochs import Epoch, samples_of
+from megazero.train.placed import Room, chosen
+
+DEFAULT_TOKENIZER = "gpt2"
+DEFAULT_PROMPT = "import os\n\n\ndef "
+"""The prompt of the final sample with the default corpus, which is Python source."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Number of tokens of a tokenizer, and the id that ends a document; None: no token does, or it is not known yet."""
+
+    size: int
+    eod_id: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run depends on besides its settings. None stands for what was not asked, or cannot be known here.
+
+    world_size     number of ranks
+    device         kind of device that --device auto is: cpu or cuda; None: the ranks are on other machines
+    kind           kind of device that plans are made for
+    corpus         the default corpus, for a run that names no data
+    vocabulary     of the tokenizer
+    epoch          how much one pass over the data is
+    base           the model that adapters belong to
+    tries_kernels  whether the body of attention, and so what it keeps, can be known: on a CPU, or with a card at hand
+    rates          how fast the ranks compute, copy, read and write, for --placement auto
+    room           memory and disks of a rank on this host, for --placement auto
+    nccl           whether ranks communicate through NCCL; None: as the settings say
+    """
+
+    world_size: int
+    kind: str
+    device: str | None = None
+    corpus: Corpus | None = None
+    vocabulary: Vocabulary | None = None
+    epoch: Epoch | None = None
+    base: AdapterBase | None = None
+    tries_kernels: bool = False
+    rates: MachineRates | None = None
+    room: Room | None = None
+    nccl: bool | None = None
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with all that its user left open, as far as the facts reach.
+
+    asked      the run as the user asks for it
+    facts      what was known
+    run        the run to train
+    decisions  every field that the user did not set, and why it has its value
+    placement  sentences about a placement that was searched for
+    """
+
+    asked: Run
+    facts: Facts
+    run: Run
+    decisions: tuple[Decision, ...] = ()
+    placement: tuple[str, ...] = ()
+
+    @cached_property
+    def axes(self) -> Axes:
+        return axes_of(self.run, self.facts.world_size)
+
+    @property
+    def kind(self) -> str:
+        """The kind of device: cpu or cuda."""
+        return self.facts.kind
+
+    @property
+    def recompute(self) -> RecomputeTable:
+        """What backward computes again of every block. Raises ConfigError if a budget of activations is too small."""
+        return recompute_table(self.run, self.axes, self.kind)
+
+    @property
+    def left_open(self) -> tuple[str, ...]:
+        """The fields that these facts do not decide, by name."""
+        run = self.run
+        still_open = {
+            "vocab_size": run.model.vocab_size is None,
+            "train_samples": run.schedule.epochs is not None,
+            "micro_batch_order": leaves_order_to_budgets(run) and not self.facts.tries_kernels,
+            "placement": run.offload.placement == AUTO,
+        }
+        return tuple(field for field, is_open in still_open.items() if is_open)
+
+
+def resolve(asked: Run, facts: Facts) -> ResolvedRun:
+    """The run with every decision that the facts allow. Pure: equal arguments give equal results, on every rank.
+
+    Raises ConfigError where no decision is possible: epochs that fill no batch, budgets that no placement keeps.
+    """
+    run, decisions = asked, list[Decision]()
+    for decide in _IN_ORDER:
+        made = [*decide(run, facts)]
+        run = applied(run, {decision.field: decision.value for decision in made})
+        decisions += made
+    resolved = ResolvedRun(asked, facts, run, tuple(decisions))
+    return _placed(resolved) if facts.rates is not None and run.offload.placement == AUTO else resolved
+
+
+def decided(asked: Run, facts: Facts, decisions: tuple[Decision, ...], placement: tuple[str, ...]) -> ResolvedRun:
+    """The run with decisions that another rank has made."""
+    run = applied(asked, {decision.field: decision.value for decision in decisions})
+    return ResolvedRun(asked, facts, run, decisions, placement)
+
+
+def _device(run: Run, facts: Facts) -> Iterator[Decision]:
+    if run.parallel.device == "auto" and facts.device is not None:
+        why = "torch finds a GPU" if facts.device == "cuda" else "torch finds no GPU"
+        yield Decision("device", facts.device, why)
+
+
+def _data(run: Run, facts: Facts) -> Iterator[Decision]:
+    """The default corpus for a run that names no data."""
+    corpus = facts.corpus
+    if corpus is None or run.data.data_path or run.data.instruction_data:
+        return
+    why = "no --data-path: the default corpus"
+    yield Decision("data_path", (corpus.prefix,), why)
+    yield Decision("tokenizer", DEFAULT_TOKENIZER, why)
+    yield Decision("tokenizer_path", corpus.tokenizer_path, why)
+    if run.trainer.sample_prompt is None:
+        yield Decision("sample_prompt", DEFAULT_PROMPT, why)
+
+
+def _vocabulary(run: Run, facts: Facts) -> Iterator[Decision]:
+    if facts.vocabulary is None:
+        return
+    if run.model.vocab_size is None:
+        yield Decision("vocab_size", facts.vocabulary.size, "the tokenizer has as many tokens")
+    if run.data.eod_id is None and facts.vocabulary.eod_id is not None:
+        yield Decision("eod_id", facts.vocabulary.eod_id, "the tokenizer's token that ends a document")
+
+
+def _base(run: Run, facts: Facts) -> Iterator[Decision]:
+    if facts.base is None or run.lora.lora_rank is None:
+        return
+    if run.checkpoint.init_from != facts.base.path:
+        yield Decision("init_from", facts.base.path, "the model that the adapters belong to")
+    if run.lora.lora_base_bits is not None and run.lora.lora_base_qkv is None:
+        yield Decision("lora_base_qkv", facts.base.qkv, "as the base has its matrices")
+
+
+def _samples(run: Run, facts: Facts) -> Iterator[Decision]:
+    """--epochs in samples, which a step counts."""
+    if run.schedule.epochs is None or facts.epoch is None:
+        return
+    samples = samples_of(run, facts.epoch, axes_of(run, facts.world_size).dp)
+    yield Decision("train_samples", samples, f"--epochs {run.schedule.epochs:g} of the data")
+    yield Decision("epochs", None, "--train-samples has them")
+
+
+def _order(run: Run, facts: Facts) -> Iterator[Decision]:
+    """The order of a step's micro-batches where budgets decide it."""
+    if facts.tries_kernels:
+        for field, value in order_within_budgets(run, axes_of(run, facts.world_size), facts.kind).items():
+            yield Decision(field, value, "the largest groups that the budgets have room for")
+
+
+_IN_ORDER: tuple[Callable[[Run, Facts], Iterator[Decision]], ...] = (
+    _device,
+    _data,
+    _vocabulary,
+    _base,
+    _samples,
+    _order,
+)
+"""Each decision sees those before it: the order of micro-batches depends on bytes, and so on the vocabulary."""
+
+
+def _placed(resolved: ResolvedRun) -> ResolvedRun:
+    """The run with the placement that a search finds fastest, in place of --placement auto.
+
+    Without a vocabulary there are no bytes, and nothing is searched for.
+    """
+    run, facts, axes = resolved.run, resolved.facts, resolved.axes
+    if run.model.vocab_size is None or facts.rates is None:
+        return resolved
+    nccl = has_nccl(run.parallel, axes) if facts.nccl is None else facts.nccl
+    choice = chosen(run, axes, facts.kind, facts.rates, facts.room, nccl=nccl)
+    why = "the fastest that a search finds under the budgets"
+    settings: dict[str, Any] = {**dict(choice.settings), "placement": FLAGS, "placement_rates": None}
+    made = tuple(Decision(field, value, why) for field, value in settings.items())
+    return decided(resolved.asked, facts, (*resolved.decisions, *made), choice.told)
