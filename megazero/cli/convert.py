@@ -1,15 +1,16 @@
-"""`megazero convert`: its flags; `conversion` does what they say."""
+"""`megazero convert`: a checkpoint of any known format into any other."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from megazero.cli.checkpoint_flags import add_checkpoint_flags
 from megazero.cli.exit_status import status_of
-from megazero.cli.model_flags import PRECISIONS
+from megazero.cli.flags import PRECISIONS, add_checkpoint_flags, checkpoint_of, checkpoint_problems
 from megazero.cli.parser import command_parser, given_path
 from megazero.convert.names import FORMATS
+from megazero.data.progress import to_stderr
+from megazero.system.status import FAILED
 
 DESCRIPTION = """
 Convert a checkpoint of any known format into any other. Weights stay bit for bit what they are, unless --dtype asks for
@@ -23,30 +24,54 @@ EXAMPLES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    made = command_parser("convert", DESCRIPTION, EXAMPLES)
-    add_checkpoint_flags(made, "--input")
-    made.add_argument("--output", required=True, type=given_path, metavar="DIR", help="a folder that is not there yet")
-    made.add_argument("--to", required=True, choices=FORMATS, help="format to write")
-    made.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the target, where it has a layout")
-    made.add_argument("--pp", type=int, default=1, help="pipeline stages of the target, where it has a layout")
-    made.add_argument("--dp", type=int, default=1, help="data-parallel ranks that the target's optimizer files are for")
-    made.add_argument("--dtype", choices=PRECISIONS, help="of the model's weights; default: what the model computes in")
-    made.add_argument(
-        "--without-tokenizer", action="store_true", help="hf: write a model whose tokenizer is not there any more"
-    )
-    made.add_argument(
-        "--vocab-size", type=int, metavar="V", help="leave out rows beyond these, the padding of another program"
-    )
-    made.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare every tensor afterwards, and the logits where the model fits in memory",
-    )
-    return made
+    flags = command_parser("convert", DESCRIPTION, EXAMPLES)
+    add_checkpoint_flags(flags, "--input")
+    add = flags.add_argument
+    add("--output", required=True, type=given_path, metavar="DIR", help="a folder that is not there yet")
+    add("--to", required=True, choices=FORMATS, help="format to write")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks of the target, where it has a layout")
+    add("--pp", type=int, default=1, help="pipeline stages of the target, where it has a layout")
+    add("--dp", type=int, default=1, help="data-parallel ranks that the target's optimizer files are for")
+    add("--dtype", choices=PRECISIONS, help="of the model's weights; default: what the model computes in")
+    gone = "hf: write a model whose tokenizer is not there any more"
+    add("--without-tokenizer", action="store_true", help=gone)
+    padding = "leave out rows beyond these, the padding of another program"
+    add("--vocab-size", type=int, metavar="V", help=padding)
+    verify = "compare every tensor afterwards, and the logits where the model fits in memory"
+    add("--verify", action="store_true", help=verify)
+    return flags
 
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    from megazero.cli.conversion import MISTAKES, run
+    from megazero.convert.source import ConversionError
 
-    return status_of(lambda: run(args), MISTAKES)
+    return status_of(lambda: run(args), (ConversionError,))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the target, print what became of every key, and return the status. Raises ConversionError, OSError."""
+    from megazero.config.dtypes import compute_dtype
+    from megazero.convert.changed import Trimmed
+    from megazero.convert.convert import convert
+    from megazero.convert.formats import TargetOptions
+    from megazero.convert.registry import format_table, open_source
+    from megazero.convert.source import ConversionError
+    from megazero.convert.verification import verify
+
+    problems = list(checkpoint_problems(args))
+    if problems:
+        raise ConversionError("; ".join(problems))
+    dtype = compute_dtype(args.dtype) if args.dtype else None
+    options = TargetOptions(args.tp, args.pp, args.dp, dtype, args.without_tokenizer)
+    output = args.output.expanduser()
+    with open_source(checkpoint_of(args), args.format) as opened:
+        source = Trimmed(opened, args.vocab_size) if args.vocab_size is not None else opened
+        convert(source, format_table()[args.to], output, options, to_stderr)
+        print(f"{source.path} ({source.format}) -> {args.output} ({args.to})")
+        print("\n".join(source.report.lines()))
+        if not args.verify:
+            return 0
+        verdict = verify(source, output, args.to, to_stderr)
+        print("\n".join(verdict.lines))
+    return 0 if verdict.holds else FAILED

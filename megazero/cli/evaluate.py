@@ -1,13 +1,48 @@
-"""`megazero evaluate`: its flags; `evaluation` does what they say."""
+"""`megazero evaluate`: loss and perplexity of a model on documents."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NoReturn
 
-from megazero.cli.checkpoint_flags import add_checkpoint_flags
-from megazero.cli.model_flags import add_layout_flags, add_tokenizer_flags
+from megazero.cli.exit_status import end_rank
+from megazero.cli.flags import (
+    add_checkpoint_flags,
+    add_layout_flags,
+    add_text_flags,
+    add_tokenizer_flags,
+    checkpoint_of,
+    checkpoint_problems,
+    layout_problems,
+    not_positive,
+    parallel_of,
+    tokenizer_named,
+    ways_to_name_one,
+)
 from megazero.cli.parser import command_parser, given_path, given_word
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.data.indexed import DataError
+from megazero.data.input_files import ReaderOptions
+from megazero.data.progress import Progress, to_stderr
+from megazero.system.words import counted
+from megazero.system.writable import closed
+
+if TYPE_CHECKING:
+    from megazero.convert.loading import LoadedModel
+    from megazero.data.tokenizer import Tokenizer
+    from megazero.evaluation.documents import Document
+    from megazero.evaluation.perplexity import Totals, Windowing
+    from megazero.launch import Environment
+    from megazero.mpu.grid import ProcessGrid
 
 DESCRIPTION = """
 Loss and perplexity of a model on documents, alone or under torchrun.
@@ -30,79 +65,216 @@ EXAMPLES = (
     "torchrun --nproc-per-node 4 -m megazero evaluate hub/bloom-7b1 --tp 2 --pp 2 --input text/ --output scores.jsonl",
     "python tools/evaluate.py runs/bloom --input notes.txt",
 )
+LINE = 1 << 16
+"""Bytes of a file's first line that show whether it is a result."""
 
 
 def parser() -> argparse.ArgumentParser:
     flags = command_parser("evaluate", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(flags)
     text = flags.add_argument_group("documents, at least one of the two")
-    text.add_argument(
-        "--data-path", nargs="+", type=given_word, default=[], metavar="PREFIX", help="prefixes of .bin/.idx pairs"
-    )
-    text.add_argument(
-        "--input",
-        nargs="+",
-        type=given_word,
-        default=[],
-        metavar="FILE",
-        help="files and folders of jsonl or text, also .gz and .zst",
-    )
-    text.add_argument("--json-key", default="text", help="key of the text in a line of jsonl")
-    text.add_argument(
-        "--format",
-        dest="text_format",
-        default="auto",
-        choices=("auto", "jsonl", "text"),
-        help="of --input; auto: by ending",
-    )
-    text.add_argument("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
-    text.add_argument(
-        "--encoding-errors",
-        default="strict",
-        choices=("strict", "replace"),
-        help="bytes that are no UTF-8: stop, or U+FFFD",
-    )
-    text.add_argument(
-        "--append-eod",
-        action="store_true",
-        help="end documents of --input with the end-of-document token, and score it",
-    )
-    add_tokenizer_flags(text)
-    text.add_argument("--limit", type=int, metavar="N", help="score the first N documents only")
-    how = flags.add_argument_group("scoring")
-    how.add_argument(
-        "--context", type=int, metavar="N", help="tokens that the model reads at once (default: its sequence length)"
-    )
-    how.add_argument(
-        "--stride", type=int, metavar="N", help="tokens scored per window of a long document (default: the context)"
-    )
-    how.add_argument(
-        "--prefix-id",
-        type=int,
-        metavar="ID",
-        help="token that documents start after (default: the end-of-document token)",
-    )
-    how.add_argument(
-        "--no-prefix", action="store_true", help="documents start after nothing: first tokens are not scored"
-    )
-    how.add_argument(
-        "--micro-batch-size", type=int, default=8, metavar="N", help="windows of one forward pass (%(default)s)"
-    )
+    add, pairs = text.add_argument, "prefixes of .bin/.idx pairs"
+    add("--data-path", nargs="+", type=given_word, default=[], metavar="PREFIX", help=pairs)
+    add_text_flags(text, required=False)
+    separator = "end documents of --input with the end-of-document token, and score it"
+    add("--append-eod", action="store_true", help=separator)
+    add_tokenizer_flags(text, default=" (default: the checkpoint's own)")
+    add("--limit", type=int, metavar="N", help="score the first N documents only")
+    add = flags.add_argument_group("scoring").add_argument
+    add("--context", type=int, metavar="N", help="tokens that the model reads at once (default: its sequence length)")
+    add("--stride", type=int, metavar="N", help="tokens scored per window of a long document (default: the context)")
+    prefix = "token that documents start after (default: the end-of-document token)"
+    add("--prefix-id", type=int, metavar="ID", help=prefix)
+    add("--no-prefix", action="store_true", help="documents start after nothing: first tokens are not scored")
+    add("--micro-batch-size", type=int, default=8, metavar="N", help="windows of one forward pass (%(default)s)")
     add_layout_flags(flags)
-    out = flags.add_argument_group("output")
-    out.add_argument(
-        "--output",
-        type=given_path,
-        metavar="FILE.jsonl",
-        help="one line per document, in their order; FILE.jsonl.unfinished until all are scored. An earlier result is "
-        "replaced",
-    )
-    out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add = flags.add_argument_group("output").add_argument
+    lines = "one line per document, in their order; FILE.jsonl.unfinished until all are scored"
+    add("--output", type=given_path, metavar="FILE.jsonl", help=f"{lines}. An earlier result is replaced")
+    add("--json", action="store_true", help="print one JSON object instead of text")
     return flags
 
 
 def main(argv: Sequence[str]) -> int:
-    args = parser().parse_args(argv)
-    from megazero.cli.evaluation import run
+    run(parser().parse_args(argv))
 
-    run(args)
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Raise one ConfigError with all problems of the flags."""
+    problems = [*checkpoint_problems(args), *layout_problems(args, world_size, replicas=True)]
+    problems += not_positive(args, "micro_batch_size", "context", "stride", "limit")
+    if not args.data_path and not args.input:
+        problems.append("--data-path PREFIX or --input FILE: there is nothing to score")
+    if args.no_prefix and args.prefix_id is not None:
+        problems.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
+    if args.output is not None:
+        problems += output_problems(args.output)
+    if problems:
+        raise ConfigError(problems)
+
+
+def output_places(output: Path) -> tuple[Path, Path | None]:
+    """(where the lines are written, where that file is moved in the end; None: it stays).
+
+    Lines for a device or a pipe, such as /dev/stdout, are written there: moving a file to it would put an end to it.
+    A link stays, and the file that it leads to is replaced.
+    """
+    if os.path.exists(output) and not os.path.isfile(output):
+        return output, None
+    finished = Path(os.path.realpath(output))
+    return finished.with_name(f"{finished.name}.unfinished"), finished
+
+
+def output_problems(output: Path) -> Iterator[str]:
+    """Why the lines of --output cannot be written, as far as is known before hours of scoring."""
+    unfinished, finished = output_places(output)
+    problem = None
+    if not os.path.isdir(output.parent):
+        problem = f"there is no folder {output.parent}"
+    elif os.path.isdir(output):
+        problem = "is a folder; name a file in it"
+    elif finished is None:
+        problem = None if os.access(unfinished, os.W_OK) else "may not be written"
+    else:
+        # `closed` asks whether a folder can be made. If the file is there, its name fits, and its folder is asked for.
+        place = unfinished.parent if os.path.lexists(unfinished) else unfinished
+        problem = _other_file(finished) or closed(str(place)) or _occupied(unfinished)
+    if problem:
+        yield f"--output {output}: {problem}"
+
+
+def _other_file(output: Path) -> str | None:
+    """What a file is that the lines would replace and that is no earlier result; None if there is none."""
+    try:
+        with open(output, "rb") as file:
+            first = file.readline(LINE)
+        is_result = not first or "total_loss" in json.loads(first)
+    except OSError:  # there is no file; `_occupied` and `closed` say why a file cannot be written
+        return None
+    except (ValueError, TypeError):  # no JSON; JSON that has no members
+        is_result = False
+    return None if is_result else "is a file of another kind, which is not replaced; name another file"
+
+
+def _occupied(unfinished: Path) -> str | None:
+    """Why a file that an earlier run may have left cannot be written anew; None if it can."""
+    if os.path.isdir(unfinished):
+        return f"{unfinished}, where lines are written first, is a folder"
+    denied = os.path.exists(unfinished) and not os.access(unfinished, os.W_OK)
+    return f"{unfinished}, where lines are written first, may not be written" if denied else None
+
+
+def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None) -> Windowing:
+    """How documents become windows. Raises one ConfigError with all problems of the flags."""
+    from megazero.evaluation.perplexity import Windowing
+    from megazero.evaluation.scorer import longest_context
+
+    model, most = loaded.run.model, longest_context(loaded.run.model)
+    context = args.context or min(model.seq_length, most or model.seq_length)
+    stride = args.stride or context
+    prefix = None if args.no_prefix else eod if args.prefix_id is None else args.prefix_id
+    problems = []
+    if most is not None and context > most:
+        problems.append(f"--context {context}: the model has {most} learned positions")
+    if stride > context:
+        problems.append(f"--stride {stride}: tokens would be left out; at most the context of {context}")
+    assert model.vocab_size is not None
+    if prefix is not None and not 0 <= prefix < model.vocab_size:
+        problems.append(f"--prefix-id {prefix}: the model's vocabulary has {model.vocab_size} tokens")
+    if problems:
+        raise ConfigError(problems)
+    return Windowing(context, stride, prefix)
+
+
+def documents(
+    args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer | None, eod: int | None
+) -> Iterator[Document]:
+    """The documents of --data-path, then those of --input. Raises DataError."""
+    from megazero.convert.tokenizers import no_tokenizer
+    from megazero.evaluation.documents import indexed_documents, text_documents
+
+    for prefix in args.data_path:
+        yield from indexed_documents(prefix)
+    if args.input:
+        if tokenizer is None:
+            checkpoint = f"{checkpoint_of(args)} {no_tokenizer(loaded.report)}"
+            raise DataError(f"--input: {checkpoint}; name one by {ways_to_name_one(loaded)}")
+        if args.append_eod and eod is None:
+            raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
+        reader = ReaderOptions(args.json_key, args.text_format, args.document, args.encoding_errors)
+        yield from text_documents(args.input, reader, tokenizer, eod if args.append_eod else None)
+
+
+def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
+    """Score the documents. A collective of all ranks; rank 0 prints and writes."""
+    from megazero.convert.loading import open_model
+    from megazero.data.tokenizer_record import require_tokenizer
+    from megazero.evaluation.perplexity import Totals, score_documents
+    from megazero.evaluation.scorer import Scorer
+
+    loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
+    tokenizer = tokenizer_named(args, loaded)
+    if tokenizer is not None:
+        require_tokenizer(args.data_path, tokenizer, args.tokenizer or loaded.run.data.tokenizer)
+    eod = loaded.end_of_document(tokenizer)
+    windowing = windowing_for(args, loaded, eod)
+    scorer = Scorer(loaded.run, loaded.stages, grid, args.micro_batch_size)
+    totals, began = Totals(), time.perf_counter()
+    progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
+    unfinished, finished = (None, None) if args.output is None or grid.rank else output_places(args.output)
+    most = min(args.limit, sys.maxsize) if args.limit else None  # islice takes no number above
+    with ExitStack() as stack:
+        lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
+        for score in score_documents(scorer, islice(documents(args, loaded, tokenizer, eod), most), windowing):
+            totals.add(score)
+            if lines is not None:
+                lines.write(json.dumps(score.record()) + "\n")
+            if grid.rank == 0 and args.limit:  # without it the number of documents is not known in advance
+                progress.reach(totals.documents)
+    if totals.tokens == 0:
+        raise DataError(nothing_scored(totals.documents))
+    if unfinished is not None and finished is not None:
+        unfinished.replace(finished)
+    if grid.rank == 0:
+        report(args, windowing, totals, time.perf_counter() - began)
+
+
+def nothing_scored(documents: int) -> str:
+    """Why there is no loss, for the number of documents that were read."""
+    if documents == 0:
+        return "nothing was scored: there are no documents in what was named"
+    which = "the document that was named has" if documents == 1 else f"none of the {documents:,} documents named has"
+    return f"nothing was scored: {which} {'no' if documents == 1 else 'a'} token that another stands before"
+
+
+def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, seconds: float) -> None:
+    """Print the result as text, or with --json as one object."""
+    record = totals.record(every_token=windowing.prefix is not None)
+    rate = totals.tokens / seconds
+    if args.json:
+        layout = {"context": windowing.context, "stride": windowing.stride, "prefix_id": windowing.prefix}
+        about = {"checkpoint": str(checkpoint_of(args)), **layout}
+        print(json.dumps(about | record | {"seconds": seconds, "tokens_per_second": rate}), flush=True)
+        return
+    scored = f"{counted(totals.documents, 'document')}, {counted(totals.tokens, 'token')}"
+    print(f"{scored} in {seconds:.1f} s ({rate:,.0f} tokens/s)")
+    first = f"after token {windowing.prefix}" if windowing.prefix is not None else "first tokens not scored"
+    print(f"context {windowing.context}, stride {windowing.stride}, {first}")
+    units = {"loss": "nats per token", "perplexity": "", "bits_per_byte": "", "total_loss": "nats in all"}
+    for name, unit in units.items():
+        if record[name] is not None or name != "bits_per_byte":  # which a pair of token ids does not have
+            value = "not finite" if record[name] is None else f"{record[name]:.6f}"
+            print(f"{name.replace('_', ' '):<14} {value} {unit}".rstrip())
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    """Evaluate as this rank, and end its process."""
+    from megazero.convert.source import ConversionError
+    from megazero.launch import launch
+
+    def work(environment: Environment) -> None:
+        check(args, environment.world_size)
+        with launch(Run(parallel=parallel_of(args)), environment) as grid:
+            evaluate(args, grid)
+
+    end_rank(work, (ConversionError, DataError))

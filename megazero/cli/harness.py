@@ -1,16 +1,24 @@
-"""`megazero harness`: the command line of the LM Evaluation Harness, which knows the model `megazero`."""
+"""`megazero harness`: the command line of the LM Evaluation Harness, which knows the model `megazero`.
+
+`harness_model` has that model, in a file of its own because its class is one of lm_eval's.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from inspect import cleandoc
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from megazero.cli.exit_status import say, status_of
+from megazero.cli.exit_status import end_rank, say, status_of
 from megazero.cli.parser import command_parser
+
+if TYPE_CHECKING:
+    from megazero.launch import Environment
 
 DESCRIPTION = """
 `megazero` as a model of the LM Evaluation Harness: from a checkpoint of any format, alone or under torchrun. Needs the
@@ -32,27 +40,45 @@ MODEL = Path(__file__).with_name("harness_model.py")
 
 def model_arguments() -> str:
     """The docstring of the model's class. It is parsed from the source, since an import would import torch."""
-    (found,) = (node for node in ast.parse(MODEL.read_bytes()).body if isinstance(node, ast.ClassDef))
-    return cleandoc(ast.get_docstring(found) or "")
+    (model,) = (node for node in ast.parse(MODEL.read_bytes()).body if isinstance(node, ast.ClassDef))
+    return cleandoc(ast.get_docstring(model) or "")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run lm_eval's command line. The help is ours, followed by lm_eval's where the package is installed."""
     sys.argv = ["megazero harness", *argv]  # lm_eval reads it
-    if not argv or {"-h", "--help"} & {*argv[:1]}:
-        ours = command_parser("harness", DESCRIPTION, EXAMPLES).format_help()
-        say(f"{ours}\nWhat --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n")
-        try:
-            from lm_eval.__main__ import cli_evaluate
-        except ImportError:
-            say("(The package is not installed here: pip install 'lm_eval>=0.4.9')\n")
-            return 0
+    if argv and argv[0] not in ("-h", "--help"):
+        run()
+    ours = command_parser("harness", DESCRIPTION, EXAMPLES).format_help()
+    say(f"{ours}\nWhat --model_args may name:\n\n{model_arguments()}\n\nAll else is lm_eval's:\n")
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError:
+        say("(The package is not installed here: pip install 'lm_eval>=0.4.9')\n")
+        return 0
 
-        def theirs() -> None:
-            with suppress(SystemExit):  # status 0, after the help
-                cli_evaluate()
+    def show_theirs() -> None:
+        with suppress(SystemExit):  # status 0, after the help
+            cli_evaluate()
 
-        return status_of(theirs)
-    from megazero.cli.harness_run import run
+    return status_of(show_theirs)
 
-    return run()
+
+def run() -> NoReturn:
+    """Run lm_eval's command line as this rank, and end the process. All ranks compute the same; only rank 0 prints and
+    writes.
+    """
+    # The import registers the model. It is the first, because its error names the package to install.
+    import megazero.cli.harness_model  # noqa: F401
+    from megazero.convert.source import ConversionError
+    from megazero.data.indexed import DataError
+
+    from lm_eval.__main__ import cli_evaluate  # isort: skip
+
+    def work(environment: Environment) -> None:
+        with ExitStack() as stack:
+            if environment.rank:
+                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            cli_evaluate()
+
+    end_rank(work, (ConversionError, DataError))

@@ -1,13 +1,32 @@
-"""`megazero inspect`: its flags; `inspection` does what they say."""
+"""`megazero inspect`: the contents of a checkpoint, or the differences of two, as text or JSON."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megazero.cli.checkpoint_flags import add_checkpoint_flags, named_checkpoints
-from megazero.cli.data_flags import cores
+from megazero.cli.exit_status import status_of
+from megazero.cli.flags import add_checkpoint_flags, cores, named_checkpoints
 from megazero.cli.parser import command_parser
+from megazero.config.options import did_you_mean
+from megazero.convert.names import missing_path_message
+from megazero.data.progress import Progress, to_stderr
+from megazero.system.status import FAILED
+from megazero.system.words import counted
+from megazero.telemetry.units import count, size
+from megazero.train.text_blocks import pairs, table
+
+if TYPE_CHECKING:
+    from megazero.convert.inspection import Inspected, Record
 
 DESCRIPTION = """
 The contents of a checkpoint, or the differences of two.
@@ -26,35 +45,34 @@ EXAMPLES = (
     "megazero inspect runs/bloom --tensor 'blocks.*.mlp.up.weight'",
     "python tools/inspect_checkpoint.py runs/bloom/iter_0001000 runs/other --exit-code",
 )
+NEAREST = 3
+"""The most similar names that the error for an unknown tensor offers."""
+FILES = 16
+"""The most files that are listed without --all."""
+
+
+class UsageError(Exception):
+    """A mistake in the arguments."""
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("inspect", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(parser, metavar="PATH")
-    parser.add_argument(
-        "--verify", action="store_true", help="check every hash (other programs' formats have none: read everything)"
-    )
-    parser.add_argument(
-        "--tensor",
-        metavar="NAME",
-        help="statistics of a tensor, or of all whose names match a pattern (blocks.*.weight)",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="show every field of the configuration, equal tensors and all files too"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument(
-        "--exit-code", action="store_true", help="with OTHER: status 1 where tensors or the model's shape differ"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=cores(), help="that hash at once (default: the cores, %(default)s)"
-    )
+    add = parser.add_argument
+    verify = "check every hash (other programs' formats have none: read everything)"
+    add("--verify", action="store_true", help=verify)
+    pattern = "statistics of a tensor, or of all whose names match a pattern (blocks.*.weight)"
+    add("--tensor", metavar="NAME", help=pattern)
+    everything = "show every field of the configuration, equal tensors and all files too"
+    add("--all", action="store_true", help=everything)
+    add("--json", action="store_true", help="one JSON object instead of text")
+    add("--exit-code", action="store_true", help="with OTHER: status 1 where tensors or the model's shape differ")
+    add("--threads", type=int, default=cores(), help="that hash at once (default: the cores, %(default)s)")
     args = parser.parse_args(argv)
     named = named_checkpoints(args)
     if len(named) not in (1, 2):
-        parser.error(
-            f"{len(named)} checkpoints: name one to look at, or two to compare, as they are or the first by --load"
-        )
+        either = "name one to look at, or two to compare, as they are or the first by --load"
+        parser.error(f"{len(named)} checkpoints: {either}")
     args.path, args.other = named[0], named[1] if len(named) == 2 else None
     if args.other is not None and (args.verify or args.tensor):
         parser.error("--verify and --tensor look at one checkpoint: leave OTHER out")
@@ -67,6 +85,308 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = arguments(argv)
-    from megazero.cli.inspection import run
+    from megazero.checkpoint.format import CheckpointError
+    from megazero.convert.source import ConversionError
 
-    return run(args)
+    show = show_one if args.other is None else show_difference
+    # ConversionError is a ValueError and a user's mistake; the other ValueErrors say what is damaged.
+    return status_of(lambda: show(args), (UsageError, ConversionError), failures=(CheckpointError, ValueError))
+
+
+def show_one(args: argparse.Namespace) -> int:
+    """Print one checkpoint and return the status. Raises UsageError, CheckpointError, ValueError, OSError."""
+    record, problems = describe(args)
+    print(json.dumps(record | {"problems": problems}) if args.json else format_description(record, args.all))
+    for problem in problems:
+        print(f"damaged: {problem}", file=sys.stderr)
+    return FAILED if problems else 0
+
+
+def show_difference(args: argparse.Namespace) -> int:
+    """Print how two checkpoints differ and return the status. Raises as `show_one`."""
+    from megazero.convert.comparison import compare, compared_bytes
+    from megazero.convert.inspection import holds_adapters, open_merged
+
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_inspected(path, args.format)) for path in (args.path, args.other)]
+        if holds_adapters(opened[0]) != holds_adapters(opened[1]):
+            opened = [stack.enter_context(open_merged(each)) if holds_adapters(each) else each for each in opened]
+        first, second = opened
+        record = compare(first, second, counting("comparing", compared_bytes(first, second)))
+    print(json.dumps(record) if args.json else format_difference(record, args.all))
+    return FAILED if args.exit_code and not record["identical"] else 0
+
+
+@dataclass
+class ByteProgress:
+    """Counts bytes that have been read, and reports them as progress."""
+
+    progress: Progress
+    done: int = 0
+
+    def __call__(self, more: int) -> None:
+        self.done += more
+        self.progress.reach(self.done / 1e6)
+
+
+def counting(what: str, total: int) -> ByteProgress:
+    return ByteProgress(Progress(to_stderr, what, total / 1e6, "MB"))
+
+
+def open_inspected(path: Path, format: str | None) -> Inspected:
+    """Open a checkpoint of any format. Raises UsageError, CheckpointError, ValueError, OSError."""
+    from megazero.convert.inspection import open_for_inspection
+
+    if not os.path.exists(path):
+        raise UsageError(missing_path_message(path))
+    if format is None and path.is_dir() and not any(path.iterdir()):
+        raise UsageError(f"{path} is empty")
+    return open_for_inspection(path, format)
+
+
+def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
+    """(the record of one checkpoint, its problems)."""
+    from megazero.checkpoint.format import CheckpointError
+    from megazero.convert.inspection import checkpoints_in, contents, is_ours, tensor_statistics
+
+    siblings = checkpoints_in(args.path) if is_ours(args.path) else []
+    record: Record = {"checkpoints": siblings}
+    try:
+        inspected = open_inspected(args.path, args.format)
+    except (CheckpointError, ValueError) as error:
+        if not siblings:
+            raise
+        message = str(error)
+        return record, [*_problems(siblings, lambda name, problem: name in message and problem in message), message]
+    problems: list[str] = []
+    with inspected:
+        record |= contents(inspected)
+        if args.tensor:
+            chosen = _tensors_named(args, inspected)
+            record["statistics"] = {name: tensor_statistics(inspected, name) for name in chosen}
+        if args.verify:
+            reading = counting(f"reading {inspected.path}", inspected.nbytes)
+            problems = inspected.verify(args.threads, reading)
+            hashes = inspected.manifest is not None
+            record["verified"] = {"bytes": reading.done, "hashes": hashes, "problems": problems}
+            if inspected.source is not None:
+                record["report"] = inspected.source.report.lines()
+        newest = inspected.path.name
+    return record, _problems(siblings, lambda name, problem: name == newest and problem in problems) + problems
+
+
+def _tensors_named(args: argparse.Namespace, inspected: Inspected) -> list[str]:
+    """The tensors that --tensor names. Raises UsageError if there are none."""
+    shapes = inspected.tensors.shapes
+    names = [name for name in shapes if name == args.tensor or fnmatchcase(name, args.tensor)]
+    if not names:
+        hint = did_you_mean(args.tensor, shapes, NEAREST)
+        raise UsageError(
+            f"--tensor {args.tensor}: none of the {len(shapes)} tensors is called so{hint} "
+            f"(megazero inspect {args.path} lists them)"
+        )
+    return names
+
+
+def _problems(siblings: list[Record], is_repeated: Callable[[str, str], bool]) -> list[str]:
+    """The problems of a folder's checkpoints, by name.
+
+    is_repeated: whether a problem (a checkpoint's name, the problem) is one that is reported of the shown checkpoint.
+    """
+    named = ((entry["name"], entry["problem"]) for entry in siblings if entry["problem"])
+    return [f"{name}: {problem}" for name, problem in named if not is_repeated(name, problem)]
+
+
+def format_description(record: Record, everything: bool) -> str:
+    """The record of a checkpoint as text. everything: include fields at their defaults and all files."""
+    parts = []
+    if record["checkpoints"]:
+        parts.append(_siblings(record["checkpoints"]))
+    if "path" in record:
+        parts += [
+            _summary(record),
+            _config(record["config"], everything),
+            _tensors(record["tensors"]),
+            _files(record["files"], everything),
+        ]
+        if record["elsewhere"]:
+            parts.append(
+                f"{len(record['elsewhere'])} of these files are not here: the checkpoint was saved on the local disks "
+                f"of {record['layout']['places']} nodes, each of which has its own"
+            )
+    if "statistics" in record:
+        parts.append(_statistics(record["statistics"]))
+    if "verified" in record:
+        parts.append(_verdict(record["verified"]))
+        parts += ["\n".join(record["report"])] if "report" in record else []
+    return "\n\n".join(parts)
+
+
+def _siblings(checkpoints: list[Record]) -> str:
+    """The checkpoints of a folder."""
+    headings = ["checkpoint", "", "bytes", "manifest and headers"]
+    rows = [
+        [
+            each["name"],
+            "latest" if each["latest"] else "",
+            size(each["bytes"]),
+            "damaged" if each["problem"] else "whole",
+        ]
+        for each in checkpoints
+    ]
+    return table(headings, rows, left=2)
+
+
+def _verdict(verified: Record) -> str:
+    if verified["problems"]:
+        return f"verified: {counted(len(verified['problems']), 'problem')}"
+    unhashed = "every tensor was read (this format records no hashes)"
+    return f"verified: {size(verified['bytes'])}, {'every hash fits' if verified['hashes'] else unhashed}"
+
+
+def _summary(record: Record) -> str:
+    layout, totals, plans = record["layout"], record["totals"], record["position"].get("data_plans")
+    position = [
+        (key.replace("_", " "), _plain(int(value) if key == "optimizer_steps" else value))
+        for key, value in record["position"].items()
+        if value is not None and key != "data_plans"
+    ]
+    lines = [("format", record["format"]), *position]
+    lines += [("data order", _order(plans, record["config"]))] if plans else []
+    lines += [("written by", _ranks(layout))] if layout is not None else []
+    parameters, files = totals["parameters"], counted(len(record["files"]), "file")
+    tensors = counted(totals["tensors"], "tensor")
+    lines.append(("parameters", f"{parameters:,} ({count(parameters)}) in {tensors}"))
+    lines.append(("bytes", f"{size(totals['bytes'])} in tensors, {size(totals['file_bytes'])} in {files}"))
+    return f"{record['path']}\n{pairs(lines)}"
+
+
+def _order(plans: list[list[int]], config: Record) -> str:
+    """What determines the order of samples. The numbers of a plan depend on the data: see `data.dataset.Samples`."""
+    if config["data"]["instruction_data"]:
+        shown = (f"{counted(samples, 'sample')} an epoch, checksum {crc:08x}" for samples, crc in plans)
+    elif config["data"]["data_path"]:
+        shown = (f"{counted(epochs, 'epoch')}, shuffled together up to sample {last:,}" for epochs, last in plans)
+    else:
+        shown = (f"numbers {first} and {second} of the program's or the default data" for first, second in plans)
+    return "; ".join(shown)
+
+
+def _ranks(layout: dict[str, int]) -> str:
+    """The ranks that wrote a checkpoint: 12 ranks, tp 3 x pp 2 x dp 2."""
+    sizes = {axis: layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp")}
+    shown = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if axis != "cp" or ranks > 1)
+    places = f", on the disks of {layout['places']} nodes" if layout.get("places", 1) > 1 else ""
+    return f"{counted(math.prod(sizes.values()), 'rank')}, {shown}{places}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, list):
+        return " ".join(_plain(item) for item in value) or "none"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _config(config: Record, everything: bool) -> str:
+    from megazero.config.dump import run_dict
+    from megazero.config.schema import Run
+
+    defaults = run_dict(Run())
+    fields = [
+        (f"{section}.{name}", str(value))
+        for section, values in config.items()
+        for name, value in values.items()
+        if everything or value != defaults[section][name]
+    ]
+    title = "configuration" if everything else "configuration, where it is not the default (--all: everything)"
+    return f"{title}\n{pairs(fields)}"
+
+
+def _tensors(tensors: Record) -> str:
+    rows = []
+    for name, tensor in tensors.items():
+        shape = "x".join(map(str, tensor["shape"]))
+        rows.append([name, shape, _columns(tensor["columns"]), f"{tensor['elements']:,}", size(tensor["bytes"])])
+    return table(["tensor", "shape", "columns", "elements", "bytes"], rows, left=3)
+
+
+def _columns(columns: dict[str, str]) -> str:
+    """`float32 weight exp_avg exp_avg_sq`; a dtype that repeats is written once."""
+    shown: list[str] = []
+    before = None
+    for column, dtype in columns.items():
+        shown += [dtype] * (dtype != before) + [column]
+        before = dtype
+    return " ".join(shown)
+
+
+def _files(files: dict[str, int], everything: bool) -> str:
+    listed = list(files.items())[: len(files) if everything else FILES]
+    lines = table(["file", "bytes"], [[name, f"{number:,}"] for name, number in listed])
+    more = len(files) - len(listed)
+    return f"{lines}\nand {more} more (--all)" if more else lines
+
+
+def _statistics(statistics: Record) -> str:
+    keys = ["min", "max", "mean", "std", "norm", "zeros", "nan", "inf"]
+    rows = [
+        [f"{name} {column}", *(("-" if numbers[key] is None else f"{numbers[key]:.6g}") for key in keys)]
+        for name, columns in statistics.items()
+        for column, numbers in columns.items()
+    ]
+    return table(["statistics", *keys], rows)
+
+
+def format_difference(record: Record, everything: bool) -> str:
+    """The record of a comparison as text. everything: include equal tensors."""
+    marked = zip("<>", record["paths"], record["formats"], strict=True)
+    parts = ["\n".join(f"{mark} {path} ({name})" for mark, path, name in marked)]
+    fields = [
+        (f"{section}.{name}", two) for section, values in record["config"].items() for name, two in values.items()
+    ]
+    fields += [(f"position.{name}", two) for name, two in record["position"].items()]
+    fields += [("layout", record["layout"])] * (record["layout"] is not None)
+    if fields:
+        parts.append(f"differs\n{_changes(fields)}")
+    for key, title in (("only_in_first", "only in the first"), ("only_in_second", "only in the second")):
+        if record[key]:
+            parts.append(f"{title} ({len(record[key])})\n" + "\n".join(f"  {name}" for name in record[key]))
+    for key in ("shapes", "columns"):
+        if record[key]:
+            parts.append(f"other {key}\n{_changes([(f'  {name}', two) for name, two in record[key].items()])}")
+    parts.append(_values(record["tensors"], everything))
+    parts.append("the models are the same to the bit" if record["identical"] else _how_they_differ(record))
+    return "\n\n".join(parts)
+
+
+def _changes(fields: list[tuple[str, Any]]) -> str:
+    """Lines of `name  first's value -> second's value`."""
+    return pairs([(name, f"{_plain(first)} -> {_plain(second)}") for name, (first, second) in fields])
+
+
+def _how_they_differ(record: Record) -> str:
+    """The last line of two models that differ. Where the columns of both are equal, it says why they still do."""
+    compared = [numbers for columns in record["tensors"].values() for numbers in columns.values()]
+    equal = all(numbers["bit_equal"] == numbers["elements"] for numbers in compared)
+    alone = {column for stored in record["columns"].values() for column in {*stored[0]} ^ {*stored[1]}}
+    others = any(record[key] for key in ("only_in_first", "only_in_second", "shapes")) or "model" in record["config"]
+    if equal and alone and not others:
+        return f"the models differ: what both have is the same to the bit, and only one has {', '.join(sorted(alone))}"
+    return "the models differ"
+
+
+def _values(tensors: Record, everything: bool) -> str:
+    """How far the columns are apart that both models have."""
+    compared = [
+        (f"{name} {column}", numbers) for name, columns in tensors.items() for column, numbers in columns.items()
+    ]
+    differing = [(name, numbers) for name, numbers in compared if numbers["bit_equal"] != numbers["elements"]]
+    equal = len(compared) - len(differing)
+    summary = f"{equal} of {len(compared)} columns of tensors that both have are equal to the bit"
+    rows = []
+    for name, numbers in compared if everything else differing:
+        apart = ["not finite" if numbers[key] is None else f"{numbers[key]:.3g}" for key in ("largest", "relative")]
+        rows.append([name, *apart, f"{numbers['bit_equal']:,} of {numbers['elements']:,}"])
+    headings = ["tensor", "largest difference", "relative", "equal elements"]
+    return f"{summary}\n\n{table(headings, rows)}" if rows else summary

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, given_word
 from megazero.data.indexed import DataError
-from megazero.data.writer import merge
-from megazero.system.unfinished import ended_in_order
 from megazero.system.words import counted
 
 DESCRIPTION = "Join .bin/.idx pairs of one tokenizer in the order given; the widest dtype wins. Whole or not at all."
@@ -20,22 +18,25 @@ EXAMPLES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    made = command_parser("merge-data", DESCRIPTION, EXAMPLES)
-    made.add_argument("--input", nargs="+", type=given_word, required=True, help="prefixes of .bin/.idx pairs")
-    made.add_argument("--output-prefix", type=given_word, required=True, help="writes PREFIX.bin and PREFIX.idx")
-    made.add_argument("--overwrite", action="store_true", help="replace an existing pair")
-    return made
+    flags = command_parser("merge-data", DESCRIPTION, EXAMPLES)
+    add = flags.add_argument
+    add("--input", nargs="+", type=given_word, required=True, help="prefixes of .bin/.idx pairs")
+    add("--output-prefix", type=given_word, required=True, help="writes PREFIX.bin and PREFIX.idx")
+    add("--overwrite", action="store_true", help="replace an existing pair")
+    return flags
 
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: merge_pairs(args), (DataError,))
+    return status_of(lambda: run(args), (DataError,))
 
 
-def merge_pairs(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Write the pair and print what it holds. Raises DataError."""
+    from megazero.data.writer import merge
+    from megazero.system.unfinished import ended_in_order
+
     with ended_in_order():
-        done = merge(args.input, args.output_prefix, overwrite=args.overwrite)
-    print(
-        f"{counted(done.documents, 'document')}, {counted(done.tokens, 'token')} ({done.dtype}) in "
-        f"{done.bin_path} and {done.idx_path}"
-    )
+        pair = merge(args.input, args.output_prefix, overwrite=args.overwrite)
+    contents = f"{counted(pair.documents, 'document')}, {counted(pair.tokens, 'token')} ({pair.dtype})"
+    print(f"{contents} in {pair.bin_path} and {pair.idx_path}")

@@ -1,4 +1,4 @@
-"""`megazero train-tokenizer`: training a byte-level BPE tokenizer."""
+"""`megazero train-tokenizer`: a byte-level BPE of the user's own text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from megazero.cli.data_flags import add_reader_flags, reader_of
 from megazero.cli.exit_status import status_of
+from megazero.cli.flags import add_selection_flags, add_text_flags, reader_of
 from megazero.cli.parser import command_parser, given_word
 from megazero.data.indexed import DataError
-from megazero.data.preprocess import texts
 from megazero.data.progress import to_stderr
-from megazero.data.train_bpe import require_no_tokenizer, train_bpe
 
 DESCRIPTION = """
 Train a byte-level BPE on text; writes vocab.json and merges.txt, with --chat tokenizer.json.
@@ -27,27 +25,30 @@ EXAMPLES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    made = command_parser("train-tokenizer", DESCRIPTION, EXAMPLES)
-    add_reader_flags(made)
-    made.add_argument("--vocab-size", type=int, default=32000, help="tokens, 256 bytes and the separator included")
-    made.add_argument(
-        "--chat",
-        action="store_true",
-        help="with tokens around the turns of a chat, and a chat template: for models that talk",
-    )
-    made.add_argument("--output", type=given_word, required=True, help="folder for the files")
-    made.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer of the same kind")
-    return made
+    flags = command_parser("train-tokenizer", DESCRIPTION, EXAMPLES)
+    add_text_flags(flags, required=True, replaced=" and prints their number")
+    add_selection_flags(flags)
+    add = flags.add_argument
+    add("--vocab-size", type=int, default=32000, help="tokens, 256 bytes and the separator included")
+    chat = "with tokens around the turns of a chat, and a chat template: for models that talk"
+    add("--chat", action="store_true", help=chat)
+    add("--output", type=given_word, required=True, help="folder for the files")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer of the same kind")
+    return flags
 
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    return status_of(lambda: train(args), (DataError,))
+    return status_of(lambda: run(args), (DataError,))
 
 
-def train(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Train the tokenizer and write its files. Raises DataError."""
+    from megazero.data.preprocess import texts
+    from megazero.data.train_bpe import require_no_tokenizer, train_bpe
+
     require_no_tokenizer(args.output, chat=args.chat, overwrite=args.overwrite)
-    read = texts(args.input, reader_of(args), to_stderr, "reading")
-    first = next(read)  # what is wrong with the input is known before a folder is made
-    train_bpe(chain([first], read), args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
+    corpus = texts(args.input, reader_of(args), to_stderr, "reading")
+    first = next(corpus)  # what is wrong with the input is known before a folder is made
+    train_bpe(chain([first], corpus), args.vocab_size, Path(args.output), to_stderr, chat=args.chat)
     to_stderr(f"the tokenizer is in {args.output}")

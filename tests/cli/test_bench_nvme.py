@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megazero.cli import disk_speed
-from megazero.cli.bench_nvme import OPTIMIZER_BYTES, count_of
-from megazero.cli.disk_speed import DiskSpeed, SpeedRow, estimate
+from megazero.cli import bench_nvme
+from megazero.cli.bench_nvme import OPTIMIZER_BYTES, DiskSpeed, SpeedRow, count_of, estimate
 from megazero.cli.main import main
 from megazero.config.parse import parse_run
 from megazero.disk import measure
@@ -36,13 +35,13 @@ def bench(folder: Path, *words: str) -> int:
 
 @pytest.fixture(autouse=True)
 def few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_speed, "REQUESTS", (1 << 20, 2 << 20))
-    monkeypatch.setattr(disk_speed, "IN_FLIGHT", (1, 4))
+    monkeypatch.setattr(bench_nvme, "REQUESTS", (1 << 20, 2 << 20))
+    monkeypatch.setattr(bench_nvme, "IN_FLIGHT", (1, 4))
 
 
 @pytest.fixture
 def without_fio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_speed.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bench_nvme.shutil, "which", lambda name: None)
 
 
 def test_the_table_marks_the_best_and_nothing_is_left(

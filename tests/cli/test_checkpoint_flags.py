@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import megazero.convert.loading
-from megazero.cli import doctor, evaluation, generation, inspect
-from megazero.cli.checkpoint_flags import checkpoint_of, checkpoint_problems
+from megazero.cli import doctor, evaluate, generate, inspect
+from megazero.cli.flags import checkpoint_of, checkpoint_problems
 from megazero.config.source import ConfigError
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
@@ -68,7 +68,7 @@ def test_a_name_of_the_hub_gets_its_command(hub: str, tmp_path: Path, monkeypatc
     words = f"{hub}: there is no such checkpoint here; .* hf download {hub} --local-dir models/{hub.rpartition('/')[2]}"
     with pytest.raises(ConversionError, match=words):
         megazero.convert.loading.load(hub)
-    for name, check in (("generate", generation.check), ("evaluate", evaluation.check)):
+    for name, check in (("generate", generate.check), ("evaluate", evaluate.check)):
         with pytest.raises(ConfigError, match=words):
             check(parsed(name, hub), 1)
     assert inspect.main([hub]) == 2

@@ -10,7 +10,6 @@ from typing import cast
 import pytest
 
 from megazero.cli import evaluate, prepare_data, train_tokenizer
-from megazero.cli.evaluation import documents
 from megazero.convert.loading import LoadedModel
 from megazero.data.indexed import DataError
 from megazero.data.input_files import ReaderOptions
@@ -43,7 +42,7 @@ def _train(path: Path) -> None:
 
 def _evaluate(path: Path) -> None:
     args = evaluate.parser().parse_args(["x", "--input", str(path)])
-    list(documents(args, cast(LoadedModel, None), ByteTokenizer(), None))
+    list(evaluate.documents(args, cast(LoadedModel, None), ByteTokenizer(), None))
 
 
 COMMANDS: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -21,9 +21,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.cli import evaluation
-from megazero.cli.evaluate import parser
-from megazero.cli.evaluation import evaluate
+from megazero.cli.evaluate import check as check_flags
+from megazero.cli.evaluate import evaluate, parser, run
 from megazero.config.source import ConfigError
 from megazero.convert.loading import open_model
 from megazero.data.indexed import DataError
@@ -184,7 +183,7 @@ def test_mistakes(folder: Path, tmp_path: Path) -> None:
     )
     for words, problems in wrong:
         with pytest.raises(ConfigError) as caught:
-            evaluation.check(arguments(folder, *words), 1)
+            check_flags(arguments(folder, *words), 1)
         assert all(problem in str(caught.value) for problem in problems)
     grid = single_process_grid()
     refused: tuple[tuple[tuple[object, ...], type[Exception], str], ...] = (
@@ -208,10 +207,10 @@ def test_a_file_of_another_kind_is_not_replaced(folder: Path, tmp_path: Path) ->
     for content in ("Notes of a day.\n", '{"text": "a"}\n', "3\n"):
         text.write_text(content)
         with pytest.raises(ConfigError, match=f"--output {text}: is a file of another kind, which is not replaced"):
-            evaluation.check(arguments(folder, *words, text), 1)
+            check_flags(arguments(folder, *words, text), 1)
     result.touch()
     for _ in range(2):
-        evaluation.check(arguments(folder, *words, result), 1)
+        check_flags(arguments(folder, *words, result), 1)
         evaluate(arguments(folder, *words, result), single_process_grid())
     assert len(result.read_text().splitlines()) == len(PAIR) and text.read_text() == "3\n"
 
@@ -286,7 +285,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_scoring(folder: Pat
         (tmp_path / ("x" * 300), "has 311 bytes, and at most"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            evaluation.check(arguments(folder, "--data-path", "x", "--output", output), 1)
+            check_flags(arguments(folder, "--data-path", "x", "--output", output), 1)
 
 
 def test_a_mistake_that_shows_once_the_model_is_open_has_status_2(
@@ -295,9 +294,9 @@ def test_a_mistake_that_shows_once_the_model_is_open_has_status_2(
     """And one message too, and leaves no file that looks whole."""
     output, pairs = folder / "never.jsonl", (folder / "pair", folder / "nothing")
     monkeypatch.setattr("megazero.launch.exit_now", sys.exit)
-    monkeypatch.setattr(evaluation, "launch", lambda *_: nullcontext(single_process_grid()))
+    monkeypatch.setattr("megazero.launch.launch", lambda *_: nullcontext(single_process_grid()))
     with pytest.raises(SystemExit) as ended:
-        evaluation.run(arguments(folder, "--data-path", *pairs, "--output", output))
+        run(arguments(folder, "--data-path", *pairs, "--output", output))
     said = capsys.readouterr()
     assert ended.value.code == 2 and "1 problem" in said.err and "no file" in said.err and "Traceback" not in said.err
     assert said.out == "" and not output.exists()

@@ -92,7 +92,6 @@ def test_what_is_wrong_ends_with_2(
         raise SystemExit(status)
 
     monkeypatch.setattr("megazero.launch.exit_now", leave)
-    monkeypatch.setattr("megazero.cli.training.exit_now", leave)
     monkeypatch.setattr("megazero.cli.pretrain.start_process", lambda argv: None)
     try:
         status: Any = main(words.format(folder=tmp_path).split())
@@ -173,7 +172,6 @@ def test_a_damaged_checkpoint_ends_every_command_with_1(
         raise SystemExit(status)
 
     monkeypatch.setattr("megazero.launch.exit_now", leave)
-    monkeypatch.setattr("megazero.cli.training.exit_now", leave)
     monkeypatch.setattr("megazero.cli.pretrain.start_process", lambda argv: None)
     try:
         status: Any = main(f"{command} {OPENING[command]}".format(model=folder / name, folder=folder).split())

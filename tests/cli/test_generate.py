@@ -24,8 +24,7 @@ import pytest
 import torch
 
 import megazero.convert.loading
-from megazero.cli.generate import parser
-from megazero.cli.generation import check, generate_on, lines_read
+from megazero.cli.generate import check, generate_on, lines_read, parser
 from megazero.config.schema import ModelConfig
 from megazero.config.source import ConfigError
 from megazero.convert.convert import convert

@@ -28,10 +28,18 @@ def said(program, *words):
         program(*words)
     return out.getvalue()
 
+def mistaken(name):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+        main([name, "--no_such_flag", "3"])
+    return errors.getvalue()
+
+# lm_eval reads the flags of harness; those of pretrain may name a checkpoint, which torch reads.
+mistakes = {name: mistaken(name) for name in SUBCOMMANDS if name not in ("harness", "pretrain")}
 helps = {name: said(main, [name, "--help"]) for name in SUBCOMMANDS}
 sys.argv = ["gpu_test.py", "--help"]
 helps["gpu_test"] = said(runpy.run_module, "tools.gpu_test", None, "__main__")
-print(json.dumps([helps, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules]]))
+print(json.dumps([helps, mistakes, [name for name in ("torch", "transformers", "tokenizers") if name in sys.modules]]))
 """
 
 
@@ -45,10 +53,12 @@ def ended(words: list[str]) -> int:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """What every command says of itself, in one process that imports nothing large for it."""
+    """What every command says of itself, in one process that imports nothing large for it, nor for a mistaken flag."""
     done = subprocess.run([sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True)
-    found, large = json.loads(done.stdout)
+    found, mistakes, large = json.loads(done.stdout)
     assert large == []
+    assert len(mistakes) == len(SUBCOMMANDS) - 2
+    assert all("there is no --no_such_flag" in message for message in mistakes.values()), mistakes
     assert "python -m tools.gpu_test" in found.pop("gpu_test")
     return dict(found)
 
@@ -300,7 +310,7 @@ def test_an_unknown_flag_is_one_line_in_every_command(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megazero.cli.pretrain.start_process", lambda argv: None)
-    monkeypatch.setattr("megazero.cli.training.exit_now", lambda status: sys.exit(status))
+    monkeypatch.setattr("megazero.launch.exit_now", lambda status: sys.exit(status))
     assert ended([name, "--no_such_flag", "3"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and "there is no --no_such_flag" in told.err

@@ -14,7 +14,7 @@ from megazero.cli.pretrain import ranks_to_start, this_command
 from megazero.config.parse import ConfigError, parse_arguments
 from tests.e2e.command import masks, wait_until
 
-START = "import sys; from megazero.cli.ranks import start_ranks; "
+START = "import sys; from megazero.cli.pretrain import start_ranks; "
 SAYS = "import os, sys, signal; rank = int(os.environ['RANK']); "
 LISTENS = """
 import os, signal, threading

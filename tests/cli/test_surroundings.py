@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fused_ops.native.binding import _load_openmp
-from megazero.cli.training import alone_among_tasks, train
+from megazero.cli.pretrain import alone_among_tasks, train
 from megazero.config.source import ConfigError
 from megazero.launch import Environment
 from tests.data.pairs import write_pair

@@ -125,8 +125,8 @@ def furnish(folder: Path) -> None:
     """texts/, notes.txt, chats.jsonl, broken.jsonl; my-data and tiny, pairs of bytes; runs/mine, trained on my-data;
     runs/ids, trained on it without a tokenizer.
     """
-    for name in ("evaluation", "generation", "training"):  # here, so that no fork has to
-        import_module(f"megazero.cli.{name}")
+    for name in ("convert.loading", "evaluation.scorer", "inference.text_generator", "train.job", "train.dry_run"):
+        import_module(f"megazero.{name}")  # here, so that no fork has to
     (folder / "texts").mkdir()
     for number in range(20):
         (folder / "texts" / f"{number}.txt").write_text(f"Text {number} is about the {number} times table. " * 20)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megazero.cli.main import SUBCOMMANDS, main
-from megazero.cli.training import train
+from megazero.cli.pretrain import train
 from megazero.config.parse import parse_run
 from megazero.launch import Environment
 from tests.docs import newcomer

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from megazero.checkpoint import folder, save_phases
 from megazero.checkpoint.blocks import BlockWriter
-from megazero.cli.training import train
+from megazero.cli.pretrain import train
 from megazero.disk import pool, record, swap
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap_file import SwapFile

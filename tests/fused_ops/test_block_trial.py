@@ -20,7 +20,7 @@ from fused_ops.native import library
 from fused_ops.native.binding import Library
 from fused_ops.native.library import suffix
 from fused_ops.products import lacks
-from megazero.cli.examination import examine
+from megazero.cli.doctor import examine
 from tests.fused_ops.levels import drawn
 from tests.fused_ops.processors import PROCESSORS, kernels_of, on_processor
 from tests.fused_ops.test_attention import Case
@@ -120,8 +120,8 @@ def test_what_is_refused_is_not_used_and_the_reason_is_told(tmp_path: Path, monk
     assert found.body is not Body.KERNEL and "no C++ kernel: its numbers are off by" in found.reason
     described = registry.describe("cpu", dtype=torch.bfloat16)
     assert {op for op, body in described.items() if body == registry.REFERENCE} == {"attention", "weight_gradient"}
-    told = {finding.what: finding for finding in examine()}
-    assert told["block products"].found.endswith("f32 in rows, bf16 in pairs of rows, fp16 in pairs of rows")
+    told = {finding.subject: finding for finding in examine()}
+    assert told["block products"].state.endswith("f32 in rows, bf16 in pairs of rows, fp16 in pairs of rows")
     assert "refused: its numbers are off by" in told["weight_gradient in bf16"].advice and "attention in fp16" in told
     monkeypatch.setattr(products, "_has_products", lambda dtype: False)  # weight gradients are not its task then
     assert set(registry.refusals()) == {"attention in f32", "attention in bf16", "attention in fp16"}

@@ -20,8 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megazero.convert.loading
-from megazero.cli.generate import parser
-from megazero.cli.generation import generate_on
+from megazero.cli.generate import generate_on, parser
 from megazero.data.indexed import DataError
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import chat_tokens

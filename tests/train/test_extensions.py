@@ -10,7 +10,7 @@ import pytest
 from megazero.checkpoint.format import Damaged
 from megazero.checkpoint.resume_changes import record_of, run_from
 from megazero.cli.plan_schedule import main as plan
-from megazero.cli.training import train
+from megazero.cli.pretrain import train
 from megazero.config.dump import dump
 from megazero.config.extensions import LR_DECAY_STYLES, SINKS
 from megazero.config.help import help_text

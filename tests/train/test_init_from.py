@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megazero.cli.training import train as run_program
+from megazero.cli.pretrain import train as run_program
 from megazero.config.inventory import TABLES
 from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import megazero
-from megazero.cli.training import train
+from megazero.cli.pretrain import train
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
