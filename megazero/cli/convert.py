@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
     add("--without-tokenizer", action="store_true", help=gone)
     padding = "leave out rows beyond these, the padding of another program"
     add("--vocab-size", type=int, metavar="V", help=padding)
-    verify = "compare every tensor afterwards, and the logits where the model fits in memory"
-    add("--verify", action="store_true", help=verify)
+    comparison = "compare every tensor afterwards, and the logits where the model fits in memory"
+    add("--verify", action="store_true", help=comparison)
     return flags
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megazero.cli.exit_status import status_of
@@ -21,7 +21,7 @@ from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTE
 from megazero.program.instruction import Lane
 from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.shape import RankShape
-from megazero.program.simulate import schedule_shape, simulate
+from megazero.program.simulate import SimulationReport, schedule_shape, simulate
 from megazero.program.step import StepOptions, evaluation_step, training_step
 from megazero.program.times import ChunkTimes, profiled_times, uniform_times
 from megazero.system.words import counted
@@ -42,7 +42,6 @@ EXAMPLES = (
     "python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --message-time 0.2",
 )
 
-
 LEAST_STAGE = {
     **dict.fromkeys(("dp", "zero_shard_size", "blocks", "gather_time", "update_time", "late_update"), 0),
     **dict.fromkeys(("micro_batch_order", "vertical_group_size"), 0),
@@ -51,6 +50,8 @@ LEAST_STAGE = {
     "gathered_units": 3,
 }
 """The fields of a whole step, and the ZeRO stage from which on each says something."""
+COUNTS = "width", "pp", "micro_batches", "virtual_stages", "dp", "blocks", "gathered_units", "vertical_group_size"
+"""The fields that are at least 1 where they are set."""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -62,21 +63,14 @@ def arguments() -> argparse.ArgumentParser:
     add("--schedule", choices=SCHEDULES, help="default: 1f1b, with several chunks per stage interleaved")
     add("--forward-time", type=float, default=1.0, metavar="T", help="time of one chunk's forward (default 1)")
     add("--backward-time", type=float, default=2.0, metavar="T", help="time of one chunk's backward (default 2)")
-    add(
-        "--weight-time",
-        type=float,
-        metavar="T",
-        help="part of a backward's time that is for the weights (default half)",
-    )
+    weights = "part of a backward's time that is for the weights (default half)"
+    add("--weight-time", type=float, metavar="T", help=weights)
     add("--message-time", type=float, default=0.0, metavar="T", help="time of one message between stages (default 0)")
-    add(
-        "--profile",
-        type=float,
-        nargs=4,
-        metavar=("F", "B", "W", "MESSAGE"),
-        help="instead: times of a whole stage's forward, backward of inputs and of weights, spread over its chunks, "
-        "and of a message",
+    profile = (
+        "instead: times of a whole stage's forward, backward of inputs and of weights, spread over its chunks, "
+        "and of a message"
     )
+    add("--profile", type=float, nargs=4, metavar=("F", "B", "W", "MESSAGE"), help=profile)
     add("--forward-only", action="store_true", help="draw the evaluation's schedule")
     add("--width", type=int, help="columns (default: the terminal's)")
     add("--fit", action="store_true", help="shrink to one band")
@@ -88,70 +82,39 @@ def arguments() -> argparse.ArgumentParser:
 
 def _add_state(parser: argparse.ArgumentParser) -> None:
     """The flags of a whole step: those of model state."""
-    group = parser.add_argument_group(
-        "the whole step",
+    about = (
         "With --zero-stage the picture has the lanes of every stage: computations, gathers and reductions of buckets, "
-        "messages. The model has blocks of one size; embedding and head are as large. Every unit is a bucket.",
+        "messages. The model has blocks of one size; embedding and head are as large. Every unit is a bucket."
     )
-    add = group.add_argument
+    add = parser.add_argument_group("the whole step", about).add_argument
+
+    def add_time(flag: str, default: float, work: str, more: str = "") -> None:
+        add(flag, type=float, default=default, metavar="T", help=f"time of {work} (default {default}){more}")
+
     add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="draw the whole step, with gradients and parameters")
     add("--dp", type=int, default=4, metavar="N", help="replicas (default 4)")
     add("--zero-shard-size", type=int, metavar="K", help="ranks that share the shards of a state (default: all N)")
     add("--blocks", type=int, default=2, metavar="N", help="blocks of every model chunk (default 2)")
-    add(
-        "--gathered-units",
-        type=int,
-        default=2,
-        metavar="N",
-        help="budget of gathered parameters under ZeRO-3, in units (default 2)",
-    )
-    add(
-        "--gather-time",
-        type=float,
-        default=0.2,
-        metavar="T",
-        help="time of gathering a unit (default 0.2); a reduction sends twice as many bytes",
-    )
-    add("--update-time", type=float, default=0.1, metavar="T", help="time of updating a unit (default 0.1)")
-    add(
-        "--micro-batch-order",
-        choices=("horizontal", "vertical"),
-        help="vertical: a unit for all micro-batches in turn (default horizontal, with --offload-params nvme vertical)",
-    )
-    add(
-        "--vertical-group-size",
-        type=int,
-        metavar="N",
-        help="most micro-batches that pass a unit together (default: all)",
-    )
+    budget = "budget of gathered parameters under ZeRO-3, in units (default 2)"
+    add("--gathered-units", type=int, default=2, metavar="N", help=budget)
+    add_time("--gather-time", 0.2, "gathering a unit", "; a reduction sends twice as many bytes")
+    add_time("--update-time", 0.1, "updating a unit")
+    order = "a unit for all micro-batches in turn (default horizontal, with --offload-params nvme vertical)"
+    add("--micro-batch-order", choices=("horizontal", "vertical"), help=f"vertical: {order}")
+    group = "most micro-batches that pass a unit together (default: all)"
+    add("--vertical-group-size", type=int, metavar="N", help=group)
     add("--late-update", action="store_true", help="update a unit in the next step, before its forward")
-    words = [tier.value for tier in Tier]
-    add("--offload-optimizer", choices=words, default=words[0], help="where the optimizer state rests (default none)")
-    add("--offload-params", choices=words, default=words[0], help="where the parameters rest (default none)")
-    add("--offload-gradients", choices=words, default=words[0], help="where gradients are summed (default none)")
-    add(
-        "--host-update-time",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="time of updating a unit in host memory (default 0.8); copies take as long as gathers of as many bytes",
-    )
-    add(
-        "--disk-time",
-        type=float,
-        default=0.6,
-        metavar="T",
-        help="time of reading a unit's optimizer state from disks, and of writing it (default 0.6); its parameters are "
-        "a sixth of the bytes",
-    )
-    add(
-        "--offload-activations",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of the activations that leaves the device until backward, up to 1 (default 0)",
-    )
-    add("--copy-time", type=float, default=0.2, metavar="T", help="time of copying a unit's activations (default 0.2)")
+    tiers = [tier.value for tier in Tier]
+    add("--offload-optimizer", choices=tiers, default=tiers[0], help="where the optimizer state rests (default none)")
+    add("--offload-params", choices=tiers, default=tiers[0], help="where the parameters rest (default none)")
+    add("--offload-gradients", choices=tiers, default=tiers[0], help="where gradients are summed (default none)")
+    copies = "; copies take as long as gathers of as many bytes"
+    add_time("--host-update-time", 0.8, "updating a unit in host memory", copies)
+    state = "reading a unit's optimizer state from disks, and of writing it"
+    add_time("--disk-time", 0.6, state, "; its parameters are a sixth of the bytes")
+    share = "share of the activations that leaves the device until backward, up to 1 (default 0)"
+    add("--offload-activations", type=float, default=0.0, metavar="SHARE", help=share)
+    add_time("--copy-time", 0.2, "copying a unit's activations")
 
 
 def wants_colour(choice: str) -> bool:
@@ -169,55 +132,53 @@ def main(argv: Sequence[str]) -> int:
 
 def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Print the schedule. Problems of the flags end the program through `parser.error`, with status 2."""
-    _check(args, parser)
-    profile = args.profile or []
+    for problem in _problems(args, parser):
+        parser.error(problem)
     name = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
     virtual = (CHUNKS[name] or 1) if args.virtual_stages is None else args.virtual_stages
     vertical = VerticalOrder(args.vertical_group_size) if _is_vertical(args) else None
-    groups = vertical.groups(args.micro_batches) if vertical is not None and args.micro_batches > 0 else None
+    groups = vertical.groups(args.micro_batches) if vertical is not None else None
     try:
+        # In vertical order a group of micro-batches takes the place of one.
         schedule = make_schedule(name, args.pp, args.micro_batches if groups is None else len(groups), virtual)
     except ValueError as error:
         parser.error(str(error))
     if args.forward_only:
         schedule = tuple(forward_only(stage) for stage in schedule)
-    times = uniform_times(args.pp * virtual, args.forward_time, args.backward_time, args.message_time, args.weight_time)
-    times = profiled_times(args.pp, virtual, *profile) if profile else times
+    times = _times(args, virtual)
     shapes, border = [schedule_shape(stage) for stage in schedule], ON_TIME
     if args.zero_stage is not None:
-        times = _with_state(times, args)
-        shapes = _shapes(name, virtual, args)
-        every = args.zero_stage >= 2 and not is_breadth_first(name, virtual)
-        every = every or args.offload_gradients != Tier.DEVICE.value
-        options = StepOptions(
-            reduce_every=every,
-            gathered_bytes=PARAMETER_BYTES * _elements(args) * args.gathered_units,
-            late=args.late_update,
-            vertical=vertical,
-            leaving=args.offload_activations,
-        )
+        shapes, options = _shapes(name, virtual, args), _step_options(name, virtual, args, vertical)
         border = options.border
         make = evaluation_step if args.forward_only else training_step
-        schedule = tuple(make(own, shape, options, groups=groups) for own, shape in zip(schedule, shapes, strict=True))
+        stages = zip(schedule, shapes, strict=True)
+        schedule = tuple(make(stage, shape, options, groups=groups) for stage, shape in stages)
     by_role = {(stage, 0): shape for stage, shape in enumerate(shapes)}
-    check({(stage, 0): own for stage, own in enumerate(schedule)}, by_role, args.micro_batches, border=border)
+    lists = {(stage, 0): instructions for stage, instructions in enumerate(schedule)}
+    check(lists, by_role, args.micro_batches, border=border)
     if args.list is not None:
         print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
         return
     report = simulate(schedule, times, shapes, border=border)
-    chunks = f", {virtual} chunks each" if virtual > 1 else ""
-    zero = f", ZeRO-{args.zero_stage} on {args.dp} replicas" if args.zero_stage is not None else ""
-    order = f" in {len(groups)} group{'s' * (len(groups) > 1)}, vertical" if groups is not None else ""
-    print(
-        f"{name}: {counted(args.pp, 'stage')}{chunks}, "
-        f"{counted(args.micro_batches, 'micro-batch', 'micro-batches')}{order}{zero}"
-    )
-    apart = f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
-    bubble = f"{report.bubble:.2%}" + apart * (report.longest < report.makespan * (1 - 1e-9))
-    print(f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work\n")
+    print("\n".join(_title(name, virtual, groups, args, report)), end="\n\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
     look = DrawOptions(width, wants_colour(args.color), args.fit, lanes=args.zero_stage is not None)
     print(draw(report, look))
+
+
+def _title(
+    name: str, virtual: int, groups: Sequence[object] | None, args: argparse.Namespace, report: SimulationReport
+) -> Iterator[str]:
+    """The lines above the picture: what is drawn, and its bubble."""
+    chunks = f", {virtual} chunks each" if virtual > 1 else ""
+    zero = f", ZeRO-{args.zero_stage} on {args.dp} replicas" if args.zero_stage is not None else ""
+    order = f" in {counted(len(groups), 'group')}, vertical" if groups is not None else ""
+    micro_batches = counted(args.micro_batches, "micro-batch", "micro-batches")
+    yield f"{name}: {counted(args.pp, 'stage')}{chunks}, {micro_batches}{order}{zero}"
+    bubble = f"{report.bubble:.2%}"
+    if report.longest < report.makespan * (1 - 1e-9):  # times are sums of floats, which differ in their last digits
+        bubble += f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
+    yield f"bubble {bubble}; {report.makespan:g} units of time for {max(report.busy):g} of work"
 
 
 def _is_vertical(args: argparse.Namespace) -> bool:
@@ -227,49 +188,57 @@ def _is_vertical(args: argparse.Namespace) -> bool:
     return bool(args.micro_batch_order == "vertical")
 
 
-def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """What is wrong with the flags, in the order of what each check needs to be right already."""
     profile = args.profile or []
     work, messages = (args.forward_time, args.backward_time, *profile[:3]), (args.message_time, *profile[3:])
     messages += (args.gather_time, args.update_time, args.host_update_time, args.disk_time, args.copy_time)
     if not (all(0 < time < math.inf for time in work) and all(0 <= time < math.inf for time in messages)):
-        parser.error("times of work are above 0, those of messages at least 0, and all of them are finite")
-    if args.width is not None and args.width < 1:
-        parser.error(f"--width {args.width}: must be at least 1")
+        yield "times of work are above 0, those of messages at least 0, and all of them are finite"
     if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
-        parser.error(f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}")
-    for field in ("pp", "micro_batches", "virtual_stages"):
-        if (given := getattr(args, field)) is not None and given < 1:
-            parser.error(f"{_flag(field)} {given}: must be at least 1")
+        yield f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}"
+    for field in COUNTS:
+        if (value := getattr(args, field)) is not None and value < 1:
+            yield f"{_flag(field)} {value}: must be at least 1"
     if args.list is not None and not 0 <= args.list < args.pp:
-        parser.error(f"--list {args.list}: the stages are 0 to {args.pp - 1}")
-    for field in ("dp", "blocks", "gathered_units"):
-        if getattr(args, field) < 1:
-            parser.error(f"{_flag(field)} {getattr(args, field)}: must be at least 1")
+        yield f"--list {args.list}: the stages are 0 to {args.pp - 1}"
     for field, stage in LEAST_STAGE.items():
-        given = getattr(args, field)
-        if given != parser.get_default(field) and (args.zero_stage is None or args.zero_stage < stage):
-            words = _flag(field) if given is True else f"{_flag(field)} {given}"
-            parser.error(f"{words} goes with --zero-stage" + f" {stage}" * (stage > 0))
+        value = getattr(args, field)
+        if value != parser.get_default(field) and (args.zero_stage is None or args.zero_stage < stage):
+            typed = _flag(field) if value is True else f"{_flag(field)} {value}"
+            yield f"{typed} goes with --zero-stage" + f" {stage}" * (stage > 0)
     if args.vertical_group_size is not None and not _is_vertical(args):
-        parser.error(f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical")
-    if args.vertical_group_size is not None and args.vertical_group_size < 1:
-        parser.error(f"--vertical-group-size {args.vertical_group_size}: must be at least 1")
-    if args.host_update_time != parser.get_default("host_update_time") and _tiers(args)[::2] == (Tier.DEVICE,) * 2:
-        parser.error(f"--host-update-time {args.host_update_time} goes with --offload-optimizer or --offload-gradients")
+        yield f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical"
+    optimizer, _, gradients = _tiers(args)
+    on_device = optimizer is gradients is Tier.DEVICE
+    if args.host_update_time != parser.get_default("host_update_time") and on_device:
+        yield f"--host-update-time {args.host_update_time} goes with --offload-optimizer or --offload-gradients"
     if args.disk_time != parser.get_default("disk_time") and Tier.DISK not in _tiers(args):
-        parser.error(f"--disk-time {args.disk_time} goes with nvme for --offload-optimizer, -params or -gradients")
+        yield f"--disk-time {args.disk_time} goes with nvme for --offload-optimizer, -params or -gradients"
     if not 0 <= args.offload_activations <= 1:
-        parser.error(f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1")
-    if args.offload_activations and args.forward_only:
-        parser.error("--offload-activations is for training, which --forward-only does not draw")
-    if args.late_update and args.forward_only:
-        parser.error("--late-update is for training, which --forward-only does not draw")
+        yield f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1"
+    for field in ("offload_activations", "late_update"):
+        if getattr(args, field) and args.forward_only:
+            yield f"{_flag(field)} is for training, which --forward-only does not draw"
     if args.zero_shard_size is not None and (args.zero_shard_size < 1 or args.dp % args.zero_shard_size):
-        parser.error(f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}")
+        yield f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}"
 
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def _step_options(name: str, virtual: int, args: argparse.Namespace, vertical: VerticalOrder | None) -> StepOptions:
+    """How a step's list is made from a schedule, as a run with these flags would."""
+    # A breadth-first schedule has few chunks with unreduced gradients at a time, so each is reduced once.
+    shards_gradients = args.zero_stage >= 2 and not is_breadth_first(name, virtual)
+    return StepOptions(
+        reduce_every=shards_gradients or args.offload_gradients != Tier.DEVICE.value,
+        gathered_bytes=PARAMETER_BYTES * _elements(args) * args.gathered_units,
+        late=args.late_update,
+        vertical=vertical,
+        leaving=args.offload_activations,
+    )
 
 
 def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape]:
@@ -293,12 +262,19 @@ def _elements(args: argparse.Namespace) -> int:
     return shards
 
 
-def _with_state(times: ChunkTimes, args: argparse.Namespace) -> ChunkTimes:
-    """The times with those of what happens to model state, and of copies."""
+def _times(args: argparse.Namespace, virtual: int) -> ChunkTimes:
+    """The times of chunks, with --zero-stage also those of what happens to model state, and of copies."""
+    if args.profile:
+        times = profiled_times(args.pp, virtual, *args.profile)
+    else:
+        work = args.forward_time, args.backward_time, args.message_time, args.weight_time
+        times = uniform_times(args.pp * virtual, *work)
+    if args.zero_stage is None:
+        return times
     elements = _elements(args)
     per_byte = args.gather_time / (PARAMETER_BYTES * elements)
     lanes = dict.fromkeys((Lane.SHARDS, Lane.ACROSS, Lane.TO_HOST, Lane.TO_DEVICE), per_byte)
-    if args.offload_activations:
+    if args.offload_activations:  # which are one byte a unit, see `_shapes`
         lanes |= dict.fromkeys((Lane.TO_HOST, Lane.TO_DEVICE), args.copy_time)
     lanes[Lane.HOST] = args.host_update_time / (GRADIENT_BYTES * elements)
     lanes |= dict.fromkeys((Lane.FROM_DISK, Lane.TO_DISK), args.disk_time / (STATE_BYTES * elements))

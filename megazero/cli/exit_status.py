@@ -35,7 +35,7 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
     try:
         status = work()
         sys.stdout.flush()
-    except BrokenPipeError as error:  # before the others, because it is an OSError, which `mistakes` may contain
+    except BrokenPipeError as error:  # first, because a BrokenPipeError is an OSError, which `mistakes` may contain
         _lost_output(error)
         return READER_LEFT
     except OutputLost as error:
@@ -60,17 +60,17 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
 def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoReturn:
     """Run a command's work as one rank, and end the process with the statuses of `status_of`.
 
-    Rank 0 prints a mistake, for all ranks.
+    Rank 0 prints a mistake, for all ranks: therefore a mistake becomes a ConfigError, which `exit_status` prints so.
     """
     from megazero.config.source import ConfigError, problem_of
     from megazero.launch import exit_now, exit_status
 
-    here = read_environment()
+    environment = read_environment()
     _open_streams()
 
-    def told() -> None:
+    def checked_work() -> None:
         try:
-            work(here)
+            work(environment)
             sys.stdout.flush()
         except BrokenPipeError as error:
             _lost_output(error)
@@ -84,11 +84,11 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
         except mistakes as error:
             raise ConfigError([problem_of(error, str(error))]) from error
 
-    exit_now(exit_status(told, here))
+    exit_now(exit_status(checked_work, environment))
 
 
 def read_environment() -> Environment:
-    """This process among its ranks. Prints what is wrong with the launcher's variables, and ends the process then."""
+    """This process among its ranks. If the launcher's variables are wrong, print what is wrong and end the process."""
     from megazero.config.source import ConfigError
     from megazero.launch import Environment
 
@@ -100,15 +100,12 @@ def read_environment() -> Environment:
 
 
 def working_folder_is_gone() -> bool:
-    """Whether the folder that the command was started in does not exist any more. Prints so; libraries would crash."""
+    """Whether the folder that the command was started in does not exist any more. If so, print it: libraries crash."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        gone = os.environ.get("PWD", "")
-        print(
-            f"error: the working folder {gone} is gone: change into one that is there".replace("  ", " "),
-            file=sys.stderr,
-        )
+        folder = f" {os.environ['PWD']}" if os.environ.get("PWD") else ""
+        print(f"error: the working folder{folder} is gone: change into one that is there", file=sys.stderr)
         return True
     return False
 
@@ -130,19 +127,19 @@ def say(text: str) -> None:
 
 
 class _Output(io.TextIOWrapper):
-    """The standard output, whose errors can be told from those of other files."""
+    """The standard output. Its errors are OutputLost, so that they differ from the errors of other files."""
 
     def write(self, text: str, /) -> int:
-        with _named():
+        with _errors_as_output_lost():
             return super().write(text)
 
     def flush(self) -> None:
-        with _named():
+        with _errors_as_output_lost():
             super().flush()
 
 
 @contextmanager
-def _named() -> Iterator[None]:
+def _errors_as_output_lost() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
@@ -152,8 +149,10 @@ def _named() -> Iterator[None]:
 
 
 def _open_streams() -> None:
-    """Open standard streams that are closed, and have stdout's errors told from others. stderr's are passed over: it
-    only informs. To write to a closed stdout is an error, unless `open_streams` was called before.
+    """Open standard streams that are closed, and make stdout's errors differ from those of other files.
+
+    Errors of stderr, which only informs, are ignored. To write to a closed stdout is an error, unless `open_streams`
+    was called before, as for commands whose result is files.
     """
     closed = getattr(sys, "stdout", None) is None
     open_streams()
@@ -163,22 +162,24 @@ def _open_streams() -> None:
         sys.stderr = Console(sys.stderr, lambda reason: None)
     if sys.stdout is sys.__stdout__ and type(sys.stdout) is io.TextIOWrapper:
         out = sys.stdout
+        # Read before `detach`, after which `out` has none of these.
         encoding, errors, by_line, through = out.encoding, out.errors, out.line_buffering, out.write_through
-        made = _Output(out.detach(), encoding, errors, line_buffering=by_line, write_through=through)
-        sys.stdout = sys.__stdout__ = made  # type: ignore[misc]
+        output = _Output(out.detach(), encoding, errors, line_buffering=by_line, write_through=through)
+        sys.stdout = sys.__stdout__ = output  # type: ignore[misc]
 
 
 def _lost_output(error: OSError) -> str | None:
-    """After an OSError: the message that the standard output cannot be written; None if it can.
+    """After an OSError: the message that the standard output cannot be written; None if the output can be written.
 
-    If it cannot, it becomes /dev/null, so that the rest of its buffer does not fail again when the program ends.
+    An output that cannot be written becomes /dev/null, so that the rest of its buffer does not fail again when the
+    program ends.
     """
     try:
         sys.stdout.flush()
     except OSError as failed:
         error = failed
     else:
-        if not isinstance(error, OutputLost):  # what was lost is dropped by then, and a flush succeeds
+        if not isinstance(error, OutputLost):  # after an OutputLost the buffer is empty, and a flush succeeds
             return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return UNWRITABLE.format(error.strerror)

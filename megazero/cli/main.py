@@ -20,44 +20,32 @@ from megazero.telemetry.console import open_streams
 
 
 class Subcommand(NamedTuple):
-    """A subcommand.
+    """A subcommand. Its module in `megazero.cli` has `main(argv)`, which returns a status.
 
-    module    a module of `megazero.cli` with `main(argv)`, which returns a status
     script    how the same program is started in a clone
     sentence  its description in the help
     """
 
-    module: str
     script: str
     sentence: str
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
     {
-        "pretrain": Subcommand("pretrain", "pretrain_gpt.py", "train a model, from scratch, a checkpoint or adapters"),
-        "prepare-data": Subcommand("prepare_data", "tools/preprocess_data.py", "text into a .bin/.idx pair"),
-        "merge-data": Subcommand("merge_data", "tools/merge_data.py", "several pairs into one"),
-        "train-tokenizer": Subcommand(
-            "train_tokenizer", "tools/train_tokenizer.py", "a byte-level BPE of your own text"
-        ),
-        "inspect-data": Subcommand(
-            "inspect_data", "tools/inspect_data.py", "what a pair holds, and what a run reads of it"
-        ),
-        "convert": Subcommand(
-            "convert", "tools/convert_checkpoint.py", "a checkpoint of any known format into any other"
-        ),
-        "inspect": Subcommand("inspect", "tools/inspect_checkpoint.py", "what is inside a checkpoint, how two differ"),
-        "generate": Subcommand("generate", "tools/generate_text.py", "text from a trained model"),
-        "evaluate": Subcommand("evaluate", "tools/evaluate.py", "loss and perplexity of a model on documents"),
-        "harness": Subcommand("harness", "python -m megazero.harness", "a model in the LM Evaluation Harness"),
-        "plan-schedule": Subcommand(
-            "plan_schedule", "tools/show_schedule.py", "learning rate and batch at any iteration"
-        ),
-        "draw-schedule": Subcommand("draw_schedule", "tools/draw_schedule.py", "a pipeline schedule and its bubble"),
-        "bench-nvme": Subcommand(
-            "bench_nvme", "tools/bench_nvme.py", "what a disk reads and writes, and a step with it"
-        ),
-        "doctor": Subcommand("doctor", "python -m megazero.doctor", "what this machine and installation offer"),
+        "pretrain": Subcommand("pretrain_gpt.py", "train a model, from scratch, a checkpoint or adapters"),
+        "prepare-data": Subcommand("tools/preprocess_data.py", "text into a .bin/.idx pair"),
+        "merge-data": Subcommand("tools/merge_data.py", "several pairs into one"),
+        "train-tokenizer": Subcommand("tools/train_tokenizer.py", "a byte-level BPE of your own text"),
+        "inspect-data": Subcommand("tools/inspect_data.py", "what a pair holds, and what a run reads of it"),
+        "convert": Subcommand("tools/convert_checkpoint.py", "a checkpoint of any known format into any other"),
+        "inspect": Subcommand("tools/inspect_checkpoint.py", "what is inside a checkpoint, how two differ"),
+        "generate": Subcommand("tools/generate_text.py", "text from a trained model"),
+        "evaluate": Subcommand("tools/evaluate.py", "loss and perplexity of a model on documents"),
+        "harness": Subcommand("python -m megazero.harness", "a model in the LM Evaluation Harness"),
+        "plan-schedule": Subcommand("tools/show_schedule.py", "learning rate and batch at any iteration"),
+        "draw-schedule": Subcommand("tools/draw_schedule.py", "a pipeline schedule and its bubble"),
+        "bench-nvme": Subcommand("tools/bench_nvme.py", "what a disk reads and writes, and a step with it"),
+        "doctor": Subcommand("python -m megazero.doctor", "what this machine and installation offer"),
     }
 )
 """The subcommands by name."""
@@ -97,17 +85,22 @@ def help_text() -> str:
 
 def load_program(name: str) -> Callable[[Sequence[str]], int]:
     """The `main` of a command, imported now."""
-    found: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{SUBCOMMANDS[name].module}").main
-    return found
+    program: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{module_of(name)}").main
+    return program
+
+
+def module_of(name: str) -> str:
+    """The module of `megazero.cli` that is a command."""
+    return name.replace("-", "_")
 
 
 def unknown_command_message(name: str) -> str:
-    """The message for an unknown command. It suggests the command of a script of that name, what other programs call
-    so, or a command spelled alike.
+    """The message for an unknown command. It suggests the command whose script has that name, what does the same as
+    another program's command of that name, or a command spelled alike.
     """
     bare = name.removesuffix(".py").rpartition("/")[2].replace("_", "-")
-    same = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == bare.replace("-", "_")]
-    meant = same[0] if same else OF_OTHERS.get(bare.replace("-", ""))
+    scripted = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == module_of(bare)]
+    meant = scripted[0] if scripted else OF_OTHERS.get(bare.replace("-", ""))
     hint = f"; did you mean {meant}?" if meant else did_you_mean(bare, SUBCOMMANDS)
     return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"
 

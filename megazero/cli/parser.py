@@ -15,7 +15,7 @@ from megazero.config.options import did_you_mean, did_you_mean_flag_of
 from megazero.system.reading import shown
 from megazero.system.status import MISTAKEN
 
-_WORDS = tuple(
+_PHRASES = tuple(
     (re.compile(theirs), ours)
     for theirs, ours in (
         (r"^argument ", ""),
@@ -26,7 +26,7 @@ _WORDS = tuple(
         (r"expected at least one argument", "needs one value or more"),
     )
 )
-"""Words of argparse's messages, and what a run's flags say in their place."""
+"""Phrases of argparse's messages, and what a run's flags say in their place."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,34 +42,34 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The flags' values. Ends the program with status 2 and one line for what it does not know.
 
-        Unknown flags come first: argparse would name those that are missing before, though one of them is misspelled.
+        Unknown flags are reported first. argparse reports missing flags first, even where one of them is misspelled.
         """
-        words = sys.argv[1:] if args is None else list(args)
-        unknown = [] if {"-h", "--help"} & {*words} else self._unknown(words)
+        argv = sys.argv[1:] if args is None else list(args)
+        unknown = [] if {"-h", "--help"} & {*argv} else self._unknown(argv)
         if unknown:
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
             self.error(" and ".join(f"there is no {flag}{did_you_mean_flag_of(flag, known)}" for flag in unknown))
-        found, rest = self.parse_known_args(words, namespace)
+        values, rest = self.parse_known_args(argv, namespace)
         if rest and rest[0].startswith("-"):
             self.error(f"there is no {rest[0]}")
         if rest:
             self.error(f"{rest[0]!r} stands alone: a value follows its --flag")
-        return found
+        return values
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and one line."""
-        for theirs, ours in _WORDS:
+        for theirs, ours in _PHRASES:
             message = theirs.sub(ours, message)
         self.exit(MISTAKEN, f"error: {message} ({self.prog} --help lists the flags)\n")
 
-    def _unknown(self, words: Sequence[str]) -> list[str]:
-        """The flags among the words that the command does not have. A word with a blank is a value, as for argparse."""
-        before = words[: words.index("--")] if "--" in words else words
-        flags = (word.partition("=")[0] for word in before if word.startswith("--") and " " not in word)
+    def _unknown(self, argv: Sequence[str]) -> list[str]:
+        """The flags that the command does not have. A word with a blank is a value, as for argparse."""
+        before_values = argv[: argv.index("--")] if "--" in argv else argv  # behind -- nothing is a flag
+        flags = (word.partition("=")[0] for word in before_values if word.startswith("--") and " " not in word)
         return [flag for flag in flags if not any(known.startswith(flag) for known in self._option_string_actions)]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's place for a value that is none of the choices."""
+        """Refuse a value that is none of the choices. argparse calls this for every value."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -80,10 +80,10 @@ class Parser(argparse.ArgumentParser):
 
 def command_parser(name: str, description: str, examples: Sequence[str], epilog: str = "") -> Parser:
     """A parser without flags. description and epilog are shown as they are written."""
-    shown = "\n".join(f"  {example}" for example in examples)
+    indented = "\n".join(f"  {example}" for example in examples)
     return Parser(
         f"megazero {name}",
-        description=f"{description.strip()}\n\nexamples:\n{shown}",
+        description=f"{description.strip()}\n\nexamples:\n{indented}",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -97,16 +97,16 @@ def given_word(text: str) -> str:
 
 
 def given_path(text: str) -> Path:
-    """The same for a path. Path("") is the working folder, which the user did not name."""
+    """The type of a flag whose value is a path. Path("") is the working folder, which the user did not name."""
     return Path(given_word(text))
 
 
 def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     """(the value of a flag, the other words). If the flag is repeated, its last value counts; None if it is absent."""
-    words, rest, value = iter(argv), [], None
-    for word in words:
+    remaining, rest, value = iter(argv), [], None
+    for word in remaining:
         if word == flag:
-            value = next(words, "")
+            value = next(remaining, "")
         elif word.startswith(flag + "="):
             value = word.split("=", 1)[1]
         else:

@@ -16,6 +16,7 @@ from megazero.config.schema import ScheduleConfig
 from megazero.config.source import ConfigSource
 from megazero.optim.step_plan import StepPlan
 from megazero.system.reading import BOUNDS
+from megazero.system.status import MISTAKEN
 
 DESCRIPTION = """
 Learning rate, batch size and consumed samples of any iteration of a run, without starting one.
@@ -28,24 +29,24 @@ EXAMPLES = (
     "python tools/show_schedule.py --iterations 1-5,100 --train-iters 100 --lr 3e-4 --lr-warmup-iters 10",
 )
 FLAG = "--iterations"
-
-
 PART = re.compile(r"([0-9]{1,16})(?:-([0-9]{1,16}))?")
 """A number, or the first and the last of a range."""
+PRINTED = "iteration", "consumed_samples", "lr", "global_batch_size"
+"""The numbers of a step that are printed."""
 
 
-def parse_iterations(words: str) -> list[range]:
+def parse_iterations(text: str) -> list[range]:
     """The numbers in "1,100,5-8". A range is not written out: it may be of any length. Raises ValueError."""
-    found = []
-    for part in words.split(","):
-        read = PART.fullmatch(part.strip())
-        if read is None:
+    ranges = []
+    for part in text.split(","):
+        match = PART.fullmatch(part.strip())
+        if match is None:
             raise ValueError(f"{part!r} is neither a number nor a range")
-        first, last = int(read[1]), int(read[2] or read[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= last <= BOUNDS.count:
             raise ValueError(f"{part.strip()} does not count up within 1 and {BOUNDS.count:,}")
-        found.append(range(first, last + 1))
-    return found
+        ranges.append(range(first, last + 1))
+    return ranges
 
 
 def milestones(progress: StepPlan) -> list[range]:
@@ -60,13 +61,7 @@ def show(schedule: ScheduleConfig, iterations: Sequence[range] | None) -> None:
     total = progress.total_iterations
     for iteration in chain.from_iterable(milestones(progress) if iterations is None else iterations):
         step = progress.step(iteration)
-        line = {
-            "iteration": step.iteration,
-            "consumed_samples": step.consumed_samples,
-            "lr": step.lr,
-            "global_batch_size": step.global_batch_size,
-        }
-        print(json.dumps(line), flush=True)
+        print(json.dumps({name: getattr(step, name) for name in PRINTED}), flush=True)
         if total is not None and iteration > total:
             print(f"iteration {iteration} lies behind the end of this run, which has {total}", file=sys.stderr)
 
@@ -79,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def model_of(path: str) -> ConfigSource:
-    """The settings of the checkpoint of --init-from. Only this imports torch."""
+    """The settings of the checkpoint of --init-from, which torch reads."""
     from megazero.train.init_from import model_source
 
     return model_source(path)
@@ -107,5 +102,5 @@ def main(argv: Sequence[str]) -> int:
         problems += error.problems
     if problems:
         print(ConfigError(problems), file=sys.stderr)
-        return 2
+        return MISTAKEN
     return status_of(lambda: show(schedule, iterations), (ValueError,))
