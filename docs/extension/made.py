@@ -36,6 +36,7 @@ Maker = Callable[..., str]
 MAKERS: Mapping[str, Maker] = MappingProxyType(
     {
         "flags": reference.flags,
+        "settings": reference.settings,
         "commands": reference.commands,
         "helps": reference.helps,
         "kernels": reference.kernels,

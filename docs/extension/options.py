@@ -19,11 +19,16 @@ def all_options() -> Sequence[Option]:
 
 
 def options_in(section: str) -> Sequence[Option]:
-    """Raises ValueError for a section that is none."""
+    """Those that the help lists too. Raises ValueError for a section that is none."""
     known = [COMMAND, *sections()]
     if section not in known:
         raise ValueError(f"{section!r} is not one of {', '.join(known)}")
-    return [option for option in all_options() if option.section == section]
+    return [option for option in all_options() if option.section == section and not option.expert]
+
+
+def settings_for_a_file() -> Sequence[Option]:
+    """Those that hardly anybody turns, which the help does not list."""
+    return [option for option in run_options().values() if option.expert]
 
 
 def about(section: str) -> str:

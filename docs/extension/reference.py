@@ -27,9 +27,15 @@ def flags(section: str) -> str:
     return "\n\n".join([options.about(section), *entries])
 
 
+def settings() -> str:
+    """Every setting for a file: its key first, and what `flags` says of an option."""
+    return "\n\n".join(_entry(option) for option in options.settings_for_a_file())
+
+
 def _entry(option: Option) -> str:
     """One paragraph of three lines. The anchor is where a flag in another page's code font leads."""
-    first, *others = (f"`{flag}`" for flag in option.flags)
+    key = [f"{option.section}.{option.name}"] if option.expert else []
+    first, *others = (f"`{word}`" for word in (*key, *option.flags))
     spelled = f'<a id="{options.anchor(option)}"></a> ' + " ".join([f"**{first}**", *others])
     sentence = re.sub(r"(--[a-z][\w-]*)", r"`\1`", _plain(option.sentence))
     lines = [spelled + " · common" * option.common, sentence, " · ".join(_facts(option))]
@@ -46,7 +52,7 @@ def _facts(option: Option) -> Iterator[str]:
     yield f"default `{option.shown_default}`"
     if option.kind is bool and option.section != options.COMMAND:
         yield "off with " + ", ".join(f"`{flag}`" for flag in option.negations)
-    if option.section != options.COMMAND:
+    if option.section != options.COMMAND and not option.expert:
         yield f"in a file `{option.section}.{option.name}`"
 
 

@@ -16,6 +16,7 @@ def option(
     alone: str | None = None,
     derived: str | None = None,
     common: bool = False,
+    expert: bool = False,
     size: bool = False,
     earlier: str | None = None,
 ) -> Any:
@@ -30,9 +31,12 @@ def option(
     alone        its value if the flag has no word behind it
     derived      the default in words, where it is not `default` itself
     common       whether `--help` shows it; `--help-all` shows all
+    expert       whether hardly anybody turns it: its key and its flag are taken, and no help lists it; the reference
+                 has a section of such settings
     size         whether it is a number of bytes, which may be written as 4GB
     earlier      the section that had the field in earlier versions, whose files and checkpoints are still read
     """
     metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone, "size": size}
-    metadata |= {"extended_by": extended_by, "derived": derived, "common": common, "earlier": earlier}
+    metadata |= {"extended_by": extended_by, "derived": derived, "common": common}
+    metadata |= {"expert": expert, "earlier": earlier}
     return field(default=default, metadata=metadata)

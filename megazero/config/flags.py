@@ -29,25 +29,25 @@ class CommandOptions:
     """Where the run's settings come from, and what to do with the run."""
 
     preset: str | None = option(None, metavar="NAME", derived="none", common=True)
-    "A published model with its training recipe, such as bloom-560m."
+    "A published model and its recipe, as bloom-560m."
     config: str | None = option(None, metavar="FILE.yaml", derived="none", common=True)
-    "Settings from a YAML file, such as a saved run's run.yaml."
+    "A YAML file of settings, as a saved run's run.yaml."
     deepspeed_config: str | None = option(None, metavar="FILE.json", derived="none")
     "Settings from a DeepSpeed configuration file, between --preset and --config. It may not contradict a flag."
     validate_only: bool = option(False, common=True)
-    "Check the run and its files, print a verdict, start nothing."
+    "Check the run and its files; start nothing."
     skip_files: bool = option(False)
     "With --validate-only: do not look for the files, which may be on another machine."
     print_config: bool = option(False, common=True)
-    "Print the resolved run as YAML for --config, start nothing."
+    "Print the run as YAML for --config; start nothing."
     world_size: int | None = option(None, metavar="N", derived="torchrun's, else 1", common=True)
     "Number of ranks for --validate-only and --print-config."
     ranks: int | None = option(None, metavar="N", derived="a launcher's, else 1", common=True)
     "Start N ranks on this host, end with their status."
     help: bool = option(False, "-h", common=True)
-    "Show the flags that most runs need, and exit."
+    "Show the flags that most runs need."
     help_all: bool = option(False, common=True)
-    "Show all flags, and exit."
+    "Show all flags, by what they are for."
 
     @property
     def starts_nothing(self) -> bool:

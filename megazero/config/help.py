@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megazero.config.flags import SHORT_FORMS, CommandOptions, read_command_line
-from megazero.config.options import Option, options_of, sections
+from megazero.config.goals import GOALS
+from megazero.config.options import Option, listed_options, options_of, run_options
 from megazero.config.presets import presets
 
 
@@ -50,21 +51,22 @@ EXAMPLES = (
 )
 """(what the command does, number of ranks, flags)."""
 
-_COLUMN = 29
+_COMMAND = "command"
+"""The section of `CommandOptions`, whose fields are no settings of a run."""
+_COLUMN = 27
 """The column at which the sentences begin."""
 _KEPT = "\u00a0"
 """A space at which lines are not broken."""
 
 _ABOUT = (
     "Pretrain GPT-, BLOOM- and LLaMA-style language models with tensor, pipeline and data parallelism and ZeRO. "
-    "Without any flag it trains a 12-layer model on the source of Python's standard library for 100 iterations or "
-    "10 minutes."
+    "Without any flag it trains 12 layers on the source of Python's standard library for 100 iterations or 10 minutes."
 )
-_MORE = "These are the flags that most runs need. --help-all shows the others too, which (+N) counts."
+_MORE = "Most runs need these flags. --help-all shows the others too, which (+N) counts."
 _RULES = (
-    "Flags have precedence over --config, that over --deepspeed-config, that over --preset, that over the defaults. Of "
-    "a repeated flag the last one counts. A switch has a negation: --no-overlap. The word none resets a setting to its "
-    "derived default: --rampup-batch-size none.",
+    "Flags win over --config, that over --deepspeed-config, that over --preset, that over the defaults. Of a repeated "
+    "flag the last one counts. A switch has a negation: --no-async-save. The word none resets a setting to its derived "
+    "default: --rampup-batch-size none.",
     "Exit status: 0 finished or stopped as asked, 2 the configuration is wrong (one message lists every mistake), 1 "
     "anything else.",
 )
@@ -79,24 +81,31 @@ def requested_help(argv: Sequence[str], program: Invocation = COMMAND) -> str | 
 
 
 def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str:
-    """The help text: the flags that most runs need, or with `everything` all, in one group per section of a run."""
+    """The help text: the flags that most runs need, or with `everything` all that are listed, by what they are for."""
     width = max(60, min(shutil.get_terminal_size((100, 24)).columns, 120))
     ways = (program.one, program.many.format(ranks="N"), *program.more)
     lines = [f"{'       ' if number else 'usage: '}{way} [flags]" for number, way in enumerate(ways)] + [""]
     lines += _filled(_ABOUT if everything else f"{_ABOUT} {_MORE}", width)
     before: list[Option] = []
-    for name, cls in {"what to run": CommandOptions, **sections()}.items():
-        options = options_of(cls, name)
+    for heading, options in _groups():
         shown = [known for known in options if known.common or everything]
         left = len(options) - len(shown)
         more = f" (+{left})" if left else ""
         lines += [""] * bool(shown or before)
-        lines += _filled(f"{name}: {' '.join((cls.__doc__ or '').split())}{more}", width)
+        lines += _filled(f"{heading}{more}", width)
         before = shown
         for known in shown:
-            command = cls is CommandOptions
+            command = known.section == _COMMAND
             lines += _entry(_left(known), _right(known, value=not command, aliases=everything), width)
-    return "\n".join([*lines, "", *(_presets() if everything else _examples(program, width)), "", *_rules(width), ""])
+    last, rules = (_presets(), (_unlisted(), *_RULES)) if everything else (_examples(program, width), _RULES)
+    return "\n".join([*lines, "", *last, "", *(line for rule in rules for line in _filled(rule, width)), ""])
+
+
+def _groups() -> Iterator[tuple[str, Sequence[Option]]]:
+    """(heading, options) in the order of the help."""
+    yield "what to do, and where settings come from", options_of(CommandOptions, _COMMAND)
+    for goal in GOALS:
+        yield goal.heading, [listed_options()[name] for name in goal.fields]
 
 
 def _entry(left: str, right: str, width: int) -> list[str]:
@@ -127,12 +136,10 @@ def _right(known: Option, *, value: bool, aliases: bool) -> str:
     value: whether to show the default of a switch too.
     """
     text = known.sentence if aliases else re.split(r"(?<=[^.]\.) (?=[A-Z])", known.sentence, maxsplit=1)[0]
-    if value or known.kind is not bool:
+    if (value or known.kind is not bool) and (aliases or known.shown_default != "none"):
         default = f"(default: {known.shown_default})"
         text += " " + (default.replace(" ", _KEPT) if len(default) < 32 else default)
     if aliases:
-        if known.default is True:
-            text += f" {known.negations[0]} switches it off."
         names = [alias for alias in known.aliases if alias.startswith("--")]
         names += [flag for flag, (name, _) in SHORT_FORMS.items() if name == known.name]
         text += f" Also: {', '.join(names)}." if names else ""
@@ -154,8 +161,11 @@ def _presets() -> list[str]:
     return ["presets:", *(f"  {' '.join(names)}" for names in families.values())]
 
 
-def _rules(width: int) -> list[str]:
-    return [line for rule in _RULES for line in _filled(rule, width)]
+def _unlisted() -> str:
+    return (
+        f"{len(run_options()) - len(listed_options())} settings that few runs need are not listed. They are keys of a "
+        "--config file, as --print-config shows, and flags as well: docs/reference/flags.md, Settings for a file."
+    )
 
 
 def _command(text: str, width: int) -> list[str]:

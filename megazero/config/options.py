@@ -52,6 +52,7 @@ class Option:
     alone: str | None
     derived: str | None
     common: bool
+    expert: bool
     size: bool
     earlier: str | None
     sentence: str
@@ -264,6 +265,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 alone=meta["alone"],
                 derived=meta["derived"],
                 common=meta["common"],
+                expert=meta["expert"],
                 size=meta["size"],
                 earlier=meta["earlier"],
                 sentence=under[item.name],
@@ -288,6 +290,12 @@ def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
 def sections() -> Mapping[str, type]:
     """Section name -> dataclass, in the order of `Run`."""
     return types.MappingProxyType(dict(get_type_hints(Run)))
+
+
+@cache
+def listed_options() -> Mapping[str, Option]:
+    """Those of `run_options` that the help lists: not the settings that hardly anybody turns."""
+    return types.MappingProxyType({name: known for name, known in run_options().items() if not known.expert})
 
 
 @cache

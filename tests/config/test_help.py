@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.flags import CommandOptions
+from megazero.config.flags import CommandOptions, read_command_line
+from megazero.config.goals import GOALS
 from megazero.config.help import EXAMPLES, Invocation, help_text
-from megazero.config.options import options_of, run_options, sections
+from megazero.config.options import listed_options, options_of, run_options
 from megazero.config.parse import parse_run
 from megazero.config.presets import presets
+from megazero.config.source import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = re.compile(r"\d+(\.\d+)? ?(s|ms|seconds|times|GB|MB|GiB|MiB|%)(?![\w-])|times as fast|faster")
@@ -37,33 +39,52 @@ def entries(text: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_help_all_has_every_flag_with_its_sentence_its_default_and_its_other_names() -> None:
-    told, known_flags = entries(help_text(everything=True)), [*options_of(CommandOptions, ""), *run_options().values()]
-    assert set(told) == {known.flag for known in known_flags}
-    for known in run_options().values():
+    told = entries(help_text(everything=True))
+    assert set(told) == {known.flag for known in (*options_of(CommandOptions, ""), *listed_options().values())}
+    for known in listed_options().values():
         said = told[known.flag]
         assert known.sentence.endswith((".", " ...")) and known.sentence in said, known.name
         assert f"(default: {known.shown_default})" in said, known.name
         assert all(alias in said for alias in known.aliases), known.name
     assert told["--tp"].endswith("(default: 1) Also: --tensor-model-parallel-size.")
     assert "(default: 65536)" in told["--initial-loss-scale"] and "(default: 1e-08)" in told["--adam-eps"]
-    assert "(default: off)" in told["--async-save"] and "--no-overlap switches it off" in told["--overlap"]
+    assert "(default: off)" in told["--async-save"] and "(default: off)" in told["--finetune"]
     assert "(default: the sequence length)" in told["--max-position-embeddings"]
     assert all(preset in help_text(everything=True) for preset in presets())
 
 
 def test_help_shows_what_most_runs_need() -> None:
     text = help_text()
-    told, common = entries(text), [known for known in run_options().values() if known.common]
+    told, common = entries(text), [known for known in listed_options().values() if known.common]
     assert len(common) == 24 and {known.flag for known in common} < set(told)
     others = {"--preset", "--config", "--validate-only", "--print-config", "--world-size", "--ranks"}
     assert set(told) - {known.flag for known in common} == others | {"--help", "--help-all"}
     plain = " ".join(text.split())
-    assert all(" ".join((cls.__doc__ or "").split()) in plain for cls in sections().values()), "a sentence for a group"
+    assert all(goal.heading in plain for goal in GOALS)
     left_out = sum(map(int, re.findall(r"\(\+(\d+)\)", plain)))
     assert left_out + len(told) == len(entries(help_text(everything=True)))
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, 112), (100, 93), (120, 85)])
+def test_every_listed_flag_serves_one_goal() -> None:
+    assert sorted(name for goal in GOALS for name in goal.fields) == sorted(listed_options())
+    commands = options_of(CommandOptions, "")
+    assert len(listed_options()) + len(commands) <= 113, "a person reads a list of these; `expert` is for the others"
+
+
+def test_a_setting_for_a_file_is_a_flag_that_no_help_lists() -> None:
+    unlisted = run_options().keys() - listed_options().keys()
+    text = help_text(everything=True)
+    assert f"{len(unlisted)} settings that few runs need are not listed" in " ".join(text.split())
+    assert not [name for name in unlisted if run_options()[name].flag in entries(text) or run_options()[name].common]
+    assert read_command_line(["--no-overlap", "--bucket-size", "7"]).source.settings == {
+        "overlap": False,
+        "bucket_size": 7,
+    }
+    with pytest.raises(ConfigError, match=r"there is no --bucket-sise; did you mean --bucket-size\?"):
+        parse_run(["--bucket-sise", "7"], 1)
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 100), (100, 93), (120, 87)])
 def test_help_fits(columns: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two screens; no line is longer than the terminal is wide."""
     monkeypatch.setenv("COLUMNS", str(columns))

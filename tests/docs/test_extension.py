@@ -68,6 +68,7 @@ def test_what_an_entry_says() -> None:
     by_name = {option.name: option for option in all_options()}
     assert takes(by_name["tp"]) == "whole number" and takes(by_name["overlap"]) == "switch"
     assert takes(by_name["precision"]) == "fp64 | fp32 | bf16 | fp16"
+    assert not [option for option in options_in("parallel") if option.name == "overlap"]
     assert takes(by_name["partition"]) == "whole number, one or more"
 
 

@@ -12,14 +12,14 @@ class CheckpointConfig:
     """What is saved and when, and what a run starts from."""
 
     save: str | None = option(None, metavar="DIR", common=True, derived="nothing is saved")
-    "Folder that checkpoints are written to."
+    "Folder for checkpoints."
     load: str | None = option(None, metavar="DIR", common=True, derived="from scratch")
     "Resume from this folder's newest complete checkpoint, if any."
     save_interval: int | None = option(None, common=True, derived="the end of the run only")
     "Iterations between checkpoints. The end of the run is always saved."
     keep_last: int = option(3, "--keep-last-k")
     "Number of complete checkpoints kept; 0 keeps all."
-    save_retain_interval: int | None = option(None, derived="none are exempt")
+    save_retain_interval: int | None = option(None, derived="none are exempt", expert=True)
     "Never delete checkpoints of iterations that are multiples of this."
     async_save: bool = option(False)
     "Write checkpoints in the background. A step waits only for a copy of the state in host memory."
@@ -27,9 +27,9 @@ class CheckpointConfig:
     """Save weights only, in the precision of the parameters: in bf16 2 bytes of a parameter, not 12. Such a checkpoint
     is to be used, converted or started from with --init-from, --finetune or --no-load-optim, not to be resumed from."""
     init_from: str | None = option(None, metavar="DIR", derived="random weights", common=True)
-    """Start with the weights of a checkpoint of any known format, such as a Hugging Face folder. Its model shape and
-    tokenizer are used unless flags set others. A complete checkpoint in --load has precedence."""
-    extend_vocabulary: bool = option(False)
+    """Start with a checkpoint's weights: a Hugging Face folder or any known format. Its model shape and tokenizer are
+    used unless flags set others. A complete checkpoint in --load has precedence."""
+    extend_vocabulary: bool = option(False, expert=True)
     """With --init-from: let --vocab-size be larger than the checkpoint's. The new rows start as the mean of the
     others."""
     finetune: bool = option(False)
@@ -38,9 +38,9 @@ class CheckpointConfig:
     "Load weights and position, but not the optimizer's state."
     override_opt_param_scheduler: bool = option(False)
     "Resume with the learning-rate schedule of this command line."
-    override_batch: bool = option(False)
+    override_batch: bool = option(False, expert=True)
     "Resume with the batch sizes and ramp of this command line."
-    override_data: bool = option(False)
+    override_data: bool = option(False, expert=True)
     "Resume with the data, split and seed of this command line."
-    ckpt_probe: bool = option(True)
+    ckpt_probe: bool = option(True, expert=True)
     "Store the loss of a fixed batch with a checkpoint and compare it on load."

@@ -14,7 +14,7 @@ class DataConfig:
     data_path: tuple[str, ...] = option(
         (), many=True, metavar="PREFIX", common=True, derived="the source of Python's standard library"
     )
-    "Prefix of .bin/.idx files, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
+    "Prefix of .bin/.idx files; a blend: WEIGHT PREFIX ..."
     split: str = option("969,30,1", metavar="SHARES")
     "Shares of training, validation and test data."
     valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX", derived="none")
@@ -24,17 +24,17 @@ class DataConfig:
     conversations are packed into a sample. The loss is on completions only."""
     valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
     "Prompts with completions, or chats, for validation."
-    long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"))
+    long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"), expert=True)
     "What happens to a conversation longer than a sample: refuse is an error, truncate cuts it off, drop leaves it out."
     tokenizer: str | None = option(
-        None, choices=("byte", "gpt2", "sentencepiece", "hf"), common=True, derived="none, ids are used as they are"
+        None, choices=("byte", "gpt2", "sentencepiece", "hf"), common=True, derived="none, the data are ids"
     )
     "Kind of tokenizer."
     tokenizer_path: str | None = option(None, metavar="PATH", common=True, derived="none")
     "Folder or file of the tokenizer."
     eod_id: int | None = option(None, derived="that of the tokenizer")
     "Token that ends a document."
-    eod_mask_loss: bool = option(False)
+    eod_mask_loss: bool = option(False, expert=True)
     "Leave the prediction made at an end-of-document token out of the loss."
     data_cache_path: str | None = option(None, metavar="DIR", derived="~/.cache/megazero")
     "Folder for index caches and the default corpus."

@@ -15,12 +15,16 @@ class LoraConfig:
     "Rank of the adapters of linear layers in the blocks. Nothing else is trained."
     lora_alpha: float | None = option(None, derived="twice the rank")
     "Adapters are scaled by alpha / rank."
-    lora_targets: tuple[str, ...] = option((), many=True, metavar="LAYER", derived="all that the model has")
+    lora_targets: tuple[str, ...] = option(
+        (), many=True, metavar="LAYER", derived="all that the model has", expert=True
+    )
     "Layers of every block that get an adapter, of qkv output gate up down."
-    lora_dropout: float = option(0.0)
+    lora_dropout: float = option(0.0, expert=True)
     "Dropout on the input of adapters only."
     lora_base_bits: int | None = option(None, metavar="{4,8}", derived="stored as they are")
     """Store the frozen matrices of linear layers as codes of 4 bits (NF4 with double quantisation, as in QLoRA) or 8
     bits, and decode them for each use, unit by unit. Embeddings, head, norms and biases are stored as they are."""
-    lora_base_qkv: str | None = option(None, choices=("one", "three"), derived="as in the model of --init-from")
+    lora_base_qkv: str | None = option(
+        None, choices=("one", "three"), derived="as in the model of --init-from", expert=True
+    )
     """With --lora-base-bits: encode query, key and value as one matrix or as three. Scales of scales differ."""

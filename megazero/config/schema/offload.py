@@ -38,7 +38,7 @@ class OffloadConfig:
     """Make each optimizer step durable in the files of --nvme-path, which take twice the space: a kill at any instant
     leaves a whole step, and the same command goes on from it. The files then stay until the run is finished or its last
     step is saved."""
-    nvme_buffer_bytes: int = option(256 * 2**20, size=True, metavar="BYTES")
+    nvme_buffer_bytes: int = option(256 * 2**20, size=True, metavar="BYTES", expert=True)
     """Host memory of a rank for what is on its way: gradients and parameters of what has left the device, and what is
     read from disks and written back; and as much again, at most, for --offload-activations nvme. Buffers of the files
     come on top. Half as much means twice as many requests, half as large."""
@@ -55,6 +55,6 @@ class OffloadConfig:
     """What lies where, and when it moves: as the flags say (flags), as a table in a file says, or the choice that a
     simulation finds fastest under --device-memory-budget and --host-memory-budget (auto). The banner says what was
     chosen, and what the next best would take."""
-    placement_rates: str | None = option(None, metavar="FILE.yaml", derived="measured at the start")
+    placement_rates: str | None = option(None, metavar="FILE.yaml", derived="measured at the start", expert=True)
     """For --placement auto: how fast the ranks compute, copy, update, read and write, from a file instead of a
     measurement. With it the choice is the same in every start. The page of --memory-trace has its times from it too."""

@@ -16,11 +16,11 @@ class OptimizerConfig:
     fp8: str = option("off", choices=("off", "current", "delayed"), alone="current")
     """Compute the blocks' linear layers in 8 bits, scaled per tensor by the largest value now (current, also the flag
     alone) or over the last steps (delayed). A GPU needs compute capability 8.9. A CPU computes the same, slowly."""
-    fp8_amax_history: int = option(16)
+    fp8_amax_history: int = option(16, expert=True)
     "With --fp8 delayed: number of steps whose largest values give the scale."
     optimizer: str = option("adamw", choices=("adamw", "adam", "sgd"))
     "adamw has decoupled weight decay. adam adds the decay to the gradient. sgd has momentum."
-    optimizer_impl: str = option("megazero", choices=("megazero", "apex"))
+    optimizer_impl: str = option("megazero", choices=("megazero", "apex"), expert=True)
     "Implementation of adam and adamw. apex needs NVIDIA apex with its CUDA extensions."
     weight_decay: float = option(0.1)
     "Weight decay of matrices and embeddings. Norms and biases have none."
@@ -30,7 +30,7 @@ class OptimizerConfig:
     "Decay of Adam's second moment."
     adam_eps: float = option(1e-8)
     "Epsilon that Adam adds to the root of the second moment."
-    sgd_momentum: float = option(0.9)
+    sgd_momentum: float = option(0.9, expert=True)
     "Momentum of sgd."
     clip_grad: float = option(1.0)
     "Largest global gradient norm; 0 turns clipping off."
@@ -38,7 +38,7 @@ class OptimizerConfig:
     "Fraction of the target that is spread evenly over the vocabulary."
     z_loss: float = option(0.0)
     "Weight of the squared logarithm of the softmax's normaliser in the loss."
-    loss_scale: float | None = option(None, derived="dynamic")
+    loss_scale: float | None = option(None, derived="dynamic", expert=True)
     "Fixed loss scale for fp16."
     initial_loss_scale: float = option(65536.0)
     "First dynamic loss scale (fp16)."
@@ -48,6 +48,6 @@ class OptimizerConfig:
     "Number of overflows at which the loss scale halves."
     min_loss_scale: float = option(1.0)
     "Lowest dynamic loss scale."
-    max_skipped_steps: int = option(20)
+    max_skipped_steps: int = option(20, expert=True)
     """Steps in a row that may be skipped at the lowest loss scale, because their loss or gradients are not finite. Then
     the run ends with an error that says what is not finite. 0: any number."""

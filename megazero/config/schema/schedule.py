@@ -48,7 +48,7 @@ class ScheduleConfig:
     "Length of warm-up and decay in iterations."
     lr_decay_samples: int | None = option(None, derived=_RUN_LENGTH)
     "Length of warm-up and decay in samples."
-    lr_wsd_decay_iters: int | None = option(None, derived="a tenth of the decay's length")
+    lr_wsd_decay_iters: int | None = option(None, derived="a tenth of the decay's length", expert=True)
     "wsd: length of the falling part in iterations."
-    lr_wsd_decay_samples: int | None = option(None, derived="a tenth of the decay's length")
+    lr_wsd_decay_samples: int | None = option(None, derived="a tenth of the decay's length", expert=True)
     "wsd: length of the falling part in samples."

@@ -19,7 +19,7 @@ class TrainerConfig:
     "Iterations between evaluations."
     eval_iters: int = option(10, common=True)
     "Global batches of one evaluation; 0 turns it off."
-    test_iters: int = option(0)
+    test_iters: int = option(0, expert=True)
     "Global batches of the test split on which the finished run is evaluated."
     exit_interval: int | None = option(None, derived="at the end only")
     "Save and stop at the first iteration that is a multiple of this."
@@ -31,7 +31,7 @@ class TrainerConfig:
     "File that gets one JSON object per step."
     tensorboard_dir: str | None = option(None, metavar="DIR", derived="none")
     "Folder for TensorBoard's event files."
-    memory_trace: str | None = option(None, metavar="FILE", derived="none")
+    memory_trace: str | None = option(None, metavar="FILE", derived="none", expert=True)
     """File that gets the predicted memory of a step at every instruction: .json, or a picture (.svg, .html) with the
     .json beside it."""
     sinks: tuple[str, ...] = option(
@@ -39,10 +39,10 @@ class TrainerConfig:
     )
     "Further sinks for the metrics of every step, by their names in installed packages."
     sample_prompt: str | None = option(
-        None, metavar="TEXT", derived="the head of a Python function for the default corpus, else none"
+        None, metavar="TEXT", derived="the head of a Python function for the default corpus, else none", expert=True
     )
     "Print the model's continuation of this text at the end."
-    sample_tokens: int = option(80)
+    sample_tokens: int = option(80, expert=True)
     "Number of tokens in that continuation."
-    deterministic: bool = option(False)
+    deterministic: bool = option(False, expert=True)
     "Refuse kernels whose results vary from run to run (torch.use_deterministic_algorithms)."
