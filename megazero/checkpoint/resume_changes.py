@@ -16,7 +16,7 @@ from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.dump import build_run, run_dict
 from megazero.config.lora import adapted, alpha
-from megazero.config.options import run_options, sections
+from megazero.config.options import Option, run_options, sections
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.shape import SHAPE
 from megazero.config.validate import out_of_range
@@ -174,14 +174,14 @@ _LEFT_OPEN = {
 compared.
 """
 _RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
-_DECAY_FROM = ("lr_decay_iters", "lr_decay_samples", *_RUN_LENGTH)
+_DECAY_FROM = ("lr_decay", *_RUN_LENGTH)
 _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "lr-warmup": ("warm-up", ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", *_DECAY_FROM)),
+    "lr-warmup": ("warm-up", ("lr_warmup", *_DECAY_FROM)),
     "lr-decay": ("decay", _DECAY_FROM),
-    "lr-wsd-decay": ("fall", ("lr_wsd_decay_iters", "lr_wsd_decay_samples", *_DECAY_FROM)),
+    "lr-wsd-decay": ("fall", ("lr_wsd_decay", *_DECAY_FROM)),
 }
-"""Lengths of the learning-rate schedule, which no single flag sets: the name in messages, and the fields that determine
-the length, the most direct one first.
+"""Lengths of the learning-rate schedule, which follow from others where a run leaves them open: the name in messages,
+and the fields that determine the length, the most direct one first.
 """
 SHAPE_STAYS = "the model's shape cannot change on resume"
 _OVERRIDES = (
@@ -199,17 +199,18 @@ def run_from(record: Mapping[str, Any]) -> Run:
     """
     problems: list[str] = []
 
-    def read(name: str, value: Any) -> Any:
-        known = run_options()[name]
+    def read(known: Option, name: str, value: Any) -> Any:
         try:
-            value = known.from_value(value)
+            value = known.from_value(value, known.measure_of(name))
         except ValueError as error:
             if known.extended_by is not None and isinstance(value, str | list):
                 return value if isinstance(value, str) else tuple(map(str, value))  # from a package not installed here
             problems.append(f"{name}: {error}")
             return value
         reasons = [
-            reason for each in (value if isinstance(value, tuple) else (value,)) if (reason := out_of_range(name, each))
+            reason
+            for each in (value if isinstance(value, tuple) else (value,))
+            if (reason := out_of_range(known.name, each))
         ]
         problems.extend(f"{name} {shown(value)}: {reason}" for reason in reasons[:1])
         return value
@@ -220,12 +221,12 @@ def run_from(record: Mapping[str, Any]) -> Run:
             written[section] = values
         else:
             problems.append(f"{section}: {shown(values)} is no section")
-    settings = {}
-    for name, known in run_options().items():
+    settings: dict[str, Any] = {}
+    for known, name in [(option, name) for option in run_options().values() for name in option.keys]:
         # A version that had the field in another section has it in no other than that one.
         values = next((written[s] for s in (known.section, known.earlier) if name in written.get(s, {})), {})
-        if name in values:
-            settings[name] = read(name, values[name])
+        if name in values and settings.get(known.name) is None:  # of an earlier length all names but one hold None
+            settings[known.name] = read(known, name, values[name])
     run = build_run(settings)
     if problems:
         raise Damaged(f"{MANIFEST} holds a run with impossible values: " + "; ".join(problems[:20]))
@@ -325,10 +326,9 @@ def _length_problem(cause: Change, changes: Sequence[Change], flag: str, now: Ru
     kept = next((change.old for change in changes if change.field == "lr-decay"), None)
     keeps = ""
     if kept is not None:
-        number, unit = kept.split()
         keeps = (
             f"; to keep the old schedule, whose rate is --min-lr {now.schedule.min_lr:g} after its end: "
-            f"--lr-decay-{'samples' if unit == 'samples' else 'iters'} {number}"
+            f"--lr-decay {kept}"
         )
     return (
         f"--{cause.field}: {_shown(cause.old)} in the checkpoint, {_shown(cause.new)} now, and with it the learning "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
 from megazero.config.derive import ffn_width, query_groups
 from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
+from megazero.config.lengths import Length, Measure
 from megazero.config.schema.trainer import TRACE_SUFFIXES
 from megazero.system.words import counted
 
@@ -67,23 +70,26 @@ def _rate(f: CheckContext) -> Found:
     s = f.run.schedule
     if s.min_lr > s.lr:
         yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
-    for unit in ("iters", "samples"):
-        warmup = getattr(s, f"lr_warmup_{unit}")
-        own, whole = getattr(s, f"lr_decay_{unit}"), getattr(s, f"train_{unit}")
-        decay, flag = (own, f"--lr-decay-{unit}") if own is not None else (whole, f"--train-{unit}")
-        if decay is None or s.lr_decay_style == "constant":
+    for measure, run in ((Measure.ITERATIONS, s.train_iters), (Measure.SAMPLES, s.train_samples)):
+        warmup, decay, fall = (
+            length if length is not None and length.measure is measure else None
+            for length in (s.lr_warmup, s.lr_decay, s.lr_wsd_decay)
+        )
+        whole = run if decay is None else decay.number
+        called = f"--train-{measure.value} {run}" if decay is None else decay.behind("--lr-decay")
+        if whole is None or s.lr_decay_style == "constant":
             continue
-        if warmup is not None and warmup > decay:
+        if warmup is not None and warmup.number > whole:
             yield (
-                f"--lr-warmup-{unit} {warmup} is longer than {flag} {decay}, which counts the warm-up in; nearest: "
-                f"{decay}"
+                f"{warmup.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {whole}"
             )
-        fall = getattr(s, f"lr_wsd_decay_{unit}")
-        if s.lr_decay_style == "wsd" and fall is not None and fall + (warmup or 0) > decay:
-            yield (
-                f"--lr-wsd-decay-{unit} {fall} + --lr-warmup-{unit} {warmup or 0} is longer than {flag} {decay}; "
-                f"nearest: --lr-wsd-decay-{unit} {max(decay - (warmup or 0), 1)}"
-            )
+        if s.lr_decay_style == "wsd" and fall is not None:
+            warmup = warmup or Length(0, measure, by_name=fall.by_name)
+            if fall.number + warmup.number > whole:
+                yield (
+                    f"{fall.behind('--lr-wsd-decay')} + {warmup.behind('--lr-warmup')} is longer than {called}; "
+                    f"nearest: {replace(fall, number=max(whole - warmup.number, 1)).behind('--lr-wsd-decay')}"
+                )
 
 
 def _loss_scale(f: CheckContext) -> Found:
@@ -252,8 +258,7 @@ TRAINING_CHECKS = (
     check(_length, "train_iters", "train_samples", "rampup_batch_size", "global_batch_size"),
     check(
         _rate,
-        *("lr", "min_lr", "lr_decay_style", "train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples"),
-        *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        *("lr", "min_lr", "lr_decay_style", "train_iters", "train_samples", "lr_warmup", "lr_decay", "lr_wsd_decay"),
     ),
     check(_loss_scale, "precision", "loss_scale", "initial_loss_scale", "min_loss_scale"),
     check(_optimizer_impl, "optimizer_impl", "precision", "device", "optimizer"),

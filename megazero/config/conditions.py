@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megazero.config.checks import CheckContext
 from megazero.config.derive import micro_batch_order, moves_in_parts, pipeline_schedule, tiers, uses_disks
+from megazero.config.lengths import Measure
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO
 
@@ -36,6 +37,10 @@ def instructed(f: CheckContext) -> bool:
 
 def decays(f: CheckContext) -> bool:
     return f.run.schedule.lr_decay_style != "constant"
+
+
+def warms_up_by_a_share(f: CheckContext) -> bool:
+    return f.run.schedule.lr_warmup is not None and f.run.schedule.lr_warmup.measure is Measure.SHARE
 
 
 def adapts(f: CheckContext) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megazero.config.deepspeed_defaults import missing_keys, other_peak
 from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
+from megazero.config.lengths import Length
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import SIBLINGS, ConfigSource
 from megazero.config.tiers import Offload, Tier
@@ -56,7 +57,8 @@ class DeepSpeedSource(ConfigSource):
             for other in flags.given(group):
                 if other != name or flags.settings[other] != value:
                     found.append(
-                        f"{flags.written[other]} {flags.settings[other]} contradicts {self.written[name]} {value}: "
+                        f"{flags.written[other]} {_as_given(flags.settings[other])} contradicts {self.written[name]} "
+                        f"{value.number if isinstance(value, Length) else value}: "
                         'drop one of them, or write "auto" in the file'
                     )
         return found
@@ -128,6 +130,10 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
     source.problems += other_peak(source.name, every, source.settings)
     source.defaults, source.default_notes = missing_keys(source.name, every, source.settings)
     return source
+
+
+def _as_given(value: object) -> object:
+    return value.as_given if isinstance(value, Length) else value
 
 
 def _flattened(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.config.lengths import Length, Measure
 from megazero.config.options import run_options
 from megazero.config.source import ConfigSource
 
@@ -80,7 +81,7 @@ MISSING = (
     Missing("optimizer.params.eps", "adam_eps", 1e-8, _optimizes_by("adam", "adamw")),
     Missing("optimizer.params.momentum", "sgd_momentum", 0.0, _optimizes_by("sgd")),
     Missing("scheduler", "lr_decay_style", "constant", _no_scheduler, "the rate stays as it is"),
-    Missing("scheduler.params.warmup_num_steps", "lr_warmup_iters", 1000, _warms_up),
+    Missing("scheduler.params.warmup_num_steps", "lr_warmup", Length(1000, Measure.ITERATIONS), _warms_up),
     Missing("fp16.initial_scale_power", "initial_loss_scale", 2.0**16, _fp16),
     Missing("fp16.loss_scale_window", "loss_scale_window", 1000, _fp16),
     Missing("fp16.hysteresis", "hysteresis", 2, _fp16),
@@ -103,7 +104,7 @@ def missing_keys(name: str, keys: Mapping[str, Any], settings: Iterable[str]) ->
             continue
         source.put(row.field, row.value, f"{name} without {row.key}")
         remark = f" ({row.remark})" if row.remark else ""
-        told[row.field] = f"{row.key}: {run_options()[row.field].flag} {_shown(row.value)}{remark}"
+        told[row.field] = f"{row.key}: {_shown(run_options()[row.field].flag, row.value)}{remark}"
     return source, told
 
 
@@ -119,5 +120,7 @@ def other_peak(name: str, keys: Mapping[str, Any], settings: Mapping[str, Any]) 
     ]
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _shown(flag: str, value: Any) -> str:
+    if isinstance(value, Length):
+        return value.behind(flag)
+    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"

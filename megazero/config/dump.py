@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from megazero.config.flags import option_called
+from megazero.config.lengths import Length
 from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
@@ -26,7 +27,7 @@ RESOLVED = "resolved"
 
 
 def run_dict(run: Run) -> dict[str, dict[str, Any]]:
-    """Section -> field -> plain value: tuples as lists, tiers as the words of their flags."""
+    """Section -> field -> plain value: tuples as lists, tiers and lengths as the words of their flags."""
     return {
         section: {field.name: plain_value(getattr(getattr(run, section), field.name)) for field in fields(cls)}
         for section, cls in sections().items()
@@ -35,7 +36,7 @@ def run_dict(run: Run) -> dict[str, dict[str, Any]]:
 
 def plain_value(value: Any) -> Any:
     """The value of a field as YAML and JSON have it; `Option.from_value` reads it."""
-    if isinstance(value, Offload):
+    if isinstance(value, Offload | Length):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
 
@@ -146,11 +147,11 @@ def _read_key(source: ConfigSource, key: str, value: object, section: str | None
     if section not in (None, known.section, known.earlier):
         source.problems.append(f"{source.name}: there is no {where}; {known.name} belongs to {known.section}")
         return
-    if known.name in source.settings:
+    if known.name in source.settings and not known.measures:  # of a length's names the source tells which contradict
         source.problems.append(f"{source.name}: {where} gives {known.name} a second time")
         return
     try:
-        source.put(known.name, known.from_value(value), f"{source.name}: {where}")
+        source.put(known.name, known.from_value(value, known.measure_of(key)), f"{source.name}: {where}")
     except ValueError as reason:
         source.problems.append(f"{source.name}: {where}: {reason}")
         source.bad.add(known.name)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megazero.config import conditions as when
 from megazero.config.checks import Check, CheckContext, Found
 from megazero.config.derive import gathers_parameters, recomputes_blocks, shards_parameters
+from megazero.config.lengths import Length
 from megazero.config.options import run_options
 
 
@@ -42,6 +43,8 @@ class Effect:
             return None
         if known.kind is bool:
             return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
+        if isinstance(value, Length):
+            return f"{value.behind(known.flag)} has no effect without {self.needs}"
         words = value if isinstance(value, tuple) else (value,)
         shown = " ".join(f"{word:g}" if isinstance(word, float) else str(word) for word in words)
         return f"{known.flag} {shown} has no effect without {self.needs}"
@@ -86,18 +89,14 @@ EFFECTS = (
         ("position_embedding",),
     ),
     Effect("min_lr", when.decays, "a --lr-decay-style that falls, which constant does not", ("lr_decay_style",)),
-    *(
-        Effect(
-            name,
-            lambda f: when.decays(f) or f.run.schedule.lr_warmup_fraction is not None,
-            "a --lr-decay-style that falls, which constant does not",
-            ("lr_decay_style", "lr_warmup_fraction"),
-        )
-        for name in ("lr_decay_iters", "lr_decay_samples")
+    Effect(
+        "lr_decay",
+        lambda f: when.decays(f) or when.warms_up_by_a_share(f),
+        "a --lr-decay-style that falls, which constant does not",
+        ("lr_decay_style", "lr_warmup"),
     ),
-    *(
-        Effect(name, lambda f: f.run.schedule.lr_decay_style == "wsd", "--lr-decay-style wsd", ("lr_decay_style",))
-        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+    Effect(
+        "lr_wsd_decay", lambda f: f.run.schedule.lr_decay_style == "wsd", "--lr-decay-style wsd", ("lr_decay_style",)
     ),
     *(
         Effect(name, when.saves, "--save DIR", ("save",))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+from megazero.config.lengths import Measure
+
 
 def option(
     default: Any,
@@ -19,6 +21,7 @@ def option(
     expert: bool = False,
     size: bool = False,
     earlier: str | None = None,
+    measures: tuple[Measure, ...] = (),
 ) -> Any:
     """A field of a dataclass whose fields are flags.
 
@@ -35,8 +38,16 @@ def option(
                  has a section of such settings
     size         whether it is a number of bytes, which may be written as 4GB
     earlier      the section that had the field in earlier versions, whose files and checkpoints are still read
+    measures     what a length may count; each has a flag and a key of its own, which earlier versions had as fields
     """
-    metadata = {"aliases": aliases, "choices": choices, "many": many, "metavar": metavar, "alone": alone, "size": size}
+    metadata: dict[str, Any] = {
+        "aliases": aliases,
+        "choices": choices,
+        "many": many,
+        "metavar": metavar,
+        "alone": alone,
+        "size": size,
+    }
     metadata |= {"extended_by": extended_by, "derived": derived, "common": common}
-    metadata |= {"expert": expert, "earlier": earlier}
+    metadata |= {"expert": expert, "earlier": earlier, "measures": measures}
     return field(default=default, metadata=metadata)

@@ -114,7 +114,9 @@ def fields_for_flags(text: str) -> str:
         if meaning is None or meaning.option.section == "command":
             return found[0]
         value = {None: "", True: "", False: " false"}.get(meaning.constant, f" {meaning.constant}")
-        return f"{meaning.option.section}.{meaning.option.name}{value}"
+        measure = meaning.option.measure_of(found[0])
+        name = meaning.option.name if measure is None else f"{meaning.option.name}_{measure.value}"
+        return f"{meaning.option.section}.{name}{value}"
 
     return re.sub(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", field, text)
 
@@ -166,7 +168,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
                     raise ValueError(f"takes no value, but {' '.join(words)!r} follows" + _negation(known))
                 value = meaning.constant
             else:
-                value = known.from_words(words)
+                value = known.from_words(words, known.measure_of(flag))
         except ValueError as reason:
             source.problems.append(f"{flag}: {reason}")
             source.bad.add(known.name)

@@ -48,8 +48,8 @@ GOALS = (
     Goal(
         "how fast it learns (lengths are all in iterations or all in samples)",
         (
-            *("lr", "min_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-            *("lr_decay_iters", "lr_decay_samples", "optimizer", "weight_decay", "adam_beta1", "adam_beta2"),
+            *("lr", "min_lr", "lr_decay_style", "lr_warmup", "lr_decay"),
+            *("optimizer", "weight_decay", "adam_beta1", "adam_beta2"),
             *("adam_eps", "clip_grad", "label_smoothing", "z_loss"),
         ),
     ),

@@ -1,46 +1,85 @@
-"""Warnings that follow from a run's length."""
+"""A length of the learning-rate schedule: iterations, samples, or a share of another length."""
 
 from __future__ import annotations
 
-from megazero.config.schema import Run
+import math
+import re
+from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import Enum
+from types import MappingProxyType
 
-LONG = 500
-"""Runs of more iterations than this get a warning if they do not save."""
+from megazero.config.numbers import whole_number
+from megazero.system.reading import shown
 
 
-def iterations_of(run: Run) -> int | None:
-    """Iterations of a run; None if they follow from its data (--epochs).
+class Measure(Enum):
+    """What a length counts. The values end the names that say so: --lr-warmup-iters, --lr-warmup-fraction."""
 
-    For --train-samples they are counted with the full global batch. With a ramp the run has more.
+    ITERATIONS = "iters"
+    SAMPLES = "samples"
+    SHARE = "fraction"
+
+    __hash__ = object.__hash__
+
+
+_WORDS = MappingProxyType(
+    {
+        **dict.fromkeys(("", "iteration", "iterations", "iter", "iters"), Measure.ITERATIONS),
+        **dict.fromkeys(("sample", "samples"), Measure.SAMPLES),
+        "%": Measure.SHARE,
+    }
+)
+_PARTS = re.compile(r"\s*(?P<number>[^\s%]*?)\s*(?P<word>%|[a-z]*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Length:
+    """A number and what it counts.
+
+    number   of iterations or samples; of a share, 0.05 for 5%
+    measure  what it counts
+    by_name  whether the name with which it was given says what it counts, as in --lr-warmup-iters 500
     """
-    schedule = run.schedule
-    if schedule.train_iters is not None:
-        return schedule.train_iters
-    return None if schedule.train_samples is None else schedule.train_samples // schedule.global_batch_size
 
+    number: float
+    measure: Measure
+    by_name: bool = field(default=False, compare=False)
 
-def rarely_saved(run: Run) -> list[str]:
-    """A sentence for a long run that saves nothing, or saves only at its end."""
-    iterations, save = iterations_of(run), run.checkpoint
-    if iterations is None or iterations <= LONG or save.save_interval is not None:
-        return []
-    if save.save is None:
-        return [f"nothing of these {iterations:,} iterations is kept: there is no --save DIR"]
-    return [
-        f"--save without --save-interval: should these {iterations:,} iterations fail before their end, nothing of "
-        "them is kept"
-    ]
+    def __post_init__(self) -> None:
+        whole = isinstance(self.number, int) and not isinstance(self.number, bool)
+        share = self.measure is Measure.SHARE and isinstance(self.number, float) and math.isfinite(self.number)
+        if not isinstance(self.measure, Measure) or not (share if self.measure is Measure.SHARE else whole):
+            raise ValueError(f"{self.number!r} {self.measure!r} is no length")
 
+    @classmethod
+    def parsed(cls, text: str) -> Length:
+        """500, 500 iterations, 2000 samples or 5%. Raises ValueError for other words."""
+        parts = _PARTS.fullmatch(text)
+        measure = _WORDS.get(parts["word"].lower()) if parts else None
+        try:
+            if parts is None or measure is None:
+                raise ValueError(text)
+            if measure is Measure.SHARE:
+                return cls(float(Decimal(parts["number"]) / 100), measure)
+            return cls(whole_number(parts["number"]), measure)
+        except (ValueError, ArithmeticError):
+            reason = f"{shown(text)} is not a length, such as 500 (iterations), 2000 samples or 5%"
+            raise ValueError(reason) from None
 
-LARGEST_USUAL_RATE = 0.1
-"""Adam moves a weight by about the learning rate in a step, and weights begin at about 0.02."""
+    def __str__(self) -> str:
+        """What `parsed` reads. A share is shifted as a decimal, since a product with 100 may not lead back to it."""
+        if self.measure is Measure.SHARE:
+            return f"{(Decimal(repr(self.number)) * 100).normalize():f}%"
+        return f"{self.number} {'samples' if self.measure is Measure.SAMPLES else 'iterations'}"
 
+    @property
+    def as_given(self) -> str:
+        """What stands behind the name with which it was given."""
+        if not self.by_name:
+            return str(self)
+        return f"{self.number:g}" if self.measure is Measure.SHARE else str(self.number)
 
-def unusual_rates(run: Run) -> list[str]:
-    """A sentence for a learning rate with which hardly any model learns."""
-    rate = run.schedule.lr
-    if rate == 0:
-        return ["--lr 0: no weight changes"]
-    if rate > LARGEST_USUAL_RATE:
-        return [f"--lr {rate:g}: Adam moves each weight by about that much in a step; usual are 1e-5 to 1e-2"]
-    return []
+    def behind(self, flag: str) -> str:
+        """The flag and the length as they were given: `--lr-warmup 500 iterations`, `--lr-warmup-iters 500`."""
+        return f"{flag}{f'-{self.measure.value}' if self.by_name else ''} {self.as_given}"

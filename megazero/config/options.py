@@ -14,17 +14,26 @@ import re
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config import extensions
 from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
+from megazero.config.lengths import Length, Measure
+from megazero.config.numbers import bytes_of, whole_number
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload
 from megazero.system.reading import shown
 
-_WORDS = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", Offload: "a word"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    bool: "true or false",
+    Offload: "a word",
+    Length: "a length",
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class Option:
 
     section   name of the section of `Run`
     name      name of the field
-    kind      int, float, bool, str or Offload; of a tuple, the type of its items
+    kind      int, float, bool, str, Offload or Length; of a tuple, the type of its items
     optional  whether None is allowed
     many      whether it is a tuple
     sentence  the string literal under the field
@@ -55,6 +64,7 @@ class Option:
     expert: bool
     size: bool
     earlier: str | None
+    measures: tuple[Measure, ...]
     sentence: str
 
     @property
@@ -78,7 +88,16 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (self.flag, *self.aliases)
+        return (self.flag, *self.aliases, *(f"{self.flag}-{measure.value}" for measure in self.measures))
+
+    @property
+    def keys(self) -> Mapping[str, Measure | None]:
+        """The field's names in a file; of a length those too that say what it counts."""
+        return {self.name: None, **{f"{self.name}_{measure.value}": measure for measure in self.measures}}
+
+    def measure_of(self, name: str) -> Measure | None:
+        """What a length counts that is given by this flag or key; None where its value says so."""
+        return self.keys.get(name.lstrip("-").replace("-", "_"))
 
     @property
     def negations(self) -> tuple[str, ...]:
@@ -87,8 +106,10 @@ class Option:
             return ()
         return tuple("--" + flag[5:] if flag.startswith("--no-") else "--no-" + flag[2:] for flag in self.flags)
 
-    def from_words(self, words: Sequence[str]) -> Any:
-        """The value of the words after a flag; "none" is None, the derived default. Raises ValueError."""
+    def from_words(self, words: Sequence[str], measure: Measure | None = None) -> Any:
+        """The value of the words after a flag; "none" is None, the derived default. measure: `measure_of` the flag.
+        Raises ValueError.
+        """
         if self.optional and list(words) == ["none"] and (self.kind is not str or self.choices):
             return None
         if self.many:
@@ -98,16 +119,18 @@ class Option:
             return tuple(self._scalar(part) for part in parts)
         if not words and self.alone is not None:
             return self.alone
+        if self.kind is Length and len(words) == 2 and measure is None:
+            words = [" ".join(words)]
         if len(words) != 1:
             raise ValueError(
                 f"takes one value, not {len(words)} ({' '.join(words)})"
                 if words
                 else "takes one value, and none follows"
             )
-        return self._scalar(words[0])
+        return self._scalar(words[0]) if self.kind is not Length else self._length(words[0], measure)
 
-    def from_value(self, value: object) -> Any:
-        """The field's value for a YAML or JSON value. Raises ValueError."""
+    def from_value(self, value: object, measure: Measure | None = None) -> Any:
+        """The field's value for a YAML or JSON value. measure: `measure_of` the key. Raises ValueError."""
         if value is None and self.optional:
             return None
         if self.many:
@@ -116,7 +139,21 @@ class Option:
             if not isinstance(value, list | tuple):
                 raise ValueError(f"{shown(value)} is not a list")
             return tuple(self._scalar(item) for item in value)
-        return self._scalar(value)
+        return self._scalar(value) if self.kind is not Length else self._length(value, measure)
+
+    def _length(self, value: object, measure: Measure | None) -> Length:
+        if isinstance(value, Length):
+            length = value
+        elif measure is not None:
+            count = replace(self, kind=float if measure is Measure.SHARE else int)
+            return Length(count._scalar(value), measure, by_name=True)
+        elif isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}")
+        else:
+            length = Length.parsed(str(value))
+        if length.measure not in self.measures:
+            raise ValueError(f"{length} is a share; it takes iterations or samples")
+        return length
 
     def _scalar(self, value: object) -> Any:
         if self.choices is not None:
@@ -156,32 +193,6 @@ class Option:
         hint = f"; did you mean {ours}?" if ours else did_you_mean(str(value).lower(), known)
         listed = ", ".join(known) or f"any, for no installed package adds to {self.extended_by}"
         raise ValueError(f"{shown(str(value))} is not one of {listed}{hint}")
-
-
-def whole_number(value: str | int | float) -> int:
-    """An integer, which may be written as 220_000_000 or 2e8. Raises ValueError."""
-    try:
-        return int(value) if not isinstance(value, float) else _exact(value)
-    except ValueError:
-        return _exact(float(value))
-
-
-_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def bytes_of(value: str | int | float) -> int:
-    """A number of bytes: 500000, 500KB, 1.5 GB (powers of 1000), 2GiB (of 1024), in any case. Raises ValueError."""
-    words = value.strip().lower() if isinstance(value, str) else ""
-    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if words.endswith(unit)), None)
-    if unit is None:
-        return whole_number(value)
-    return round(float(words.removesuffix(unit)) * _UNITS[unit])
-
-
-def _exact(number: float) -> int:
-    if not number.is_integer():
-        raise ValueError(number)
-    return int(number)
 
 
 def did_you_mean_flag(flag: str, known: Iterable[str]) -> str:
@@ -268,6 +279,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 expert=meta["expert"],
                 size=meta["size"],
                 earlier=meta["earlier"],
+                measures=meta["measures"],
                 sentence=under[item.name],
             )
         )
@@ -276,7 +288,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
 
 
 def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
-    """(int, float, bool, str or Offload; whether None is allowed; whether it is a tuple) for a field's type."""
+    """(int, float, bool, str, Offload or Length; whether None is allowed; whether it is a tuple) for a field's type."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

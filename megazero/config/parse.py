@@ -19,13 +19,13 @@ from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.effects import without_effect
 from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
-from megazero.config.lengths import rarely_saved, unusual_rates
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.shape import contradictions, resolve_disputes, without_overruled_tokenizer
 from megazero.config.source import ConfigError, ConfigSource, merge
+from megazero.config.unusual import rarely_saved, unusual_rates
 from megazero.config.validate import problems_of
 from megazero.system.given import given_words, is_whole, kind
 

@@ -12,6 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megazero.config.lengths import Length, Measure
 from megazero.config.options import did_you_mean
 
 
@@ -101,8 +102,8 @@ def _gpt2(shape: Shape) -> dict[str, Any]:
     return _gpt(shape) | {
         "seq_length": 1024,
         "train_iters": 600_000,
-        "lr_decay_iters": 600_000,
-        "lr_warmup_iters": 2_000,
+        "lr_decay": Length(600_000, Measure.ITERATIONS),
+        "lr_warmup": Length(2_000, Measure.ITERATIONS),
     }
 
 
@@ -111,8 +112,8 @@ def _gpt3(shape: Shape) -> dict[str, Any]:
     recipe = {
         "seq_length": 2048,
         "train_samples": 146_484_375,
-        "lr_warmup_samples": 183_105,
-        "lr_decay_samples": 126_953_125,
+        "lr_warmup": Length(183_105, Measure.SAMPLES),
+        "lr_decay": Length(126_953_125, Measure.SAMPLES),
     }
     large = {"init_method_std": 0.006} if shape.layers == 96 else {}
     return _gpt(shape) | recipe | large
@@ -133,8 +134,8 @@ def _bloom(shape: Shape) -> dict[str, Any]:
             "seq_length": 2048,
             "init_method_std": 0.0048,
             "train_samples": 220_000_000,
-            "lr_warmup_samples": 183_105,
-            "lr_decay_samples": 200_000_000,
+            "lr_warmup": Length(183_105, Measure.SAMPLES),
+            "lr_decay": Length(200_000_000, Measure.SAMPLES),
             "seed": 42,
         }
         | (scale if shape.precision == "fp16" else {})
@@ -155,8 +156,8 @@ def _llama(shape: Shape) -> dict[str, Any]:
         "vocab_size": 32_000,
         "seq_length": 2048,
         "train_iters": 238_419,
-        "lr_decay_iters": 238_419,
-        "lr_warmup_iters": 2_000,
+        "lr_decay": Length(238_419, Measure.ITERATIONS),
+        "lr_warmup": Length(2_000, Measure.ITERATIONS),
     }
 
 

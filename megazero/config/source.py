@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megazero.config.lengths import Length, Measure
 from megazero.system.status import FAILED, MISTAKEN
 from megazero.system.words import counted
 
-SIBLINGS: tuple[tuple[str, ...], ...] = (
-    ("train_iters", "train_samples", "epochs"),
-    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-    ("lr_decay_iters", "lr_decay_samples"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-)
+SIBLINGS: tuple[tuple[str, ...], ...] = (("train_iters", "train_samples", "epochs"),)
 """Groups of fields for one length in different units. A source may set one of a group; it unsets those of lower
 sources.
 """
@@ -59,6 +55,7 @@ class ConfigSource:
               the field
     unread    whether the source could not be read at all, so that its settings are not known
     resolved  whether the source is a resolved run, which may give lengths in several units
+    spelled   length of the learning-rate schedule -> its spellings in the source, with the value of each
     """
 
     name: str
@@ -69,8 +66,14 @@ class ConfigSource:
     disputed: dict[str, str] = field(default_factory=dict)
     unread: bool = False
     resolved: bool = False
+    spelled: dict[str, dict[str, Length | None]] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, written: str) -> None:
+        """Set a field. Of a length that has several spellings one may be given; none in the others resets nothing."""
+        if isinstance(value, Length) or name in self.spelled:
+            spelled = self.spelled.setdefault(name, {})
+            spelled[written] = value
+            written, value = next(((word, length) for word, length in spelled.items() if length), (written, None))
         self.settings[name], self.written[name] = value, written
 
     def given(self, names: Sequence[str]) -> list[str]:
@@ -86,15 +89,24 @@ class ConfigSource:
                 found.append(
                     f"{' and '.join(self.written[n] for n in both)} say the same thing in two ways: give one of them"
                 )
-        names = [name for group in SIBLINGS for name in self.given(group)]
-        iterations = [self.written[n] for n in names if n.endswith("_iters")]
-        samples = [self.written[n] for n in names if n.endswith("_samples")]
+        for spelled in self.spelled.values():
+            both = [written for written, length in spelled.items() if length]
+            if len(both) > 1:
+                found.append(f"{' and '.join(both)} say the same thing in two ways: give one of them")
+        iterations, samples = (
+            [self.written[name] for name in (length, *self.spelled) if self._counts(name, measure)]
+            for length, measure in (("train_iters", Measure.ITERATIONS), ("train_samples", Measure.SAMPLES))
+        )
         if iterations and samples and not found and not self.resolved:
             found.append(
                 f"{', '.join(iterations)} count iterations and {', '.join(samples)} samples: give all lengths of "
                 f"{self.name} in one unit"
             )
         return found
+
+    def _counts(self, name: str, measure: Measure) -> bool:
+        value = self.settings.get(name)
+        return value.measure is measure if isinstance(value, Length) else value is not None
 
 
 def merge(sources: Sequence[ConfigSource]) -> dict[str, Any]:

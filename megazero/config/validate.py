@@ -18,6 +18,7 @@ from megazero.config.checks_offload import OFFLOAD_CHECKS
 from megazero.config.checks_recompute import RECOMPUTE_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.effects import EFFECT_CHECKS
+from megazero.config.lengths import Length, Measure
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.system.reading import BOUNDS, shown
@@ -78,10 +79,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "train_samples",
             ),
             *(
-                "lr_decay_iters",
-                "lr_decay_samples",
-                "lr_wsd_decay_iters",
-                "lr_wsd_decay_samples",
+                "lr_decay",
+                "lr_wsd_decay",
                 "save_interval",
                 "eval_interval",
             ),
@@ -99,8 +98,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
                 "z_loss",
                 "lr",
                 "min_lr",
-                "lr_warmup_iters",
-                "lr_warmup_samples",
+                "lr_warmup",
             ),
             *(
                 "num_workers",
@@ -137,7 +135,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         ),
         _SHARE,
     )
-    | {"lr_warmup_fraction": Range(0, 1), "seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
+    | {"seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
     | {"lora_alpha": Range(0, 10**9, low_open=True), "lora_base_bits": Range(4, 8)}
     | {"norm_epsilon": Range(0, 1, low_open=True)}  # more than the variance that a norm makes would be another function
     | {
@@ -176,6 +174,9 @@ FOR_NONE: Mapping[str, str] = MappingProxyType(
 def out_of_range(name: str, value: Any) -> str | None:
     """A sentence about the allowed range if the value is outside it; else None. None and words are in range."""
     allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
+    if isinstance(value, Length) and value.measure is Measure.SHARE:
+        return None if 0 <= value.number <= 1 else f"must be {Range(0, 1) if value.by_name else '0% to 100%'}"
+    value = value.number if isinstance(value, Length) else value
     if value is None or isinstance(value, str | bool):
         return None
     if allowed is not None and not allowed.holds(value):
@@ -197,7 +198,9 @@ def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
         ]
         if wrong:
             bad.add(name)
-            found.append(f"{run_options()[name].flag} {shown(wrong[0][0])}: {wrong[0][1]}")
+            flag, out = run_options()[name].flag, wrong[0][0]
+            words = out.behind(flag) if isinstance(out, Length) else f"{flag} {shown(out)}"
+            found.append(f"{words}: {wrong[0][1]}")
     return found
 
 

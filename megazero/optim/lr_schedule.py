@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import SupportsFloat
 
 from megazero.config.extensions import LR_DECAY_STYLES, load, refuse_twin
+from megazero.config.lengths import Length, Measure
 from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
 
@@ -25,44 +26,40 @@ class LearningRate:
     """The learning rate of a run's steps; `at(iterations, consumed)` computes it.
 
     Where the run counts in samples, a length of n iterations becomes the samples that the run's first n iterations
-    consume. Raises ValueError for an unknown style, for a decaying style in a run without a length, and for
-    --lr-warmup-fraction without a length to take it of.
+    consume. Raises ValueError for an unknown style, for a decaying style in a run without a length, and for a warm-up
+    that is a share without a length to take it of.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
         self.config, self.batches, self.style = config, BatchSchedule(config), style_of(config.lr_decay_style)
-        self.counts_samples = any(
-            value is not None
-            for value in (
-                config.lr_warmup_samples,
-                config.lr_decay_samples,
-                config.lr_wsd_decay_samples,
-                config.train_samples,
+        lengths = (config.lr_warmup, config.lr_decay, config.lr_wsd_decay)
+        counted = {length.measure for length in lengths if length is not None}
+        self.counts_samples = Measure.SAMPLES in counted or config.train_samples is not None
+        self.decay = self._run_length(config) if config.lr_decay is None else self._length(config.lr_decay)
+        if self.decay is None and config.lr_warmup is not None and config.lr_warmup.measure is Measure.SHARE:
+            raise ValueError(
+                f"{config.lr_warmup.behind('--lr-warmup')} is a share of --lr-decay or the run's length: give one"
             )
-        )
-        decay = self._length(config.lr_decay_iters, config.lr_decay_samples)
-        run = self._length(config.train_iters, config.train_samples)
-        self.decay = run if decay is None else decay
-        warmup = self._length(config.lr_warmup_iters, config.lr_warmup_samples)
-        if config.lr_warmup_fraction is not None:
-            if self.decay is None:
-                raise ValueError(
-                    "--lr-warmup-fraction is a share of --lr-decay-iters, --lr-decay-samples or the run's length: give "
-                    "one"
-                )
-            warmup = config.lr_warmup_fraction * self.decay
-        self.warmup = 0 if warmup is None else warmup
+        self.warmup = 0 if config.lr_warmup is None else self._length(config.lr_warmup)
         if self.decay is None and self.style is not None:
             raise ValueError(
                 f"--lr-decay-style {config.lr_decay_style} needs --train-iters, --train-samples or a length of its own"
             )
-        fall = self._length(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples)
-        self.fall = WSD_SHARE * (self.decay or 0) if fall is None else fall
+        fall = config.lr_wsd_decay
+        self.fall = WSD_SHARE * (self.decay or 0) if fall is None else self._length(fall)
 
-    def _length(self, iterations: int | None, samples: int | None) -> float | None:
-        if iterations is None or samples is not None:
-            return samples
-        return self.batches.consumed_after(iterations) if self.counts_samples else iterations
+    def _run_length(self, config: ScheduleConfig) -> float | None:
+        if config.train_samples is not None:
+            return config.train_samples
+        return None if config.train_iters is None else self._length(Length(config.train_iters, Measure.ITERATIONS))
+
+    def _length(self, length: Length) -> float:
+        """A length in what the run counts. A share is one of `decay`, which is known by then."""
+        if length.measure is Measure.SHARE:
+            return length.number * (self.decay or 0)
+        if length.measure is Measure.ITERATIONS and self.counts_samples:
+            return self.batches.consumed_after(int(length.number))
+        return length.number
 
     def at(self, iterations: int, consumed: int) -> float:
         """The rate of the step that follows `iterations` iterations and `consumed` samples.

@@ -15,8 +15,9 @@ from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.tiers import Offload, Tier
+from tests.lengths import iterations, samples, share
 
-BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup_iters=5))
+BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup=iterations(5)))
 
 
 def changed(run: Run, **values: object) -> Run:
@@ -31,18 +32,12 @@ def test_every_field_is_in_one_group():
     tables = (changes._SHAPE, changes._ADAPTERS, changes._RATES, changes._BATCH, changes._DATA, changes._FREE)
     listed = [path for table in tables for path in table] + list(changes._SILENT)
     assert len(listed) == len(set(listed))
-    lengths = {
-        f.name
-        for f in fields(ScheduleConfig)
-        if f.name.startswith(("lr_warmup_", "lr_decay_i", "lr_decay_samples", "lr_wsd_"))
-    }
-    resolved = {f"schedule.{name}" for name in ("lr_warmup", "lr_decay", "lr_wsd_decay")}
     every = {
         f"{section}.{f.name}"
         for section in ("model", "parallel", "optimizer", "schedule", "data", "lora", "offload")
         for f in fields(getattr(Run(), section))
     }
-    assert set(listed) - resolved == every - {f"schedule.{name}" for name in lengths}
+    assert set(listed) == every
 
 
 def test_an_order_that_follows_from_the_disks_is_no_change():
@@ -72,6 +67,24 @@ def test_a_record_of_another_version():
     del record["model"]["rotary_base"], record["trainer"], record["offload"]
     record["model"]["of_the_future"] = 1
     assert run_from(record) == BASE
+
+
+def test_a_record_of_an_earlier_version_has_a_field_for_each_measure_of_a_length() -> None:
+    """One of these holds a number, the others None, in any order."""
+    record = record_of(BASE)
+    for warmup, names in (
+        (iterations(5), {"iters": 5, "samples": None, "fraction": None}),
+        (samples(50), {"iters": None, "samples": 50, "fraction": None}),
+        (share(0.07), {"iters": None, "samples": None, "fraction": 0.07}),
+        (None, {"iters": None, "samples": None, "fraction": None}),
+    ):
+        run = changed(BASE, schedule__lr_warmup=warmup, schedule__lr_decay=iterations(90))
+        earlier = {name: value for name, value in record["schedule"].items() if not name.endswith(("warmup", "decay"))}
+        earlier |= {f"lr_warmup_{name}": value for name, value in names.items()}
+        earlier |= {"lr_decay_iters": 90, "lr_decay_samples": None}
+        assert run_from(record | {"schedule": earlier}) == run == run_from(json.loads(json.dumps(record_of(run))))
+    with pytest.raises(Damaged, match=r"lr_warmup_fraction .*1\.5.*: must be at least 0 and at most 1"):
+        run_from(record | {"schedule": earlier | {"lr_warmup_fraction": 1.5}})
 
 
 def test_a_record_of_an_earlier_version_has_tiers_and_budgets_in_another_section() -> None:
@@ -126,7 +139,7 @@ def test_dp_is_reported():
     [
         ({"schedule__lr": 2e-3}, "override_opt_param_scheduler"),
         ({"schedule__lr_decay_style": "linear"}, "override_opt_param_scheduler"),
-        ({"schedule__lr_warmup_iters": 6}, "override_opt_param_scheduler"),
+        ({"schedule__lr_warmup": iterations(6)}, "override_opt_param_scheduler"),
         ({"optimizer__weight_decay": 0.0}, "override_opt_param_scheduler"),
         ({"optimizer__clip_grad": 0.0}, "override_opt_param_scheduler"),
         ({"model__hidden_dropout": 0.1}, "override_opt_param_scheduler"),
@@ -189,14 +202,14 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     assert problem == (
         "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay (100 iterations there, "
         "200 iterations now); to go on with the new schedule: --override-opt-param-scheduler; to keep the old "
-        "schedule, whose rate is --min-lr 0 after its end: --lr-decay-iters 100"
+        "schedule, whose rate is --min-lr 0 after its end: --lr-decay 100 iterations"
     )
     assert "train-iters 100 -> 200" in map(str, compare(BASE, longer).changes)
-    named = changed(BASE, schedule__lr_decay_iters=100)
+    named = changed(BASE, schedule__lr_decay=iterations(100))
     assert compare(BASE, changed(named, schedule__train_iters=200)).problems == ()
     constant = changed(BASE, schedule__lr_decay_style="constant")
     assert compare(constant, changed(constant, schedule__train_iters=200)).problems == ()
-    fraction = changed(BASE, schedule__lr_warmup_iters=None, schedule__lr_warmup_fraction=0.05)
+    fraction = changed(BASE, schedule__lr_warmup=share(0.05))
     assert compare(BASE, fraction).problems == ()
     (problem,) = compare(fraction, changed(fraction, schedule__train_iters=200)).problems
     assert "warm-up (5 iterations there, 10 iterations now) and decay (100 iterations there, 200 " in problem
@@ -205,9 +218,7 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
 @pytest.mark.parametrize("style", ["cosine", "wsd"])
 def test_both_ways_of_a_longer_run_are_accepted_as_they_are_told(style: str) -> None:
     """Also where the warm-up and the fall follow from the decay, each way is one flag."""
-    base = changed(
-        BASE, schedule__lr_decay_style=style, schedule__lr_warmup_iters=None, schedule__lr_warmup_fraction=0.1
-    )
+    base = changed(BASE, schedule__lr_decay_style=style, schedule__lr_warmup=share(0.1))
     longer = changed(base, schedule__train_iters=200)
     (problem,) = compare(base, longer).problems
     for flags in re.findall(r": (--(?:override|lr-decay)[^;]*)", problem):
@@ -222,20 +233,24 @@ def test_both_ways_of_a_longer_run_are_accepted_as_they_are_told(style: str) -> 
     [
         (
             {"train_iters": 100},
-            {"train_iters": 200, "lr_warmup_fraction": 0.1},
-            ["--lr-warmup-fraction", "--train-iters"],
+            {"train_iters": 200, "lr_warmup": share(0.1)},
+            ["--lr-warmup", "--train-iters"],
         ),
         (
-            {"train_iters": 100, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
-            {"train_iters": 200, "lr_warmup_fraction": 0.1, "lr_decay_style": "wsd"},
+            {"train_iters": 100, "lr_warmup": share(0.1), "lr_decay_style": "wsd"},
+            {"train_iters": 200, "lr_warmup": share(0.1), "lr_decay_style": "wsd"},
             ["--train-iters"],
         ),
-        ({"train_iters": 100, "lr_decay_iters": 90}, {"train_iters": 200, "lr_decay_iters": 80}, ["--lr-decay-iters"]),
+        (
+            {"train_iters": 100, "lr_decay": iterations(90)},
+            {"train_iters": 200, "lr_decay": iterations(80)},
+            ["--lr-decay"],
+        ),
         ({"train_samples": 960}, {"train_samples": 1920}, ["--train-samples"]),
         (
-            {"train_iters": 100, "lr_warmup_samples": 5},
-            {"train_iters": 100, "lr_warmup_samples": 6},
-            ["--lr-warmup-samples"],
+            {"train_iters": 100, "lr_warmup": samples(5)},
+            {"train_iters": 100, "lr_warmup": samples(6)},
+            ["--lr-warmup"],
         ),
     ],
 )

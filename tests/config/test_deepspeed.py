@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from megazero.config.derive import micro_batch_order
+from megazero.config.lengths import Length, Measure
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload, Tier
+from tests.lengths import iterations
 
 
 def parse(folder: Path, content: Any, *words: str, world_size: int | None = 4) -> Run:
@@ -66,7 +68,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     )
     s, o, p = run.schedule, run.optimizer, run.parallel
     assert (s.micro_batch_size, s.global_batch_size, s.lr, s.min_lr) == (3, 3 * 5 * 2, 2e-4, 0.0)
-    assert (s.lr_decay_style, s.lr_warmup_iters, s.lr_decay_iters) == ("linear", 10, 200)
+    assert (s.lr_decay_style, s.lr_warmup, s.lr_decay) == ("linear", iterations(10), iterations(200))
     assert (o.clip_grad, o.optimizer, o.adam_beta1, o.adam_beta2) == (0.7, "adamw", 0.8, 0.98)
     assert (o.adam_eps, o.weight_decay, o.precision, o.loss_scale) == (1e-7, 0.02, "fp16", None)
     assert (o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (4096, 500, 3, 2)
@@ -225,7 +227,7 @@ def test_cosine_ends_at_its_ratio(tmp_path: Path) -> None:
     params = {"warmup_num_steps": 5, "total_num_steps": 50, "warmup_type": "linear", "cos_min_ratio": 0.25}
     content = {"optimizer": {"params": {"lr": 2e-4}}, "scheduler": {"type": "WarmupCosineLR", "params": params}}
     schedule = parse(tmp_path, content).schedule
-    assert (schedule.lr_decay_style, schedule.min_lr, schedule.lr_decay_iters) == ("cosine", 5e-5, 50)
+    assert (schedule.lr_decay_style, schedule.min_lr, schedule.lr_decay) == ("cosine", 5e-5, iterations(50))
 
 
 def test_accumulation_without_a_batch_gives_the_batch(tmp_path: Path) -> None:
@@ -304,7 +306,7 @@ def test_missing_keys_mean_what_deepspeed_takes(tmp_path: Path) -> None:
     o, s, scale = run.optimizer, run.schedule, DEFAULTS["loss_scale"]
     adam = {"lr": s.lr, "betas": (o.adam_beta1, o.adam_beta2), "eps": o.adam_eps, "weight_decay": o.weight_decay}
     assert adam == DEFAULTS["adam"]
-    assert s.lr_warmup_iters == DEFAULTS["warmup_num_steps"] == 1000
+    assert s.lr_warmup == iterations(DEFAULTS["warmup_num_steps"]) == iterations(1000)
     assert o.clip_grad == DEFAULTS["clip_grad"]
     assert o.loss_scale is None and scale["loss_scale"] == 0
     assert (o.initial_loss_scale, o.loss_scale_window) == (2 ** scale["initial_scale_power"], scale["window"])
@@ -330,7 +332,7 @@ def test_what_the_user_says_lies_over_deepspeeds_defaults(tmp_path: Path) -> Non
     scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear"}}
     words = ["--train-samples", "48000", "--lr-warmup-samples", "480"]
     samples = parse(tmp_path, {"scheduler": scheduler}, *words).schedule
-    assert (samples.lr_warmup_iters, samples.lr_warmup_samples) == (None, 480)
+    assert samples.lr_warmup == Length(480, Measure.SAMPLES)
     auto = parse(tmp_path, {"optimizer": {"type": "AdamW", "params": {"betas": "auto"}}, "gradient_clipping": "auto"})
     assert (auto.optimizer.adam_beta2, auto.optimizer.weight_decay) == (0.95, 0.0), '"auto" is ours to fill in'
 
@@ -353,9 +355,9 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
 
 def test_a_missing_key_that_breaks_a_run_is_told_with_what_it_breaks(tmp_path: Path) -> None:
     content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}
-    assert parse(tmp_path, content).schedule.lr_warmup_iters == 1000, "a constant rate may warm up to the end"
+    assert parse(tmp_path, content).schedule.lr_warmup == iterations(1000), "a constant rate may warm up to the end"
     content["scheduler"]["type"] = "WarmupDecayLR"
-    long = r"--lr-warmup-iters 1000 is longer than --train-iters 100(.|\n)*warmup_num_steps"
+    long = r"--lr-warmup 1000 iterations is longer than --train-iters 100(.|\n)*warmup_num_steps"
     with pytest.raises(ConfigError, match=long):
         parse(tmp_path, content)
     content["optimizer"] = {"params": {"lr": 2e-4}}

@@ -12,6 +12,7 @@ from megazero.config.dump import dump
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.presets import presets
 from megazero.config.schema import Run
+from tests.lengths import iterations, samples, share
 
 
 def write(folder: Path, text: str) -> str:
@@ -36,12 +37,12 @@ def test_flags_over_yaml_over_deepspeed_over_preset_over_defaults(tmp_path: Path
 def test_a_flag_replaces_its_siblings_of_lower_levels(tmp_path: Path) -> None:
     run = parse_run(["--preset", "bloom-560m", "--train-iters", "10", "--lr-warmup-iters", "4"], 1)
     s = run.schedule
-    assert (s.train_iters, s.train_samples, s.lr_decay_samples) == (10, None, 200_000_000)
-    assert (s.lr_warmup_iters, s.lr_warmup_samples) == (4, None)
+    assert (s.train_iters, s.train_samples, s.lr_decay) == (10, None, samples(200_000_000))
+    assert s.lr_warmup == iterations(4)
     assert run.trainer.exit_duration_in_mins is None
     config = write(tmp_path, "schedule: {train_samples: 1000, lr_warmup_fraction: 0.1}\n")
     s = parse_run(["--preset", "gpt2-124m", "--config", config], 1).schedule
-    assert (s.train_iters, s.train_samples, s.lr_warmup_iters, s.lr_warmup_fraction) == (None, 1000, None, 0.1)
+    assert (s.train_iters, s.train_samples, s.lr_warmup) == (None, 1000, share(0.1))
 
 
 def test_units_are_not_mixed_within_a_level_of_the_users_own(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_dumped_random_runs_reproduce_themselves(tmp_path: Path) -> None:
 
 def test_units_mixed_by_precedence_survive_the_dump(tmp_path: Path) -> None:
     run = parse_run(["--preset", "bloom-560m", "--train-iters", "10"], 1)
-    assert run.schedule.lr_warmup_samples and run.schedule.train_iters
+    assert run.schedule.lr_warmup == samples(183_105) and run.schedule.train_iters
     assert again(run, tmp_path) == run
 
 

@@ -8,6 +8,7 @@ from megazero.config.count import parameters
 from megazero.config.derive import ffn_width, padded_vocab, query_groups
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.presets import presets
+from tests.lengths import samples
 
 PARAMETERS = {
     "gpt2-124m": 124_439_808,
@@ -56,7 +57,7 @@ def test_bloom_recipes(name: str) -> None:
     layers, hidden, heads, lr, min_lr, batch, ramp, precision = BLOOM[name]
     assert (m.num_layers, m.hidden_size, m.num_attention_heads) == (layers, hidden, heads)
     assert (s.lr, s.min_lr, s.global_batch_size, s.rampup_batch_size) == (lr, min_lr, batch, (*ramp, 9_765_625))
-    assert (s.lr_decay_style, s.lr_warmup_samples, s.lr_decay_samples) == ("cosine", 183_105, 200_000_000)
+    assert (s.lr_decay_style, s.lr_warmup, s.lr_decay) == ("cosine", samples(183_105), samples(200_000_000))
     assert (o.precision, o.optimizer, o.adam_beta1, o.adam_beta2, o.adam_eps) == (precision, "adamw", 0.9, 0.95, 1e-8)
     assert (o.weight_decay, o.clip_grad, m.init_method_std) == (0.1, 1.0, 0.0048)
     assert (m.vocab_size, m.seq_length, m.position_embedding, m.embedding_layernorm) == (250_880, 2048, "alibi", True)

@@ -20,6 +20,7 @@ from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
 from megazero.optim.lr_schedule import LearningRate
 from megazero.optim.step_plan import StepPlan
+from tests.lengths import iterations, samples, share
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -31,9 +32,9 @@ def bloom() -> ScheduleConfig:
 
 def test_lines_of_the_bloom_log() -> None:
     progress = StepPlan(bloom())
-    for iteration, samples, rate in ((12_695, 9_841_584, "5.969E-05"), (31_214, 47_768_496, "5.279E-05")):
+    for iteration, seen, rate in ((12_695, 9_841_584, "5.969E-05"), (31_214, 47_768_496, "5.279E-05")):
         step = progress.step(iteration)
-        assert (step.consumed_samples, f"{step.lr:.3E}") == (samples, rate)
+        assert (step.consumed_samples, f"{step.lr:.3E}") == (seen, rate)
 
 
 @pytest.mark.slow
@@ -59,7 +60,7 @@ def test_bloom_by_counting() -> None:
 
 def test_the_first_step_of_a_warm_up_has_rate_zero() -> None:
     assert StepPlan(bloom()).step(1).lr == 0.0
-    assert StepPlan(ScheduleConfig(train_iters=9, lr_warmup_iters=3)).step(1).lr == 0.0
+    assert StepPlan(ScheduleConfig(train_iters=9, lr_warmup=iterations(3))).step(1).lr == 0.0
     assert StepPlan(ScheduleConfig(train_iters=9, lr=0.5)).step(1).lr == 0.5
 
 
@@ -99,36 +100,43 @@ def rates(**settings: object) -> list[float]:
 
 
 def test_shapes() -> None:
-    assert rates(train_iters=4, lr_decay_style="constant", lr_warmup_iters=2) == [0.0, 0.5, 1.0, 1.0]
-    assert rates(train_iters=5, lr_decay_style="linear", lr_decay_iters=3) == pytest.approx([1.0, 0.7, 0.4, 0.1, 0.1])
-    assert rates(train_iters=5, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=4) == pytest.approx(
-        [0.0, 0.5, 1.0, 0.55, 0.1]
+    assert rates(train_iters=4, lr_decay_style="constant", lr_warmup=iterations(2)) == [0.0, 0.5, 1.0, 1.0]
+    assert rates(train_iters=5, lr_decay_style="linear", lr_decay=iterations(3)) == pytest.approx(
+        [1.0, 0.7, 0.4, 0.1, 0.1]
     )
-    assert rates(train_iters=5, lr_decay_style="cosine", lr_decay_iters=4) == pytest.approx(
+    assert rates(
+        train_iters=5, lr_decay_style="linear", lr_warmup=iterations(2), lr_decay=iterations(4)
+    ) == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1])
+    assert rates(train_iters=5, lr_decay_style="cosine", lr_decay=iterations(4)) == pytest.approx(
         [1.0, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55, 0.1 + 0.45 * (1 + math.cos(3 * math.pi / 4)), 0.1]
     )
-    assert rates(train_iters=7, lr_decay_style="inverse-square-root", lr_warmup_iters=2) == pytest.approx(
+    assert rates(train_iters=7, lr_decay_style="inverse-square-root", lr_warmup=iterations(2)) == pytest.approx(
         [0.0, 0.5, 1.0, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5), math.sqrt(2 / 6)]
     )
     assert rates(
-        train_iters=6, lr_decay_style="wsd", lr_warmup_iters=1, lr_decay_iters=5, lr_wsd_decay_iters=2
+        train_iters=6, lr_decay_style="wsd", lr_warmup=iterations(1), lr_decay=iterations(5), lr_wsd_decay=iterations(2)
     ) == pytest.approx([0.0, 1.0, 1.0, 1.0, 0.55, 0.1])
     assert rates(train_iters=20, lr_decay_style="wsd")[17:] == pytest.approx([1.0, 1.0, 0.55])
-    assert rates(train_iters=10, lr_warmup_fraction=0.2, lr_decay_style="constant")[:3] == [0.0, 0.5, 1.0]
+    assert rates(train_iters=10, lr_warmup=share(0.2), lr_decay_style="constant")[:3] == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root", "wsd"])
 def test_samples_and_iterations_agree_where_the_batch_is_constant(style: str) -> None:
-    by_iterations = rates(train_iters=30, lr_decay_style=style, lr_warmup_iters=5, lr_decay_iters=25)
-    by_samples = rates(train_samples=120, lr_decay_style=style, lr_warmup_samples=20, lr_decay_samples=100)
-    mixed = rates(train_iters=30, lr_decay_style=style, lr_warmup_iters=5, lr_decay_samples=100)
+    by_iterations = rates(train_iters=30, lr_decay_style=style, lr_warmup=iterations(5), lr_decay=iterations(25))
+    by_samples = rates(train_samples=120, lr_decay_style=style, lr_warmup=samples(20), lr_decay=samples(100))
+    mixed = rates(train_iters=30, lr_decay_style=style, lr_warmup=iterations(5), lr_decay=samples(100))
     assert by_iterations == pytest.approx(by_samples, rel=1e-12)
     assert mixed == by_samples
 
 
 def test_mixed_units_follow_the_ramp() -> None:
     """Warm-up in iterations under a decay in samples lasts as many samples as those iterations consume."""
-    settings: dict[str, Any] = {"lr": 1.0, "lr_warmup_iters": 3, "lr_decay_samples": 100, "lr_decay_style": "linear"}
+    settings: dict[str, Any] = {
+        "lr": 1.0,
+        "lr_warmup": iterations(3),
+        "lr_decay": samples(100),
+        "lr_decay_style": "linear",
+    }
     config = ScheduleConfig(global_batch_size=8, rampup_batch_size=(2, 2, 12), train_iters=20, **settings)
     steps = list(StepPlan(config).steps())
     consumed = steps[3].consumed_before
@@ -177,8 +185,8 @@ def test_any_iteration_is_found_at_once() -> None:
 def test_a_decay_needs_a_length() -> None:
     with pytest.raises(ValueError, match="--lr-decay-style cosine needs"):
         LearningRate(ScheduleConfig())
-    with pytest.raises(ValueError, match="--lr-warmup-fraction"):
-        LearningRate(ScheduleConfig(lr_decay_style="constant", lr_warmup_fraction=0.1))
+    with pytest.raises(ValueError, match="--lr-warmup 10% is a share"):
+        LearningRate(ScheduleConfig(lr_decay_style="constant", lr_warmup=share(0.1)))
     assert LearningRate(ScheduleConfig(lr_decay_style="constant")).at(10**6, 10**9) == 1e-3
 
 

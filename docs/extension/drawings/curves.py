@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.extension.svg import COLOURS, Picture
+from megazero.config.lengths import Length, Measure
 from megazero.config.schema import ScheduleConfig
 from megazero.optim.lr_schedule import STYLES, LearningRate
 
@@ -79,7 +80,8 @@ def learning_rates(steps: int = 200, warmup: int = 20) -> str:
     for value in range(0, steps + 1, steps // 4):
         axes.number_x(value, str(value))
     for row, style in enumerate(("constant", *STYLES)):
-        config = ScheduleConfig(lr=1.0, lr_decay_style=style, lr_warmup_iters=warmup, train_iters=steps)
+        rise = Length(warmup, Measure.ITERATIONS)
+        config = ScheduleConfig(lr=1.0, lr_decay_style=style, lr_warmup=rise, train_iters=steps)
         rate = LearningRate(config)
         axes.curve([rate.at(done, 0) for done in range(steps)], COLOURS[row], width=2)
         picture.box(_LEFT + 95, 122 + 20 * row, 14, 12, COLOURS[row])

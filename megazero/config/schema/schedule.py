@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megazero.config import extensions
 from megazero.config.fields import option
+from megazero.config.lengths import Length, Measure
 
-_RUN_LENGTH = "the length of the run"
+_COUNTS = (Measure.ITERATIONS, Measure.SAMPLES)
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,11 @@ class ScheduleConfig:
         extended_by=extensions.LR_DECAY_STYLES,
     )
     "Shape of the decay. wsd stays constant after the warm-up and then falls linearly. Packages may add shapes."
-    lr_warmup_iters: int | None = option(None, common=True, derived="no warm-up")
-    "Length of the linear warm-up in iterations."
-    lr_warmup_samples: int | None = option(None, derived="no warm-up")
-    "Length of the linear warm-up in samples."
-    lr_warmup_fraction: float | None = option(None, derived="no warm-up")
-    "Length of the linear warm-up as a fraction of the decay's."
-    lr_decay_iters: int | None = option(None, derived=_RUN_LENGTH)
-    "Length of warm-up and decay in iterations."
-    lr_decay_samples: int | None = option(None, derived=_RUN_LENGTH)
-    "Length of warm-up and decay in samples."
-    lr_wsd_decay_iters: int | None = option(None, derived="a tenth of the decay's length", expert=True)
-    "wsd: length of the falling part in iterations."
-    lr_wsd_decay_samples: int | None = option(None, derived="a tenth of the decay's length", expert=True)
-    "wsd: length of the falling part in samples."
+    lr_warmup: Length | None = option(None, measures=tuple(Measure), metavar="LENGTH", common=True, derived="none")
+    "Linear warm-up: N iterations, N samples, or X% of the decay."
+    lr_decay: Length | None = option(None, measures=_COUNTS, metavar="LENGTH", derived="the length of the run")
+    "Warm-up and decay together: N iterations, or N samples."
+    lr_wsd_decay: Length | None = option(
+        None, measures=_COUNTS, metavar="LENGTH", derived="a tenth of the decay's length", expert=True
+    )
+    "wsd: the falling part, of N iterations or N samples."

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megazero.config.lengths import Length, Measure
 from megazero.config.schema import Run
 
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
-_RATES = ("lr_warmup_fraction",)
-_BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
-_BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
+_LENGTHS = ("lr_decay", "lr_warmup")
 
 
 def with_schedule(run: Run, args: Mapping[str, Any]) -> Run:
@@ -20,14 +19,16 @@ def with_schedule(run: Run, args: Mapping[str, Any]) -> Run:
     A run that counts samples also has numbers of iterations in its arguments, which Megatron derives. They are not
     used.
     """
-    lengths = _BY_SAMPLES if args.get("train_samples") else _BY_ITERATIONS
-    found: dict[str, Any] = {name: int(args[name]) for name in lengths if args.get(name)}
-    found |= {name: float(args[name]) for name in _RATES if args.get(name) is not None}
+    measure = Measure.SAMPLES if args.get("train_samples") else Measure.ITERATIONS
+    run_length = f"train_{measure.value}"
+    found: dict[str, Any] = {run_length: int(args[run_length])} if args.get(run_length) else {}
+    found |= {name: Length(int(args[key]), measure) for name in _LENGTHS if args.get(key := f"{name}_{measure.value}")}
+    share = args.get("lr_warmup_fraction")
     style = str(args.get("lr_decay_style") or "").replace("_", "-").lower()
     known = style in _STYLES and ("train_samples" in found or "train_iters" in found)
     found["lr_decay_style"] = style if known else "constant"
-    if not known:
-        found.pop("lr_warmup_fraction", None)
+    if share is not None and known:
+        found["lr_warmup"] = Length(float(share), Measure.SHARE)
     ramp = args.get("rampup_batch_size")
     if isinstance(ramp, list | tuple) and len(ramp) == 3:
         found["rampup_batch_size"] = tuple(int(word) for word in ramp)
