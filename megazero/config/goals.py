@@ -6,6 +6,7 @@ flags of one goal are often fields of several sections.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -13,12 +14,20 @@ from dataclasses import dataclass
 class Goal:
     """The listed flags for one goal.
 
-    heading  the goal, in the words of a person
-    fields   fields of a run, in the order of the help
+    heading   the goal, in the words of a person
+    fields    fields of a run, in the order of the help
+    sections  sections of a run whose other listed fields serve this goal, too: a new field needs no line here
     """
 
     heading: str
     fields: tuple[str, ...]
+    sections: tuple[str, ...] = ()
+
+    def all_fields(self, section_of: Mapping[str, str]) -> list[str]:
+        """The fields in the order of the help. section_of: the section of every listed field."""
+        of_others = {name for goal in GOALS for name in goal.fields}
+        left = {name: section for name, section in section_of.items() if name not in of_others}
+        return [*self.fields, *(name for name, section in left.items() if section in self.sections)]
 
 
 GOALS = (
@@ -30,6 +39,7 @@ GOALS = (
             *("activation", "embedding_layernorm", "untie_embeddings_and_output_weights", "disable_bias_linear"),
             *("hidden_dropout", "attention_dropout", "init_method_std"),
         ),
+        ("model",),
     ),
     Goal(
         "the data",
@@ -37,6 +47,7 @@ GOALS = (
             *("data_path", "split", "valid_data_path", "tokenizer", "tokenizer_path", "eod_id", "data_cache_path"),
             *("num_workers", "seed"),
         ),
+        ("data",),
     ),
     Goal(
         "how long it trains, and in what batches",
@@ -52,6 +63,7 @@ GOALS = (
             *("optimizer", "weight_decay", "adam_beta1", "adam_beta2"),
             *("adam_eps", "clip_grad", "label_smoothing", "z_loss"),
         ),
+        ("schedule", "optimizer"),
     ),
     Goal(
         "the precision",
@@ -63,6 +75,7 @@ GOALS = (
             *("tp", "pp", "zero_stage", "zero_shard_size", "sequence_parallel", "pipeline_schedule", "virtual_stages"),
             *("micro_batch_order", "device", "backend", "cuda_graphs", "distributed_timeout_minutes"),
         ),
+        ("parallel",),
     ),
     Goal(
         "less memory",
@@ -77,6 +90,7 @@ GOALS = (
             *("offload_optimizer", "offload_params", "offload_gradients", "offload_activations", "late_update"),
             *("nvme_path", "nvme_checkpoint", "placement"),
         ),
+        ("offload",),
     ),
     Goal(
         "save and resume",
@@ -84,6 +98,7 @@ GOALS = (
             *("save", "load", "save_interval", "keep_last", "async_save", "no_save_optim", "no_load_optim"),
             "override_opt_param_scheduler",
         ),
+        ("checkpoint",),
     ),
     Goal(
         "fine-tune",
@@ -91,9 +106,11 @@ GOALS = (
             *("init_from", "finetune", "instruction_data", "valid_instruction_data", "lora_rank", "lora_alpha"),
             "lora_base_bits",
         ),
+        ("lora",),
     ),
     Goal(
         "watch and log",
         ("eval_interval", "eval_iters", "log_interval", "metrics_file", "tensorboard_dir", "sinks"),
+        ("trainer",),
     ),
 )

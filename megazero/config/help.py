@@ -104,8 +104,10 @@ def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str
 def _groups() -> Iterator[tuple[str, Sequence[Option]]]:
     """(heading, options) in the order of the help."""
     yield "what to do, and where settings come from", options_of(CommandOptions, _COMMAND)
+    listed = listed_options()
     for goal in GOALS:
-        yield goal.heading, [listed_options()[name] for name in goal.fields]
+        fields = goal.all_fields({name: known.section for name, known in listed.items()})
+        yield goal.heading, [listed[name] for name in fields]
 
 
 def _entry(left: str, right: str, width: int) -> list[str]:

@@ -1,5 +1,5 @@
 """How fast the ranks of a run compute, copy, update, read and write: what a predicted step takes, from a file of
---placement-rates or measured at the start (`train.rates`).
+--placement-rates or measured at the start (`train.measured_rates`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class MachineRates:
     read         bytes read from all folders of --nvme-path in a second; None: nothing may rest on disks
     write        bytes written there in a second, until they are durable; None: nothing may rest on disks
     messages     bytes that a rank sends to others in a second; None: messages take no time
-    workspace    bytes of the device that matrix products take for themselves (`train.workspace`), which a search leaves
-                 free; None: nothing is known of it
+    workspace    bytes of the device that matrix products take for themselves (`train.measured_rates`), which a search
+                 leaves free; None: nothing is known of it
     beside       the share of its speed, 0 to 1, that a computation keeps while the host's processors update or copy at
                  full speed; and these beside each other. None: computations run elsewhere, and nothing slows them down
     """

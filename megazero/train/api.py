@@ -21,8 +21,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.launch import World, world_of
 from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
-from megazero.train.arguments import Arguments
-from megazero.train.callbacks import Callbacks
+from megazero.train.arguments import Arguments, Callbacks
 from megazero.train.embedded import Rendezvous, process_groups, rendezvous, result_on_all_ranks, settings_of_torch
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job

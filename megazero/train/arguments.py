@@ -1,4 +1,4 @@
-"""The arguments of `megazero.pretrain` other than the run, and checks of them."""
+"""The arguments of `megazero.pretrain` other than the run: checks of them, and callbacks that may stop the run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from megazero.config.extensions import why_not_called
 from megazero.data.own import OwnData
 from megazero.system.given import is_whole, kind
 from megazero.system.reading import shown
-from megazero.train.callbacks import Callbacks
+from megazero.telemetry.record import StepRecord
+from megazero.telemetry.watchdog import StopSignals
 
 
 class _Part(NamedTuple):
@@ -111,3 +115,51 @@ def _callback_problems(name: str, callback: Callable[..., object] | None) -> Ite
     against = None if callback is None else why_not_called(callback, *CALLBACKS[name])
     if against is not None:
         yield f"{name}: a function of {' and '.join(CALLBACKS[name])} is needed; {against}"
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions of a program. Each is called on the ranks that give it; returning True requests a stop of the run.
+
+    on_step        called with the record of each step, at the log interval for all steps since the last
+    on_evaluation  called with the iteration and the losses by metric name
+    on_checkpoint  called with the folder and the iteration of each complete checkpoint
+    """
+
+    on_step: Callable[[StepRecord], object] | None = None
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None
+    on_checkpoint: Callable[[Path, int], object] | None = None
+
+
+class CallbackSink:
+    """A sink that calls the program's callbacks, and requests a stop if one returns True."""
+
+    def __init__(self, callbacks: Callbacks, signals: StopSignals) -> None:
+        self._callbacks, self._signals = callbacks, signals
+
+    def step(self, record: StepRecord) -> None:
+        if self._callbacks.on_step is not None:
+            self._hear("on_step", self._callbacks.on_step(record))
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        if self._callbacks.on_evaluation is not None:
+            self._hear("on_evaluation", self._callbacks.on_evaluation(iteration, losses))
+
+    def saved(self, folder: Path, iteration: int) -> None:
+        """Call `on_checkpoint` for a complete checkpoint."""
+        if self._callbacks.on_checkpoint is not None:
+            self._hear("on_checkpoint", self._callbacks.on_checkpoint(folder, iteration))
+
+    def _hear(self, name: str, answer: object) -> None:
+        """Request a stop if the answer is True or numpy's True. Any other return value is ignored."""
+        if isinstance(answer, bool | np.bool_) and answer:
+            self._signals.ask(f"{name} asked for it")
+
+    def note(self, text: str) -> None:
+        """Ignored: notes are for the log."""
+
+    def flush(self, durable: bool) -> None:
+        """Nothing to do: callbacks are called at once."""
+
+    def close(self) -> None:
+        """Nothing to do: the program sees the end of its run."""

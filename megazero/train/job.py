@@ -27,28 +27,24 @@ from megazero.plan.step_lists import StageLists
 from megazero.system.allocator import return_large
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
+from megazero.train.arguments import Callbacks, CallbackSink
 from megazero.train.batches import batches_of
 from megazero.train.bodies import recompute_of_all_ranks
-from megazero.train.callbacks import Callbacks, CallbackSink
-from megazero.train.checkpoints import claim_checkpoints
 from megazero.train.host_memory import HostMemory, host_memory_of
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.memory_budgets import keep_budgets
 from megazero.train.memory_trace import trace_of_run
-from megazero.train.offload import DiskUse, backend_sentence, offloading
-from megazero.train.offload_activations import activation_disks
+from megazero.train.offload import DiskUse, activation_disks, backend_sentence, offloading
 from megazero.train.prepare import Prepared
-from megazero.train.probe import stored_probe
 from megazero.train.report import report, sample_text
 from megazero.train.resolved_together import resolved_on_all_ranks
-from megazero.train.resume import resume
-from megazero.train.save_policy import SavePolicy
+from megazero.train.resume import resume, stored_probe
+from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.swap_start import SwapStart
+from megazero.train.swap_start import SwapStart, WholeSteps
 from megazero.train.trainer import Trainer
-from megazero.train.whole_steps import WholeSteps
 from megazero.zero.coded import coding_of
 from megazero.zero.offload import Offloading
 from megazero.zero.optimizer import ShardedOptimizer

@@ -12,8 +12,8 @@ from megazero.config.placement import AUTO
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.rates import read_rates
+from megazero.train.measured_rates import measured_rates
 from megazero.train.placed import room_here
-from megazero.train.rates import measured_rates
 from megazero.train.resolve import Facts, ResolvedRun, decided, resolve
 
 
@@ -22,9 +22,9 @@ def resolved_on_all_ranks(started: ResolvedRun, grid: ProcessGrid, ranks_here: i
 
     Rank 0 alone, because the search for a placement takes seconds of all cores, and because two cards may keep
     different bytes of attention. ranks_here: the ranks of this host, which share its memory and its disks. If something
-    is open this is a collective of the world: an all-reduce and a broadcast, and the measurement of rates
-    (`train.rates`) for --placement auto without --placement-rates. Raises ConfigError on all ranks if nothing keeps to
-    the budgets.
+    is open this is a collective of the world: an all-reduce and a broadcast, and for --placement auto without
+    --placement-rates the measurement (`train.measured_rates`). Raises ConfigError on all ranks if nothing keeps to the
+    budgets.
     """
     if not started.left_open:
         return started

@@ -1,4 +1,6 @@
-"""Where swap files of an earlier process lead (--nvme-checkpoint): to a step that all ranks have whole, or nowhere."""
+"""Optimizer steps that are whole on disks (--nvme-checkpoint): where the swap files of an earlier process lead, and how
+each step of this one is recorded once all of its state is durable.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.checkpoint.resume_changes import record_of as record_of_run
 from megazero.config.schema import Run
 from megazero.disk.errors import DiskError, SwapDamaged
+from megazero.disk.lanes import DiskRequest
 from megazero.disk.opening import open_swap, record_of, record_of_others
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap import SwapSpace
@@ -24,9 +27,11 @@ from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.swap_contents import swap_contents
+from megazero.telemetry.steplog import StepLog
 from megazero.train.path_checks import start_position
 from megazero.train.same_data import with_present_names
-from megazero.train.state import TrainingPosition
+from megazero.train.state import TrainingPosition, TrainState
+from megazero.zero.host_parts import HostParts
 
 NONE, FAR = -1, 2**62
 """A number of a step that is none, and one that no step has."""
@@ -249,3 +254,61 @@ def way_out(folders: Sequence[Path | str]) -> str:
     """How a run begins without the files in these folders."""
     files = " ".join(f"{folder}/{PREFIX}{CHECKPOINT}-*" for folder in folders)
     return f"to begin without these files: delete {files}"
+
+
+class WholeSteps:
+    """Has every step become whole in this rank's swap files, one behind the other.
+
+    host   what this rank updates in host memory
+    start  where the files lead; None: no step becomes whole on disks
+    late   whether a step's updates are made in the next one (--late-update)
+
+    No rank may write over a step while another one still stands before the flip behind it. So every rank waits (`wait`)
+    for its flips ahead of the reduction of the norm, which all of them enter, and behind which the next states are
+    written.
+    """
+
+    def __init__(self, host: HostParts, start: SwapStart | None, *, late: bool) -> None:
+        self._host, self._start, self._late = host, start, late
+        self._left: tuple[int, dict[str, Any]] | None = None
+        self._flip: DiskRequest | None = None
+        self._over = False
+
+    def leave(self, state: TrainState, position: TrainingPosition, log: StepLog) -> None:
+        """A step is over. It becomes whole now, or with late updates at the next `wait`, when they are made.
+
+        Its metrics are written first, because a run that goes on from the step does not repeat it. Waits for the
+        device. A collective of all ranks, as `StepLog.flush` is.
+        """
+        if self._start is None:
+            return
+        assert self._left is None, "the step before has not become whole"
+        log.flush()
+        self._left = position.iteration, state.record(position)
+        if not self._late:
+            self._flip_left()
+
+    def wait(self) -> None:
+        """Return when all steps whose updates are made are whole on this rank's disks. Raises DiskError."""
+        self._flip_left()
+        if self._flip is not None:
+            self._flip.wait()
+
+    def end(self, position: TrainingPosition, log: StepLog, *, needed: bool) -> None:
+        """The loop has ended well. needed: whether a run may have to go on from its last step."""
+        self._over = not needed
+        if needed and self._start is not None:
+            log.note(f"swap files keep iteration {position.iteration}: the same command goes on from there")
+
+    @property
+    def kept(self) -> bool:
+        """Whether the files stay: they have a whole step, and the loop has not ended without need for it."""
+        return (
+            not self._over and self._start is not None and (swap := self._host.swap) is not None and bool(swap.record)
+        )
+
+    def _flip_left(self) -> None:
+        if self._left is not None and self._host.swap is not None and self._start is not None:
+            iteration, progress = self._left
+            self._flip = self._host.flip(iteration, {**self._start.about, "progress": progress})
+        self._left = None

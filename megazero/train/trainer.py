@@ -28,7 +28,7 @@ from megazero.train.save_policy import SavePolicy, unsaved
 from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
-from megazero.train.whole_steps import WholeSteps
+from megazero.train.swap_start import WholeSteps
 from megazero.zero.owed import UpdateValues
 
 

@@ -14,7 +14,7 @@ import pytest
 from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.goals import GOALS
 from megazero.config.help import EXAMPLES, Invocation, help_text
-from megazero.config.options import listed_options, options_of, run_options
+from megazero.config.options import listed_options, options_of, run_options, sections
 from megazero.config.parse import parse_run
 from megazero.config.presets import presets
 from megazero.config.source import ConfigError
@@ -66,7 +66,10 @@ def test_help_shows_what_most_runs_need() -> None:
 
 
 def test_every_listed_flag_serves_one_goal() -> None:
-    assert sorted(name for goal in GOALS for name in goal.fields) == sorted(listed_options())
+    section_of = {name: known.section for name, known in listed_options().items()}
+    assert sorted(name for goal in GOALS for name in goal.all_fields(section_of)) == sorted(listed_options())
+    of_goals = sorted(section for goal in GOALS for section in goal.sections)
+    assert of_goals == sorted(sections()), "a new field has a goal"
     commands = options_of(CommandOptions, "")
     assert len(listed_options()) + len(commands) <= 110, "a person reads a list of these; `expert` is for the others"
 

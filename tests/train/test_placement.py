@@ -23,8 +23,8 @@ from megazero.plan.rates import NAMES, MachineRates, read_rates
 from megazero.train import placed, resolved_together
 from megazero.train.dry_run import dry_run_text
 from megazero.train.job import build_job
+from megazero.train.measured_rates import measured_rates
 from megazero.train.prepare import prepare
-from megazero.train.rates import measured_rates
 from megazero.train.resolved_together import resolved_on_all_ranks
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model

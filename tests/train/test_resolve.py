@@ -30,8 +30,7 @@ from megazero.data.progress import silent
 from megazero.launch import Environment
 from megazero.train import api, resolved_together
 from megazero.train.adapters import AdapterBase
-from megazero.train.arguments import Arguments
-from megazero.train.callbacks import Callbacks
+from megazero.train.arguments import Arguments, Callbacks
 from megazero.train.dry_run import dry_run_text
 from megazero.train.embedded import Rendezvous
 from megazero.train.epochs import Epoch

@@ -38,7 +38,7 @@ def flags(corpus: Path, tmp_path: Path) -> list[str]:
 def refused(rank: int, words: list[str], world_size: int) -> str:
     """What building the job on this rank is refused with, for a place whose file system says nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megazero.train.output_checks.closed", lambda place: None)
+        patch.setattr("megazero.train.path_checks.closed", lambda place: None)
         prepared = prepare(parse_run(words, world_size), world_size, silent)
     with pytest.raises(ConfigError) as caught:
         build_job(prepared, build_grid(axes_of(prepared.run, world_size), "cpu"))

@@ -131,7 +131,7 @@ def test_what_waits_is_found() -> None:
 
 def job_on_meta(flags: str, corpus: Path, cache: Path, patch: pytest.MonkeyPatch) -> Job:
     # It is read back from the device, once a run.
-    patch.setattr("megazero.train.checkpoints.new_token", lambda *_: "of nobody")
+    patch.setattr("megazero.train.save_policy.new_token", lambda *_: "of nobody")
     run = parse_run([*MODEL, *NUMBERS.split(), *flags.split(), *data_flags(corpus, cache)[:-2]], 1)
     prepared = prepare(run, 1, silent)
     return build_job(prepared, build_grid(axes_of(prepared.run, 1), "meta"))

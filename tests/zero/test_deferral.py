@@ -17,7 +17,7 @@ from megazero.model.stage import Stage
 from megazero.mpu.grid import single_process_grid
 from megazero.mpu.parameter import ParameterKind
 from megazero.pipeline.build import build_stages
-from megazero.train.probe import probe_batches
+from megazero.train.resume import probe_batches
 from megazero.zero.initial import initialise_state
 from megazero.zero.placement import Column
 from megazero.zero.state import ModelState

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from megazero.train.probe import probe_loss
+from megazero.train.resume import probe_loss
 from megazero.zero.owed import OwedUpdates
 from megazero.zero.placement import Column
 from tests.parameters import held_fragments, values_of
