@@ -35,7 +35,7 @@ from torch import Tensor
 
 from bench import results
 from bench.script import parser_of, report
-from megazero.config.numbers import bytes_of
+from megazero.config.lengths import bytes_of
 from megazero.config.tiers import SLOTS
 from megazero.disk.backend import DiskOptions, open_backend
 from megazero.disk.lanes import DiskLanes, Need

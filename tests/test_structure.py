@@ -323,6 +323,103 @@ def test_functions_fit_a_screen() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+MOST_FILES, LEAST_CODE = 25, 40
+FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/train")
+"""Folders in which files are counted and measured. More are to follow."""
+
+FILES = {"megazero/config": 28, "megazero/train": 41}
+"""Folders with more than `MOST_FILES`: how many they have. Lower the number with each file that goes."""
+
+SECTION, TO_MERGE = "a section of the configuration is a file", "to be merged"
+SHORT = {
+    "megazero/cli/merge_data.py": TO_MERGE,
+    "megazero/config/decision.py": TO_MERGE,
+    "megazero/config/dtypes.py": "the only file of the room that imports torch, which a command line is read without",
+    "megazero/config/fields.py": "sections import it, so that it imports nothing of the configuration",
+    "megazero/config/schema/__init__.py": "the run, whose sections are the other files",
+    "megazero/config/schema/checkpoint.py": SECTION,
+    "megazero/config/schema/lora.py": SECTION,
+    "megazero/config/schema/trainer.py": SECTION,
+    "megazero/config/unusual.py": TO_MERGE,
+    "megazero/train/banner_leaving.py": TO_MERGE,
+    "megazero/train/host_memory.py": TO_MERGE,
+    "megazero/train/memory_trace.py": TO_MERGE,
+    "megazero/train/start.py": TO_MERGE,
+    "megazero/train/state.py": TO_MERGE,
+    "megazero/train/text_blocks.py": TO_MERGE,
+}
+"""Files of less than `LEAST_CODE` lines of code, each with the reason. Take out what grew or went."""
+
+TWINS = {
+    "megazero/config": {"placement", "source"},
+    "megazero/cli": {"convert", "generate", "harness", "inspect"},
+    "megazero/train": {"api", "arguments", "host_memory", "offload", "report", "state"},
+}
+"""Names of files that are also in a room which imports this one, or which this one imports. Take out what is renamed.
+Programs on the top floor are called like the commands that they are, and sections of the configuration like what they
+are of.
+"""
+
+
+def files_of(folder: str) -> list[Path]:
+    """The files of a folder itself. An empty __init__.py is none."""
+    return [path for path in sorted((ROOT / folder).glob("*.py")) if path.read_text().strip()]
+
+
+def lines_of_code(text: str) -> int:
+    """Lines that are no blank, comment or docstring. Sentences under fields count: they are the help."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    documents = [
+        node.body[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    ]
+    without = {line for node in documents for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return sum(
+        number not in without and bool(line.strip()) and not line.strip().startswith("#")
+        for number, line in enumerate(text.splitlines(), 1)
+    )
+
+
+def test_a_folder_has_few_files() -> None:
+    """Where a folder has too many, the number in `FILES` only falls."""
+    numbers = {folder: len(files_of(folder)) for folder in FOLDERS}
+    assert {folder: number for folder, number in numbers.items() if number > MOST_FILES} == FILES
+
+
+def test_a_file_is_an_idea_of_some_length() -> None:
+    """A file below `LEAST_CODE` lines of code says in `SHORT` why it is one."""
+    assert lines_of_code('"""A.\n\nB.\n"""\n\n# c\nx: int = 1\n"D"\ndef f():\n    """E."""\n    return 1\n') == 4
+    short = {
+        str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in files_of(folder)
+        if lines_of_code(path.read_text()) < LEAST_CODE
+    }
+    assert short == set(SHORT)
+
+
+def test_rooms_that_import_each_other_have_no_files_of_one_name() -> None:
+    """So that a name in a sentence, or in a traceback, is one file."""
+    neighbours = {
+        frozenset((room(module), room(target))) for module, path in OURS.items() for _, target in imports(module, path)
+    }
+    twins = {
+        folder: {
+            path.stem
+            for path in files_of(folder)
+            for module, other in OURS.items()
+            if other.name == path.name != "__init__.py"
+            and floor(module) < max(FLOORS.values())
+            and not module.startswith("megazero.config.schema.")
+            and room(module) != folder.replace("/", ".")
+            and frozenset((room(module), folder.replace("/", "."))) in neighbours
+        }
+        for folder in TWINS
+    }
+    assert twins == TWINS
+
+
 def is_attribute(node: ast.expr, name: str) -> bool:
     """Whether an expression ends with `.name`: found at once, where `dotted` writes the expression."""
     return isinstance(node, ast.Attribute) and node.attr == name

@@ -15,10 +15,10 @@ from typing import Any
 from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.dump import build_run, run_dict
-from megazero.config.lora import adapted, alpha
+from megazero.config.layer_choices import adapted, lora_alpha
+from megazero.config.model_shape import SHAPE
 from megazero.config.options import Option, run_options, sections
 from megazero.config.schema import ModelConfig, Run
-from megazero.config.shape import SHAPE
 from megazero.config.validate import out_of_range
 from megazero.optim.lr_schedule import LearningRate
 from megazero.system.reading import shown
@@ -95,7 +95,7 @@ def _lr_length(name: str, *, only: str | None = None) -> _Value:
 _SHAPE: dict[str, _Value] = {f"model.{name}": _of_model(value) for name, value in SHAPE.items()}
 _ADAPTERS: dict[str, _Value] = {
     "lora.lora_rank": _get("lora", "lora_rank"),
-    "lora.lora_alpha": lambda run: None if run.lora.lora_rank is None else alpha(run.lora),
+    "lora.lora_alpha": lambda run: None if run.lora.lora_rank is None else lora_alpha(run.lora),
     "lora.lora_targets": lambda run: adapted(run.lora, run.model),
     **_plain("lora", "lora_base_bits", "lora_base_qkv"),
 }

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from megazero.cli.exit_status import end_rank
-from megazero.cli.flags import (
+from megazero.cli.parser import command_parser, given_path, given_word
+from megazero.cli.shared_flags import (
     add_checkpoint_flags,
     add_layout_flags,
     add_text_flags,
@@ -27,7 +28,6 @@ from megazero.cli.flags import (
     tokenizer_named,
     ways_to_name_one,
 )
-from megazero.cli.parser import command_parser, given_path, given_word
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.indexed import DataError

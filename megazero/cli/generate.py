@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.cli.exit_status import end_rank
-from megazero.cli.flags import (
+from megazero.cli.parser import command_parser
+from megazero.cli.shared_flags import (
     add_checkpoint_flags,
     add_layout_flags,
     add_tokenizer_flags,
@@ -25,7 +26,6 @@ from megazero.cli.flags import (
     tokenizer_named,
     ways_to_name_one,
 )
-from megazero.cli.parser import command_parser
 from megazero.config.schema import DataConfig, Run
 from megazero.config.source import ConfigError
 from megazero.data.indexed import DataError

@@ -1,4 +1,4 @@
-"""The input of checks of a run, and helpers that name the nearest valid values."""
+"""What a check of a run is, what it reads, and helpers that name the nearest valid values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from megazero.config.derive import pipeline_schedule
 from megazero.config.schema import Run
 
 
@@ -30,8 +31,33 @@ class CheckContext:
         ranks = self.run.parallel.tp * self.run.parallel.pp
         return None if self.world_size is None or self.world_size % ranks else self.world_size // ranks
 
+    @property
+    def several(self) -> bool:
+        """Whether there may be several ranks."""
+        return self.world_size != 1
 
-Found = Iterator[str]
+    @property
+    def shards(self) -> bool:
+        """Whether some model state has several replicas: over dp, or a tied embedding on two stages."""
+        tied = (
+            not self.run.model.untie_embeddings_and_output_weights
+            and self.run.parallel.pp > 1
+            and pipeline_schedule(self.run.parallel) != "zb-v"
+        )
+        return self.dp != 1 or tied
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients of several ranks are added up."""
+        return self.shards or (self.run.parallel.sequence_parallel and self.run.parallel.tp > 1)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step may have several micro-batches."""
+        return self.dp is None or self.run.schedule.global_batch_size > self.run.schedule.micro_batch_size * self.dp
+
+
+Problems = Iterator[str]
 
 
 @dataclass(frozen=True)
@@ -42,14 +68,17 @@ class Check:
     reads  the fields that it reads
     """
 
-    find: Callable[[CheckContext], Iterable[str]]
+    find: Callable[[CheckContext], Problems]
     reads: frozenset[str]
 
-    def problems(self, context: CheckContext) -> list[str]:
-        return list(self.find(context))
+
+def reads(fields: str) -> Callable[[Callable[[CheckContext], Problems]], Check]:
+    """Makes a check of a function that reads these fields, whose names have blanks between."""
+    return lambda find: Check(find, frozenset(fields.split()))
 
 
 def divisors(number: int) -> list[int]:
+    """All divisors, the smallest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -62,9 +91,5 @@ def nearest(value: int, valid: Iterable[int]) -> str:
 
 
 def nearest_multiples(value: int, of: int) -> str:
+    """The multiples of a number next below and above `value`, as words; 0 is none of them."""
     return nearest(value, [m for m in (value // of * of, (value // of + 1) * of) if m >= of])
-
-
-def check(find: Callable[[CheckContext], Iterable[str]], *reads: str) -> Check:
-    """A check and the names of the fields that it reads."""
-    return Check(find, frozenset(reads))

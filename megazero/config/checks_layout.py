@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 
-from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
+from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
 from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
 from megazero.config.schema import Run
 
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-def _heads(f: CheckContext) -> Found:
-    m = f.run.model
+@reads("hidden_size num_attention_heads num_query_groups kv_channels position_embedding")
+def _heads(context: CheckContext) -> Problems:
+    m = context.run.model
     if m.kv_channels is not None:
         if m.position_embedding == "rotary" and m.kv_channels % 2:
             yield (
@@ -26,9 +27,8 @@ def _heads(f: CheckContext) -> Found:
     elif m.hidden_size % m.num_attention_heads:
         yield (
             f"--num-attention-heads {m.num_attention_heads} does not divide --hidden-size {m.hidden_size}; nearest: "
-            f"--hidden-size {nearest_multiples(m.hidden_size, m.num_attention_heads)}, or "
-            f"--num-attention-heads {nearest(m.num_attention_heads, divisors(m.hidden_size))}, or --kv-channels, the "
-            "width of a head"
+            f"--hidden-size {nearest_multiples(m.hidden_size, m.num_attention_heads)}, or --num-attention-heads "
+            f"{nearest(m.num_attention_heads, divisors(m.hidden_size))}, or --kv-channels, the width of a head"
         )
     elif m.position_embedding == "rotary" and m.hidden_size // m.num_attention_heads % 2:
         width = m.hidden_size // m.num_attention_heads
@@ -44,8 +44,9 @@ def _heads(f: CheckContext) -> Found:
         )
 
 
-def _positions(f: CheckContext) -> Found:
-    m = f.run.model
+@reads("max_position_embeddings seq_length position_offset position_embedding")
+def _positions(context: CheckContext) -> Problems:
+    m = context.run.model
     rows = m.max_position_embeddings
     if m.position_embedding == "learned" and rows is not None and rows < m.seq_length:
         yield (
@@ -55,13 +56,13 @@ def _positions(f: CheckContext) -> Found:
     if m.position_offset and m.position_embedding != "learned":
         yield (
             f"--position-offset {m.position_offset} are rows of a learned position table, which --position-embedding "
-            f"{m.position_embedding} "
-            "has not; nearest: --position-offset 0, or --position-embedding learned"
+            f"{m.position_embedding} has not; nearest: --position-offset 0, or --position-embedding learned"
         )
 
 
-def _biases(f: CheckContext) -> Found:
-    m = f.run.model
+@reads("disable_bias_linear attention_bias mlp_bias")
+def _biases(context: CheckContext) -> Problems:
+    m = context.run.model
     if m.disable_bias_linear and m.attention_bias is not None and m.mlp_bias is not None:
         shown = " ".join(
             f"--{'' if on else 'no-'}{name}-bias" for name, on in (("attention", m.attention_bias), ("mlp", m.mlp_bias))
@@ -69,8 +70,9 @@ def _biases(f: CheckContext) -> Found:
         yield f"--disable-bias-linear has no effect with {shown}, which set all linear layers of a block: drop it"
 
 
-def _tp_divides(f: CheckContext) -> Found:
-    m, tp = f.run.model, f.run.parallel.tp
+@reads("tp num_attention_heads num_query_groups ffn_hidden_size hidden_size activation")
+def _tp_divides(context: CheckContext) -> Problems:
+    m, tp = context.run.model, context.run.parallel.tp
     sizes = {
         "--num-attention-heads": m.num_attention_heads,
         "--num-query-groups": query_groups(m),
@@ -87,51 +89,54 @@ def _tp_divides(f: CheckContext) -> Found:
         )
 
 
-def _sequence_parallel(f: CheckContext) -> Found:
-    length, tp = f.run.model.seq_length, f.run.parallel.tp
-    if f.run.parallel.sequence_parallel and length % tp:
+@reads("tp seq_length sequence_parallel")
+def _sequence_parallel(context: CheckContext) -> Problems:
+    length, tp = context.run.model.seq_length, context.run.parallel.tp
+    if context.run.parallel.sequence_parallel and length % tp:
         yield (
             f"--tp {tp} does not divide --seq-length {length}, which --sequence-parallel cuts in tp parts; "
             f"nearest: --seq-length {nearest_multiples(length, tp)}, or --tp {nearest(tp, divisors(length))}"
         )
 
 
-def _chunks(f: CheckContext) -> Found:
-    layers, p = f.run.model.num_layers, f.run.parallel
+@reads("num_layers pp virtual_stages")
+def _chunks(context: CheckContext) -> Problems:
+    layers, p = context.run.model.num_layers, context.run.parallel
     chunks = p.pp * p.virtual_stages
     if layers + 2 < chunks:
         yield (
             f"--pp {p.pp} x --virtual-stages {p.virtual_stages} = {chunks} model chunks, but --num-layers {layers}, "
-            "the embedding and the "
-            f"head fill {layers + 2} at most; nearest: --num-layers {chunks - 2}, "
-            f"or --pp {max(1, (layers + 2) // p.virtual_stages)}"
+            f"the embedding and the head fill {layers + 2} at most; nearest: --num-layers {chunks - 2}, or --pp "
+            f"{max(1, (layers + 2) // p.virtual_stages)}"
         )
 
 
-def _partition(f: CheckContext) -> Found:
-    layers, p = f.run.model.num_layers, f.run.parallel
+@reads("num_layers pp virtual_stages partition partition_by")
+def _partition(context: CheckContext) -> Problems:
+    layers, p = context.run.model.num_layers, context.run.parallel
     if p.partition is None:
         return
-    chunks, words = p.pp * p.virtual_stages, " ".join(map(str, p.partition))
+    chunks, flag = p.pp * p.virtual_stages, f"--partition {' '.join(map(str, p.partition))}"
     if len(p.partition) != chunks:
         yield (
-            f"--partition {words} has {len(p.partition)} numbers, but --pp {p.pp} x --virtual-stages "
+            f"{flag} has {len(p.partition)} numbers, but --pp {p.pp} x --virtual-stages "
             f"{p.virtual_stages} = {chunks} chunks"
         )
     if sum(p.partition) != layers:
-        yield f"--partition {words} adds up to {sum(p.partition)}, but --num-layers is {layers}"
+        yield f"{flag} adds up to {sum(p.partition)}, but --num-layers is {layers}"
     empty = [i for i, n in enumerate(p.partition[1:-1], 1) if n == 0]
     if empty:
         yield (
-            f"--partition {words} leaves chunk {empty[0]} empty: only the first, with the embedding, and the last, "
+            f"{flag} leaves chunk {empty[0]} empty: only the first, with the embedding, and the last, "
             "with the head, may be"
         )
     if p.partition_by != "parameters":
         yield f"--partition-by {p.partition_by} has no effect with --partition: drop one of them"
 
 
-def _schedule(f: CheckContext) -> Found:
-    p = f.run.parallel
+@reads("pipeline_schedule virtual_stages")
+def _schedule(context: CheckContext) -> Problems:
+    p = context.run.parallel
     name = pipeline_schedule(p)
     if name == "interleaved" and p.virtual_stages < 2:
         yield (
@@ -155,18 +160,20 @@ def _schedule(f: CheckContext) -> Found:
         )
 
 
-def _zero(f: CheckContext) -> Found:
-    stage = f.run.parallel.zero_stage
+@reads("zero_stage")
+def _zero(context: CheckContext) -> Problems:
+    stage = context.run.parallel.zero_stage
     if stage not in ZERO_STAGES:
         valid = ", ".join(map(str, ZERO_STAGES))
         yield f"--zero-stage {stage} does not exist; valid: {valid}; nearest: {nearest(stage, ZERO_STAGES)}"
 
 
-def _shard_size(f: CheckContext) -> Found:
-    p, size, dp = f.run.parallel, f.run.parallel.zero_shard_size, f.dp
+@reads("zero_shard_size tp pp")
+def _shard_size(context: CheckContext) -> Problems:
+    p, size, dp = context.run.parallel, context.run.parallel.zero_shard_size, context.dp
     if size is not None and dp is not None and dp % size:
         yield (
-            f"--zero-shard-size {size} does not divide the {dp} data-parallel ranks (world size {f.world_size} / "
+            f"--zero-shard-size {size} does not divide the {dp} data-parallel ranks (world size {context.world_size} / "
             f"(--tp {p.tp} x --pp {p.pp})), so that sets of {size} neighbours would not all hold the same shards; "
             f"nearest: {nearest(size, divisors(dp))}"
         )
@@ -186,19 +193,22 @@ def world_problem(run: Run, world: int) -> str | None:
     )
 
 
-def _world(f: CheckContext) -> Found:
-    wrong = None if f.world_size is None else world_problem(f.run, f.world_size)
+@reads("tp pp")
+def _world(context: CheckContext) -> Problems:
+    wrong = None if context.world_size is None else world_problem(context.run, context.world_size)
     yield from () if wrong is None else (wrong,)
 
 
-def _reduce_dtype(f: CheckContext) -> Found:
-    precision, wanted = f.run.optimizer.precision, f.run.parallel.grad_reduce_dtype
+@reads("precision grad_reduce_dtype")
+def _reduce_dtype(context: CheckContext) -> Problems:
+    precision, wanted = context.run.optimizer.precision, context.run.parallel.grad_reduce_dtype
     if precision == "fp64" and wanted != "auto":
         yield f"--grad-reduce-dtype {wanted} is narrower than --precision fp64; nearest: auto"
 
 
-def _backend(f: CheckContext) -> Found:
-    p = f.run.parallel
+@reads("backend device")
+def _backend(context: CheckContext) -> Problems:
+    p = context.run.parallel
     if p.backend == "nccl" and p.device == "cpu":
         yield "--backend nccl cannot send tensors of --device cpu; nearest: --backend gloo"
 
@@ -209,9 +219,12 @@ _HEADS = {"flash-attn": (1, 256), "flex": (16, 256)}
 _NOT_IN = {"flash-attn": ("fp64", "fp32"), "flex": ("fp64",)}
 
 
-def _attention(f: CheckContext) -> Found:
+@reads(
+    "attention position_embedding document_mask attention_dropout precision hidden_size num_attention_heads kv_channels"
+)
+def _attention(context: CheckContext) -> Problems:
     """What the chosen --attention cannot compute on any machine. Limits of this machine are checked on its ranks."""
-    m, asked, precision = f.run.model, f.run.parallel.attention, f.run.optimizer.precision
+    m, asked, precision = context.run.model, context.run.parallel.attention, context.run.optimizer.precision
     alibi, documents = m.position_embedding == "alibi", m.document_mask
     cannot = (
         {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in _WITHOUT_DROPOUT else {}
@@ -228,17 +241,18 @@ def _attention(f: CheckContext) -> Found:
         cannot |= {heads: not least <= size <= most}
     if asked == "flash-attn":
         cannot |= {"--document-mask": documents}
-    found = [words for words, wrong in cannot.items() if wrong]
-    if found:
+    refused = [flag for flag, wrong in cannot.items() if wrong]
+    if refused:
         first = " needs CUDA, and" * (asked in _HEADS)  # a user without a GPU need not mend the rest
         yield (
-            f"--attention {asked}{first} does not compute {', '.join(found)}; nearest: --attention auto, or "
+            f"--attention {asked}{first} does not compute {', '.join(refused)}; nearest: --attention auto, or "
             "softmax, which computes everything"
         )
 
 
-def _cuda_graphs(f: CheckContext) -> Found:
-    p = f.run.parallel
+@reads("cuda_graphs pp tp virtual_stages pipeline_schedule micro_batch_order zero_stage device backend")
+def _cuda_graphs(context: CheckContext) -> Problems:
+    p = context.run.parallel
     if not p.cuda_graphs:
         return
     if p.pp > 1 or p.virtual_stages > 1:
@@ -271,42 +285,6 @@ def _cuda_graphs(f: CheckContext) -> Found:
 
 
 LAYOUT_CHECKS = (
-    check(_heads, "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "position_embedding"),
-    check(_positions, "max_position_embeddings", "seq_length", "position_offset", "position_embedding"),
-    check(_biases, "disable_bias_linear", "attention_bias", "mlp_bias"),
-    check(_tp_divides, "tp", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size", "activation"),
-    check(_sequence_parallel, "tp", "seq_length", "sequence_parallel"),
-    check(_chunks, "num_layers", "pp", "virtual_stages"),
-    check(_partition, "num_layers", "pp", "virtual_stages", "partition", "partition_by"),
-    check(_schedule, "pipeline_schedule", "virtual_stages"),
-    check(_zero, "zero_stage"),
-    check(_world, "tp", "pp"),
-    check(_shard_size, "zero_shard_size", "tp", "pp"),
-    check(_backend, "backend", "device"),
-    check(
-        _cuda_graphs,
-        "cuda_graphs",
-        "pp",
-        "tp",
-        "virtual_stages",
-        "pipeline_schedule",
-        "micro_batch_order",
-        "zero_stage",
-        "device",
-        "backend",
-    ),
-    check(_reduce_dtype, "precision", "grad_reduce_dtype"),
-    check(
-        _attention,
-        *(
-            "attention",
-            "position_embedding",
-            "document_mask",
-            "attention_dropout",
-            "precision",
-            "hidden_size",
-            "num_attention_heads",
-        ),
-        "kv_channels",
-    ),
+    *(_heads, _positions, _biases, _tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
+    *(_zero, _world, _shard_size, _backend, _cuda_graphs, _reduce_dtype, _attention),
 )

@@ -1,19 +1,27 @@
-"""Relations that batches, rates, data and checkpoints must satisfy."""
+"""Relations that batches, rates, precision, data, checkpoints and adapters must satisfy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.config.checks import CheckContext, Found, check, divisors, nearest, nearest_multiples
+from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
 from megazero.config.derive import ffn_width, query_groups
-from megazero.config.fp8 import MULTIPLE, block_layers, fp8_layers
+from megazero.config.layer_choices import (
+    BASE_BITS,
+    FP8_MULTIPLE,
+    LORA_TARGETS,
+    adaptable_layers,
+    block_layers,
+    fp8_layers,
+)
 from megazero.config.lengths import Length, Measure
 from megazero.config.schema.trainer import TRACE_SUFFIXES
 from megazero.system.words import counted
 
 
-def _batch(f: CheckContext) -> Found:
-    s, dp = f.run.schedule, f.dp
+@reads("tp pp micro_batch_size global_batch_size rampup_batch_size")
+def _batch(context: CheckContext) -> Problems:
+    s, dp = context.run.schedule, context.dp
     step = s.micro_batch_size * (dp or 1)
     shown = f"--micro-batch-size {s.micro_batch_size}" + (f" x dp {dp} = {step}" if dp is not None else "")
     if s.global_batch_size % step:
@@ -22,43 +30,45 @@ def _batch(f: CheckContext) -> Found:
     if s.rampup_batch_size is None or len(s.rampup_batch_size) != 3:
         return
     start, increment, samples = s.rampup_batch_size
-    words = f"--rampup-batch-size {start} {increment} {samples}"
+    ramp = f"--rampup-batch-size {start} {increment} {samples}"
     if start % step:
-        yield f"{words}: START {start} is not a multiple of {shown}; nearest: {nearest_multiples(start, step)}"
+        yield f"{ramp}: START {start} is not a multiple of {shown}; nearest: {nearest_multiples(start, step)}"
     if increment % step and start != s.global_batch_size:
         yield (
-            f"{words}: INCREMENT {increment} is not a multiple of {shown}; nearest: "
-            f"{nearest_multiples(increment, step)}"
+            f"{ramp}: INCREMENT {increment} is not a multiple of {shown}; nearest: {nearest_multiples(increment, step)}"
         )
 
 
-def _ramp(f: CheckContext) -> Found:
-    ramp, full = f.run.schedule.rampup_batch_size, f.run.schedule.global_batch_size
+@reads("rampup_batch_size global_batch_size")
+def _ramp(context: CheckContext) -> Problems:
+    ramp, full = context.run.schedule.rampup_batch_size, context.run.schedule.global_batch_size
     if ramp is None:
         return
-    words = " ".join(map(str, ramp))
+    flag = f"--rampup-batch-size {' '.join(map(str, ramp))}"
     if len(ramp) != 3:
-        yield f"--rampup-batch-size {words}: three numbers are needed, START INCREMENT SAMPLES, not {len(ramp)}"
+        yield f"{flag}: three numbers are needed, START INCREMENT SAMPLES, not {len(ramp)}"
     elif ramp[0] > full:
-        yield f"--rampup-batch-size {words} starts above --global-batch-size {full}; nearest START: {full}"
+        yield f"{flag} starts above --global-batch-size {full}; nearest START: {full}"
     elif (full - ramp[0]) % ramp[1]:
         near = [
             start for start in (full - (full - ramp[0]) // ramp[1] * ramp[1] - ramp[1] * k for k in (0, 1)) if start > 0
         ]
         yield (
-            f"--rampup-batch-size {words}: from {ramp[0]} in steps of {ramp[1]} --global-batch-size {full} is not met; "
+            f"{flag}: from {ramp[0]} in steps of {ramp[1]} --global-batch-size {full} is not met; "
             f"nearest START: {nearest(ramp[0], near)}; nearest INCREMENT: {nearest(ramp[1], divisors(full - ramp[0]))}"
         )
 
 
-def _memory_trace(f: CheckContext) -> Found:
-    path = f.run.trainer.memory_trace
+@reads("memory_trace")
+def _memory_trace(context: CheckContext) -> Problems:
+    path = context.run.trainer.memory_trace
     if path is not None and not path.endswith(TRACE_SUFFIXES):
         yield f"--memory-trace {path} does not end in one of {', '.join(TRACE_SUFFIXES)}"
 
 
-def _length(f: CheckContext) -> Found:
-    s = f.run.schedule
+@reads("train_iters train_samples rampup_batch_size global_batch_size")
+def _length(context: CheckContext) -> Problems:
+    s = context.run.schedule
     if s.train_iters is not None and s.train_samples is not None:
         yield "--train-iters and --train-samples say the same thing in two ways: give one of them"
     first = s.rampup_batch_size[0] if s.rampup_batch_size else s.global_batch_size
@@ -66,8 +76,9 @@ def _length(f: CheckContext) -> Found:
         yield f"--train-samples {s.train_samples} are fewer than the first global batch has, {first}; nearest: {first}"
 
 
-def _rate(f: CheckContext) -> Found:
-    s = f.run.schedule
+@reads("lr min_lr lr_decay_style train_iters train_samples lr_warmup lr_decay lr_wsd_decay")
+def _rate(context: CheckContext) -> Problems:
+    s = context.run.schedule
     if s.min_lr > s.lr:
         yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
     for measure, run in ((Measure.ITERATIONS, s.train_iters), (Measure.SAMPLES, s.train_samples)):
@@ -92,14 +103,16 @@ def _rate(f: CheckContext) -> Found:
                 )
 
 
-def _loss_scale(f: CheckContext) -> Found:
-    o = f.run.optimizer
+@reads("precision loss_scale initial_loss_scale min_loss_scale")
+def _loss_scale(context: CheckContext) -> Problems:
+    o = context.run.optimizer
     if o.loss_scale is None and o.precision == "fp16" and o.min_loss_scale > o.initial_loss_scale:
         yield f"--min-loss-scale {o.min_loss_scale:g} is above --initial-loss-scale {o.initial_loss_scale:g}"
 
 
-def _optimizer_impl(f: CheckContext) -> Found:
-    o, device = f.run.optimizer, f.run.parallel.device
+@reads("optimizer_impl precision device optimizer")
+def _optimizer_impl(context: CheckContext) -> Problems:
+    o, device = context.run.optimizer, context.run.parallel.device
     if o.optimizer_impl == "apex":
         if o.precision == "fp64":
             yield "--optimizer-impl apex computes in fp32, not in --precision fp64; nearest: --optimizer-impl megazero"
@@ -112,8 +125,12 @@ def _optimizer_impl(f: CheckContext) -> Found:
             )
 
 
-def _fp8(f: CheckContext) -> Found:
-    o, m, tp = f.run.optimizer, f.run.model, f.run.parallel.tp
+@reads(
+    "fp8 precision tp hidden_size num_attention_heads num_query_groups ffn_hidden_size activation num_layers "
+    "kv_channels"
+)
+def _fp8(context: CheckContext) -> Problems:
+    o, m, tp = context.run.optimizer, context.run.model, context.run.parallel.tp
     if o.fp8 == "off":
         return
     if o.precision not in ("bf16", "fp16"):
@@ -124,62 +141,58 @@ def _fp8(f: CheckContext) -> Found:
     whole = m.hidden_size % m.num_attention_heads == 0 and not any(
         n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m))
     )
-    if whole and not fp8_layers(f.run):
+    if whole and not fp8_layers(context.run):
         sizes = ", ".join(f"{layer.name} {layer.n} x {layer.k}" for layer in block_layers(m, tp))
         yield (
             f"--fp8 {o.fp8} would have no effect: no linear layer's weight on a rank ({sizes}, with --tp {tp}) has "
-            "both sizes a multiple "
-            f"of {MULTIPLE}; nearest: --hidden-size {nearest_multiples(m.hidden_size, MULTIPLE * tp)}"
+            f"both sizes a multiple of {FP8_MULTIPLE}; nearest: --hidden-size "
+            f"{nearest_multiples(m.hidden_size, FP8_MULTIPLE * tp)}"
         )
 
 
-def _data_path(f: CheckContext) -> Found:
-    words = f.run.data.data_path
-    if len(words) > 1:
-        if len(words) % 2:
+@reads("data_path valid_data_path")
+def _data_path(context: CheckContext) -> Problems:
+    blend, sets = context.run.data.data_path, context.run.data.valid_data_path
+    if len(blend) > 1 and len(blend) % 2:
+        yield (
+            f"--data-path has {counted(len(blend), 'word')}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so an even "
+            "number"
+        )
+    elif len(blend) > 1:
+        weights = {word: _number(word) for word in blend[::2]}
+        wrong = [word for word, weight in weights.items() if weight is None or not 0 < weight < float("inf")]
+        if wrong:
             yield (
-                f"--data-path has {counted(len(words), 'word')}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so "
-                "an even number"
+                f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT PREFIX "
+                "..."
             )
-        else:
-            weights = [_number(word) for word in words[::2]]
-            wrong = [
-                word
-                for word, weight in zip(words[::2], weights, strict=True)
-                if weight is None or not 0 < weight < float("inf")
-            ]
-            if wrong:
-                yield (
-                    f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT "
-                    "PREFIX ..."
-                )
-    sets = f.run.data.valid_data_path
     if len(sets) % 2:
         yield f"--valid-data-path has {counted(len(sets), 'word')}: NAME PREFIX NAME PREFIX ... is an even number"
     elif len({*sets[::2]}) < len(sets) // 2:
         yield f"--valid-data-path names {', '.join(sets[::2])}: every set needs a name of its own"
 
 
-def _instructions(f: CheckContext) -> Found:
-    d = f.run.data
+@reads("instruction_data data_path valid_data_path tokenizer document_mask eod_mask_loss split")
+def _instructions(context: CheckContext) -> Problems:
+    d = context.run.data
     if not d.instruction_data:
         return
-    words = f"--instruction-data {' '.join(d.instruction_data)}"
+    flag = f"--instruction-data {' '.join(d.instruction_data)}"
     if d.data_path:
-        yield f"{words} and --data-path {' '.join(d.data_path)}: a run has one kind of data"
+        yield f"{flag} and --data-path {' '.join(d.data_path)}: a run has one kind of data"
     if d.valid_data_path:
         yield (
-            f"{words}: it is validated on --valid-instruction-data, not on --valid-data-path "
+            f"{flag}: it is validated on --valid-instruction-data, not on --valid-data-path "
             f"{' '.join(d.valid_data_path)}"
         )
     if d.tokenizer is None:
-        yield f"{words} needs --tokenizer, since the files are text"
-    if not f.run.model.document_mask:
-        yield f"{words}: --no-document-mask would let conversations in one sample attend to each other"
+        yield f"{flag} needs --tokenizer, since the files are text"
+    if not context.run.model.document_mask:
+        yield f"{flag}: --no-document-mask would let conversations in one sample attend to each other"
     if d.eod_mask_loss:
-        yield f"{words}: --eod-mask-loss has no effect, since the loss is on completions only"
-    if "split" in f.given:
-        yield f"{words}: --split {d.split} has no effect; --valid-instruction-data gives the validation data"
+        yield f"{flag}: --eod-mask-loss has no effect, since the loss is on completions only"
+    if "split" in context.given:
+        yield f"{flag}: --split {d.split} has no effect; --valid-instruction-data gives the validation data"
 
 
 def _number(word: str) -> float | None:
@@ -189,23 +202,23 @@ def _number(word: str) -> float | None:
         return None
 
 
-def _split(f: CheckContext) -> Found:
-    shares = [_number(part) for part in f.run.data.split.split(",")]
+@reads("split")
+def _split(context: CheckContext) -> Problems:
+    split = context.run.data.split
+    shares = [_number(part) for part in split.split(",")]
     if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares) or not any(shares):
-        yield (
-            f"--split {f.run.data.split}: up to three shares with commas between, none negative and not all 0, as "
-            "969,30,1"
-        )
+        yield f"--split {split}: up to three shares with commas between, none negative and not all 0, as 969,30,1"
 
 
-def _tokens(f: CheckContext) -> Found:
-    d, vocab = f.run.data, f.run.model.vocab_size
+@reads("vocab_size data_path instruction_data tokenizer tokenizer_path eod_id document_mask eod_mask_loss init_from")
+def _tokens(context: CheckContext) -> Problems:
+    d, vocab = context.run.data, context.run.model.vocab_size
     if d.data_path and d.tokenizer is None and vocab is None:
         yield (
             "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number "
             "is not known"
         )
-    named = d.data_path or d.instruction_data or f.run.checkpoint.init_from or f.own_data
+    named = d.data_path or d.instruction_data or context.run.checkpoint.init_from or context.own_data
     if d.tokenizer is not None and not named:
         yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
     if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
@@ -218,15 +231,19 @@ def _tokens(f: CheckContext) -> Found:
         yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
     wants = [
         flag
-        for flag, on in (("--document-mask", f.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss))
+        for flag, on in (("--document-mask", context.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss))
         if on
     ]
     if wants and d.data_path and d.tokenizer is None and d.eod_id is None:
         yield f"{' and '.join(wants)} must know which token ends a document: give --eod-id or --tokenizer"
 
 
-def _checkpoint(f: CheckContext) -> Found:
-    c = f.run.checkpoint
+@reads(
+    "save_retain_interval keep_last save async_save backend finetune no_load_optim load init_from "
+    "extend_vocabulary lora_rank data_path instruction_data"
+)
+def _checkpoint(context: CheckContext) -> Problems:
+    c = context.run.checkpoint
     if c.finetune and c.no_load_optim:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
     if c.save_retain_interval is not None and c.save and c.keep_last == 0:
@@ -234,78 +251,64 @@ def _checkpoint(f: CheckContext) -> Found:
             f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last 0, which keeps all: "
             "drop one of them"
         )
-    if c.async_save and f.run.parallel.backend == "mpi":
+    if c.async_save and context.run.parallel.backend == "mpi":
         yield (
             "--async-save needs a gloo group, which cannot be created with --distributed-backend mpi; "
             "nearest: --backend gloo"
         )
-    if c.init_from is not None and c.finetune and f.run.lora.lora_rank is None:
+    if c.init_from is not None and c.finetune and context.run.lora.lora_rank is None:
         yield (
             f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop "
             "one of them"
         )
-    if c.init_from is not None and not (f.run.data.data_path or f.run.data.instruction_data or f.own_data):
+    if c.init_from is not None and not (
+        context.run.data.data_path or context.run.data.instruction_data or context.own_data
+    ):
         yield (
             f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of "
-            "its own, not that of "
-            "this model"
+            "its own, not that of this model"
+        )
+
+
+@reads("lora_rank lora_targets init_from load extend_vocabulary activation")
+def _lora(context: CheckContext) -> Problems:
+    lora, model, start = context.run.lora, context.run.model, context.run.checkpoint
+    rank = lora.lora_rank
+    if rank is None:
+        return
+    if start.init_from is None and start.load is None:
+        yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained on the frozen weights of a model"
+    if start.extend_vocabulary:
+        yield (
+            f"--lora-rank {rank} with --extend-vocabulary: adapters train no embedding, so what is added would stay "
+            "what it starts as; train these rows first, or leave it out"
+        )
+    unknown = [name for name in lora.lora_targets if name not in LORA_TARGETS]
+    if unknown:
+        yield f"--lora-targets {' '.join(unknown)}: known are {', '.join(LORA_TARGETS)}"
+    absent = [name for name in lora.lora_targets if name in LORA_TARGETS and name not in adaptable_layers(model)]
+    if absent:
+        yield (
+            f"--lora-targets {' '.join(absent)}: with --activation {model.activation} there are "
+            f"{', '.join(adaptable_layers(model))}"
+        )
+
+
+@reads("lora_base_bits cuda_graphs")
+def _base_bits(context: CheckContext) -> Problems:
+    bits = context.run.lora.lora_base_bits
+    if bits not in (None, *BASE_BITS):
+        assert bits is not None
+        valid = " or ".join(map(str, BASE_BITS))
+        yield f"--lora-base-bits {bits} is not {valid}; nearest: {nearest(bits, BASE_BITS)}"
+    if bits is not None and context.run.parallel.cuda_graphs:
+        yield (
+            f"--cuda-graphs needs weights at fixed addresses, and --lora-base-bits {bits} decodes them into new memory "
+            "for each use; leave one out"
         )
 
 
 TRAINING_CHECKS = (
-    check(_batch, "tp", "pp", "micro_batch_size", "global_batch_size", "rampup_batch_size"),
-    check(_ramp, "rampup_batch_size", "global_batch_size"),
-    check(_length, "train_iters", "train_samples", "rampup_batch_size", "global_batch_size"),
-    check(
-        _rate,
-        *("lr", "min_lr", "lr_decay_style", "train_iters", "train_samples", "lr_warmup", "lr_decay", "lr_wsd_decay"),
-    ),
-    check(_loss_scale, "precision", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-    check(_optimizer_impl, "optimizer_impl", "precision", "device", "optimizer"),
-    check(
-        _fp8,
-        *(
-            "fp8",
-            "precision",
-            "tp",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "ffn_hidden_size",
-            "activation",
-        ),
-        *("num_layers", "kv_channels"),
-    ),
-    check(_data_path, "data_path", "valid_data_path"),
-    check(
-        _instructions,
-        "instruction_data",
-        "data_path",
-        "valid_data_path",
-        "tokenizer",
-        "document_mask",
-        "eod_mask_loss",
-        "split",
-    ),
-    check(_split, "split"),
-    check(_memory_trace, "memory_trace"),
-    check(
-        _tokens,
-        *(
-            "vocab_size",
-            "data_path",
-            "instruction_data",
-            "tokenizer",
-            "tokenizer_path",
-            "eod_id",
-            "document_mask",
-            "eod_mask_loss",
-        ),
-        "init_from",
-    ),
-    check(
-        _checkpoint,
-        *("save_retain_interval", "keep_last", "save", "async_save", "backend", "finetune", "no_load_optim"),
-        *("load", "init_from", "extend_vocabulary", "lora_rank", "data_path", "instruction_data"),
-    ),
+    *(_batch, _ramp, _length, _rate, _loss_scale, _optimizer_impl, _fp8, _data_path, _instructions, _split),
+    *(_memory_trace, _tokens, _checkpoint, _lora, _base_bits),
 )

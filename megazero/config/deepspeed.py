@@ -14,8 +14,7 @@ from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any
 
-from megazero.config.deepspeed_defaults import missing_keys, other_peak
-from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT
+from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT, missing_keys, other_peak
 from megazero.config.lengths import Length
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import SIBLINGS, ConfigSource
@@ -44,24 +43,24 @@ class DeepSpeedSource(ConfigSource):
 
     def notes_on_defaults(self, above: Sequence[ConfigSource]) -> list[str]:
         """A sentence with those of DeepSpeed's defaults that apply, since no source above sets their fields."""
-        said = {name for source in above for name in source.settings}
-        siblings = {name for group in SIBLINGS if not said.isdisjoint(group) for name in group}
-        held = [sentence for name, sentence in self.default_notes.items() if name not in said | siblings]
-        return [f"{self.name} leaves these to DeepSpeed's own defaults: {'; '.join(held)}"] if held else []
+        given = {name for source in above for name in source.settings}
+        siblings = {name for group in SIBLINGS if not given.isdisjoint(group) for name in group}
+        applied = [sentence for name, sentence in self.default_notes.items() if name not in given | siblings]
+        return [f"{self.name} leaves these to DeepSpeed's own defaults: {'; '.join(applied)}"] if applied else []
 
     def contradictions(self, flags: ConfigSource) -> list[str]:
         """A sentence for each key that contradicts a flag of the command line."""
-        found = []
+        problems = []
         for name, value in self.settings.items():
             group = next((group for group in SIBLINGS if name in group), (name,))
             for other in flags.given(group):
                 if other != name or flags.settings[other] != value:
-                    found.append(
+                    problems.append(
                         f"{flags.written[other]} {_as_given(flags.settings[other])} contradicts {self.written[name]} "
                         f"{value.number if isinstance(value, Length) else value}: "
                         'drop one of them, or write "auto" in the file'
                     )
-        return found
+        return problems
 
     def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:
         """Enforce global batch = micro-batch x dp x accumulation; return what is wrong with it.
@@ -113,15 +112,15 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
         elif key in UNBUILT:
             holds, why = UNBUILT[key]
             if value not in holds or isinstance(value, bool) not in {isinstance(h, bool) for h in holds}:
-                source.problems.append(f"{source.name}: {key} {json.dumps(value)[:200]} is refused: {why}")
+                source.refuse(f"{key} {json.dumps(value)[:200]} is refused: {why}")
         elif key not in (*TRANSLATED, *DETAILS):
             known = (*FIELDS, *UNBUILT, *TRANSLATED, *DETAILS)
             if any(name.startswith(f"{key}.") for name in known):
                 if value is not None:  # null: without the group, as in DeepSpeed
-                    source.problems.append(f"{source.name}: {key}: {shown(value)} is not a group of settings: {{...}}")
+                    source.refuse(f"{key}: {shown(value)} is not a group of settings: {{...}}")
                 continue
             hint = did_you_mean(key, known)
-            source.problems.append(f"{source.name}: there is no {key}{hint}")
+            source.refuse(f"there is no {key}{hint}")
     for translate in (_precision, _optimizer, _scheduler, _buckets, _offload, _tensorboard, _accumulation):
         translate(source, keys)
     source.assumes_one = (
@@ -151,8 +150,7 @@ def _put(source: ConfigSource, key: str, name: str, value: object) -> None:
     try:
         source.put(name, run_options()[name].from_value(value), f"{source.name}: {key}")
     except ValueError as reason:
-        source.problems.append(f"{source.name}: {key}: {reason}")
-        source.bad.add(name)
+        source.refuse(f"{key}: {reason}", name)
 
 
 def _precision(source: ConfigSource, keys: Mapping[str, Any]) -> None:
@@ -183,8 +181,7 @@ def _precision(source: ConfigSource, keys: Mapping[str, Any]) -> None:
 
 def _computed(source: ConfigSource, key: str, name: str, value: object, formula: Callable[[float], float]) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1000:
-        source.problems.append(f"{source.name}: {key}: {shown(value)} is not a number that makes sense here")
-        source.bad.add(name)
+        source.refuse(f"{key}: {shown(value)} is not a number that makes sense here", name)
     else:
         _put(source, key, name, formula(value))
 
@@ -197,13 +194,13 @@ def _optimizer(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         if str(kind).lower() in table:
             _put(source, "optimizer.type", "optimizer", table[str(kind).lower()])
         else:
-            source.problems.append(f"{source.name}: optimizer.type {shown(kind)} is not built; valid: Adam, AdamW, SGD")
+            source.refuse(f"optimizer.type {shown(kind)} is not built; valid: Adam, AdamW, SGD")
     betas = keys.get("optimizer.params.betas")
     if isinstance(betas, list) and len(betas) == 2:
         for name, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
             _put(source, "optimizer.params.betas", name, value)
     elif betas is not None:
-        source.problems.append(f"{source.name}: optimizer.params.betas: {shown(betas)} is not a list of two numbers")
+        source.refuse(f"optimizer.params.betas: {shown(betas)} is not a list of two numbers")
 
 
 def _scheduler(source: ConfigSource, keys: Mapping[str, Any]) -> None:
@@ -214,36 +211,30 @@ def _scheduler(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         return
     styles = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if not isinstance(kind, str) or kind not in styles:
-        source.problems.append(
-            f"{source.name}: scheduler.type {shown(kind)} is not built; valid: "
-            f"{', '.join(styles)}{did_you_mean(str(kind), styles)}"
+        source.refuse(
+            f"scheduler.type {shown(kind)} is not built; valid: {', '.join(styles)}{did_you_mean(str(kind), styles)}"
         )
         return
     _put(source, "scheduler.type", "lr_decay_style", styles[kind])
     if keys.get("scheduler.params.warmup_type", "log") != "linear":
-        source.problems.append(
-            f"{source.name}: scheduler.params.warmup_type: warm-up is linear here, DeepSpeed's default is logarithmic; "
+        source.refuse(
+            "scheduler.params.warmup_type: warm-up is linear here, DeepSpeed's default is logarithmic; "
             'write "warmup_type": "linear"'
         )
     for key in ("scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"):
         if keys.get(key):
-            source.problems.append(f"{source.name}: {key} {keys[key]}: warm-up starts at 0 here; nearest: 0")
+            source.refuse(f"{key} {keys[key]}: warm-up starts at 0 here; nearest: 0")
     if kind == "WarmupDecayLR":
         source.put("min_lr", 0.0, f"{source.name}: scheduler.type")
     peak = keys.get("scheduler.params.warmup_max_lr")
     if peak is not None:
         if source.settings.get("lr") not in (None, peak):
-            source.problems.append(
-                f"{source.name}: scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr "
-                f"{source.settings['lr']}"
-            )
+            source.refuse(f"scheduler.params.warmup_max_lr {peak} is not optimizer.params.lr {source.settings['lr']}")
         _put(source, "scheduler.params.warmup_max_lr", "lr", peak)
     if kind == "WarmupCosineLR":
         ratio, lr = keys.get("scheduler.params.cos_min_ratio", 1e-4), source.settings.get("lr")
         if lr is None:
-            source.problems.append(
-                f"{source.name}: scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too"
-            )
+            source.refuse("scheduler.type WarmupCosineLR ends at cos_min_ratio x lr: give optimizer.params.lr too")
         else:
             _computed(source, "scheduler.params.cos_min_ratio", "min_lr", ratio, lambda share: share * lr)
 
@@ -254,9 +245,8 @@ def _buckets(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         return
     reduce = keys.get("zero_optimization.reduce_bucket_size")
     if reduce is not None and reduce != keys[key]:
-        source.problems.append(
-            f"{source.name}: {key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size "
-            f"{reduce}"
+        source.refuse(
+            f"{key} {keys[key]}: one size serves reduction and gather here; nearest: reduce_bucket_size {reduce}"
         )
     else:
         _put(source, key, "bucket_size", keys[key])
@@ -274,10 +264,7 @@ def _offload(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         if isinstance(path, str):
             paths.setdefault(path, f"{name}.nvme_path")
         else:
-            source.problems.append(
-                f"{source.name}: {name}.nvme_path: {shown(path)} is not a word: the path of one folder"
-            )
-            source.bad.add("nvme_path")
+            source.refuse(f"{name}.nvme_path: {shown(path)} is not a word: the path of one folder", "nvme_path")
     if paths:
         _put(source, next(iter(paths.values())), "nvme_path", list(paths))
 
@@ -289,8 +276,7 @@ def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, fi
     if key not in keys:
         return
     if device not in (None, *(tier.value for tier in Tier)):
-        source.problems.append(f"{source.name}: {key} {shown(device)} is not one of none, cpu, nvme")
-        source.bad.add(field)
+        source.refuse(f"{key} {shown(device)} is not one of none, cpu, nvme", field)
         return
     if device in (None, Tier.DEVICE.value) or ratio == 0:
         _put(source, key, field, Offload())
@@ -298,8 +284,7 @@ def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, fi
     try:
         offload = Offload.of_table(device, None if ratio == 1 else ratio)
     except ValueError as reason:
-        source.problems.append(f"{source.name}: {group}.ratio: {reason}")
-        source.bad.add(field)
+        source.refuse(f"{group}.ratio: {reason}", field)
         return
     _put(source, key, field, offload)
 
@@ -317,8 +302,6 @@ def _accumulation(source: DeepSpeedSource, keys: Mapping[str, Any]) -> None:
     if steps is None:
         return
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        source.problems.append(
-            f"{source.name}: gradient_accumulation_steps: {steps!r} is not a whole number of at least 1"
-        )
+        source.refuse(f"gradient_accumulation_steps: {steps!r} is not a whole number of at least 1")
     else:
         source.accumulation = steps

@@ -17,8 +17,8 @@ from megazero.config.options import did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
 from megazero.config.tiers import Offload
-from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, json_type, shown
+from megazero.system.yaml_file import load_yaml
 
 RUN_FILE = "run.yaml"
 """Name of the file of a run in the folder of its checkpoints."""

@@ -22,13 +22,15 @@ def option(
     size: bool = False,
     earlier: str | None = None,
     measures: tuple[Measure, ...] = (),
+    needs: str | None = None,
+    idle_without: str | None = None,
 ) -> Any:
     """A field of a dataclass whose fields are flags.
 
     default      the value without the flag
     aliases      further flags for the same field
     choices      the words that it takes; None: any
-    extended_by  the group of entry points (`config.extensions`) that adds choices
+    extended_by  the group of entry points (`system.extensions`) that adds choices
     many         whether it takes several words, as a tuple
     metavar      the name of its value in the help
     alone        its value if the flag has no word behind it
@@ -39,6 +41,8 @@ def option(
     size         whether it is a number of bytes, which may be written as 4GB
     earlier      the section that had the field in earlier versions, whose files and checkpoints are still read
     measures     what a length may count; each has a flag and a key of its own, which earlier versions had as fields
+    needs        without what the flag has no effect and is an error (`config.idle_flags`), as "--save DIR"
+    idle_without  without what the flag has no effect and is a line in the banner
     """
     metadata: dict[str, Any] = {
         "aliases": aliases,
@@ -50,4 +54,5 @@ def option(
     }
     metadata |= {"extended_by": extended_by, "derived": derived, "common": common}
     metadata |= {"expert": expert, "earlier": earlier, "measures": measures}
+    metadata |= {"needs": needs, "idle_without": idle_without}
     return field(default=default, metadata=metadata)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megazero.config import units
 from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
 from megazero.config.schema import ModelConfig
+from megazero.config.tiers import block_unit
 
 WORDS, POSITIONS, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
 TABLES = (WORDS, HEAD)
@@ -37,9 +37,9 @@ def block(number: int | str) -> str:
 
 
 def unit_of(parameter: str) -> str:
-    """The unit (`config.units`) of a parameter: "blocks.3.mlp.up.weight" is of "block 3"."""
+    """The unit (`config.tiers`) of a parameter: "blocks.3.mlp.up.weight" is of "block 3"."""
     first, _, rest = parameter.partition(".")
-    return units.block(rest.partition(".")[0]) if parameter.startswith(_BLOCKS) else first
+    return block_unit(rest.partition(".")[0]) if parameter.startswith(_BLOCKS) else first
 
 
 @dataclass(frozen=True)
@@ -95,20 +95,20 @@ Shapes = dict[str, tuple[int, ...]]
 
 def block_shapes(model: ModelConfig) -> Shapes:
     """The parameters of one block, by their names within the block."""
-    found = _norm(model, ATTENTION_NORM) | _norm(model, MLP_NORM)
+    named = _norm(model, ATTENTION_NORM) | _norm(model, MLP_NORM)
     for linear in linears(model):
-        found[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
+        named[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
         if linear.bias:
-            found[f"{linear.name}.bias"] = (linear.outputs,)
-    return found
+            named[f"{linear.name}.bias"] = (linear.outputs,)
+    return named
 
 
 def embedding_shapes(model: ModelConfig) -> Shapes:
     """The parameters of the embedding layer. The vocabulary must be known."""
-    found: Shapes = {WORDS: _table(model)}
+    named: Shapes = {WORDS: _table(model)}
     if model.position_embedding == "learned":
-        found[POSITIONS] = (position_rows(model), model.hidden_size)
-    return found | (_norm(model, EMBEDDING_NORM) if model.embedding_layernorm else {})
+        named[POSITIONS] = (position_rows(model), model.hidden_size)
+    return named | (_norm(model, EMBEDDING_NORM) if model.embedding_layernorm else {})
 
 
 def head_shapes(model: ModelConfig) -> Shapes:
@@ -151,3 +151,42 @@ def _table(model: ModelConfig) -> tuple[int, int]:
 def _norm(model: ModelConfig, name: str) -> Shapes:
     parts = ("weight",) if model.norm == "rmsnorm" else ("weight", "bias")
     return {f"{name}.{part}": (model.hidden_size,) for part in parts}
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Numbers of parameters of the layers of a model.
+
+    embedding    word embedding, learned positions, embedding normalisation
+    block        one transformer block
+    head         final normalisation, and the output weight if it is untied
+    output       the output weight, tied or not. With a tied one, a last stage that is not the first holds it too
+    num_layers   number of blocks
+    """
+
+    embedding: int
+    block: int
+    head: int
+    output: int
+    num_layers: int
+
+    @property
+    def total(self) -> int:
+        """Parameters of the whole model. A tied embedding counts once."""
+        return self.embedding + self.num_layers * self.block + self.head
+
+
+def parameters_per_layer(model: ModelConfig) -> LayerCounts:
+    """The counts of a model whose vocabulary is known. BLOOM's total is L (12 h^2 + 13 h) + V h + 4 h."""
+    return LayerCounts(
+        embedding=elements(embedding_shapes(model)),
+        block=elements(block_shapes(model)),
+        head=elements(head_shapes(model)),
+        output=elements({WORDS: embedding_shapes(model)[WORDS]}),
+        num_layers=model.num_layers,
+    )
+
+
+def parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model. A tied embedding counts once."""
+    return parameters_per_layer(model).total

@@ -1,4 +1,6 @@
-"""A length of the learning-rate schedule: iterations, samples, or a share of another length."""
+"""Numbers as people write them: whole numbers, bytes with units, and lengths of the learning-rate schedule, which are
+iterations, samples, or a share of another length.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from decimal import Decimal
 from enum import Enum
 from types import MappingProxyType
 
-from megazero.config.numbers import whole_number
 from megazero.system.reading import shown
 
 
@@ -83,3 +84,29 @@ class Length:
     def behind(self, flag: str) -> str:
         """The flag and the length as they were given: `--lr-warmup 500 iterations`, `--lr-warmup-iters 500`."""
         return f"{flag}{f'-{self.measure.value}' if self.by_name else ''} {self.as_given}"
+
+
+def whole_number(value: str | int | float) -> int:
+    """An integer, which may be written as 220_000_000 or 2e8. Raises ValueError."""
+    try:
+        return int(value) if not isinstance(value, float) else _exact(value)
+    except ValueError:
+        return _exact(float(value))
+
+
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def bytes_of(value: str | int | float) -> int:
+    """A number of bytes: 500000, 500KB, 1.5 GB (powers of 1000), 2GiB (of 1024), in any case. Raises ValueError."""
+    words = value.strip().lower() if isinstance(value, str) else ""
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if words.endswith(unit)), None)
+    if unit is None:
+        return whole_number(value)
+    return round(float(words.removesuffix(unit)) * _UNITS[unit])
+
+
+def _exact(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError(number)
+    return int(number)

@@ -18,12 +18,11 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from megazero.config import extensions
 from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
-from megazero.config.lengths import Length, Measure
-from megazero.config.numbers import bytes_of, whole_number
+from megazero.config.lengths import Length, Measure, bytes_of, whole_number
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload
+from megazero.system import extensions
 from megazero.system.reading import shown
 
 _WORDS = {
@@ -65,6 +64,8 @@ class Option:
     size: bool
     earlier: str | None
     measures: tuple[Measure, ...]
+    needs: str | None
+    idle_without: str | None
     sentence: str
 
     @property
@@ -280,6 +281,8 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
                 size=meta["size"],
                 earlier=meta["earlier"],
                 measures=meta["measures"],
+                needs=meta["needs"],
+                idle_without=meta["idle_without"],
                 sentence=under[item.name],
             )
         )

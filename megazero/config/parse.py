@@ -16,14 +16,14 @@ from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import world_problem
 from megazero.config.deepspeed import DeepSpeedSource, read_deepspeed
 from megazero.config.dump import build_run, changed_settings, dump, read_yaml
-from megazero.config.effects import without_effect
 from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
+from megazero.config.idle_flags import without_effect
+from megazero.config.model_shape import contradictions, resolve_disputes, without_overruled_tokenizer
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
-from megazero.config.shape import contradictions, resolve_disputes, without_overruled_tokenizer
 from megazero.config.source import ConfigError, ConfigSource, merge
 from megazero.config.unusual import rarely_saved, unusual_rates
 from megazero.config.validate import problems_of
@@ -103,7 +103,7 @@ def parse_arguments(
 
     world_size     number of ranks. None (tools that start no ranks) leaves out the checks that need it. With
                    --validate-only or --print-config, --world-size and --ranks override it
-    model_of       the settings of the checkpoint at a path (`config.shape.shape_settings`) and its tokenizer, for
+    model_of       the settings of the checkpoint at a path (`config.model_shape.shape_settings`) and its tokenizer, for
                    --init-from; None in programs that cannot start from a checkpoint
     missing_files  what is wrong with the files that a run names. It is called only if something else is wrong, so that
                    all is reported at once; for a valid run the caller checks the files

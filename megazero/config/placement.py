@@ -18,10 +18,9 @@ from megazero.config.derive import micro_batch_order
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Offload, Tier
-from megazero.config.units import plain
-from megazero.config.yaml_file import load_yaml
+from megazero.config.tiers import Offload, Tier, plain_unit
 from megazero.system.reading import Unreadable, shown
+from megazero.system.yaml_file import load_yaml
 
 FLAGS, AUTO = "flags", "auto"
 """The values of --placement that name no file."""
@@ -193,4 +192,4 @@ def _column(table: Mapping[Any, Any]) -> Offload:
     words = [units] if isinstance(units, str) else units
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         raise ValueError(f"the units {shown(units)} are no names; such as [embedding, blocks 0-5]")
-    return Offload.parsed(f"{table['tier']}:{','.join(map(plain, words))}")
+    return Offload.parsed(f"{table['tier']}:{','.join(map(plain_unit, words))}")

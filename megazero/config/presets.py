@@ -173,9 +173,9 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 def preset(name: str) -> Mapping[str, Any]:
     """The settings of a preset. Raises ValueError with the nearest name and all names for an unknown one."""
-    found = presets().get(name.lower())
-    if found is None:
+    settings = presets().get(name.lower())
+    if settings is None:
         raise ValueError(
             f"there is no preset {name!r}{did_you_mean(name.lower(), presets())} (known: {', '.join(presets())})"
         )
-    return found
+    return settings

@@ -76,33 +76,38 @@ class ConfigSource:
             written, value = next(((word, length) for word, length in spelled.items() if length), (written, None))
         self.settings[name], self.written[name] = value, written
 
+    def refuse(self, sentence: str, *fields: str) -> None:
+        """Note a mistake behind the source's name. fields: those whose value could not be read for it."""
+        self.problems.append(f"{self.name}: {sentence}")
+        self.bad.update(fields)
+
     def given(self, names: Sequence[str]) -> list[str]:
         """Those of the names to which this source gives a value other than None."""
         return [name for name in names if self.settings.get(name) is not None]
 
     def sibling_problems(self) -> list[str]:
         """What is wrong with the source's lengths: two of a group of siblings, or both iterations and samples."""
-        found = []
+        problems = []
         for group in SIBLINGS:
             both = self.given(group)
             if len(both) > 1:
-                found.append(
+                problems.append(
                     f"{' and '.join(self.written[n] for n in both)} say the same thing in two ways: give one of them"
                 )
         for spelled in self.spelled.values():
             both = [written for written, length in spelled.items() if length]
             if len(both) > 1:
-                found.append(f"{' and '.join(both)} say the same thing in two ways: give one of them")
+                problems.append(f"{' and '.join(both)} say the same thing in two ways: give one of them")
         iterations, samples = (
             [self.written[name] for name in (length, *self.spelled) if self._counts(name, measure)]
             for length, measure in (("train_iters", Measure.ITERATIONS), ("train_samples", Measure.SAMPLES))
         )
-        if iterations and samples and not found and not self.resolved:
-            found.append(
+        if iterations and samples and not problems and not self.resolved:
+            problems.append(
                 f"{', '.join(iterations)} count iterations and {', '.join(samples)} samples: give all lengths of "
                 f"{self.name} in one unit"
             )
-        return found
+        return problems
 
     def _counts(self, name: str, measure: Measure) -> bool:
         value = self.settings.get(name)

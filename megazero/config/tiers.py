@@ -1,12 +1,14 @@
-"""Where a column of the model state rests between its uses: on the device, in host memory, or on disks."""
+"""Where a column of the model state rests between its uses: on the device, in host memory, or on disks. A placement may
+name the units of the model (the embedding, a block, the head) that leave the device.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from megazero.config.units import has_unit, plain
 from megazero.system.reading import shown
 
 
@@ -23,7 +25,7 @@ class Tier(Enum):
 @dataclass(frozen=True)
 class Offload:
     """What of a column leaves the device: the share of its bytes that rests in `tier`, or what of it belongs to some
-    units of the model (`config.units`; none: the share decides). The rest stays on the device.
+    units of the model (`config.tiers`; none: the share decides). The rest stays on the device.
     """
 
     tier: Tier = Tier.DEVICE
@@ -94,4 +96,48 @@ def _units(names: str, text: str) -> tuple[str, ...]:
             if len(words) == 1
             else f"there is no unit between two commas of {text!r}"
         )
-    return tuple(map(plain, words))
+    return tuple(map(plain_unit, words))
+
+
+EMBEDDING, HEAD = "embedding", "head"
+_WORD = re.compile(r"blocks? (?P<first>[0-9]{1,9})(-(?P<last>[0-9]{1,9}))?")
+
+
+def block_unit(number: int | str) -> str:
+    """The name of a block."""
+    return f"block {number}"
+
+
+def plain_unit(word: str) -> str:
+    """The words of a unit without what is said around them: "the embedding" is "embedding"."""
+    return " ".join(word.split()).removeprefix("the ")
+
+
+def has_unit(word: str, unit: str) -> bool:
+    """Whether a unit is among those that a word such as "embedding", "block 3" or "blocks 0-5" stands for."""
+    number = unit.removeprefix("block ")
+    return word == unit or (number.isdecimal() and int(number) in _blocks(word))
+
+
+def unknown_units(words: Iterable[str], layers: int) -> list[str]:
+    """Those of the words that stand for a unit which a model with so many layers does not have."""
+
+    def known(word: str) -> bool:
+        blocks = _blocks(word)
+        return word in (EMBEDDING, HEAD) or 0 < blocks.stop <= layers
+
+    return [word for word in words if not known(word)]
+
+
+def all_units(layers: int) -> str:
+    """The units of a model with so many layers, in words."""
+    return f"{EMBEDDING}, blocks 0-{layers - 1}, {HEAD}" if layers > 1 else f"{EMBEDDING}, {block_unit(0)}, {HEAD}"
+
+
+def _blocks(word: str) -> range:
+    """The blocks that a word stands for; none: it is another unit, or no name of one."""
+    match = _WORD.fullmatch(word)
+    if match is None:
+        return range(0)
+    first, last = int(match["first"]), int(match["last"] or match["first"])
+    return range(first, last + 1) if first <= last else range(0)

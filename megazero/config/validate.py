@@ -1,7 +1,8 @@
 """Validation of a run: a sentence for each mistake, with flag names, numbers and the nearest valid values.
 
-There are two passes. `RANGES` bounds single fields. `CHECKS` check relations between fields. A check names the fields
-that it reads. It is left out when one of them is already reported, so that each mistake is reported once.
+`RANGES` bounds single fields, `CHECKS` check relations between fields, and `effect_checks` refuse flags without effect.
+A check names the fields that it reads. A check is left out when one of its fields is already reported, so that each
+mistake is reported once.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ from typing import Any
 
 from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
-from megazero.config.checks_lora import LORA_CHECKS
-from megazero.config.checks_offload import OFFLOAD_CHECKS
-from megazero.config.checks_recompute import RECOMPUTE_CHECKS
+from megazero.config.checks_memory import MEMORY_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
-from megazero.config.effects import EFFECT_CHECKS
+from megazero.config.idle_flags import effect_checks
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import run_options
 from megazero.config.schema import Run
@@ -44,101 +43,41 @@ class Range:
         )
 
 
-_COUNT, _NOT_NEGATIVE, _POSITIVE = Range(1), Range(0), Range(0, low_open=True)
-_SHARE = Range(0, 1, high_open=True)
+def _each(fields: str, allowed: Any) -> dict[str, Any]:
+    """The same for each of the fields, whose names have blanks between."""
+    return dict.fromkeys(fields.split(), allowed)
+
 
 RANGES: Mapping[str, Range] = MappingProxyType(
-    dict.fromkeys(
-        (
-            *(
-                "num_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "num_query_groups",
-                "ffn_hidden_size",
-                "vocab_size",
-                "seq_length",
-            ),
-            *(
-                "make_vocab_size_divisible_by",
-                "max_position_embeddings",
-                "tp",
-                "pp",
-                "virtual_stages",
-                "recompute_num_layers",
-            ),
-            *(
-                "bucket_size",
-                "zero_shard_size",
-                "vertical_group_size",
-                "loss_scale_window",
-                "hysteresis",
-                "micro_batch_size",
-                "global_batch_size",
-                "train_iters",
-                "train_samples",
-            ),
-            *(
-                "lr_decay",
-                "lr_wsd_decay",
-                "save_interval",
-                "eval_interval",
-            ),
-            *("zero3_gathered_bytes", "nvme_buffer_bytes"),
-            *("save_retain_interval", "exit_interval", "log_interval", "fp8_amax_history", "kv_channels", "lora_rank"),
+    {
+        **_each(
+            """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels vocab_size
+            make_vocab_size_divisible_by seq_length max_position_embeddings lora_rank tp pp virtual_stages
+            recompute_num_layers vertical_group_size zero_shard_size bucket_size zero3_gathered_bytes nvme_buffer_bytes
+            loss_scale_window hysteresis fp8_amax_history micro_batch_size global_batch_size rampup_batch_size
+            train_iters train_samples lr_decay lr_wsd_decay
+            save_interval save_retain_interval eval_interval exit_interval log_interval""",
+            Range(1),
         ),
-        _COUNT,
-    )
-    | dict.fromkeys(
-        (
-            *(
-                "init_method_std",
-                "weight_decay",
-                "clip_grad",
-                "z_loss",
-                "lr",
-                "min_lr",
-                "lr_warmup",
-            ),
-            *(
-                "num_workers",
-                "keep_last",
-                "eval_iters",
-                "test_iters",
-                "eod_id",
-                "partition",
-                "sample_tokens",
-                "position_offset",
-            ),
-            "zero3_persist_below",
-            "max_skipped_steps",
+        **_each(
+            """init_method_std weight_decay clip_grad z_loss lr min_lr lr_warmup num_workers
+            keep_last eval_iters test_iters eod_id partition sample_tokens position_offset zero3_persist_below
+            max_skipped_steps""",
+            Range(0),
         ),
-        _NOT_NEGATIVE,
-    )
-    | dict.fromkeys(
-        (
-            *("activation_memory_budget", "device_memory_budget", "host_memory_budget"),
-            *("rotary_base", "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"),
-            "exit_duration_in_mins",
+        **_each(
+            """activation_memory_budget device_memory_budget host_memory_budget loss_scale initial_loss_scale
+            min_loss_scale rotary_base adam_eps exit_duration_in_mins""",
+            Range(0, low_open=True),
         ),
-        _POSITIVE,
-    )
-    | dict.fromkeys(
-        (
-            "hidden_dropout",
-            "attention_dropout",
-            "lora_dropout",
-            "adam_beta1",
-            "adam_beta2",
-            "sgd_momentum",
-            "label_smoothing",
+        **_each(
+            "hidden_dropout attention_dropout lora_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum",
+            Range(0, 1, high_open=True),
         ),
-        _SHARE,
-    )
-    | {"seed": Range(0, 2**32 - 1), "rampup_batch_size": _COUNT}
-    | {"lora_alpha": Range(0, 10**9, low_open=True), "lora_base_bits": Range(4, 8)}
-    | {"norm_epsilon": Range(0, 1, low_open=True)}  # more than the variance that a norm makes would be another function
-    | {
+        "seed": Range(0, 2**32 - 1),
+        "lora_alpha": Range(0, 10**9, low_open=True),
+        "lora_base_bits": Range(4, 8),
+        "norm_epsilon": Range(0, 1, low_open=True),  # more than the variance that a norm makes: another function
         "epochs": Range(0, BOUNDS.epochs, low_open=True),
         "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),
     }
@@ -147,13 +86,13 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 
 MOST: Mapping[str, int] = MappingProxyType(
     {
-        **dict.fromkeys(("num_layers", "recompute_num_layers", "virtual_stages", "partition"), BOUNDS.layers),
-        **dict.fromkeys(("num_attention_heads", "num_query_groups", "kv_channels", "lora_rank"), BOUNDS.heads),
-        **dict.fromkeys(("hidden_size", "ffn_hidden_size"), BOUNDS.width),
-        **dict.fromkeys(("vocab_size", "make_vocab_size_divisible_by", "eod_id"), BOUNDS.vocabulary),
-        **dict.fromkeys(("seq_length", "max_position_embeddings", "position_offset"), BOUNDS.positions),
-        **dict.fromkeys(("tp", "pp"), BOUNDS.ranks),
-        **dict.fromkeys(("micro_batch_size", "global_batch_size"), BOUNDS.batch),
+        **_each("num_layers recompute_num_layers virtual_stages partition", BOUNDS.layers),
+        **_each("num_attention_heads num_query_groups kv_channels lora_rank", BOUNDS.heads),
+        **_each("hidden_size ffn_hidden_size", BOUNDS.width),
+        **_each("vocab_size make_vocab_size_divisible_by eod_id", BOUNDS.vocabulary),
+        **_each("seq_length max_position_embeddings position_offset", BOUNDS.positions),
+        **_each("tp pp", BOUNDS.ranks),
+        **_each("micro_batch_size global_batch_size", BOUNDS.batch),
         "num_workers": BOUNDS.threads,
     }
 )
@@ -187,25 +126,22 @@ def out_of_range(name: str, value: Any) -> str | None:
 
 def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
     """A sentence for each field outside its range. Adds the names of these fields to `bad`."""
-    found = []
+    problems = []
     for name, value in values.items():
         if name in bad:
             continue
-        wrong = [
-            (v, reason)
-            for v in (value if isinstance(value, tuple) else (value,))
-            if (reason := out_of_range(name, v)) is not None
-        ]
-        if wrong:
+        parts = value if isinstance(value, tuple) else (value,)
+        wrong = next(((part, reason) for part in parts if (reason := out_of_range(name, part)) is not None), None)
+        if wrong is not None:
             bad.add(name)
-            flag, out = run_options()[name].flag, wrong[0][0]
+            flag, out = run_options()[name].flag, wrong[0]
             words = out.behind(flag) if isinstance(out, Length) else f"{flag} {shown(out)}"
-            found.append(f"{words}: {wrong[0][1]}")
-    return found
+            problems.append(f"{words}: {wrong[1]}")
+    return problems
 
 
-CHECKS = (*LAYOUT_CHECKS, *RECOMPUTE_CHECKS, *TRAINING_CHECKS, *LORA_CHECKS, *OFFLOAD_CHECKS, *EFFECT_CHECKS)
-"""Relations between fields, in the order of the message."""
+CHECKS = (*LAYOUT_CHECKS, *MEMORY_CHECKS, *TRAINING_CHECKS)
+"""Relations between fields, in the order of the message. Those of flags without effect follow."""
 
 
 def flat(run: Run) -> dict[str, Any]:
@@ -230,11 +166,11 @@ def problems_of(
     own_data    whether a program passes the training data
     """
     bad = set(bad or ())
-    found = range_problems(flat(run), bad)
+    problems = range_problems(flat(run), bad)
     if world_size is not None and world_size < 1:
-        return [*found, f"--world-size {world_size}: must be at least 1"]
+        return [*problems, f"--world-size {world_size}: must be at least 1"]
     context = CheckContext(run, world_size, given, own_data)
-    for check in CHECKS:
+    for check in (*CHECKS, *effect_checks()):
         if bad.isdisjoint(check.reads):
-            found += check.problems(context)
-    return found
+            problems += check.find(context)
+    return problems

@@ -7,8 +7,8 @@ from typing import Any
 
 from megazero.checkpoint.statistics import difference
 from megazero.config.dump import run_dict
+from megazero.config.model_shape import SHAPE
 from megazero.config.schema import Run
-from megazero.config.shape import SHAPE
 from megazero.convert.inspection import Inspected, Record, dtype_names
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from megazero.config.inventory import Linear, block, linears
-from megazero.config.recompute import NONE, RECOMPUTE, RecomputeTable
+from megazero.config.layer_choices import NONE, RECOMPUTE, RecomputeTable
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_ops import fp8, linear
 from fused_ops.compiled import runs_compiled
-from megazero.config.fp8 import MULTIPLE
+from megazero.config.layer_choices import FP8_MULTIPLE
 from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, reduce_scatter
 from megazero.mpu.fp8 import Fp8Layer
 from megazero.mpu.gradient import Write, route_gradient, target_of
@@ -60,7 +60,7 @@ class _Fp8Linear(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         rows = x.reshape(-1, x.shape[-1])
         tokens = rows.shape[0] * (group.size if group is not None and gathers else 1)
-        ctx.narrow = tokens % MULTIPLE == 0
+        ctx.narrow = tokens % FP8_MULTIPLE == 0
         """Whether the weight's gradient is an FP8 product too: the number of tokens must be a multiple of 16."""
         trained = any(ctx.needs_input_grad[6:])
         quantised = layer.quantise("input", rows, transposed=trained and ctx.narrow and not gathers, compiled=compiled)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.derive import ffn_width, query_groups
-from megazero.config.lora import adapted, scale
+from megazero.config.layer_choices import adapted, lora_scale
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
@@ -59,7 +59,7 @@ def low_rank(lora: LoraConfig, model: ModelConfig, seed: int = 0) -> LowRank | N
     if lora.lora_rank is None:
         return None
     slices = math.gcd(query_groups(model), ffn_width(model))
-    return LowRank(lora.lora_rank, scale(lora), frozenset(adapted(lora, model)), lora.lora_dropout, seed, slices)
+    return LowRank(lora.lora_rank, lora_scale(lora), frozenset(adapted(lora, model)), lora.lora_dropout, seed, slices)
 
 
 class Adapter(nn.Module):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import SupportsFloat
 
-from megazero.config.extensions import LR_DECAY_STYLES, load, refuse_twin
 from megazero.config.lengths import Length, Measure
 from megazero.config.schema import ScheduleConfig
 from megazero.optim.batch_schedule import BatchSchedule
+from megazero.system.extensions import LR_DECAY_STYLES, load, refuse_twin
 
 WSD_SHARE = 0.1
 """Default length of wsd's falling part, as a fraction of the decay's length."""

@@ -19,8 +19,7 @@ from megazero.config.derive import (
     whole_steps,
 )
 from megazero.config.dtypes import compute_dtype
-from megazero.config.fp8 import fp8_layers
-from megazero.config.recompute import RecomputeTable, recompute_by_flags
+from megazero.config.layer_choices import RecomputeTable, fp8_layers, recompute_by_flags
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megazero.config.count import parameters_per_layer
 from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule
+from megazero.config.inventory import parameters_per_layer
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.mpu.chunks import ChunkMap

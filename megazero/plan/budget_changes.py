@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from megazero.config.checks_offload import least_buffer
-from megazero.config.count import parameters
+from megazero.config.checks_memory import least_buffer
 from megazero.config.derive import bucket_size, tiers
+from megazero.config.inventory import parameters
 from megazero.config.options import run_options
 from megazero.config.placement import applied
 from megazero.config.schema import Run

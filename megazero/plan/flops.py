@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from megazero.config.derive import head_dim
 from megazero.config.inventory import WORDS, elements, embedding_shapes, linears
-from megazero.config.lora import adapted
-from megazero.config.recompute import FULL, NONE, SELECTIVE, RecomputeTable
+from megazero.config.layer_choices import FULL, NONE, SELECTIVE, RecomputeTable, adapted
 from megazero.config.schema import ModelConfig, Run
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.schema import Run
-from megazero.config.units import plain
+from megazero.config.tiers import plain_unit
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.chunk_bytes import chunk_bytes
@@ -37,6 +37,6 @@ def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]
     names = [unit_names(specs[number]) for number in chunks_of(run).of(stage)]
     sizes = [[unit.kept + unit.input for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
     return [
-        [size * (not leaves.units or leaves.names([plain(name)])) for size, name in zip(*chunk, strict=True)]
+        [size * (not leaves.units or leaves.names([plain_unit(name)])) for size, name in zip(*chunk, strict=True)]
         for chunk in zip(sizes, names, strict=True)
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megazero.config.fp8 import MULTIPLE
+from megazero.config.layer_choices import FP8_MULTIPLE
 from megazero.plan.tape import NEW, PASS, SHARED, VIEW, Buffer, Tape
 
 KEY = 8
@@ -184,7 +184,7 @@ def _fp8_product(tape: Tape, w: Widths, x: Buffer, layer: Product, *, rows: int,
     of 16. In a split backward the FP8 copy of its output's gradient waits, transposed.
     """
     whole = w.tokens if gathers else rows
-    narrow = whole % MULTIPLE == 0
+    narrow = whole % FP8_MULTIPLE == 0
     copy = Buffer(rows * layer.k)
     kept = (copy if narrow else x,) if layer.trained else ()
     transposed = narrow and layer.trained

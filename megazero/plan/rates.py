@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from megazero.config.options import bytes_of, did_you_mean
 from megazero.config.source import ConfigError
-from megazero.config.yaml_file import load_yaml
 from megazero.system.reading import Unreadable, shown
+from megazero.system.yaml_file import load_yaml
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.config.extensions import SINKS, load
 from megazero.config.schema import Run
+from megazero.system.extensions import SINKS, load
 from megazero.telemetry.metrics import MetricsFile
 from megazero.telemetry.record import Sink
 

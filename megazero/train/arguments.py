@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megazero.config.extensions import why_not_called
 from megazero.data.own import OwnData
+from megazero.system.extensions import why_not_called
 from megazero.system.given import is_whole, kind
 from megazero.system.reading import shown
 from megazero.telemetry.record import StepRecord

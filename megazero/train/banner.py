@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from fused_ops.attention.selection import choose
 from fused_ops.registry import refusal
-from megazero.config.count import parameters
 from megazero.config.derive import padded_vocab, pipeline_schedule, uses_disks
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.dump import RUN_FILE
-from megazero.config.fp8 import exceptions
-from megazero.config.lora import adapted, alpha
+from megazero.config.inventory import parameters
+from megazero.config.layer_choices import adapted, fp8_exceptions, lora_alpha
 from megazero.config.schema import ModelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, ProcessGrid
@@ -137,14 +136,14 @@ def _adapters(run: Run) -> list[tuple[str, str]]:
     trained = trained_parameters(run)
     layers = " ".join(adapted(run.lora, run.model))
     words = (
-        f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {alpha(run.lora):g}, on "
+        f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {lora_alpha(run.lora):g}, on "
         f"{layers}"
     )
     return [("trained", f"{words}; all else is frozen, and has no gradients and no optimizer state")]
 
 
 def _fp8(run: Run) -> list[tuple[str, str]]:
-    o, left = run.optimizer, exceptions(run)
+    o, left = run.optimizer, fp8_exceptions(run)
     if o.fp8 == "off":
         return []
     scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"

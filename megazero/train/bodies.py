@@ -13,7 +13,7 @@ from fused_ops.attention.selection import Body, choose
 from fused_ops.registry import COMPILED, describe
 from megazero.checkpoint.agreement import broadcast_text
 from megazero.config.dtypes import compute_dtype
-from megazero.config.recompute import RecomputeTable
+from megazero.config.layer_choices import RecomputeTable
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce, broadcast

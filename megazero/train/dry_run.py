@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import FoundCheckpoint, require_sizes
-from megazero.config.count import parameters
 from megazero.config.dump import dump
+from megazero.config.inventory import parameters
 from megazero.config.parse import ParsedArguments
 from megazero.config.placement import AUTO
 from megazero.config.schema import Run

@@ -21,7 +21,7 @@ from megazero.checkpoint.manager import CheckpointedState
 from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
-from megazero.config.shape import shape_settings
+from megazero.config.model_shape import shape_settings
 from megazero.config.source import ConfigError, ConfigSource, problem_of
 from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport

@@ -11,7 +11,7 @@ import pytest
 
 from megazero.config.dump import read_yaml
 from megazero.config.parse import ConfigError, parse_run
-from megazero.config.yaml_file import load_yaml
+from megazero.system.yaml_file import load_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{n}: &{n} [{', '.join([f'*{p}'] * 9)}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.count import parameters, parameters_per_layer
+from megazero.config.inventory import parameters, parameters_per_layer
 from megazero.config.parse import parse_run
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout

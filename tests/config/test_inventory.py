@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.fp8 import block_layers
 from megazero.config.inventory import linears, shapes, tp_axis
+from megazero.config.layer_choices import block_layers
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config.count import parameters
 from megazero.config.derive import ffn_width, padded_vocab, query_groups
+from megazero.config.inventory import parameters
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.presets import presets
 from tests.lengths import samples

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from fused_ops.attention.selection import ASKED, AttentionCase, AttentionSupport, obstacle
+from megazero.config.checks import CheckContext
 from megazero.config.dtypes import compute_dtype
-from megazero.config.effects import EFFECTS
+from megazero.config.idle_flags import effect_checks, effects, needing
 from megazero.config.options import run_options
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.source import ConfigSource
-from megazero.config.validate import RANGES
+from megazero.config.validate import CHECKS, RANGES
 from tests.tables import rows
 
 
@@ -308,11 +309,40 @@ def test_a_flag_that_waits_for_another_run_is_told(line: str, ranks: int, part: 
 
 def test_every_row_of_the_table_is_tried() -> None:
     """In the list that its severity asks for."""
-    for effect in EFFECTS:
+    for effect in effects():
         name = run_options()[effect.field].flag.removeprefix("--")
         told = [part for line, _, part, _ in (POINTLESS if effect.refused else IDLE) if name in line]
         assert told, effect
-    assert len(POINTLESS) + len(IDLE) >= len(EFFECTS)
+    assert len(POINTLESS) + len(IDLE) >= len(effects())
+
+
+def test_what_a_field_says_that_it_needs_is_a_condition() -> None:
+    """On a value of the first field, the second one, or none."""
+    for phrase, line, met in (
+        ("--save DIR", "", False),
+        ("--save DIR", "--save d", True),
+        ("--optimizer adam or adamw", "--optimizer adam", True),
+        ("--optimizer adam or adamw", "--optimizer sgd", False),
+        ("--tp above 1: alone a rank has all", "", False),
+        ("--tp above 1: alone a rank has all", "--tp 2", True),
+        ("--offload-optimizer nvme", "--offload-optimizer cpu", False),
+        ("--offload-optimizer nvme", "--offload-optimizer nvme:0.5 --nvme-path d", True),
+        ("--zero-stage 2, --save DIR or --compile", "--zero-stage 2", True),
+        ("--zero-stage 2, --save DIR or --compile", "--zero-stage 1 --compile", True),
+        ("--zero-stage 2, --save DIR or --compile", "--zero-stage 1", False),
+    ):
+        effect = needing("seed", phrase, refused=True)
+        assert effect.holds(CheckContext(parse_run(line.split(), 2), 2, frozenset())) == met, (phrase, line)
+    assert needing("seed", "--zero-stage 2, --save DIR or --compile", refused=True).reads == "zero_stage save compile"
+    for wrong in ("--optimizer adamww", "--no-such-flag", "--zero-stage three"):
+        with pytest.raises((ValueError, KeyError)):
+            needing("seed", wrong, refused=True)
+
+
+def test_checks_read_fields() -> None:
+    """A field that does not exist would never be reported already."""
+    for check in (*CHECKS, *effect_checks()):
+        assert check.reads and check.reads <= set(run_options()), check
 
 
 def test_a_default_takes_a_flag_back() -> None:

@@ -63,5 +63,5 @@ def test_the_modules_of_the_large_rooms_are_there() -> None:
     section = text_of("docs/architecture.md").split("## Inside the large rooms\n")[1].split("\n## ")[0]
     rooms = re.findall(r"^`megazero/(\w+)/`\n(.*?)(?=^`megazero|\Z)", section, re.M | re.S)
     named = [f"{room}/{name}" for room, table in rooms for name in re.findall(r"`(\w+)`", table)]
-    assert len(rooms) == 5 and len(named) > 100
+    assert len(rooms) == 6 and len(named) > 100
     assert not [name for name in named if not is_there(f"megazero.{name.replace('/', '.')}")]

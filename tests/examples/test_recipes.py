@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.count import parameters_per_layer
 from megazero.config.flags import read_command_line
+from megazero.config.inventory import parameters_per_layer
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.presets import presets

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.config.dtypes import compute_dtype
-from megazero.config.recompute import every_kth
+from megazero.config.layer_choices import every_kth
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec, initialise

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megazero.config.layer_choices import FULL, NONE, RecomputeTable
 from megazero.config.parse import parse_run
-from megazero.config.recompute import FULL, NONE, RecomputeTable
 from megazero.mpu.axes import axes_of
 from megazero.plan.recompute import activation_peaks, recompute_table
 from megazero.train import job as job_module

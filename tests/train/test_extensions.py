@@ -12,7 +12,6 @@ from megazero.checkpoint.resume_changes import record_of, run_from
 from megazero.cli.plan_schedule import main as plan
 from megazero.cli.pretrain import train
 from megazero.config.dump import dump
-from megazero.config.extensions import LR_DECAY_STYLES, SINKS
 from megazero.config.help import help_text
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
@@ -20,6 +19,7 @@ from megazero.config.schema import ScheduleConfig
 from megazero.config.source import ConfigError
 from megazero.launch import Environment
 from megazero.optim.lr_schedule import STYLES, LearningRate
+from megazero.system.extensions import LR_DECAY_STYLES, SINKS
 from megazero.telemetry.sinks import BY_FIELD
 from tests.train.test_start import BATCH, MODEL
 

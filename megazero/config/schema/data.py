@@ -17,14 +17,25 @@ class DataConfig:
     "Prefix of .bin/.idx files; a blend: WEIGHT PREFIX ..."
     split: str = option("969,30,1", metavar="SHARES")
     "Shares of training, validation and test data."
-    valid_data_path: tuple[str, ...] = option((), many=True, metavar="NAME PREFIX", derived="none")
+    valid_data_path: tuple[str, ...] = option(
+        (), many=True, metavar="NAME PREFIX", derived="none", idle_without="--eval-iters above 0"
+    )
     "Named validation sets in addition to the split's: NAME PREFIX NAME PREFIX ... Each gets a loss of its own."
     instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none", common=True)
     """Prompts with completions, or chats, instead of --data-path. The tokenizer's chat template formats chats. Several
     conversations are packed into a sample. The loss is on completions only."""
-    valid_instruction_data: tuple[str, ...] = option((), many=True, metavar="FILE.jsonl", derived="none")
+    valid_instruction_data: tuple[str, ...] = option(
+        (),
+        many=True,
+        metavar="FILE.jsonl",
+        derived="none",
+        idle_without="--eval-iters above 0",
+        needs="--instruction-data FILE.jsonl",
+    )
     "Prompts with completions, or chats, for validation."
-    long_conversations: str = option("refuse", choices=("refuse", "truncate", "drop"), expert=True)
+    long_conversations: str = option(
+        "refuse", choices=("refuse", "truncate", "drop"), needs="--instruction-data FILE.jsonl", expert=True
+    )
     "What happens to a conversation longer than a sample: refuse is an error, truncate cuts it off, drop leaves it out."
     tokenizer: str | None = option(
         None, choices=("byte", "gpt2", "sentencepiece", "hf"), common=True, derived="none, the data are ids"

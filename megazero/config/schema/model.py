@@ -37,7 +37,7 @@ class ModelConfig:
     "Rows of the learned position table before the one of position 0 (OPT has 2). No token reads them."
     position_embedding: str = option("alibi", choices=("learned", "alibi", "rotary", "none"))
     "Kind of position embedding."
-    rotary_base: float = option(10000.0, expert=True)
+    rotary_base: float = option(10000.0, needs="--position-embedding rotary", expert=True)
     "Base (theta) of rotary positions."
     embedding_layernorm: bool = option(False, "--embed-layernorm", derived="on with ALiBi positions, else off")
     "Put a LayerNorm after the embedding, as BLOOM does."

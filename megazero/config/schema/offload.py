@@ -34,7 +34,7 @@ class OffloadConfig:
     """Folders for the files of --offload-optimizer, --offload-params, --offload-gradients and --offload-activations
     nvme, which are removed at the end. Each rank has one file in each folder, and they share its bytes in proportion to
     their speed, which is measured at the start."""
-    nvme_checkpoint: bool = option(False)
+    nvme_checkpoint: bool = option(False, needs="--offload-optimizer nvme: no optimizer state rests on disks")
     """Make each optimizer step durable in the files of --nvme-path, which take twice the space: a kill at any instant
     leaves a whole step, and the same command goes on from it. The files then stay until the run is finished or its last
     step is saved."""
@@ -55,6 +55,12 @@ class OffloadConfig:
     """What lies where, and when it moves: as the flags say (flags), as a table in a file says, or the choice that a
     simulation finds fastest under --device-memory-budget and --host-memory-budget (auto). The banner says what was
     chosen, and what the next best would take."""
-    placement_rates: str | None = option(None, metavar="FILE.yaml", derived="measured at the start", expert=True)
+    placement_rates: str | None = option(
+        None,
+        metavar="FILE.yaml",
+        derived="measured at the start",
+        needs="--placement auto or --memory-trace",
+        expert=True,
+    )
     """For --placement auto: how fast the ranks compute, copy, update, read and write, from a file instead of a
     measurement. With it the choice is the same in every start. The page of --memory-trace has its times from it too."""

@@ -16,7 +16,7 @@ class OptimizerConfig:
     fp8: str = option("off", choices=("off", "current", "delayed"), alone="current")
     """Compute the blocks' linear layers in 8 bits, scaled per tensor by the largest value now (current, also the flag
     alone) or over the last steps (delayed). A GPU needs compute capability 8.9. A CPU computes the same, slowly."""
-    fp8_amax_history: int = option(16, expert=True)
+    fp8_amax_history: int = option(16, needs="--fp8 delayed", expert=True)
     "With --fp8 delayed: number of steps whose largest values give the scale."
     optimizer: str = option("adamw", choices=("adamw", "adam", "sgd"))
     "adamw has decoupled weight decay. adam adds the decay to the gradient. sgd has momentum."
@@ -24,13 +24,13 @@ class OptimizerConfig:
     "Implementation of adam and adamw. apex needs NVIDIA apex with its CUDA extensions."
     weight_decay: float = option(0.1)
     "Weight decay of matrices and embeddings. Norms and biases have none."
-    adam_beta1: float = option(0.9)
+    adam_beta1: float = option(0.9, needs="--optimizer adam or adamw")
     "Decay of Adam's first moment."
-    adam_beta2: float = option(0.95)
+    adam_beta2: float = option(0.95, needs="--optimizer adam or adamw")
     "Decay of Adam's second moment."
-    adam_eps: float = option(1e-8)
+    adam_eps: float = option(1e-8, needs="--optimizer adam or adamw")
     "Epsilon that Adam adds to the root of the second moment."
-    sgd_momentum: float = option(0.9, expert=True)
+    sgd_momentum: float = option(0.9, needs="--optimizer sgd", expert=True)
     "Momentum of sgd."
     clip_grad: float = option(1.0)
     "Largest global gradient norm; 0 turns clipping off."
@@ -38,7 +38,7 @@ class OptimizerConfig:
     "Fraction of the target that is spread evenly over the vocabulary."
     z_loss: float = option(0.0)
     "Weight of the squared logarithm of the softmax's normaliser in the loss."
-    loss_scale: float | None = option(None, derived="dynamic", expert=True)
+    loss_scale: float | None = option(None, derived="dynamic", needs="--precision fp16", expert=True)
     "Fixed loss scale for fp16."
     initial_loss_scale: float = option(65536.0)
     "First dynamic loss scale (fp16)."

@@ -22,15 +22,27 @@ class ParallelConfig:
     other. Gradients are reduced within a set first and then across the sets. If K is given, each pipeline stage that
     holds a tied embedding has all of the embedding's state, also where K is the number of data-parallel ranks. If K is
     not given, these stages shard the embedding's state together, up to ZeRO-2. --placement auto sets K."""
-    zero3_gathered_bytes: int | None = option(None, metavar="BYTES", size=True, derived="two units", expert=True)
+    zero3_gathered_bytes: int | None = option(
+        None,
+        metavar="BYTES",
+        size=True,
+        derived="two units",
+        idle_without="--zero-stage 3, --offload-params or --lora-base-bits",
+        expert=True,
+    )
     """With --zero-stage 3, --offload-params or --lora-base-bits: most bytes (or KB, MB, GB) of gathered parameters on a
     rank at any time. A larger budget gathers earlier and, with --zero3-regather step, less often. With codes that no
     other rank has a share of, the default is one unit."""
-    zero3_regather: str = option("micro-batch", choices=("micro-batch", "step"), expert=True)
+    zero3_regather: str = option(
+        "micro-batch",
+        choices=("micro-batch", "step"),
+        idle_without="--zero-stage 3, --offload-params or --lora-base-bits",
+        expert=True,
+    )
     """With --zero-stage 3, --offload-params or --lora-base-bits: when parameters are gathered again. micro-batch: for
     each forward and backward. step: only where the budget does not hold them from use to use; which stay is chosen so
     that the fewest bytes are gathered."""
-    zero3_persist_below: int = option(0, metavar="N", expert=True)
+    zero3_persist_below: int = option(0, metavar="N", idle_without="--zero-stage 3 or --offload-params", expert=True)
     """With --zero-stage 3 or --offload-params: parameters of fewer elements on a rank stay whole on every rank, and on
     the device."""
     zero_quantized_weights: bool = option(False, expert=True)
@@ -39,7 +51,7 @@ class ParallelConfig:
     zero_quantized_gradients: str = option("none", choices=("none", "int8", "int4"), expert=True)
     """Send gradients to their sums in blocks of int8 or int4 (ZeRO++), a quarter or an eighth of the bytes of fp32.
     Sums are in full precision."""
-    zero_gradient_error_feedback: bool = option(False, expert=True)
+    zero_gradient_error_feedback: bool = option(False, needs="--zero-quantized-gradients", expert=True)
     """Add what --zero-quantized-gradients loses of a gradient to the next one. Takes 4 bytes per parameter on every
     rank. Checkpoints do not have it."""
     pipeline_schedule: str | None = option(
@@ -68,7 +80,7 @@ class ParallelConfig:
     "Layers of every model chunk in model order: pp x virtual stages numbers."
     partition_by: str = option("parameters", choices=("parameters", "time"), expert=True)
     "What the default partition balances."
-    sequence_parallel: bool = option(False)
+    sequence_parallel: bool = option(False, idle_without="--tp above 1")
     "Shard activations outside tensor-parallel layers along the sequence."
     recompute_granularity: str = option("none", choices=("none", "selective", "full"))
     "What backward computes again to save memory: nothing, the attention core, or whole blocks."
@@ -98,7 +110,12 @@ class ParallelConfig:
         None, metavar="N", derived="8,388,608; with NCCL 1,000,000 x dp, at least 40,000,000", expert=True
     )
     "Number of elements of a gradient bucket. A bucket is reduced and gathered in one collective."
-    grad_reduce_dtype: str = option("auto", choices=("auto", "fp32", "bf16", "fp16"), expert=True)
+    grad_reduce_dtype: str = option(
+        "auto",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        needs="--zero-quantized-gradients none: blocks are made of what is summed up",
+        expert=True,
+    )
     "Dtype in which gradients are reduced. auto is fp32 for 16-bit parameters, else the parameters' own."
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     "Device of the tensors. auto is cuda if there is a GPU."

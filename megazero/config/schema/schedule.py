@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config import extensions
 from megazero.config.fields import option
 from megazero.config.lengths import Length, Measure
+from megazero.system import extensions
 
 _COUNTS = (Measure.ITERATIONS, Measure.SAMPLES)
 
@@ -44,6 +44,11 @@ class ScheduleConfig:
     lr_decay: Length | None = option(None, measures=_COUNTS, metavar="LENGTH", derived="the length of the run")
     "Warm-up and decay together: N iterations, or N samples."
     lr_wsd_decay: Length | None = option(
-        None, measures=_COUNTS, metavar="LENGTH", derived="a tenth of the decay's length", expert=True
+        None,
+        measures=_COUNTS,
+        metavar="LENGTH",
+        derived="a tenth of the decay's length",
+        expert=True,
+        needs="--lr-decay-style wsd",
     )
     "wsd: the falling part, of N iterations or N samples."

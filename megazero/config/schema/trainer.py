@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config import extensions
 from megazero.config.fields import option
+from megazero.system import extensions
 
 TRACE_SUFFIXES = (".json", ".svg", ".html")
 """Of --memory-trace: the form of what is written."""
@@ -15,7 +15,7 @@ TRACE_SUFFIXES = (".json", ".svg", ".html")
 class TrainerConfig:
     """The training loop: evaluation, stopping and logging."""
 
-    eval_interval: int | None = option(None, derived="at the end only")
+    eval_interval: int | None = option(None, derived="at the end only", idle_without="--eval-iters above 0")
     "Iterations between evaluations."
     eval_iters: int = option(10, common=True)
     "Global batches of one evaluation; 0 turns it off."

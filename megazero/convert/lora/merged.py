@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_ops.blocks import opmath_dtype, rows_of
 from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.window import TensorInfo
-from megazero.config.lora import scale
+from megazero.config.layer_choices import lora_scale
 from megazero.config.schema import LoraConfig
 from megazero.convert.source import WEIGHT, ConversionError, Source
 
@@ -53,7 +53,7 @@ class AdaptedSource(Source):
         layer = name.removesuffix("weight")
         a, b = self.adapters.read(layer + _A), self.adapters.read(layer + _B)
         try:
-            return merge_adapter(weight, a, b, scale(self.adapters.run.lora), name)
+            return merge_adapter(weight, a, b, lora_scale(self.adapters.run.lora), name)
         except OutOfRange as error:
             raise ConversionError(
                 f"{self.base.path} with the adapters of {self.path}: {error.nearest('a base in')}"

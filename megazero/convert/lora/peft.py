@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.lora import alpha, layers_of, scale
+from megazero.config.layer_choices import adaptable_layers, lora_alpha, lora_scale
 from megazero.config.schema import ModelConfig
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions
@@ -97,7 +97,7 @@ def _modules(names: Names, adapters: Source) -> list[_Module]:
     """
     model, modules = adapters.model, []
     for number in range(model.num_layers):
-        for pair in pairs_of_block(names, number, layers_of(model)):
+        for pair in pairs_of_block(names, number, adaptable_layers(model)):
             if f"{pair.layer}.{FACTORS[1]}" not in adapters.entries:
                 continue
             used = [part.ne(0).any(0) for part in pair.parts(model, adapters.read(f"{pair.layer}.{FACTORS[1]}"))]
@@ -116,7 +116,7 @@ def _target_modules(names: Names, model: ModelConfig, wanted: Sequence[str]) -> 
     every = [
         module
         for number in range(model.num_layers)
-        for pair in pairs_of_block(names, number, layers_of(model))
+        for pair in pairs_of_block(names, number, adaptable_layers(model))
         for module in pair.modules
     ]
     unwanted = set(every).difference(wanted)
@@ -138,9 +138,9 @@ def _config(names: Names, adapters: Source, modules: Sequence[_Module], base: st
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.lora_rank,
-        "lora_alpha": _number(alpha(lora)),
+        "lora_alpha": _number(lora_alpha(lora)),
         "rank_pattern": ranks,
-        "alpha_pattern": {name: _number(scale(lora) * rank) for name, rank in ranks.items()},
+        "alpha_pattern": {name: _number(lora_scale(lora) * rank) for name, rank in ranks.items()},
         "lora_dropout": lora.lora_dropout,
         "target_modules": _target_modules(names, adapters.model, [module.name for module in modules]),
         "fan_in_fan_out": any(_transposed(module.pair.rule) for module in modules),

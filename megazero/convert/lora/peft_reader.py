@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.window import TensorInfo
-from megazero.config.lora import layers_of, scale
+from megazero.config.layer_choices import adaptable_layers, lora_scale
 from megazero.config.options import run_options
 from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
@@ -160,7 +160,7 @@ class BoundAdapters(Source):
         self._layers: dict[str, tuple[AdapterPair, list[_Part], bool]] = {}
         entries: dict[str, TensorInfo] = {}
         for number in range(base.model.num_layers):
-            for pair in pairs_of_block(family.names, number, layers_of(base.model)):
+            for pair in pairs_of_block(family.names, number, adaptable_layers(base.model)):
                 parts = [self._part(files, module, family.model_type) for module in pair.modules]
                 left -= {key_of(module, factor) for module in pair.modules for factor in "AB"}
                 if any(part.rank for part in parts):
@@ -196,7 +196,7 @@ class BoundAdapters(Source):
         if rank != wanted:
             raise ConversionError(f"{files.path / CONFIG}: {where} gives {module} rank {wanted}, and {told}")
         own = files.targets.alpha(module, self.run.lora.lora_alpha) / (math.sqrt(rank) if files.by_root else rank)
-        return _Part(files.stored[a], files.stored[b], own / scale(self.run.lora))
+        return _Part(files.stored[a], files.stored[b], own / lora_scale(self.run.lora))
 
     def _entries(self, base: Source, pair: AdapterPair, parts: list[_Part]) -> Iterator[tuple[str, TensorInfo]]:
         weight = base.entries[f"{pair.layer}.weight"].shape

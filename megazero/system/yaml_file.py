@@ -34,9 +34,9 @@ class _Loader(yaml.SafeLoader):
         if self.depth > BOUNDS.depth:
             raise yaml.composer.ComposerError(None, None, _TOO_DEEP, self.peek_event().start_mark)
         self.depth += 1
-        found = super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
         self.depth -= 1
-        return found
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         if not isinstance(node, yaml.MappingNode):  # a tag on something else
@@ -120,8 +120,8 @@ def _first_mistake(error: Exception, text: str) -> str:
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         return f"line {line}, column {column}: the character U+{error.character:04X} cannot be in YAML"
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    return where + " ".join(str(problem or error).split())
+    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return place + " ".join(str(problem or error).split())
 
 
 def _refuse_bombs(root: yaml.Node, path: Path) -> None:
@@ -134,9 +134,9 @@ def _refuse_bombs(root: yaml.Node, path: Path) -> None:
     def measure(node: yaml.Node) -> tuple[int, int]:
         """(number of nodes, levels) of a node."""
         mark = node.start_mark
-        where = f"{path}: line {mark.line + 1}, column {mark.column + 1}:"
+        place = f"{path}: line {mark.line + 1}, column {mark.column + 1}:"
         if id(node) in above:
-            raise Unreadable(f"{where} an alias stands for what holds it")
+            raise Unreadable(f"{place} an alias stands for what holds it")
         if id(node) not in known:
             above.add(id(node))
             pairs = node.value if _holds(node) else []
@@ -150,7 +150,7 @@ def _refuse_bombs(root: yaml.Node, path: Path) -> None:
         if count > BOUNDS.settings_parts:
             raise Unreadable(f"{path}: its aliases stand for more than {BOUNDS.settings_parts:,} values")
         if levels > BOUNDS.depth + 1:
-            raise Unreadable(f"{where} {_TOO_DEEP}")
+            raise Unreadable(f"{place} {_TOO_DEEP}")
         return known[id(node)]
 
     measure(root)

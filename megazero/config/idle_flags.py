@@ -1,0 +1,303 @@
+"""Flags that would have no effect in a run: the condition of an effect, and what is missing.
+
+Only flags of the command line are checked, and only if their value is not the default. Presets and files may contain
+settings for other runs, and a flag's default takes back what a script has set. A flag without effect is an error if it
+asks for a result that this run cannot have at any size. It is a line in the banner if it would have an effect with
+another size, layout or data, as in a script for several runs. Neither the machine nor the files are known here.
+
+What a flag needs is said beside its field (`needs`, an error, and `idle_without`, a line), in the words of the message:
+
+    --save DIR                                  the field is set: it is not its default
+    --optimizer adam or adamw                   the field has one of these values
+    --tp above 1                                the field has a larger number
+    --zero-stage 3 or --offload-params          one of the conditions holds
+    --optimizer sgd: others have no momentum    what follows the colon is the reason, for the reader alone
+
+`REFUSED` and `TOLD` have the conditions that are more than this.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from megazero.config.checks import Check, CheckContext, Problems
+from megazero.config.derive import micro_batch_order, moves_in_parts, recomputes_blocks, tiers, uses_disks
+from megazero.config.lengths import Length, Measure
+from megazero.config.options import Option, run_options
+from megazero.config.placement import AUTO
+from megazero.config.schema import Run
+from megazero.config.tiers import Offload
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One flag under one condition.
+
+    field    the flag's field
+    holds    whether the condition is met, so that the flag can have an effect
+    needs    the condition in words, after "has no effect without"
+    reads    further fields that `holds` reads, with blanks between
+    refused  whether a flag without effect is an error; else it is a line in the banner
+    """
+
+    field: str
+    holds: Callable[[CheckContext], bool]
+    needs: str
+    reads: str
+    refused: bool = True
+
+    def missed(self, context: CheckContext) -> str | None:
+        """The sentence if the flag is given and has no effect; else None."""
+        known = run_options()[self.field]
+        value = _value(context.run, known)
+        if self.field not in context.given or value in (None, known.default) or self.holds(context):
+            return None
+        if known.kind is bool:
+            return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
+        if isinstance(value, Length):
+            return f"{value.behind(known.flag)} has no effect without {self.needs}"
+        parts = value if isinstance(value, tuple) else (value,)
+        shown = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+        return f"{known.flag} {shown} has no effect without {self.needs}"
+
+    def check(self) -> Check:
+        def find(context: CheckContext) -> Problems:
+            sentence = self.missed(context)
+            if sentence is not None:
+                yield sentence
+
+        return Check(find, frozenset((self.field, *self.reads.split())))
+
+
+def _value(run: Run, known: Option) -> Any:
+    return getattr(getattr(run, known.section), known.name)
+
+
+def needing(field: str, needs: str, *, refused: bool) -> Effect:
+    """The effect of a field that says beside it what it needs. Raises for a phrase that names no flag or value."""
+    conditions = [_condition(phrase) for phrase in re.split(r", (?=--)| or (?=--)", needs.partition(": ")[0])]
+
+    def holds(context: CheckContext) -> bool:
+        return any(meets(_value(context.run, known)) for known, meets in conditions)
+
+    return Effect(field, holds, needs, " ".join(known.name for known, _ in conditions), refused)
+
+
+def _condition(phrase: str) -> tuple[Option, Callable[[Any], bool]]:
+    """The option of a phrase such as "--optimizer adam or adamw", and whether a value of it meets the phrase."""
+    flag, _, rest = phrase.partition(" ")
+    known = run_options()[flag.removeprefix("--").replace("-", "_")]
+    if rest in ("", known.metavar):
+        return known, lambda value: value not in (None, known.default)
+    if rest.startswith("above "):
+        return known, lambda value: value > int(rest.removeprefix("above "))
+    values = re.split(", | or ", rest)
+    for text in values:
+        known.from_words([text])  # a ValueError: the phrase names a value that the field cannot have
+    return known, lambda value: (value.tier.value if isinstance(value, Offload) else str(value)) in values
+
+
+def _of_all(fields: str, holds: Callable[[CheckContext], bool], needs: str, reads: str) -> tuple[Effect, ...]:
+    """The same effect of several fields."""
+    return tuple(Effect(field, holds, needs, reads) for field in fields.split())
+
+
+def _searches(context: CheckContext) -> bool:
+    """Whether what leaves the device is searched for, so that anything may leave."""
+    return context.run.offload.placement == AUTO
+
+
+def _activations(context: CheckContext) -> Offload:
+    return context.run.offload.offload_activations
+
+
+def _reads_text(context: CheckContext) -> bool:
+    data = context.run.data
+    return data.tokenizer is not None or not (data.data_path or data.instruction_data)
+
+
+def _validates(context: CheckContext) -> bool:
+    """Whether there is something to evaluate on: a split of --data-path, or a file of conversations."""
+    return not context.run.data.instruction_data or bool(context.run.data.valid_instruction_data)
+
+
+def _decays(context: CheckContext) -> bool:
+    return context.run.schedule.lr_decay_style != "constant"
+
+
+def _warms_up_by_a_share(context: CheckContext) -> bool:
+    warmup = context.run.schedule.lr_warmup
+    return warmup is not None and warmup.measure is Measure.SHARE
+
+
+def _ramps(context: CheckContext) -> bool:
+    ramp = context.run.schedule.rampup_batch_size
+    return ramp is None or len(ramp) != 3 or ramp[0] < context.run.schedule.global_batch_size
+
+
+def _within(field: str) -> Effect:
+    """Of a number of iterations between two events, which needs as many in the run."""
+
+    def holds(context: CheckContext) -> bool:
+        iterations = context.run.schedule.train_iters
+        return iterations is None or _value(context.run, run_options()[field]) <= iterations
+
+    return Effect(field, holds, "at least as many --train-iters", "train_iters")
+
+
+_OFFLOAD = "offload_optimizer offload_params offload_gradients offload_activations placement"
+_TIED = "tp pp pipeline_schedule virtual_stages untie_embeddings_and_output_weights"
+_SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
+_FALLS = "a --lr-decay-style that falls, which constant does not"
+_IDS = "--tokenizer: ids are used as they are, and nothing reads"
+
+REFUSED = (
+    Effect(
+        "zero_quantized_weights",
+        lambda context: context.run.parallel.zero_stage > 0,
+        "--zero-stage 1, 2 or 3: with 0 no parameters are gathered",
+        "zero_stage",
+    ),
+    *_of_all(
+        "initial_loss_scale loss_scale_window hysteresis min_loss_scale",
+        lambda context: context.run.optimizer.precision == "fp16" and context.run.optimizer.loss_scale is None,
+        "--precision fp16 and a dynamic loss scale (no --loss-scale)",
+        "precision loss_scale",
+    ),
+    Effect("min_lr", _decays, _FALLS, "lr_decay_style"),
+    Effect(
+        "lr_decay",
+        lambda context: _decays(context) or _warms_up_by_a_share(context),
+        _FALLS,
+        "lr_decay_style lr_warmup",
+    ),
+    Effect("sample_prompt", _reads_text, f"{_IDS} the text", "data_path tokenizer"),
+    Effect("sample_tokens", _reads_text, f"{_IDS} a text", "data_path tokenizer"),
+    Effect(
+        "shard_recompute_inputs",
+        lambda context: context.run.parallel.tp > 1 and recomputes_blocks(context.run.parallel),
+        "--tp above 1 and whole blocks that are recomputed (--recompute-granularity full, --activation-memory-budget)",
+        "recompute_granularity activation_memory_budget tp",
+    ),
+    Effect(
+        "nvme_path",
+        lambda context: _searches(context) or uses_disks(context.run) or _activations(context).on_disks,
+        "--offload-optimizer nvme, or the same of params, gradients or activations: nothing rests on disks",
+        _OFFLOAD,
+    ),
+    Effect(
+        "nvme_buffer_bytes",
+        lambda context: _searches(context) or moves_in_parts(context.run) or _activations(context).on_disks,
+        "--offload-optimizer or --offload-gradients, --offload-params nvme or --offload-activations nvme",
+        _OFFLOAD,
+    ),
+)
+"""Flags that ask for a result: numbers, files, a way of training. Without effect they are errors."""
+
+TOLD = (
+    Effect(
+        "host_memory_budget",
+        lambda context: _searches(context) or any(tiers(context.run).values()) or bool(_activations(context)),
+        "--offload-optimizer, or the same of params, gradients or activations: nothing rests in host memory",
+        _OFFLOAD,
+    ),
+    Effect(
+        "sample_tokens",
+        lambda context: context.run.trainer.sample_prompt is not None or context.run.data.tokenizer is None,
+        "--sample-prompt TEXT",
+        "data_path tokenizer sample_prompt",
+    ),
+    Effect(
+        "partition_by",
+        lambda context: context.run.parallel.pp * context.run.parallel.virtual_stages > 1,
+        "--pp above 1, or --virtual-stages",
+        "pp virtual_stages",
+    ),
+    *_of_all("zero_stage zero_quantized_gradients", lambda context: context.shards, _SHARDED, _TIED),
+    Effect("zero_shard_size", lambda context: context.dp != 1, _SHARDED, "tp pp"),
+    Effect(
+        "micro_batch_order",
+        lambda context: context.accumulates,
+        "several micro-batches in a step: --global-batch-size above --micro-batch-size x dp",
+        "global_batch_size micro_batch_size tp pp",
+    ),
+    Effect(
+        "vertical_group_size",
+        lambda context: micro_batch_order(context.run) == "vertical",
+        "--micro-batch-order vertical",
+        "micro_batch_order offload_params",
+    ),
+    *_of_all("overlap grad_reduce_dtype", lambda context: context.reduces, _SHARDED, f"{_TIED} sequence_parallel"),
+    *_of_all("backend distributed_timeout_minutes", lambda context: context.several, "a second rank", ""),
+    Effect(
+        "shared_memory",
+        lambda context: context.several and context.run.parallel.backend in ("auto", "gloo"),
+        "several ranks and --backend gloo",
+        "backend",
+    ),
+    Effect("rampup_batch_size", _ramps, "a START below --global-batch-size", "global_batch_size"),
+    Effect(
+        "init_method_std",
+        lambda context: context.run.checkpoint.init_from is None,
+        "random initial weights; --init-from gives others",
+        "init_from",
+    ),
+    Effect(
+        "eval_interval",
+        _validates,
+        "--valid-instruction-data",
+        "instruction_data valid_instruction_data eval_iters",
+    ),
+    Effect(
+        "eval_iters",
+        lambda context: _validates(context) or context.run.trainer.eval_iters == 0,
+        "--valid-instruction-data",
+        "instruction_data valid_instruction_data",
+    ),
+    Effect(
+        "test_iters",
+        lambda context: not context.run.data.instruction_data,
+        "--split, which divides --data-path",
+        "instruction_data",
+    ),
+    *map(_within, ("save_interval", "eval_interval", "exit_interval")),
+    *_of_all(
+        "override_opt_param_scheduler override_batch override_data",
+        lambda context: context.run.checkpoint.load is not None and not context.run.checkpoint.finetune,
+        "--load DIR, to resume from it",
+        "load finetune",
+    ),
+)
+"""Flags of a script for several runs, which would have an effect in another one. Here they are lines in the banner."""
+
+
+@cache
+def effects() -> tuple[Effect, ...]:
+    """All conditions under which flags have effects. A field may have several."""
+    made = [
+        needing(known.name, needs, refused=refused)
+        for known in run_options().values()
+        for needs, refused in ((known.needs, True), (known.idle_without, False))
+        if needs is not None
+    ]
+    return (*made, *REFUSED, *(replace(effect, refused=False) for effect in TOLD))
+
+
+@cache
+def effect_checks() -> tuple[Check, ...]:
+    """The checks of flags whose lack of an effect is an error."""
+    return tuple(effect.check() for effect in effects() if effect.refused)
+
+
+def without_effect(context: CheckContext) -> list[str]:
+    """A line for each flag that has no effect in this valid run and is not an error."""
+    lines = {
+        effect.field: sentence
+        for effect in reversed(effects())
+        if not effect.refused and (sentence := effect.missed(context))
+    }
+    return list(reversed(lines.values()))
