@@ -83,6 +83,10 @@ class Trainer:
         """
         if self.finished():
             self.log.note(self.plan.at_end(self.position.iteration, self.position.consumed_samples))
+        elif self.run.trainer.eval_at_start and self.batches.valid:
+            self.evaluate()
+        elif self.run.trainer.eval_at_start:
+            self.log.note("--eval-at-start: this run has no data to evaluate on")
         while not self.finished() and self.stopped_by is None:
             step = self.train_step(
                 stop=self.signals.raised or (self.save_policy is not None and self.save_policy.superseded)

@@ -263,6 +263,7 @@ ROWS = (
     Row("ckpt_probe", "--no-ckpt-probe", "kept", SAVES),
     # the loop
     Row("eval_interval", "--eval-interval 1", "evaluations"),
+    Row("eval_at_start", "--eval-at-start", "evaluations"),
     Row("eval_iters", "--eval-iters 2", "evaluations"),
     Row("test_iters", "--test-iters 1", "evaluations"),
     Row("exit_interval", "--exit-interval 2", "samples"),

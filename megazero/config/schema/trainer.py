@@ -19,6 +19,8 @@ class TrainerConfig:
     "Iterations between evaluations."
     eval_iters: int = option(10, common=True)
     "Global batches of one evaluation; 0 turns it off."
+    eval_at_start: bool = option(False, "--eval-on-start", expert=True, idle_without="--eval-iters above 0")
+    "Evaluate before the first step too: what a model that is tuned or resumed can do already."
     test_iters: int = option(0, expert=True)
     "Global batches of the test split on which the finished run is evaluated."
     exit_interval: int | None = option(None, derived="at the end only")
