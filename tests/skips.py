@@ -15,6 +15,7 @@ import pytest
 MAY_BE_MISSING = {
     r"no NVIDIA GPU|there is an NVIDIA GPU|there is a CUDA device|no CUDA": "a card, or a machine without one",
     r"a card before Ampere|needs compute capability": "a newer card",
+    r"no history of commits": "a whole clone, as of a package of the sources",
     r"no reference data at": "other programs' data, which lie beside the checkout",
     r"no io_uring": "a kernel that lets programs use it",
     r"this processor has no": "instructions of another processor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
 import tokenize
 from dataclasses import dataclass
 from functools import cache
@@ -139,3 +140,17 @@ def test_programs_are_python_and_import_what_is_there(page: str) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megazero"):
                 file = Path(*str(node.module).split(".")).with_suffix(".py")
                 assert {alias.name for alias in node.names} <= words(str(file)), node.module
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_flag_is_the_commit_that_its_page_names() -> None:
+    """A page cannot promise fewer files than a change takes."""
+    (subject,) = re.findall(r"The commit \*(.+?)\* is this change", PAGES["flag"])
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("no history of commits: this folder is no whole clone")
+    (commit,) = git("log", "--format=%H", f"--grep=^{subject}$").split()
+    touched = git("show", "--format=", "--name-only", commit).splitlines()
+    assert {step.path for step in steps("flag")} == {name for name in touched if not name.endswith(".md")}
