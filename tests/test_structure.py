@@ -157,7 +157,8 @@ def changes_a_run(call: ast.Call, sections: set[str]) -> bool:
         return False
     of = ast.unparse(call.args[0]).split(".")
     named = {keyword.arg for keyword in call.keywords}
-    return bool(named & sections) or of[-1] == "run" or (len(of) > 1 and of[-2] == "run" and of[-1] in sections)
+    of_a_run = of[-1] == "run" or (len(of) > 1 and of[-2] == "run" and of[-1] in sections)
+    return of_a_run or (bool(named) and named <= sections)
 
 
 NAMES = re.compile(r"(embedding|head|blocks|attention_norm|mlp_norm)\.|(attention)\.(qkv|output)|(mlp)\.(gate|up|down)")
@@ -327,26 +328,23 @@ MOST_FILES, LEAST_CODE = 25, 40
 FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/train")
 """Folders in which files are counted and measured. More are to follow."""
 
-FILES = {"megazero/config": 28, "megazero/train": 41}
+FILES = {"megazero/config": 28, "megazero/train": 39}
 """Folders with more than `MOST_FILES`: how many they have. Lower the number with each file that goes."""
 
 SECTION, TO_MERGE = "a section of the configuration is a file", "to be merged"
 SHORT = {
-    "megazero/cli/merge_data.py": TO_MERGE,
-    "megazero/config/decision.py": TO_MERGE,
+    "megazero/cli/merge_data.py": "a command is a file",
+    "megazero/config/decision.py": "what is resolved in one room and printed in others",
     "megazero/config/dtypes.py": "the only file of the room that imports torch, which a command line is read without",
     "megazero/config/fields.py": "sections import it, so that it imports nothing of the configuration",
     "megazero/config/schema/__init__.py": "the run, whose sections are the other files",
     "megazero/config/schema/checkpoint.py": SECTION,
     "megazero/config/schema/lora.py": SECTION,
-    "megazero/config/schema/trainer.py": SECTION,
     "megazero/config/unusual.py": TO_MERGE,
-    "megazero/train/banner_leaving.py": TO_MERGE,
     "megazero/train/host_memory.py": TO_MERGE,
-    "megazero/train/memory_trace.py": TO_MERGE,
-    "megazero/train/start.py": TO_MERGE,
+    "megazero/train/start.py": "what runs before torch is imported",
     "megazero/train/state.py": TO_MERGE,
-    "megazero/train/text_blocks.py": TO_MERGE,
+    "megazero/train/verdict.py": "one of the three printers of a report",
 }
 """Files of less than `LEAST_CODE` lines of code, each with the reason. Take out what grew or went."""
 

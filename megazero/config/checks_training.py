@@ -66,6 +66,13 @@ def _memory_trace(context: CheckContext) -> Problems:
         yield f"--memory-trace {path} does not end in one of {', '.join(TRACE_SUFFIXES)}"
 
 
+@reads("report_json")
+def _report_json(context: CheckContext) -> Problems:
+    path = context.run.trainer.report_json
+    if path in ("", "-"):
+        yield f"--report-json {path or repr(path)} names no file: a report is written to a path"
+
+
 @reads("train_iters train_samples rampup_batch_size global_batch_size")
 def _length(context: CheckContext) -> Problems:
     s = context.run.schedule
@@ -310,5 +317,5 @@ def _base_bits(context: CheckContext) -> Problems:
 
 TRAINING_CHECKS = (
     *(_batch, _ramp, _length, _rate, _loss_scale, _optimizer_impl, _fp8, _data_path, _instructions, _split),
-    *(_memory_trace, _tokens, _checkpoint, _lora, _base_bits),
+    *(_memory_trace, _report_json, _tokens, _checkpoint, _lora, _base_bits),
 )

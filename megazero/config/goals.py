@@ -95,7 +95,7 @@ GOALS = (
     Goal(
         "save and resume",
         (
-            *("save", "load", "save_interval", "keep_last", "async_save", "no_save_optim", "no_load_optim"),
+            *("save", "load", "save_interval", "keep_last", "async_save", "no_load_optim"),
             "override_opt_param_scheduler",
         ),
         ("checkpoint",),

@@ -1,290 +1,410 @@
-"""The banner, which a run prints before its first step: layout, model, memory, schedule, data.
+"""The banner: a run's report as text, which it prints before its first step.
 
-This module only makes text; it decides nothing.
+A line is a heading and a sentence; an empty sentence is not shown. The text is ASCII, so that it prints under any
+locale.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
+from itertools import groupby
 
-import torch
-import torch.distributed as dist
-
-from fused_ops.attention.selection import choose
-from fused_ops.registry import refusal
-from megazero.config.derive import padded_vocab, pipeline_schedule, uses_disks
-from megazero.config.dtypes import compute_dtype, state_dtype
+from fused_ops import coded
+from megazero.config.derive import uses_disks, whole_steps
+from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
-from megazero.config.inventory import parameters
 from megazero.config.layer_choices import adapted, fp8_exceptions, lora_alpha
-from megazero.config.schema import ModelConfig, Run
+from megazero.config.placement import PLACEMENT, ROWS
+from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
-from megazero.mpu.grid import Group, ProcessGrid
-from megazero.mpu.parameter import StateGroup
 from megazero.optim.step_plan import StepPlan
-from megazero.pipeline.build import attention_support, attention_workload, compiled_ops, step_options
-from megazero.pipeline.graphs import replayed
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
-from megazero.plan.recompute import activation_peaks, gathered_inputs, recompute_choice
-from megazero.plan.step_lists import StageLists
-from megazero.plan.times import chunk_times
-from megazero.program.simulate import simulate
-from megazero.system import allocator, threads
-from megazero.system import device as devices
+from megazero.pipeline.schedule import is_breadth_first
+from megazero.plan.bytes import StageBytes
+from megazero.plan.gathered import GatheredBytes
+from megazero.plan.step_memory import rank_words
+from megazero.plan.traffic import Traffic
+from megazero.program.instruction import Lane
 from megazero.system.words import counted
-from megazero.telemetry.units import count
-from megazero.train import banner_parts as parts
+from megazero.telemetry.units import count, size
 from megazero.train import text_blocks as blocks
-from megazero.train.banner_leaving import leaving_sentences
-from megazero.train.banner_zero import zero_lines
-from megazero.train.bodies import bodies_of
-from megazero.train.memory_budgets import budget_sentences
+from megazero.train.run_report import MachineReport, RunReport, ScheduleReport, StateMessages
+
+Line = tuple[str, str]
+_RECOMPUTED = {"full": "whole", "selective": "attention cores"}
 
 
-def banner(
-    run: Run,
-    grid: ProcessGrid,
-    steps: StageLists,
-    text: str,
-    start: str,
-    changes: list[tuple[str, object, object]],
-    said: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    notes: Sequence[str] = (),
-    placed: Sequence[str] = (),
-    samples: int | None = None,
-) -> str:
-    """The banner of a run on this grid.
-
-    steps    the run's lists
-    text     describes the data
-    start    describes what the run starts from
-    changes  (field, old, new) of what differs from the checkpoint's run
-    said     settings that the user changed from the defaults, by section
-    notes    sentences that the user should read before the run
-    placed   sentences about a placement that was searched for
-    samples  that are consumed at the run's end; None: of a run that does not resume
-    """
-    axes, zero = grid.axes, parts.zero(run.parallel.zero_stage, grid.axes)
-    sections = [
-        (f"megazero: {parts.ranks(axes.tp, axes.pp, axes.dp)}", parts.draw_grid(axes.pp, axes.dp, axes.tp)),
-        ("Model", blocks.pairs([*_model(run), *_padding(run)])),
-        (f"Memory of the model state, {zero}", parts.stage_table(stage_bytes(run, axes))),
-        ("Schedule", blocks.pairs([*placement_lines(placed), *schedule_lines(steps), *_communication(run, grid)])),
-        ("Run", blocks.pairs([*_training(run, text, samples), ("start", start)])),
-        ("Changed since the checkpoint", parts.changes_table(changes)),
-        ("Ops", _ops(run, grid.device)),
-        ("Other than the defaults", _departures(run, said)),
-        ("Worth knowing", blocks.bullets(notes)),
+def banner(report: RunReport) -> str:
+    """What a run prints before its first step: layout, model, memory, schedule, data, ops, and the user's settings."""
+    axes, zero = report.axes, zero_words(report.run.parallel.zero_stage, report.axes)
+    parts = [
+        (f"megazero: {ranks_words(axes)}", blocks.draw_grid(axes.pp, axes.dp, axes.tp)),
+        ("Model", blocks.pairs(_model_lines(report))),
+        (f"Memory of the model state, {zero}", stage_table(report.memory.stages)),
+        ("Schedule", blocks.pairs([*placement_lines(report), *schedule_lines(report)])),
+        ("Run", blocks.pairs(_run_lines(report))),
+        ("Changed since the checkpoint", changes_table(report.changes)),
+        ("Ops", ops_table(report.machine) if report.machine else ""),
+        ("Left open, and decided", blocks.pairs(decided_lines(report))),
+        ("Other than the defaults", _departures(report)),
+        ("Worth knowing", blocks.bullets(report.notes)),
     ]
-    return blocks.sections(sections)
+    return blocks.sections(parts)
 
 
-def placement_lines(placed: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, text) of the sentences about a placement that was searched for; empty where none was."""
-    return [("placement", "\n".join(placed))] * bool(placed)
+def ranks_words(axes: Axes) -> str:
+    """`4 ranks, tp 2 x pp 2 x dp 1`."""
+    return f"{counted(axes.tp * axes.pp * axes.dp, 'rank')}, tp {axes.tp} x pp {axes.pp} x dp {axes.dp}"
 
 
-def _ops(run: Run, device: torch.device) -> str:
-    ops, bodies = compiled_ops(run, device), bodies_of(run, device)
-    attention = choose(attention_workload(run).case(device), attention_support(run, device))
-    lines = [("attention", f"{attention.body.value}: {attention.reason}")]
-    if device.type == "cpu" and (why := refusal("weight_gradient", compute_dtype(run.optimizer.precision))):
-        lines.append(("weight gradient", f"torch's own: no C++ kernel: {why}"))
-    if run.parallel.compile and not ops:
-        lines.append(("--compile", "changes nothing: its ops have kernels here, which are faster"))
-    return f"{parts.fused_ops_table(bodies)}\n{blocks.pairs(lines)}"
+def rank_of(stage: int, stages: int) -> str:
+    return f"a rank of stage {stage}" if stages > 1 else "a rank"
 
 
-def _model(run: Run) -> list[tuple[str, str]]:
-    model = run.model
+def zero_words(zero_stage: int, axes: Axes) -> str:
+    """`ZeRO-1`, or `ZeRO-1 in sets of 2 of 4 replicas`."""
+    return f"ZeRO-{zero_stage}" + f" in sets of {axes.shard_size} of {axes.dp * axes.cp} replicas" * axes.is_hybrid
+
+
+def placement_lines(report: RunReport) -> list[Line]:
+    """The placement that was searched for: its flags, and what they take and cost."""
+    return [("placement", "\n".join(report.placement))] if report.placement else []
+
+
+def decided_lines(report: RunReport) -> list[Line]:
+    """What the user left open, and why it is as it is. A placement has lines of its own."""
+    rows = {row.field for row in ROWS.values()} | {PLACEMENT, "placement_rates"}
+    made = [each for each in report.decisions if not (report.placement and each.field in rows)]
+    return [(each.field, f"{_value(each.value)} ({each.why})") for each in made]
+
+
+def _model_lines(report: RunReport) -> list[Line]:
+    run, model, o = report.run, report.run.model, report.run.optimizer
+    width = "" if model.kv_channels is None else f" of {model.kv_channels}"
+    shape = f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
+    shape += f"{counted(model.num_attention_heads, 'head')}{width}, sequence {model.seq_length}"
     head = "untied" if model.untie_embeddings_and_output_weights else "tied"
-    layers = counted(model.num_layers, "layer")
-    shape = f"{layers}, hidden {model.hidden_size}, {_heads(model)}, sequence {model.seq_length}"
+    scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"
+    fp8 = f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 bytes each beside "
+    padding = f"the vocabulary takes {report.vocabulary_rows:,} rows in memory, which the table below counts"
     return [
-        ("parameters", f"{count(parameters(run.model))} ({parameters(run.model):,})"),
+        ("parameters", f"{count(report.parameters)} ({report.parameters:,})"),
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
         ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
-        (
-            "precision",
-            f"{run.optimizer.precision}; state and gradients "
-            f"{str(state_dtype(run.optimizer.precision)).removeprefix('torch.')}",
-        ),
-        *_fp8(run),
-        *_adapters(run),
+        ("precision", f"{o.precision}; state and gradients {str(state_dtype(o.precision)).removeprefix('torch.')}"),
+        ("fp8", f"{fp8}the model state" if o.fp8 != "off" else ""),
+        (f"still {o.precision}", "; ".join(fp8_exceptions(run)) if o.fp8 != "off" else ""),
+        ("trained", _adapters(report)),
+        ("padding", padding if report.vocabulary_rows != model.vocab_size else ""),
     ]
 
 
-def _padding(run: Run) -> list[tuple[str, str]]:
-    """Why the table of stages may count more parameters than the model has."""
-    rows = padded_vocab(run.model, run.parallel.tp)
-    told = f"the vocabulary takes {rows:,} rows in memory, which the table below counts"
-    return [] if rows == run.model.vocab_size else [("padding", told)]
+def _adapters(report: RunReport) -> str:
+    lora, trained = report.run.lora, report.trained
+    if trained is None:
+        return ""
+    rank, layers = f"rank {lora.lora_rank}, alpha {lora_alpha(lora):g}", " ".join(adapted(lora, report.run.model))
+    adapters = f"{count(trained)} ({trained:,}) in adapters of {rank}, on {layers}"
+    return f"{adapters}; all else is frozen, and has no gradients and no optimizer state"
 
 
-def _heads(model: ModelConfig) -> str:
-    heads = counted(model.num_attention_heads, "head")
-    return heads if model.kv_channels is None else f"{heads} of {model.kv_channels}"
-
-
-def _adapters(run: Run) -> list[tuple[str, str]]:
-    if run.lora.lora_rank is None:
-        return []
-    trained = trained_parameters(run)
-    layers = " ".join(adapted(run.lora, run.model))
-    words = (
-        f"{count(trained)} ({trained:,}) in adapters of rank {run.lora.lora_rank}, alpha {lora_alpha(run.lora):g}, on "
-        f"{layers}"
-    )
-    return [("trained", f"{words}; all else is frozen, and has no gradients and no optimizer state")]
-
-
-def _fp8(run: Run) -> list[tuple[str, str]]:
-    o, left = run.optimizer, fp8_exceptions(run)
-    if o.fp8 == "off":
-        return []
-    scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"
-    words = (
-        f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 "
-        "bytes each beside the model state"
-    )
-    return [("fp8", words), *([(f"still {o.precision}", "; ".join(left))] if left else [])]
-
-
-def schedule_lines(steps: StageLists) -> list[tuple[str, str]]:
-    """(name, text) of the schedule with its bubble, traffic of ZeRO and hybrid shards, recompute, CUDA graphs,
-    activations that leave, and budgets of memory.
+def stage_table(stages: Sequence[StageBytes]) -> str:
+    """Parameters and bytes of one rank of each stage; consecutive equal stages share a line. Where something leaves the
+    device, the first table tells of the device and a second one of the rest.
     """
-    run, axes, micro_batches = steps.run, steps.axes, steps.micro_batches
-    name, virtual = pipeline_schedule(run.parallel), run.parallel.virtual_stages
-    lists, shapes = steps.schedule()
-    report = simulate(lists, chunk_times(run), shapes)
-    live, groups = max(report.peak_activations), step_options(run).groups(micro_batches)
-    words = parts.schedule_sentence(name, axes.pp, micro_batches, virtual, report.bubble, live)
-    lines = [("pipeline", words if groups is None else parts.vertical_sentence(words, [*map(len, groups)], axes.pp))]
-    graphs = (
-        parts.graphs_sentence(len(replayed(micro_batches, axes.dp > 1)), micro_batches)
-        if run.parallel.cuda_graphs
-        else ""
+    on_device, elsewhere = list[list[str]](), list[list[str]]()
+    for state, members in groupby(enumerate(stages), key=lambda pair: pair[1]):
+        numbers = [number for number, _ in members]
+        name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        chunks = f" in {state.chunks} chunks" if state.chunks > 1 else ""
+        parts = ["embedding"] * state.embedding + [counted(state.blocks, "block") + chunks] + ["head"] * state.head
+        amounts = state.weights, state.gradients, state.optimizer, state.total
+        on_device.append([name, " + ".join(parts), count(state.parameters), *map(size, amounts)])
+        off = state.elsewhere
+        columns = off.parameters[0], off.gradients[0], off.optimizer[0]
+        elsewhere.append([name, *map(size, (*columns, off.slots + off.buffers, off.memory, off.files))])
+    leaves = any(state.elsewhere for state in stages)
+    headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "device" if leaves else "total"]
+    table = blocks.table(headings, on_device, left=2)
+    headings = ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", "disks"]
+    return f"{table}\n\n{blocks.table(headings, elsewhere)}" if leaves else table
+
+
+def schedule_lines(report: RunReport) -> list[Line]:
+    """The schedule, the traffic of ZeRO, late updates, what leaves the device, gathers, recompute, and budgets."""
+    p, axes, memory, sent = report.run.parallel, report.axes, report.memory, report.state_messages
+    late = "late: a unit is updated in the next step, just before its first forward"
+    late += "; a stage that waits for its first hidden states updates meanwhile" * (axes.pp > 1)
+    gathers = [("parameters", gathers_sentence(each, axes.pp, p.zero3_regather)) for each in memory.gathered]
+    lines = [
+        ("pipeline", _pipeline(report)),
+        ("cuda graphs", graphs_sentence(report.schedule)),
+        ("gradients", reductions_sentence(report)),
+        ("hybrid shards", sets_sentence(p.zero_stage, sent.traffic) if axes.is_hybrid else ""),
+        ("messages", _element_bytes(sent, kept=p.zero_gradient_error_feedback)),
+        ("updates", f"{late}. Evaluations and saves update first" if p.late_update else ""),
+        *_offload(report),
+        ("base", _codes(report)),
+        *gathers,
+        ("buffers", _spare_buffers(report)),
+        ("recompute", _recompute(report)),
+        ("activations", _leaving(report)),
+        ("budgets", budgets_sentence(report)),
+        ("communication", _communication(report)),
+    ]
+    return [(heading, sentence) for heading, sentence in lines if sentence]
+
+
+def _pipeline(report: RunReport) -> str:
+    """The schedule and its bubble; in vertical order the groups of micro-batches that pass layers together."""
+    p, pp, schedule = report.run.parallel, report.axes.pp, report.schedule
+    number, groups = schedule.micro_batches, schedule.groups
+    chunks = f", {p.virtual_stages} model chunks per rank" if p.virtual_stages > 1 else ""
+    staged = (
+        f"{schedule.name}{chunks}: {number} micro-batches over {pp} stages, bubble {100 * schedule.bubble:.1f}% "
+        f"of the step, at most {schedule.live} micro-batch activations alive on a rank"
     )
-    lines += [("cuda graphs", graphs)] * bool(graphs)
-    lines += zero_lines(steps) + [("recompute", words) for words in _recompute(run, axes)]
-    lines += [("activations", words) for words in leaving_sentences(steps)]
-    return lines + [("budgets", words) for words in budget_sentences(run, axes, devices.kind(run.parallel.device))]
+    if groups is None:
+        in_turn = counted(number, "micro-batch", "micro-batches") + " one after the other" * (number > 1)
+        return staged if pp > 1 else f"one stage: {in_turn}, no bubble"
+    together = f"all {groups[0]} micro-batches" if len(groups) == 1 else f"{len(groups)} groups of {groups[0]} at most"
+    advice = "; --vertical-group-size makes the bubble smaller" * (len(groups) == 1)
+    passes = f"Vertical order: {together} pass a layer before the next one, forward and backward"
+    return f"{staged + advice if pp > 1 else 'one stage, no bubble'}. {passes}"
 
 
-def _recompute(run: Run, axes: Axes) -> list[str]:
-    """What backward computes again and what it costs; under a budget also what the activations then take."""
-    budget, kind = run.parallel.activation_memory_budget, devices.kind(run.parallel.device)
-    unknown = run.model.vocab_size is None or (kind == "cuda" and not devices.cuda_available())
-    if budget is not None and unknown:  # in a dry run: the tokenizer is not read, or the card is elsewhere
+def graphs_sentence(schedule: ScheduleReport) -> str:
+    """The effect of --cuda-graphs: how many of a rank's micro-batches are replayed in a step."""
+    replayed, number = schedule.replayed, schedule.micro_batches
+    if replayed is None:
+        return ""
+    nothing = "with dp the first and the last of a rank's micro-batches, which gather and reduce, are never replayed"
+    some = f"replay {replayed} of a rank's {number} micro-batches a step"
+    return some if replayed else f"change nothing: {nothing}, and there are {number}"
+
+
+def reductions_sentence(report: RunReport) -> str:
+    """The extra traffic of gradients that are reduced several times in a step; empty if there is none. gpipe with
+    virtual stages runs a chunk's micro-batches one after the other, so it reduces once unless gradients leave.
+    """
+    p, groups, replicas = report.run.parallel, report.schedule.groups, report.axes.dp
+    leaves = bool(report.run.offload.offload_gradients)
+    number = report.schedule.micro_batches if groups is None else len(groups)
+    if replicas == 1 or number == 1 or not (p.zero_stage == 2 or (leaves and p.zero_stage < 2)):
+        return ""
+    if is_breadth_first(report.schedule.name, p.virtual_stages) and not leaves:
+        after = "each chunk's gradients are reduced once, after its last micro-batch"
+        return f"{after}; at most two chunks' full gradients are held"
+    if (ratio := report.state_messages.of_zero_1) == 1:
+        return ""
+    what = "micro-batches" if groups is None else "groups of micro-batches"
+    once = "--micro-batch-order vertical reduces once" if groups is None else "one group is reduced once"
+    result = "they can leave the device" if leaves else "only the own shard is kept"
+    times = f"{ratio:.2f} times the data-parallel traffic of --zero-stage 1 ({once})"
+    return f"gradients are reduced at each of the {number} {what}, so that {result}: {times}"
+
+
+def sets_sentence(zero_stage: int, traffic: Traffic) -> str:
+    """The traffic of hybrid shards."""
+    across = f"{traffic.across:.3g}"
+    if not traffic.inside:
+        whole = "none: in a set of one rank each keeps the whole state, as with --zero-stage 0"
+        return f"{whole}; a rank sends {across} bytes per parameter across the sets in a step"
+    sends = "sends at most" if zero_stage == 3 else "sends"
+    inside = f"a rank {sends} {traffic.inside:.3g} bytes per parameter inside its set in a step"
+    return f"{inside}, and {across} across the sets"
+
+
+def _element_bytes(sent: StateMessages, *, kept: bool) -> str:
+    """What travels in blocks of small integers. kept: whether what blocks lose of gradients is added to the next."""
+    weights = "parameters are gathered in blocks of int8: {:.3f} bytes each, not {}"
+    gradients = "gradients are sent in blocks: {:.3f} bytes each, not {}" + ", with error feedback" * kept
+    each = (weights, sent.parameter), (gradients, sent.gradient)
+    return "; ".join(sentence.format(*amounts) for sentence, amounts in each if amounts is not None)
+
+
+def _offload(report: RunReport) -> list[Line]:
+    """What of the model state leaves the device, and what a step moves, on the stage where most leaves."""
+    moved, stages, offload = report.memory.moved, report.memory.stages, report.run.offload
+    if not moved:
         return []
-    choice = recompute_choice(run, axes, kind)
-    cost = f"{recompute_step_flops(run, choice.table) / step_flops(run):.0%} on top of the model's operations"
-    if choice.missed:
-        cost += f" (at most {choice.missed:.1%} of that more than the least)"
-    gathered = max(gathered_inputs(run, axes, kind)) if run.parallel.shard_recompute_inputs else 0
-    cost += f"; {parts.inputs_sentence(run.parallel.tp, gathered)}" if gathered else ""
-    if budget is not None:
-        peaks = activation_peaks(run, axes, kind)
-        return [parts.budget_sentence(budget, Counter(choice.table), cost, peaks)]
-    return [f"{run.parallel.recompute_granularity}, {cost}"] * (run.parallel.recompute_granularity != "none")
-
-
-def _communication(run: Run, grid: ProcessGrid) -> list[tuple[str, str]]:
-    """The transport of each axis (shared memory or the backend); empty for one rank."""
-    of_state = grid.state_groups(StateGroup.REPLICAS)
-    apart = of_state.across.size > 1
-    ways = [
-        ("tp", grid.tp, False),
-        ("dp in sets" if apart else "dp", of_state.inner, False),
-        ("dp across sets", of_state.across, False),
-        ("pp", grid.pp, True),
-    ]
-    words = [f"{name} through {_way(group, messages)}" for name, group, messages in ways if group.handle is not None]
-    if words:
-        # Shared memory does not overlap: a rank copies its tensors itself, between computations.
-        overlapped = run.parallel.overlap and any(
-            group.handle is not None and group.exchange is None for group in (of_state.inner, of_state.across)
-        )
-        words += [
-            word
-            for word, on in (("sequence parallel", run.parallel.sequence_parallel), ("dp overlapped", overlapped))
-            if on
-        ]
-    return [("communication", ", ".join(words))] * bool(words)
-
-
-def _way(group: Group, messages: bool) -> str:
-    return "shared memory" if group.exchange is not None and not messages else dist.get_backend(group.handle)
-
-
-def _departures(run: Run, said: Mapping[str, Mapping[str, Any]]) -> str:
-    """The settings that differ from the defaults, a paragraph for each section, and where the whole run is written."""
-    shown = [
-        (section, ", ".join(f"{name}={_word(value)}" for name, value in fields.items()))
-        for section, fields in said.items()
-    ]
-    save = run.checkpoint.save
-    everything = (
-        f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
+    stage = max(range(len(stages)), key=lambda stage: stages[stage].elsewhere.host + stages[stage].elsewhere.disk)
+    state, lanes, off = stages[stage], moved[stage], stages[stage].elsewhere
+    columns = (
+        ("master weights and moments", off.optimizer, state.optimizer),
+        ("weights", off.parameters, state.weights),
+        ("gradients", off.gradients, state.gradients),
     )
-    return blocks.pairs([*((section, words) for section, words in shown if words), ("(all of it)", everything)])
+    rank, parts = rank_of(stage, len(stages)), list[str]()
+    for name, (host, disk), on_device in columns:
+        tiers = [f"{size(host)} in host memory"] * bool(host) + [f"{size(disk)} on disks"] * bool(disk)
+        parts += [f"of {size(host + disk + on_device)} of {name} {rank} has {' and '.join(tiers)}"] * bool(tiers)
+    copies = f"{size(lanes[Lane.TO_HOST.value])} to the host and {size(lanes[Lane.TO_DEVICE.value])} to the device"
+    on_way = f"{size(off.slots + off.buffers)} of host memory for what is on its way; a step copies {copies}"
+    nothing = "nothing leaves the device: the share is of fewer than 1,024 elements"
+    lines = [("offload", f"{', and '.join(parts)}; {on_way}" if parts else nothing)]
+    if uses_disks(report.run):
+        ranks, read, write = report.axes.world_size, Lane.FROM_DISK.value, Lane.TO_DISK.value
+        total = {lane: size(ranks // len(stages) * sum(step[lane] for step in moved)) for lane in (read, write)}
+        all_ranks = f"; all {ranks} ranks read {total[read]} and write {total[write]}" * (ranks > 1)
+        whole = "; each step is whole on disks, which takes twice the space" * whole_steps(offload)
+        files = f"files are in {' '.join(offload.nvme_path)}{whole}"
+        lines.append(("disks", f"a step reads {size(lanes[read])} and writes {size(lanes[write])}{all_ranks}; {files}"))
+    return lines
 
 
-def _word(value: object) -> str:
-    if isinstance(value, list):
-        return "[" + " ".join(map(str, value)) + "]"
-    if isinstance(value, str) and (not value or any(letter.isspace() for letter in value)):
-        return repr(value)
-    return "-" if value is None else str(value)
-
-
-def _threads() -> str:
-    number = torch.get_num_threads()
-    said = f"{number} thread{'s' * (number != 1)} a rank"
+def _codes(report: RunReport) -> str:
+    """How the frozen matrices of adapters are stored."""
+    bits, decoded = report.run.lora.lora_base_bits, report.memory.decoded
+    if bits is None or decoded is None:
+        return ""
     return (
-        f"{said}, as {threads.VARIABLE} says"
-        if threads.threads_set_by_user()
-        else f"{said} (the host's cores, divided among its ranks)"
+        f"matrices of the blocks are codes of {bits} bits, {coded.bytes_each(bits):.3f} bytes an element with their "
+        f"scales, and are decoded for each use: a rank holds {size(decoded)} of gathered and decoded parameters at most"
     )
 
 
-def _length(run: Run, samples: int | None) -> str:
-    """The length of a run. samples: as in `banner`; a rest of --train-samples that fills no batch is not trained."""
+def gathers_sentence(gathered: GatheredBytes, stages: int, regather: str) -> str:
+    """What a rank of a stage gathers under ZeRO-3. regather: --zero3-regather."""
+    step, least, rank = gathered.step, gathered.least, rank_of(gathered.stage, stages)
+    when = "for each use" if regather == "micro-batch" else "where they do not fit from use to use"
+    beside = f" (with --zero3-regather step at least {size(least)})"
+    if step <= least:
+        beside = ", the least possible under this budget"
+    elif regather == "step":
+        beside = f", {step / least:.2f} times the least possible under this budget"
+    return f"gathered {when}: {rank} gathers {size(step)} a step{beside}, and holds {size(gathered.budget)} at most"
+
+
+def _spare_buffers(report: RunReport) -> str:
+    """The pool of buffers for whole gradients, where a rank keeps a shard of them (ZeRO-2 and 3)."""
+    spare = report.memory.spare
+    if not any(spare):
+        return ""
+    rank = f" on a rank of stage {spare.index(max(spare))}" * (len(spare) > 1)
+    return f"whole gradients on their way take {size(max(spare))}{rank} from the second step on, beside the model state"
+
+
+def _recompute(report: RunReport) -> str:
+    """What backward computes again and what it costs; under a budget also what the activations then take."""
+    again, p = report.recompute, report.run.parallel
+    if again is None:
+        return ""
+    cost = f"{again.cost:.0%} on top of the model's operations"
+    cost += f" (at most {again.missed:.1%} of that more than the least)" if again.missed else ""
+    if again.gathered:
+        inputs = f"each of the {p.tp} tp ranks keeps a part of their inputs"
+        cost += f"; {inputs}, and gathers {size(again.gathered)} of them in a step"
+    if p.activation_memory_budget is None:
+        return f"{p.recompute_granularity}, {cost}"
+    kinds = [f"{again.blocks[kind]} {words}" for kind, words in _RECOMPUTED.items() if again.blocks.get(kind)]
+    chosen = f"{' and '.join(kinds)} of {sum(again.blocks.values())} blocks, {cost}" if kinds else "nothing"
+    number = len(again.peaks)
+    stages = f"the activations of the fullest of {number} stages take" if number > 1 else "the activations take"
+    budget = size(p.activation_memory_budget)
+    return f"{chosen}; {stages} {size(max(again.peaks))} of --activation-memory-budget {budget}"
+
+
+def _leaving(report: RunReport) -> str:
+    """Activations that leave the device."""
+    leaving = report.memory.leaving
+    if leaving is None:
+        return ""
+    rank = rank_of(leaving.stage, report.axes.pp)
+    leave = f"{size(leaving.moved)} of the {size(leaving.kept)} that a step keeps leave the device and come back; they"
+    if not leaving.files:
+        return f"{leave} wait in {size(leaving.host)} of host memory on {rank}"
+    files = f"{size(leaving.files)} of files on {rank}; a step writes {size(leaving.written)} there and reads as much"
+    return f"{leave} go through {size(leaving.host)} of host memory to {files}"
+
+
+def budgets_sentence(report: RunReport) -> str:
+    """What a step takes of each budget, on the rank that takes most; empty where no card is here to be tried."""
+    budgets, peaks = report.memory.budgets, report.memory.peaks
+    if budgets is None or report.memory.assumed:
+        return ""
+    tiers = (
+        ("on the device", "--device-memory-budget", budgets.device, [stage.device_bytes for stage in peaks]),
+        ("of memory", "--device-memory-budget", budgets.together, [stage.total_bytes for stage in peaks]),
+        ("of host memory", "--host-memory-budget", budgets.host, [stage.host_bytes for stage in peaks]),
+    )
+    return "; ".join(
+        f"{rank_words(taken.index(max(taken)), report.axes)} takes {size(max(taken))} {tier} at most by arithmetic, of "
+        f"{flag} {size(budget)}"
+        for tier, flag, budget, taken in tiers
+        if budget is not None
+    )
+
+
+def _run_lines(report: RunReport) -> list[Line]:
+    schedule, o, machine = report.run.schedule, report.run.optimizer, report.machine
+    batch = f"{counted(schedule.global_batch_size, 'sample')} in micro-batches of {schedule.micro_batch_size}"
+    if schedule.rampup_batch_size:
+        first, more, over = schedule.rampup_batch_size
+        batch = f"{first} samples, {more} more at a time over {over:,} samples, then {batch}"
+    by = " by NVIDIA apex" * (o.optimizer_impl == "apex")
+    return [
+        ("data", report.data),
+        ("length", length_words(report.run, report.samples)),
+        ("global batch", batch),
+        ("learning rate", f"{schedule.lr:g} to {schedule.min_lr:g}, {schedule.lr_decay_style}"),
+        ("optimizer", f"{o.optimizer}{by}, weight decay {o.weight_decay:g}, clip {o.clip_grad:g}"),
+        ("device", machine.device if machine else ""),
+        ("allocator", machine.allocator if machine else ""),
+        ("start", report.start),
+    ]
+
+
+def length_words(run: Run, samples: int | None) -> str:
+    """The length of a run. samples: consumed at its end; None: of a run that does not resume. A rest of
+    --train-samples that fills no batch is not trained.
+    """
     schedule = run.schedule
-    if schedule.train_samples is None:
+    if (asked := schedule.train_samples) is None:
         length = counted(schedule.train_iters or 0, "iteration")
     else:
         used = StepPlan(schedule).consumed_at_end() if samples is None else samples
-        asked = schedule.train_samples  # a longer run may have gone beyond them
+        # A run that was longer before may have gone beyond the samples that are asked for now.
         length = f"{used:,} of {asked:,} samples, in whole batches" if used < asked else counted(asked, "sample")
-    if run.trainer.exit_duration_in_mins:
-        length += f" or {run.trainer.exit_duration_in_mins:g} minutes, whichever ends first"
-    return length
+    minutes = run.trainer.exit_duration_in_mins
+    return f"{length} or {minutes:g} minutes, whichever ends first" if minutes else length
 
 
-def _training(run: Run, text: str, samples: int | None) -> list[tuple[str, str]]:
-    schedule, device = run.schedule, torch.device("cpu" if run.parallel.device == "auto" else run.parallel.device)
-    batch = f"{counted(schedule.global_batch_size, 'sample')} in micro-batches of {schedule.micro_batch_size}"
-    if schedule.rampup_batch_size:
-        start, step, samples = schedule.rampup_batch_size
-        batch = f"{start} samples, {step} more at a time over {samples:,} samples, then {batch}"
-    by = " by NVIDIA apex" * (run.optimizer.optimizer_impl == "apex")
-    rate = f"{schedule.lr:g} to {schedule.min_lr:g}, {schedule.lr_decay_style}"
-    return [
-        ("data", text),
-        ("length", _length(run, samples)),
-        ("global batch", batch),
-        ("learning rate", rate),
-        (
-            "optimizer",
-            f"{run.optimizer.optimizer}{by}, weight decay {run.optimizer.weight_decay:g}, clip "
-            f"{run.optimizer.clip_grad:g}",
-        ),
-        ("device", devices.name(device) + (f", {_threads()}" if device.type == "cpu" else "")),
-        ("allocator", allocator.describe(device.type, returns_large=uses_disks(run))),
+def _communication(report: RunReport) -> str:
+    """The transport of each axis (shared memory or the backend); empty for one rank."""
+    machine = report.machine
+    if machine is None or not machine.ways:
+        return ""
+    ways = [f"{axis} through {way}" for axis, way in machine.ways.items()]
+    ways += ["sequence parallel"] * report.run.parallel.sequence_parallel + ["dp overlapped"] * machine.overlapped
+    return ", ".join(ways)
+
+
+def ops_table(machine: MachineReport) -> str:
+    """The body that computes each op, and why; ops of one body share a line."""
+    ops = {body: ", ".join(op for op in machine.ops if machine.ops[op] == body) for body in machine.ops.values()}
+    return f"{blocks.pairs([*ops.items()])}\n{blocks.pairs([*machine.about_ops.items()])}"
+
+
+def changes_table(changes: Sequence[tuple[str, str, str]]) -> str:
+    """What differs between the run that saved and the one that resumes: flag, old value, new value."""
+    return blocks.table(["changed", "saved", "now"], changes, left=3) if changes else ""
+
+
+def _departures(report: RunReport) -> str:
+    """The user's settings that differ from the defaults, by section, and where the whole run is written."""
+    lines = [
+        (section, ", ".join(f"{name}={_value(value)}" for name, value in settings.items()))
+        for section, settings in report.given.items()
     ]
+    save = report.run.checkpoint.save
+    kept = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
+    return blocks.pairs([*lines, ("(all of it)", kept)])
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    if isinstance(value, list):
+        return f"[{' '.join(map(str, value))}]"
+    quoted = isinstance(value, str) and (not value or any(letter.isspace() for letter in value))
+    return repr(value) if quoted else "-" if value is None else str(value)

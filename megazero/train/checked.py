@@ -130,17 +130,17 @@ def _facts(
 ) -> Facts:
     """What the files and this machine say, apart from rates."""
     kind = devices.kind(asked.parallel.device)
-    corpus = None if own.train is not None else _planned(asked)
+    without_data = own.train is None and not (asked.data.data_path or asked.data.instruction_data)
     vocabulary = None
     if paths.tokenizer is not None:
         vocabulary = Vocabulary(int(paths.tokenizer.vocab_size), paths.tokenizer.eod_id)
-    elif corpus is not None:
+    elif without_data:
         vocabulary = Vocabulary(VOCAB_SIZE, EOD_ID)
     return Facts(
         where.world_size,
         kind,
         device=kind if where.here else None,
-        corpus=corpus,
+        corpus=_planned(asked) if without_data and where.here else None,  # its path is one of this host
         vocabulary=vocabulary,
         epoch=_quick_epoch(asked, own) if reads_files else None,
         base=paths.base,
@@ -149,9 +149,7 @@ def _facts(
 
 
 def _planned(asked: Run) -> Corpus | None:
-    """The default corpus of a run that names no data; None too where the corpus has no source, which its start says."""
-    if asked.data.data_path or asked.data.instruction_data:
-        return None
+    """The default corpus of a run that names no data; None where the corpus has no source, which the start says."""
     try:
         return planned_corpus(cache_root(asked.data))
     except DataError:

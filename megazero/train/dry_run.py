@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import FoundCheckpoint, require_sizes
 from megazero.config.dump import dump
-from megazero.config.inventory import parameters
 from megazero.config.parse import ParsedArguments
 from megazero.config.placement import AUTO
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.plan import rates
 from megazero.plan.budgets import has_budgets
-from megazero.plan.bytes import has_nccl, stage_bytes
+from megazero.plan.bytes import has_nccl
 from megazero.plan.order import order_notes
 from megazero.plan.recompute import ASSUMED
 from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
-from megazero.system import device as devices
-from megazero.telemetry.units import count
-from megazero.train import banner_parts as parts
-from megazero.train import text_blocks as blocks
-from megazero.train.banner import placement_lines, schedule_lines
 from megazero.train.checked import Checked, Where, asked_start, check_start
-from megazero.train.memory_budgets import peaks_table
-from megazero.train.memory_trace import trace_of_plan
 from megazero.train.path_checks import checkpoints_in_the_way, start_position
+from megazero.train.predicted_memory import trace_of_plan
+from megazero.train.report_json import write_report
 from megazero.train.resolve import ResolvedRun, resolve
+from megazero.train.run_report import gather
+from megazero.train.verdict import verdict
 
 _STILL_OPEN = {
     "vocab_size": "vocab_size, which the tokenizer says and could not be read",
@@ -98,7 +96,7 @@ def _verdict(parsed: ParsedArguments, checked: Checked, where: Where) -> str:
     if run.offload.placement == AUTO:
         _require_a_placement(resolved)
         left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
-    return _told(resolved, notes, left)
+    return _told(resolved, parsed.changed_settings(), notes, left)
 
 
 def _damage(run: Run, found: FoundCheckpoint) -> list[str]:
@@ -119,27 +117,20 @@ def _unread(run: Run) -> str:
     return "the default corpus: it is made at the start, where it is not there yet"
 
 
-def _told(resolved: ResolvedRun, notes: list[str], left: list[str]) -> str:
-    run, axes, kind = resolved.run, resolved.axes, resolved.kind
-    zero = parts.zero(run.parallel.zero_stage, axes)
-    head = f"OK: {parts.ranks(axes.tp, axes.pp, axes.dp)}; {run.optimizer.precision}, {zero}"
-    if run.model.vocab_size is None:
-        left.append("bytes: how many tokens there are is the tokenizer's to say; or give --vocab-size")
-        table = ""
-    else:
-        head += f", {count(parameters(run.model))} parameters"
-        table = parts.stage_table(stage_bytes(run, axes))
-    steps = StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
-    traced = trace_of_plan(steps, kind)
-    asked = {"--memory-trace": traced is not None, "memory budgets": has_budgets(run)}
-    for what in (what for what, told in asked.items() if told and kind == "cuda" and not devices.cuda_available()):
-        left.append(f"{what}: no card is here to try the bodies of attention; {ASSUMED} was assumed")
-    sections = [
-        (head, blocks.pairs([*placement_lines(resolved.placement), *schedule_lines(steps)])),
-        ("Bytes of the model state on a rank of each stage (activations come on top)", table),
-        ("Memory of a step", traced or ""),
-        ("Peaks of a step on a rank of each stage", peaks_table(run, resolved.facts.world_size, kind)),
-        ("Worth knowing", blocks.bullets(notes)),
-        ("Not checked", blocks.bullets(left)),
-    ]
-    return blocks.sections(sections)
+def _told(resolved: ResolvedRun, given: Mapping[str, Any], notes: Sequence[str], unchecked: Sequence[str]) -> str:
+    """The answer to a run with which nothing is wrong. Writes the files of --memory-trace and --report-json."""
+    run, unchecked = resolved.run, [*unchecked]
+    steps = StageLists(run, resolved.axes, nccl=has_nccl(run.parallel, resolved.axes))
+    trace = trace_of_plan(steps, resolved.kind)
+    report = gather(steps)
+    if report.memory.assumed:
+        predictions = {"--memory-trace": trace is not None, "memory budgets": has_budgets(run)}
+        predictions["--report-json"] = run.trainer.report_json is not None
+        untried = "no card is here to try the bodies of attention"
+        unchecked += [f"{what}: {untried}; {ASSUMED} was assumed" for what, made in predictions.items() if made]
+    report = replace(
+        report, given=given, decisions=resolved.decisions, placement=resolved.placement, notes=tuple(notes)
+    )
+    report = replace(report, trace=trace or "", unchecked=tuple(unchecked))
+    write_report(report)
+    return verdict(report)

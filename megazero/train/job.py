@@ -33,9 +33,8 @@ from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.host_memory import HostMemory, host_memory_of
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
-from megazero.train.memory_budgets import keep_budgets
-from megazero.train.memory_trace import trace_of_run
 from megazero.train.offload import DiskUse, activation_disks, backend_sentence, offloading
+from megazero.train.predicted_memory import keep_budgets, trace_of_run
 from megazero.train.prepare import Prepared
 from megazero.train.report import report, sample_text
 from megazero.train.resolved_together import resolved_on_all_ranks

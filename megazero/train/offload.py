@@ -24,12 +24,15 @@ from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.plan.leaving_disks import activation_pieces, writes_activations
 from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
+from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
-from megazero.train.banner_offload import written_sentence
 from megazero.train.logs import as_config_error
 from megazero.train.prepare import Prepared
 from megazero.train.swap_start import SwapStart, swap_start
 from megazero.zero.offload import Offloading
+
+DAY = 86_400
+"""Seconds."""
 
 
 @contextmanager
@@ -139,3 +142,9 @@ def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Itera
         for disks in opened:
             disks.swap.close(remove=True)
         raise
+
+
+def written_sentence(written: int, seconds: float) -> str:
+    """What a run has written to disks, and would write in a day. seconds: how long it has trained."""
+    a_day = f", which is {size(written / seconds * DAY)} a day" if seconds else ""
+    return f"{size(written)} written to disks{a_day}"

@@ -38,6 +38,7 @@ from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file
 from megazero.train.adapters import AdapterBase, base_of
 from megazero.train.disk_checks import folder_problems
+from megazero.train.report_json import why_not_a_report
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ def unusable_places(run: Run) -> list[str]:
         problems.append(
             f"--load {load}: is not there; a run that may have to start from scratch names the same folder as --save"
         )
-    return [*problems, *_unusable_trace(run)]
+    return [*problems, *_unusable_predictions(run)]
 
 
 def other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
@@ -342,17 +343,26 @@ def _same_place(one: str, other: str | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def _unusable_trace(run: Run) -> Iterator[str]:
-    """Problems of --memory-trace: it and the JSON beside it may only replace another trace."""
-    if run.trainer.memory_trace is None:
-        return
-    path, metrics = Path(run.trainer.memory_trace), run.trainer.metrics_file
-    if (wrong := closed(str(path.parent))) is not None:
-        yield f"--memory-trace {path_error(str(path.parent), wrong)}"
-        return
-    for file in files_of(path):
-        wrong = why_not_a_trace(file) if not file.is_file() or os.access(file, os.R_OK | os.W_OK) else "may not be read"
-        if metrics and os.path.abspath(metrics) == os.path.abspath(file):
-            wrong = "is the file of --metrics-file"
-        if wrong is not None:
-            yield f"--memory-trace {path}: {file} {wrong}" if file != path else f"--memory-trace {path}: {wrong}"
+def _unusable_predictions(run: Run) -> Iterator[str]:
+    """Problems of --memory-trace with the JSON beside it, and of --report-json: each may only replace another file of
+    its kind.
+    """
+    trainer = run.trainer
+    taken = {os.path.abspath(trainer.metrics_file): "--metrics-file"} if trainer.metrics_file else {}
+    for flag, name, why_not in (
+        ("--memory-trace", trainer.memory_trace, why_not_a_trace),
+        ("--report-json", trainer.report_json, why_not_a_report),
+    ):
+        if name is None:
+            continue
+        path = Path(name)
+        if (wrong := closed(str(path.parent))) is not None:
+            yield f"{flag} {path_error(str(path.parent), wrong)}"
+            continue
+        for file in files_of(path) if flag == "--memory-trace" else (path,):
+            wrong = why_not(file) if not file.is_file() or os.access(file, os.R_OK | os.W_OK) else "may not be read"
+            if other := taken.get(os.path.abspath(file)):
+                wrong = f"is the file of {other}"
+            taken[os.path.abspath(file)] = flag
+            if wrong is not None:
+                yield f"{flag} {path}: {file} {wrong}" if file != path else f"{flag} {path}: {wrong}"

@@ -122,7 +122,7 @@ def _named_data(checked: Checked, here: int, report: Report) -> Prepared:
     found, tokenizer, facts = checked.found, checked.tokenizer, checked.resolved.facts
     asked = checked.resolved.asked
     text = " ".join(asked.data.data_path)
-    if facts.corpus is not None:
+    if not (asked.data.data_path or asked.data.instruction_data):
         corpus = default_corpus(cache_root(asked.data), report)
         tokenizer = build_tokenizer(DEFAULT_TOKENIZER, corpus.tokenizer_path)
         facts = replace(facts, corpus=corpus, vocabulary=Vocabulary(tokenizer.vocab_size, tokenizer.eod_id))

@@ -56,5 +56,4 @@ def report(run: Run, text: str | None, disks: str | None = None) -> None:
         "tokenizer": run.data.tokenizer_path,
         "data": " ".join(run.data.data_path or run.data.instruction_data),
     }
-    told = {"offloaded": disks, **places}
-    print(pairs([(name, words) for name, words in told.items() if words]), flush=True)
+    print(pairs([(name, text or "") for name, text in ({"offloaded": disks} | places).items()]), flush=True)

@@ -143,7 +143,7 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range
     hold the model state of its ranks. Nothing if the vocabulary is not known.
 
     tries_cards: whether this process may try bodies of attention on a card. A rank may not before it has a card of its
-    own; there `train.memory_budgets.keep_budgets` looks at the budgets of memory. here: the ranks of this host, empty
+    own; there `train.predicted_memory.keep_budgets` looks at the budgets of memory. here: the ranks of this host, empty
     where the run is meant for others; None: all ranks.
     """
     kind = devices.kind(run.parallel.device)

@@ -38,6 +38,7 @@ REFUSED = cases("""
     --hidden-size 252
 --memory-trace step.png | 1 | --memory-trace step.png does not end in one of .json, .svg, .html |
     --memory-trace step.svg
+--report-json - | 1 | --report-json - names no file: a report is written to a path | --report-json report.json
 --hidden-size 36 --position-embedding rotary | 1 | = 3 must be even; nearest: --hidden-size 24 or 48 | --hidden-size 48
 --hidden-size 250 | 1 | or --kv-channels, the width of a head | --kv-channels 20
 --kv-channels 5 --position-embedding rotary | 1 | --kv-channels 5 must be even; nearest: 4 or 6 | --kv-channels 6

@@ -271,6 +271,7 @@ ROWS = (
     Row("log_interval", "--log-interval 3", "logged"),
     Row("metrics_file", "--metrics-file {out}/metrics.jsonl", "files"),
     Row("memory_trace", "--memory-trace {out}/step.html", "files"),
+    Row("report_json", "--report-json {out}/report.json", "files"),
     Row("sinks", "--sinks nowhere", "refused"),
     Row("tensorboard_dir", "--tensorboard-dir {out}/board", "files"),
     Row("sample_prompt", "--sample-prompt cd", "text", SPEAKS),

@@ -16,12 +16,11 @@ from fused_ops.coded import CodedBox, decode, encode, pack
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from tests.lora.families import saved_base, their_base, with_adapters
 from tests.lora.test_layouts import bases, flags_for, is_adapter
 from tests.lora.test_peft import peft_steps, share_one_a
-from tests.parity.training import Outcome, data_flags, job_on_rank, train, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, report_of, train, worst
 from tests.plan.test_step_memory import MODEL, Held, held_on_rank
 from tests.ranks import run_ranks
 from tests.tables import rows
@@ -149,8 +148,7 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[Held, dict[str, int], 
     in_a_step = held_on_rank(rank, size, flags)
     job, _ = job_on_rank(rank, size, flags)
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
-    steps = StageLists(job.run, job.grid.axes, nccl=False)
-    return in_a_step, job.state.model.bytes(), told.total, banner(job.run, job.grid, steps, "words", "from here", [])
+    return in_a_step, job.state.model.bytes(), told.total, banner(report_of(job))
 
 
 @pytest.fixture(scope="module")

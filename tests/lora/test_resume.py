@@ -15,11 +15,10 @@ from megazero.config.source import ConfigError
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from megazero.train.init_from import model_source
 from tests.parameters import held_fragments
-from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
+from tests.parity.training import Outcome, data_flags, job_on_rank, report_of, small_model, train, worst
 from tests.ranks import run_ranks
 
 MODEL = [*small_model(4, heads=4), "--init-method-std", "0.1"]
@@ -100,7 +99,7 @@ def held(rank: int, size: int, flags: list[str]) -> tuple[dict[str, int], int, s
     return (
         job.state.model.bytes(),
         told.total,
-        banner(job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from here", []),
+        banner(report_of(job)),
         trained,
     )
 

@@ -4,16 +4,16 @@ bytes from memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.step_lists import StageLists
 from megazero.train.banner import banner
 from megazero.zero.placement import Column
 from megazero.zero.state import HOST
-from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.parity.training import data_flags, job_on_rank, report_of, small_model
 from tests.ranks import run_ranks
 
 MODEL = small_model(3, heads=4)
@@ -26,9 +26,7 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, ..
     told = stage_bytes(job.run, job.grid.axes)[job.grid.at.pp]
     held = job.state.model.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
-    text = banner(
-        job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", [("tp", 1, 2)]
-    )
+    text = banner(replace(report_of(job), changes=(("tp", "1", "2"),)))
     job.state.model.host.close()
     return (
         (told.weights, told.gradients, told.optimizer, told.elsewhere.memory),

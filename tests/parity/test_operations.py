@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.plan.step_lists import StageLists
 from megazero.telemetry.record import StepRecord
 from megazero.train.banner import banner
-from tests.parity.training import data_flags, job_on_rank
+from tests.parity.training import data_flags, job_on_rank, report_of
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, BATCH = 3, 24, 12, 1003, 8
 MODEL = (
@@ -55,7 +54,7 @@ def step(flags: list[str]) -> tuple[StepRecord, str, int]:
     (record,) = recorder.records
     return (
         record,
-        banner(job.run, job.grid, StageLists(job.run, job.grid.axes, nccl=False), "words", "from scratch", []),
+        banner(report_of(job)),
         counter.get_total_flops(),
     )
 

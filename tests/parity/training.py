@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,16 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.derive import micro_batch_order
+from megazero.config.dump import changed_settings
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import build_grid
+from megazero.plan.step_lists import StageLists
 from megazero.telemetry.record import StepRecord
+from megazero.train.bodies import bodies_of
 from megazero.train.init_from import model_source
+from megazero.train.introduction import machine_of
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
+from megazero.train.run_report import RunReport, gather
 from tests.launches import ONE_QUEUE, RULES, Trace, check, recorded_launches
 from tests.parameters import Piece, assemble, values_of, worst_difference
 from tests.parity.ways import PLAIN, Way
@@ -85,6 +90,15 @@ def job_on_rank(rank: int, size: int, flags: list[str], *, keep_log: bool = Fals
     elif rank == 0:
         job.trainer.log._sinks += (recorder,)
     return job, recorder
+
+
+def report_of(job: Job) -> RunReport:
+    """The report of a job's run, as rank 0 makes it."""
+    run, grid = job.run, job.grid
+    machine = machine_of(run, grid, bodies_of(run, grid.device))
+    resolved = job.prepared.resolved
+    report = replace(gather(StageLists(run, grid.axes, nccl=False)), machine=machine, decisions=resolved.decisions)
+    return replace(report, given=changed_settings(resolved.asked), data="words", start="from scratch")
 
 
 def train_on_rank(rank: int, size: int, flags: list[str], fused: str) -> OfRank:

@@ -17,8 +17,10 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
 from megazero.plan.timed_steps import timed_traces
 from megazero.system import host_memory
-from megazero.train.memory_budgets import budget_sentences, peaks_table
+from megazero.train.banner import budgets_sentence
 from megazero.train.requirements import budget_problems
+from megazero.train.run_report import RunReport, gather
+from megazero.train.verdict import peaks_table
 from tests.tables import rows
 
 MODEL = (
@@ -31,6 +33,10 @@ ACTIVATIONS = "--micro-batch-size 1 --seq-length 512 --global-batch-size 4"
 
 def asked(words: str, ranks: int = 1) -> Run:
     return parse_run(f"{MODEL} {words}".split(), ranks)
+
+
+def report_of(run: Run, ranks: int) -> RunReport:
+    return gather(StageLists(run, axes_of(run, ranks), nccl=False))
 
 
 def peaks(words: str, ranks: int = 1, kind: str = "cpu") -> tuple[int, int]:
@@ -213,7 +219,7 @@ def test_on_a_cpu_a_budget_counts_what_has_left_the_device() -> None:
     both = asked(f"{words} --device-memory-budget {device} --host-memory-budget {host}")
     assert not memory_problems(both, 1, "cpu")
     assert not memory_problems(asked(f"{words} --device-memory-budget {device + host}"), 1, "cuda")
-    *_, limits = (line.split() for line in peaks_table(both, 1, "cpu").splitlines())
+    *_, limits = (line.split() for line in peaks_table(report_of(both, 1)).splitlines())
     assert limits == ["budget", f"{device:,}", f"{host:,}", f"{device + host:,}", "-"]
 
 
@@ -332,16 +338,15 @@ def test_a_vocabulary_is_needed() -> None:
     """The tokenizer has it, and a dry run may not read that."""
     flags = f"{MODEL} --device-memory-budget 1KB --tokenizer hf --tokenizer-path x".replace("--vocab-size 1003 ", "")
     run = parse_run(flags.split(), 1)
-    assert budget_problems(run, 1, tries_cards=True) == [] == budget_sentences(run, axes_of(run, 1), "cpu")
-    assert peaks_table(run, 1, "cpu") == ""
+    assert budget_problems(run, 1, tries_cards=True) == []
 
 
 def test_what_is_told_of_a_run_that_fits() -> None:
     words = "--pp 2 --offload-optimizer cpu:0.5 --device-memory-budget 20MB --host-memory-budget 30MB"
     run = asked(words, 2)
-    (told,) = budget_sentences(run, axes_of(run, 2), "cpu")
+    told = budgets_sentence(report_of(run, 2))
     assert told.startswith("a rank of stage 0 of 2 takes ") and "of --device-memory-budget 19.1 MiB; a rank " in told
-    lines = [line.split() for line in peaks_table(run, 2, "cpu").splitlines()]
+    lines = [line.split() for line in peaks_table(report_of(run, 2)).splitlines()]
     every = run_peaks(run, axes_of(run, 2), "cpu").every()
     assert lines[2:] == [
         *(
@@ -350,4 +355,4 @@ def test_what_is_told_of_a_run_that_fits() -> None:
         ),
         ["budget", "20,000,000", "30,000,000", "50,000,000", "-"],
     ]
-    assert budget_sentences(asked("--pp 2", 2), axes_of(run, 2), "cpu") == []
+    assert budgets_sentence(report_of(asked("--pp 2", 2), 2)) == ""

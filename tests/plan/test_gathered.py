@@ -9,7 +9,7 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import GatheredBytes, gathered_bytes, unit_problems
 from megazero.plan.step_lists import StageLists
-from megazero.train.banner_parts import gathers_sentence
+from megazero.train.banner import gathers_sentence
 
 WORDS = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100 --zero-stage 3 "
@@ -75,8 +75,9 @@ def test_a_budget_below_one_unit_is_refused_with_the_numbers(words: str, ranks: 
 
 
 def test_the_banner_compares_with_the_least() -> None:
-    least = gathers_sentence(1, 2, "step", 2048, 4096, 4096)
+    least = gathers_sentence(GatheredBytes(1, 2048, 4096, 4096), 2, "step")
     assert "a rank of stage 1 gathers 4.00 KiB a step, the least possible under this budget" in least
-    more = gathers_sentence(0, 1, "micro-batch", 2048, 8192, 4096)
+    more = gathers_sentence(GatheredBytes(0, 2048, 8192, 4096), 1, "micro-batch")
     assert "a rank gathers 8.00 KiB a step (with --zero3-regather step at least 4.00 KiB)" in more
-    assert "4.20 KiB a step, 1.05 times the least" in gathers_sentence(0, 1, "step", 2048, 4300, 4096)
+    near = gathers_sentence(GatheredBytes(0, 2048, 4300, 4096), 1, "step")
+    assert "4.20 KiB a step, 1.05 times the least" in near

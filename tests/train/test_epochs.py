@@ -13,7 +13,7 @@ from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.build import train_tokens
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
-from megazero.train.banner import _length
+from megazero.train.banner import length_words
 from megazero.train.prepare import Prepared, prepare
 from tests.corpus import write_corpus
 from tests.data.chats import write_lines
@@ -162,9 +162,9 @@ def test_what_fills_no_batch_is_not_claimed(answers: list[object], tmp_path: Pat
     for length in (["--epochs", 3], ["--train-samples", 6]):
         prepared = _prepared(*words, *length)
         assert prepared.text.endswith("; 2 epochs")
-        assert _length(prepared.run, None) == "4 of 6 samples, in whole batches"
+        assert length_words(prepared.run, None) == "4 of 6 samples, in whole batches"
     prepared = _prepared(*words, "--train-samples", 8)
-    assert prepared.text.endswith("; 4 epochs") and _length(prepared.run, 8) == "8 samples"
+    assert prepared.text.endswith("; 4 epochs") and length_words(prepared.run, 8) == "8 samples"
 
 
 @pytest.mark.parametrize("size", [3_000, 30_000, 300_000])

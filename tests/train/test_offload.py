@@ -25,11 +25,11 @@ from megazero.program.instruction import Lane
 from megazero.telemetry.units import size
 from megazero.train import disk_checks, offload
 from megazero.train import job as jobs
-from megazero.train.banner import schedule_lines
-from megazero.train.banner_offload import written_sentence
-from megazero.train.banner_parts import stage_table
+from megazero.train.banner import schedule_lines, stage_table
 from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
+from megazero.train.offload import written_sentence
 from megazero.train.requirements import budget_problems
+from megazero.train.run_report import gather
 from tests.disks import remount, small_disk
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -191,7 +191,7 @@ def test_the_report_counts_what_the_disk_has(corpus: Path, tmp_path: Path) -> No
     flags = [*MODEL, *PARTS, *on_disk(tmp_path), *data_flags(corpus, tmp_path / "cache")]
     job, _ = job_on_rank(0, 1, flags)
     steps = StageLists(job.run, job.grid.axes, nccl=False)
-    told = dict(schedule_lines(steps))["disks"]
+    told = dict(schedule_lines(gather(steps)))["disks"]
     job.fit()
     swap = job.state.model.host.swap
     assert swap is not None
@@ -208,7 +208,7 @@ def test_activations_on_disks_are_counted_and_told(corpus: Path, tmp_path: Path)
     flags = [*MODEL, *ACTIVATIONS, "--nvme-path", str(tmp_path), *data_flags(corpus, tmp_path / "cache")]
     job, _ = job_on_rank(0, 1, flags)
     steps = StageLists(job.run, job.grid.axes, nccl=False)
-    told, found = dict(schedule_lines(steps))["activations"], activation_pieces(steps.of(0))
+    told, found = dict(schedule_lines(gather(steps)))["activations"], activation_pieces(steps.of(0))
     job.fit()
     assert told.endswith(
         f"of host memory to {size(found.file_bytes(1))} of files on a rank; a step writes {size(found.step_bytes)} "
@@ -274,7 +274,7 @@ def test_the_log_names_what_moves_to_disks(tmp_path: Path) -> None:
 def test_what_is_told() -> None:
     def said(words: str, ranks: int) -> dict[str, str]:
         run = parse_run([*MODEL, "--precision", "bf16", *words.split()], ranks)
-        return dict(schedule_lines(StageLists(run, axes_of(run, ranks), nccl=False)))
+        return dict(schedule_lines(gather(StageLists(run, axes_of(run, ranks), nccl=False))))
 
     assert not {"offload", "disks"} & {*said("", 1)}
     whole = said("--offload-optimizer cpu", 1)

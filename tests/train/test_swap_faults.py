@@ -22,6 +22,7 @@ from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.train.banner import schedule_lines
 from megazero.train.disk_checks import swap_bytes
+from megazero.train.run_report import gather
 from megazero.zero.host_parts import HostParts
 from tests.disks import fill, remount, small_disk
 from tests.parity.training import job_on_rank
@@ -259,7 +260,7 @@ def test_files_are_twice_as_large(flags: list[str], tmp_path: Path) -> None:
         assert space == sizes[-1]
     assert 1.98 < sizes[1] / sizes[0] <= 2 and 0.98 < sizes[2] / sizes[1] < 1.02
     steps = StageLists(parse_run([*flags, *SHARE], 1), axes_of(parsed, 1), nccl=False)
-    told = dict(schedule_lines(steps))["disks"]
+    told = dict(schedule_lines(gather(steps)))["disks"]
     assert re.search(r"a step reads [\d.]+ KiB and writes [\d.]+ KiB; files are in .*; each step is", told)
 
 

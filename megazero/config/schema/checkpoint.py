@@ -23,7 +23,7 @@ class CheckpointConfig:
     "Never delete checkpoints of iterations that are multiples of this."
     async_save: bool = option(False, needs="--save DIR")
     "Write checkpoints in the background. A step waits only for a copy of the state in host memory."
-    no_save_optim: bool = option(False, needs="--save DIR")
+    no_save_optim: bool = option(False, expert=True, needs="--save DIR")
     """Save weights only, in the precision of the parameters: in bf16 2 bytes of a parameter, not 12. Such a checkpoint
     is to be used, converted or started from with --init-from, --finetune or --no-load-optim, not to be resumed from."""
     init_from: str | None = option(None, metavar="DIR", derived="random weights", common=True)

@@ -36,6 +36,9 @@ class TrainerConfig:
     memory_trace: str | None = option(None, metavar="FILE", derived="none", expert=True)
     """File that gets the predicted memory of a step at every instruction: .json, or a picture (.svg, .html) with the
     .json beside it."""
+    report_json: str | None = option(None, metavar="FILE", derived="none")
+    """File that gets the run's report as one JSON object before the first step, or from --validate-only: decisions,
+    memory, messages, schedule."""
     sinks: tuple[str, ...] = option(
         (), many=True, metavar="NAME", choices=(), extended_by=extensions.SINKS, derived="none"
     )

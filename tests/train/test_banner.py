@@ -1,6 +1,7 @@
-"""The banner: every rank in its place, nothing wider than 100 columns."""
+"""What a run says before its first step: every rank in its place, nothing wider than 100 columns."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -12,19 +13,25 @@ from megazero.plan.recompute import recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic
 from megazero.telemetry.units import size
-from megazero.train.banner import schedule_lines
-from megazero.train.banner_parts import (
+from megazero.train.banner import (
     changes_table,
-    draw_grid,
-    fused_ops_table,
     graphs_sentence,
-    schedule_sentence,
+    ops_table,
+    reductions_sentence,
+    schedule_lines,
     sets_sentence,
     stage_table,
-    traffic_sentence,
-    zero,
+    zero_words,
 )
-from megazero.train.text_blocks import pairs, sections
+from megazero.train.run_report import MachineReport, RunReport, gather
+from megazero.train.text_blocks import draw_grid, pairs, sections
+
+SMALL = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
+
+
+def report_of(words: str, ranks: int) -> RunReport:
+    run = parse_run(f"{SMALL} --micro-batch-size 1 {words}".split(), ranks)
+    return gather(StageLists(run, axes_of(run, ranks), nccl=False))
 
 
 def cells(drawn: str) -> list[list[str]]:
@@ -78,18 +85,25 @@ def test_stages_that_are_alike_share_a_line() -> None:
 
 def test_traffic_of_zero_2() -> None:
     """Design: per step stage 1 moves (g+p)P bytes over dp, stage 2 (m*g + p)P."""
-    assert "5.67 times" in traffic_sentence(2, 8, (8 * 4 + 2) / (4 + 2), breadth_first=False)
-    assert "once" in traffic_sentence(2, 8, 1.0, breadth_first=True)
-    for zero_stage, micro_batches, factor in ((1, 8, 5.67), (2, 8, 1.0), (2, 1, 5.67)):
-        assert traffic_sentence(zero_stage, micro_batches, factor, breadth_first=False) == ""
-    groups = traffic_sentence(2, 3, 2.33, breadth_first=False, what="groups of micro-batches")
+    batch = "--global-batch-size 16 --precision bf16"
+    many = report_of(f"{batch} --zero-stage 2", 2)
+    assert many.state_messages.of_zero_1 == (8 * 4 + 2) / (4 + 2)
+    assert "at each of the 8 micro-batches" in reductions_sentence(many) and "5.67 times" in reductions_sentence(many)
+    breadth_first = "--pp 2 --virtual-stages 2 --pipeline-schedule gpipe"
+    assert "reduced once" in reductions_sentence(report_of(f"{batch} --zero-stage 2 {breadth_first}", 4))
+    for words in ("--zero-stage 1", "--zero-stage 2 --micro-batch-size 8", "--zero-stage 3"):
+        assert reductions_sentence(report_of(f"{batch} {words}", 2)) == ""
+    alike = replace(many, state_messages=replace(many.state_messages, of_zero_1=1.0))
+    assert reductions_sentence(alike) == ""
+    vertical = f"{batch} --zero-stage 2 --micro-batch-order vertical --vertical-group-size 3"
+    groups = reductions_sentence(report_of(vertical, 2))
     assert "at each of the 3 groups of micro-batches" in groups and "(one group is reduced once)" in groups
 
 
 def test_hybrid_shards_are_told() -> None:
-    assert zero(1, Axes(dp=4)) == "ZeRO-1"
-    assert zero(3, Axes(dp=4, shard_size=4)) == "ZeRO-3"
-    assert zero(2, Axes(dp=2, cp=2, shard_size=2)) == "ZeRO-2 in sets of 2 of 4 replicas"
+    assert zero_words(1, Axes(dp=4)) == "ZeRO-1"
+    assert zero_words(3, Axes(dp=4, shard_size=4)) == "ZeRO-3"
+    assert zero_words(2, Axes(dp=2, cp=2, shard_size=2)) == "ZeRO-2 in sets of 2 of 4 replicas"
     said = "a rank sends 6 bytes per parameter inside its set in a step, and 4 across the sets"
     assert sets_sentence(1, Traffic(6.0, 4.0)) == said
     assert sets_sentence(3, Traffic(6.0, 4.0)) == said.replace("sends 6", "sends at most 6")
@@ -105,7 +119,7 @@ def test_buffers_of_whole_gradients_are_told() -> None:
 
     def said(stage: int) -> str | None:
         run = parse_run([*words.split(), "--zero-stage", str(stage)], 2)
-        return dict(schedule_lines(StageLists(run, axes_of(run, 2), nccl=False))).get("buffers")
+        return dict(schedule_lines(gather(StageLists(run, axes_of(run, 2), nccl=False)))).get("buffers")
 
     most = size(2 * 4 * (128 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 64))
     assert said(1) is None
@@ -117,7 +131,7 @@ def test_late_updates_are_told() -> None:
 
     def said(*more: str) -> str:
         run = parse_run([*words.split(), "--global-batch-size", "8", *more], 2)
-        return dict(schedule_lines(StageLists(run, axes_of(run, 2), nccl=False))).get("updates", "")
+        return dict(schedule_lines(gather(StageLists(run, axes_of(run, 2), nccl=False)))).get("updates", "")
 
     assert said() == ""
     assert said("--late-update").startswith("late: a unit is updated in the next step") and "stage" not in said(
@@ -133,7 +147,7 @@ def test_vertical_order_is_told() -> None:
     def said(*more: str) -> dict[str, str]:
         flags = [*words.split(), "--global-batch-size", "32", "--zero-stage", "2", "--micro-batch-order", "vertical"]
         run = parse_run([*flags, *more], 4)
-        return dict(schedule_lines(StageLists(run, axes_of(run, 4), nccl=False)))
+        return dict(schedule_lines(gather(StageLists(run, axes_of(run, 4), nccl=False))))
 
     alone = said("--tp", "2")
     assert alone["pipeline"] == (
@@ -159,7 +173,7 @@ def test_activations_that_leave_are_told() -> None:
     def said(*more: str) -> str:
         run = parse_run([*words.split(), "--global-batch-size", "3", "--micro-batch-size", "1", *more], 2)
         steps = StageLists(run, axes_of(run, 2), nccl=False)
-        return dict(schedule_lines(steps)).get("activations", "")
+        return dict(schedule_lines(gather(steps))).get("activations", "")
 
     block = 16 * 8 * 4
     kept = 3 * block + block + 2 * 16 * 4
@@ -173,14 +187,19 @@ def test_activations_that_leave_are_told() -> None:
 
 
 def test_sentences_and_tables() -> None:
-    assert "bubble 20.0%" in schedule_sentence("1f1b", 4, 12, 1, 0.2, 4)
-    assert schedule_sentence("1f1b", 1, 1, 1, 0.0, 1) == "one stage: 1 micro-batch, no bubble"
-    assert fused_ops_table({"softmax": "reference", "adam": "reference", "gelu": "cpu"}).splitlines() == [
-        "reference  softmax, adam",
-        "cpu        gelu",
-    ]
+    staged = report_of("--pp 4 --global-batch-size 12", 4)
+    staged = replace(staged, schedule=replace(staged.schedule, bubble=0.2, live=4))
+    assert dict(schedule_lines(staged))["pipeline"] == (
+        "1f1b: 12 micro-batches over 4 stages, bubble 20.0% of the step, at most 4 micro-batch activations alive on a "
+        "rank"
+    )
+    one = dict(schedule_lines(report_of("--global-batch-size 1", 1)))
+    assert one["pipeline"] == "one stage: 1 micro-batch, no bubble"
+    ops = {"softmax": "reference", "adam": "reference", "gelu": "cpu"}
+    machine = MachineReport("a card", "", {}, overlapped=False, ops=ops, about_ops={"attention": "flash"})
+    assert ops_table(machine).splitlines() == ["reference  softmax, adam", "cpu        gelu", "attention  flash"]
     assert changes_table([]) == ""
-    assert changes_table([("--lr", 1e-3, 2e-3)]).splitlines()[-1].split() == ["--lr", "0.001", "0.002"]
+    assert changes_table([("--lr", "0.001", "0.002")]).splitlines()[-1].split() == ["--lr", "0.001", "0.002"]
 
 
 def test_sections_wrap_words_but_not_paths() -> None:
@@ -193,15 +212,18 @@ def test_sections_wrap_words_but_not_paths() -> None:
 
 
 def test_graphs_that_replay_nothing_say_so() -> None:
-    assert graphs_sentence(6, 8) == "replay 6 of a rank's 8 micro-batches a step"
-    assert graphs_sentence(0, 2).startswith("change nothing") and "there are 2" in graphs_sentence(0, 2)
+    schedule = report_of("--global-batch-size 8", 1).schedule
+    assert graphs_sentence(schedule) == "", "without --cuda-graphs"
+    assert graphs_sentence(replace(schedule, replayed=6)) == "replay 6 of a rank's 8 micro-batches a step"
+    none = graphs_sentence(replace(schedule, replayed=0, micro_batches=2))
+    assert none.startswith("change nothing") and "there are 2" in none
 
 
 @pytest.mark.parametrize(("words", "told"), [("", True), ("--zero-shard-size 2", True), ("--zero-shard-size 1", False)])
 def test_gathers_in_blocks_are_told_where_something_is_gathered(words: str, told: bool) -> None:
     line = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
     run = parse_run(f"{line} --global-batch-size 8 --zero-stage 1 --zero-quantized-weights {words}".split(), 4)
-    text = dict(schedule_lines(StageLists(run, axes_of(run, 4), nccl=False))).get("messages", "")
+    text = dict(schedule_lines(gather(StageLists(run, axes_of(run, 4), nccl=False)))).get("messages", "")
     assert ("parameters are gathered in blocks of int8: 1.016 bytes each, not 2" in text) == told
 
 
@@ -210,7 +232,7 @@ def test_what_is_recomputed_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) 
 
     def told(words: str, ranks: int) -> str:
         run = parse_run(f"{line} --device cpu --global-batch-size 8 --micro-batch-size 2 {words}".split(), ranks)
-        return dict(schedule_lines(StageLists(run, axes_of(run, ranks), nccl=False)))["recompute"]
+        return dict(schedule_lines(gather(StageLists(run, axes_of(run, ranks), nccl=False))))["recompute"]
 
     # 8 blocks, 4 micro-batches, 8 KiB each
     shared = told("--tp 2 --recompute-granularity full --shard-recompute-inputs", 2)

@@ -1,17 +1,41 @@
-"""--memory-trace: the predicted memory of a step, written before the first step."""
+"""The memory of a step, predicted before the first one: what keeps the budgets of memory on a card, and the file of
+--memory-trace.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megazero.checkpoint.agreement import attempt_on_all_ranks
+from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
+from megazero.plan.budgets import has_budgets, memory_problems
+from megazero.plan.leaving_disks import writes_activations
 from megazero.plan.rates import ASSUMED, read_rates
 from megazero.plan.step_lists import StageLists
 from megazero.plan.timed_steps import timed_traces
 from megazero.program.trace import write
+from megazero.system import device as devices
 from megazero.telemetry.units import size
 from megazero.train.logs import as_config_error
+
+
+def keep_budgets(run: Run, grid: ProcessGrid) -> None:
+    """On a card: refuse a run that is above its budgets, on all ranks, and make the device's budget the limit of
+    torch's allocator. Nothing may be allocated yet.
+
+    Elsewhere a run has been refused before any process group exists (`requirements.budget_problems`): what attention
+    keeps depends on its body, which is tried on the rank's own card. A collective of the world: a broadcast of a text.
+    """
+    if grid.device.type == "cpu" or not (has_budgets(run) or writes_activations(run)):
+        return
+    found = memory_problems(run, grid.world.size, grid.device.type) if grid.rank == 0 else []
+    told = broadcast_text(grid.world, grid.device, "\n".join(found) or None) if grid.world.size > 1 else None
+    if problems := found or (told.splitlines() if told else []):
+        raise ConfigError(problems)
+    if run.offload.device_memory_budget is not None:
+        devices.limit_memory(grid.device, run.offload.device_memory_budget)
 
 
 def write_memory_trace(steps: StageLists, path: Path, kind: str) -> str:
@@ -50,10 +74,6 @@ def trace_of_run(steps: StageLists, grid: ProcessGrid) -> str | None:
 
 
 def trace_of_plan(steps: StageLists, kind: str) -> str | None:
-    """The same in a dry run: for any number of ranks, in this process alone. None without the flag, or without a
-    vocabulary.
-    """
+    """The same in a dry run: for any number of ranks, in this process alone. None without the flag."""
     path = steps.run.trainer.memory_trace
-    if path is None or steps.run.model.vocab_size is None:
-        return None
-    return write_memory_trace(steps, Path(path), kind)
+    return None if path is None else write_memory_trace(steps, Path(path), kind)
