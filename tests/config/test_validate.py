@@ -267,6 +267,7 @@ IDLE = cases("""
 --data-path p --vocab-size 9 --init-from m --init-method-std 0.1 | 1 |
     --init-method-std 0.1 has no effect without random initial weights |
 --eval-interval 5 --eval-iters 0 | 1 | --eval-interval 5 has no effect without --eval-iters above 0 | --eval-iters 1
+--eval-at-start --eval-iters 0 | 1 | --eval-at-start has no effect without --eval-iters above 0 | --eval-iters 1
 --valid-data-path a q --eval-iters 0 | 1 | --valid-data-path a q has no effect without --eval-iters | --eval-iters 1
 --instruction-data x.jsonl --tokenizer byte --valid-instruction-data v --eval-iters 0 | 1 |
     --valid-instruction-data v has no effect | --eval-iters 1
