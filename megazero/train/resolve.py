@@ -135,7 +135,7 @@ def decided(asked: Run, facts: Facts, decisions: tuple[Decision, ...], placement
 
 def _device(run: Run, facts: Facts) -> Iterator[Decision]:
     if run.parallel.device == "auto" and facts.device is not None:
-        why = "torch finds a GPU" if facts.device == "cuda" else "torch finds no GPU"
+        why = "a GPU is here" if facts.device == "cuda" else "no GPU is here"
         yield Decision("device", facts.device, why)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from megazero.train.ordered import order_notes
 
 from megazero.config.derive import micro_batch_order
 from megazero.config.parse import parse_run
@@ -16,7 +15,7 @@ from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budgets import memory_problems
-from megazero.plan.order import leaves_order_to_budgets, order_within_budgets
+from megazero.plan.order import leaves_order_to_budgets, order_notes, order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
