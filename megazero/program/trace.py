@@ -16,6 +16,7 @@ from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.step_bytes import StepBytes
 from megazero.program.timed_step import TimedStep
+from megazero.system.writable import why_not_replaced
 
 KIND = "megazero memory trace"
 """Stands in the first line of every file of a trace: such a file may be written again."""
@@ -56,17 +57,8 @@ def files_of(path: Path) -> tuple[Path, ...]:
 
 
 def why_not_a_trace(path: Path) -> str | None:
-    """Why a trace may not be written to this path; None if nothing is there but the file of another trace.
-
-    Raises OSError where the file cannot be read.
-    """
-    if path.is_dir():
-        return "is a folder; name a file"
-    if not path.exists():
-        return "is a link, and nothing is where it leads" if path.is_symlink() else None
-    with open(path, "rb") as file:
-        ours = KIND.encode() in file.read(_HEAD)
-    return None if ours else "is there already and is no memory trace; name another file"
+    """Why a trace may not be written to this path, as `system.writable.why_not_replaced` says it."""
+    return why_not_replaced(path, KIND, _HEAD, "memory trace")
 
 
 def write(found: Sequence[MemoryTrace], path: Path) -> tuple[Path, ...]:

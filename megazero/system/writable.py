@@ -1,4 +1,4 @@
-"""Why a folder cannot be written into, by what its file system says."""
+"""Why a folder cannot be written into, by what its file system says, and why a file may not be replaced."""
 
 from __future__ import annotations
 
@@ -38,3 +38,20 @@ def _takes_no_folder(place: str) -> str | None:
     except OSError as error:
         return f"{place} takes no folders, as a place of the system's own ({error.strerror})"
     return None
+
+
+def why_not_replaced(path: Path, kind: str, within: int, noun: str) -> str | None:
+    """Why a file may not be written to this path; None if nothing is there but an earlier file of the same kind.
+
+    kind: words that stand in the first `within` bytes of every such file. noun: what such a file is. Raises OSError
+    where the file cannot be read.
+    """
+    if path.is_dir():
+        return "is a folder; name a file"
+    if not path.exists():
+        return "is a link, and nothing is where it leads" if path.is_symlink() else None
+    if not path.is_file():  # a pipe or a device, which would be waited for or replaced
+        return "is no regular file; name a file"
+    with open(path, "rb") as file:
+        is_alike = kind.encode() in file.read(within)
+    return None if is_alike else f"is there already and is no {noun}; name another file"

@@ -20,6 +20,7 @@ from megazero.config.schema import Run
 from megazero.config.tiers import Offload
 from megazero.mpu.grid import ProcessGrid
 from megazero.system.durable import replace_file
+from megazero.system.writable import why_not_replaced
 from megazero.train.logs import as_config_error
 from megazero.train.run_report import RunReport
 
@@ -56,19 +57,8 @@ def write_report_of_run(report: RunReport | None, run: Run, grid: ProcessGrid) -
 
 
 def why_not_a_report(path: Path) -> str | None:
-    """Why a report may not be written to this path; None if nothing is there but another report.
-
-    Raises OSError where the file cannot be read.
-    """
-    if path.is_dir():
-        return "is a folder; name a file"
-    if not path.exists():
-        return "is a link, and nothing is where it leads" if path.is_symlink() else None
-    if not path.is_file():
-        return "is no regular file; name a file"
-    with open(path, "rb") as file:
-        is_report = KIND.encode() in file.read(_HEAD)
-    return None if is_report else "is there already and is no report of a run; name another file"
+    """Why a report may not be written to this path, as `system.writable.why_not_replaced` says it."""
+    return why_not_replaced(path, KIND, _HEAD, "report of a run")
 
 
 def _plain(value: Any) -> Any:
