@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import compare
 from megazero.config.placement import AUTO
 from megazero.config.schema import Run
@@ -18,8 +17,6 @@ from megazero.data.corpus import EOD_ID, VOCAB_SIZE, Corpus, planned_corpus
 from megazero.data.indexed import DataError
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
-from megazero.data.tokenizer import Tokenizer
-from megazero.mpu.axes import Axes
 from megazero.plan.rates import MachineRates, read_rates
 from megazero.system import device as devices
 from megazero.train.disk_checks import folder_problems, room_problems
@@ -42,10 +39,6 @@ class Where:
     world_size: int
     here: range
 
-    @staticmethod
-    def all_here(world_size: int) -> Where:
-        return Where(world_size, range(world_size))
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -55,7 +48,8 @@ class Asked:
     where         the ranks that this process answers for
     own           data and tokenizer of a program
     paths         what the run names, opened
-    unresolvable  why no decision is possible: epochs that fill no batch, budgets that no placement keeps
+    unresolvable  why a decision is not possible: epochs that fill no batch, budgets that no placement keeps, rates
+                  that cannot be read
     reads_files   False for --skip-files
     searches      whether this process tries kernels on a card and searches for a placement
     """
@@ -70,21 +64,15 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A run that is resolved and checked.
+class Problems:
+    """What is wrong with a run, one sentence for each problem.
 
-    resolved   the run, with the facts that it was resolved from
-    tokenizer  the program's own or the run's; None without one, or if it cannot be opened
-    found      the checkpoint that --load would resume from, if there is one
-    machine    why this machine cannot run it, one sentence for each reason
-    problems   everything else that is wrong, one sentence for each problem
+    machine  why this machine cannot run it
+    others   everything else
     """
 
-    resolved: ResolvedRun
-    tokenizer: Tokenizer | None
-    found: FoundCheckpoint | None
     machine: tuple[str, ...]
-    problems: tuple[str, ...]
+    others: tuple[str, ...]
 
 
 def asked_start(
@@ -99,30 +87,28 @@ def asked_start(
     own = own or OwnData()
     paths = check_paths(asked, own.tokenizer) if reads_files else CheckedPaths()
     facts = _facts(asked, where, own, paths, reads_files=reads_files, tries_kernels=searches)
+    rates, unresolvable = _given_rates(asked)
     if searches and asked.offload.placement == AUTO:
-        rates, _ = _given_rates(asked)
         facts = replace(facts, rates=rates, room=room_here(asked, len(where.here)) if where.here else None)
-    unresolvable: tuple[str, ...] = ()
     try:
         resolved = resolve(asked, facts)
     except ConfigError as error:
-        unresolvable = error.problems
+        unresolvable += error.problems
         resolved = resolve(asked, replace(facts, epoch=None, rates=None))  # so that everything else is still checked
     return Asked(resolved, where, own, paths, unresolvable, reads_files, searches)
 
 
-def check_start(begun: Asked) -> Checked:
+def check_start(begun: Asked) -> Problems:
     """Check a run that is resolved. Writes nothing and communicates nothing."""
-    resolved, where, paths = begun.resolved, begun.where, begun.paths
+    resolved, where = begun.resolved, begun.where
     asked, run = resolved.asked, resolved.run
-    problems = [*paths.problems, *begun.own.problems(asked), *begun.unresolvable]
+    problems = [*begun.paths.problems, *begun.own.problems(asked), *begun.unresolvable]
     if begun.reads_files:
-        problems += _resume_problems(asked, resolved, paths.found, paths.tokenizer)
+        problems += resume_problems(resolved, begun.paths)
         if not folder_problems(asked.offload.nvme_path):
             problems += room_problems(run, where.world_size, where.here)
     problems += budget_problems(run, where.world_size, tries_cards=begun.searches, here=where.here)
-    problems += _given_rates(asked)[1]
-    return Checked(resolved, paths.tokenizer, paths.found, tuple(machine_problems(run)), tuple(problems))
+    return Problems(tuple(machine_problems(run)), tuple(problems))
 
 
 def _facts(
@@ -180,19 +166,12 @@ def _given_rates(asked: Run) -> tuple[MachineRates | None, tuple[str, ...]]:
         return None, error.problems
 
 
-def _resume_problems(
-    asked: Run, resolved: ResolvedRun, found: FoundCheckpoint | None, tokenizer: Tokenizer | None
-) -> list[str]:
-    """Why the run may not resume from this checkpoint, by comparison of the two configurations. Nothing where a part of
+def resume_problems(resolved: ResolvedRun, paths: CheckedPaths) -> list[str]:
+    """Why the run may not resume from its checkpoint, by comparison of the two configurations. Nothing where a part of
     the run is not known yet: `prepare` compares again.
     """
-    unknown = (tokenizer is None and asked.data.tokenizer is not None) or resolved.run.schedule.epochs is not None
+    asked, run, found = resolved.asked, resolved.run, paths.found
+    unknown = (paths.tokenizer is None and asked.data.tokenizer is not None) or run.schedule.epochs is not None
     if found is None or unknown or not (asked.data.data_path or asked.data.instruction_data):
         return []
-    return resume_problems(resolved.run, found, resolved.axes)
-
-
-def resume_problems(run: Run, found: FoundCheckpoint, axes: Axes) -> list[str]:
-    """Why the run may not resume from this checkpoint, by comparison of the two configurations."""
-    comparison = compare(saved_run(found, run), run, found.layout, axes.sizes)
-    return of_checkpoint(found, comparison.problems)
+    return of_checkpoint(found, compare(saved_run(found, run), run, found.layout, resolved.axes.sizes).problems)

@@ -20,7 +20,7 @@ from megazero.plan.order import order_notes
 from megazero.plan.recompute import ASSUMED
 from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
-from megazero.train.checked import Checked, Where, asked_start, check_start
+from megazero.train.checked import Asked, Problems, Where, asked_start, check_start
 from megazero.train.path_checks import checkpoints_in_the_way, start_position
 from megazero.train.predicted_memory import trace_of_plan
 from megazero.train.report_json import write_report
@@ -52,7 +52,7 @@ def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
     begun = asked_start(parsed.run, where, reads_files=not command.skip_files, searches=True)
     texts = [_dumped(begun.resolved).rstrip()] if command.print_config else []
     if command.validate_only:
-        texts.append(_verdict(parsed, check_start(begun), where))
+        texts.append(_verdict(parsed, begun, check_start(begun)))
     elif begun.unresolvable:
         raise ConfigError(begun.unresolvable)
     return "\n\n".join(texts)
@@ -73,22 +73,23 @@ def _require_a_placement(resolved: ResolvedRun) -> None:
     resolve(run, replace(resolved.facts, rates=assumed))
 
 
-def _verdict(parsed: ParsedArguments, checked: Checked, where: Where) -> str:
-    resolved, problems, left, notes = checked.resolved, [*checked.problems], list[str](), [*parsed.notes]
+def _verdict(parsed: ParsedArguments, begun: Asked, wrong: Problems) -> str:
+    resolved, problems, left, notes = begun.resolved, [*wrong.others], list[str](), [*parsed.notes]
     run = resolved.run
-    if where.here:
-        problems = [*checked.machine, *problems]
+    if begun.where.here:
+        problems = [*wrong.machine, *problems]
     else:
-        left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in checked.machine]
-        left += ["the machines of these ranks, their memory above all"] * (not checked.machine)
+        left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in wrong.machine]
+        left += ["the machines of these ranks, their memory above all"] * (not wrong.machine)
     if parsed.command.skip_files:
         left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
         if run.model.vocab_size is None:
             problems.append(_UNKNOWN_VOCABULARY.format(run.data.tokenizer))
     else:
-        if checked.found is not None:
-            problems += _damage(run, checked.found)
-        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, checked.found)[0])
+        found = begun.paths.found
+        if found is not None:
+            problems += _damage(run, found)
+        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, found)[0])
         left.append(_unread(parsed.run))
     if problems:
         raise ConfigError(problems)
@@ -129,8 +130,13 @@ def _told(resolved: ResolvedRun, given: Mapping[str, Any], notes: Sequence[str],
         untried = "no card is here to try the bodies of attention"
         unchecked += [f"{what}: {untried}; {ASSUMED} was assumed" for what, made in predictions.items() if made]
     report = replace(
-        report, given=given, decisions=resolved.decisions, placement=resolved.placement, notes=tuple(notes)
+        report,
+        given=given,
+        decisions=resolved.decisions,
+        placement=resolved.placement,
+        notes=tuple(notes),
+        trace=trace or "",
+        unchecked=tuple(unchecked),
     )
-    report = replace(report, trace=trace or "", unchecked=tuple(unchecked))
     write_report(report)
     return verdict(report)

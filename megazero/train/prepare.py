@@ -25,7 +25,7 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.optim.step_plan import StepPlan
 from megazero.system import device as devices
 from megazero.system.words import counted
-from megazero.train.checked import Checked, Where, asked_start, check_start
+from megazero.train.checked import Asked, Where, asked_start, check_start
 from megazero.train.epochs import epoch_of, epochs_text, own_epochs_text, samples_told
 from megazero.train.path_checks import of_checkpoint, start_position
 from megazero.train.resolve import DEFAULT_TOKENIZER, ResolvedRun, Vocabulary, resolve
@@ -88,39 +88,36 @@ def prepare(
     if asked.trainer.deterministic:
         devices.use_deterministic_algorithms()
     own, here = own or OwnData(), range(world_size) if here is None else here
-    checked = check_start(asked_start(asked, Where(world_size, here), own))
-    if checked.machine or checked.problems:
-        raise ConfigError([*checked.machine, *checked.problems])
+    begun = asked_start(asked, Where(world_size, here), own)
+    problems = check_start(begun)
+    if problems.machine or problems.others:
+        raise ConfigError([*problems.machine, *problems.others])
     try:
-        if own.train is not None:
-            prepared = _own_data(checked, own, len(here))
-        else:
-            prepared = _named_data(checked, len(here), report)
+        prepared = _named_data(begun, report) if own.train is None else _own_data(begun)
     except (DataError, ImportError) as error:  # ImportError: the data need a package, such as jinja2 for chats
         raise ConfigError([str(error)]) from error
-    if problems := prepared.problems():
-        raise ConfigError(problems)
+    if against_resuming := prepared.problems():
+        raise ConfigError(against_resuming)
     if prepared.resolved.kind == "cpu":
         _ = prepared.resolved.recompute  # a budget of activations that cannot be kept is known before ranks meet
     return prepared
 
 
-def _own_data(checked: Checked, own: OwnData, here: int) -> Prepared:
+def _own_data(begun: Asked) -> Prepared:
     """The data of a program."""
+    own, run, found = begun.own, begun.resolved.run, begun.paths.found
     assert own.train is not None
-    resolved, found = checked.resolved, checked.found
-    run = resolved.run
     datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
     epochs = own_epochs_text(samples_told(samples_asked(run, found), samples_used(run, found)), len(own.train))
     text = f"{counted(len(own.train), 'sample')} of the program's own; {epochs}"
     saved = None if found is None else saved_run(found, run, ())
-    return Prepared(resolved, datasets, checked.tokenizer, text, found, saved, here)
+    return Prepared(begun.resolved, datasets, begun.paths.tokenizer, text, found, saved, len(begun.where.here))
 
 
-def _named_data(checked: Checked, here: int, report: Report) -> Prepared:
+def _named_data(begun: Asked, report: Report) -> Prepared:
     """The data that the run names, or the default corpus. What they say of themselves resolves the run to its end."""
-    found, tokenizer, facts = checked.found, checked.tokenizer, checked.resolved.facts
-    asked = checked.resolved.asked
+    found, tokenizer = begun.paths.found, begun.paths.tokenizer
+    asked, facts = begun.resolved.asked, begun.resolved.facts
     text = " ".join(asked.data.data_path)
     if not (asked.data.data_path or asked.data.instruction_data):
         corpus = default_corpus(cache_root(asked.data), report)
@@ -130,13 +127,14 @@ def _named_data(checked: Checked, here: int, report: Report) -> Prepared:
     report = without_repeats(report)  # the data are opened to count their epochs, and again for the run
     if asked.schedule.epochs is not None and facts.epoch is None:
         facts = replace(facts, epoch=epoch_of(resolve(asked, facts).run, tokenizer, report))
-    resolved = checked.resolved if facts == checked.resolved.facts else resolve(asked, facts)
+    resolved = begun.resolved if facts == begun.resolved.facts else resolve(asked, facts)
     run = resolved.run
     assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
     datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
     epochs = epochs_text(run, datasets, samples_told(samples_asked(run, found), samples_used(run, found)))
     contents = cached_contents(run.data, report)
     saved = None if found is None else saved_run(found, run, contents)
+    here = len(begun.where.here)
     return Prepared(resolved, datasets, tokenizer, f"{text}; {epochs}", found, saved, here, contents)
 
 

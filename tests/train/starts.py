@@ -9,7 +9,7 @@ from megazero.train.resolve import Facts, ResolvedRun, resolve
 
 def problems_at_start(run: Run, world_size: int = 1) -> tuple[str, ...]:
     """Everything that is wrong apart from the machine, if all ranks are on this host."""
-    return check_start(asked_start(run, Where.all_here(world_size))).problems
+    return check_start(asked_start(run, Where(world_size, range(world_size)))).others
 
 
 def resolved_for(run: Run, world_size: int = 1, kind: str = "cpu", *, tries_kernels: bool = True) -> ResolvedRun:
