@@ -86,7 +86,7 @@ def asked_start(
     """
     own = own or OwnData()
     paths = check_paths(asked, own.tokenizer) if reads_files else CheckedPaths()
-    facts = _facts(asked, where, own, paths, reads_files=reads_files, tries_kernels=searches)
+    facts = _facts(asked, where, own, paths, reads_files=reads_files, searches=searches)
     rates, unresolvable = _given_rates(asked)
     if searches and asked.offload.placement == AUTO:
         facts = replace(facts, rates=rates, room=room_here(asked, len(where.here)) if where.here else None)
@@ -111,9 +111,7 @@ def check_start(begun: Asked) -> Problems:
     return Problems(tuple(machine_problems(run)), tuple(problems))
 
 
-def _facts(
-    asked: Run, where: Where, own: OwnData, paths: CheckedPaths, *, reads_files: bool, tries_kernels: bool
-) -> Facts:
+def _facts(asked: Run, where: Where, own: OwnData, paths: CheckedPaths, *, reads_files: bool, searches: bool) -> Facts:
     """What the files and this machine say, apart from rates."""
     kind = devices.kind(asked.parallel.device)
     without_data = own.train is None and not (asked.data.data_path or asked.data.instruction_data)
@@ -126,11 +124,12 @@ def _facts(
         where.world_size,
         kind,
         device=kind if where.here else None,
-        corpus=_planned(asked) if without_data and where.here else None,  # its path is one of this host
+        # The path is one of this host. A start makes the corpus soon, and need not list its sources twice.
+        corpus=_planned(asked) if without_data and where.here and searches else None,
         vocabulary=vocabulary,
         epoch=_quick_epoch(asked, own) if reads_files else None,
         base=paths.base,
-        tries_kernels=tries_kernels or kind == "cpu",
+        tries_kernels=searches or kind == "cpu",
     )
 
 
