@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import ParamSpec, TypeVar
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +65,25 @@ def compilable(body: Callable[P, R]) -> Callable[P, R]:
         return body(*args, **kwargs)
 
     return call
+
+
+def compiled_for(function: Callable[..., R], *signature: Any) -> Callable[..., R]:
+    """A function compiled for calls of one signature: shapes, dtypes, and all else that it is specialised to.
+
+    torch counts compilations by code object, and refuses the ninth (`recompile_limit`). A program has prompts of more
+    lengths than that, so each signature gets a copy of the code. signature: hashable values. What the signature leaves
+    out, such as whether a gradient is asked for, may still lead to eight compilations.
+    """
+    assert isinstance(function, FunctionType)
+    return _compiled_copy(function, signature)
+
+
+@cache
+def _compiled_copy(function: FunctionType, signature: tuple[Any, ...]) -> Callable[..., Any]:
+    code = function.__code__.replace()  # equal, and another object: torch tells code objects apart by identity
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(copied, dynamic=False, fullgraph=True)
 
 
 def try_compiler(kind: str) -> str | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.attention.sdpa import heads_of, joined
+from fused_ops.compiled import compiled_for
 
 BLOCK = 128
 Blocks = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -140,11 +141,6 @@ def flex_body(
     return joined(context)
 
 
-@cache
-def _compiled(function: Any) -> Any:
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
 def flex_attention(
     mixed: Tensor,
     groups: int,
@@ -164,7 +160,10 @@ def flex_attention(
         blocks = causal_blocks(length, mixed.device)
     else:
         with torch.no_grad():  # one compiled program, whether a gradient is recorded or not
-            blocks = _compiled(visible_blocks)(length, documents, mixed.device)
+            compiled_blocks = compiled_for(visible_blocks, documents.shape, mixed.device)
+            blocks = compiled_blocks(length, documents, mixed.device)
     options = kernel_options(length, documents=documents is not None)
-    result: Tensor = _compiled(flex_body)(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks, options)
+    shape = mixed.shape, mixed.dtype, mixed.device, groups, repeats, head_dim, scale
+    compiled = compiled_for(flex_body, *shape, slopes is None, documents is None)
+    result: Tensor = compiled(mixed, groups, repeats, head_dim, scale, slopes, documents, blocks, options)
     return result

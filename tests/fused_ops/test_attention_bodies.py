@@ -223,7 +223,7 @@ def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, mo
     documents are; recomputed, too.
     """
     compiled = cache(partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager"))
-    monkeypatch.setattr(attention_flex, "_compiled", compiled)
+    monkeypatch.setattr(attention_flex, "compiled_for", lambda function, *signature: compiled(function))
     torch._dynamo.utils.counters.clear()
 
     def recomputed(mixed: Tensor, *heads: int, **given: Any) -> Tensor:
@@ -237,6 +237,17 @@ def test_flex_traces_whole_and_once_for_other_documents(with_gradients: None, mo
         given = options(200, 2, 4, True, seed)
         agree(results(body, 200, 2, 2, 2, 16, **given), results(reference_attention, 200, 2, 2, 2, 16, **given))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_flex_takes_more_shapes_than_torch_compiles_of_one_function(
+    with_gradients: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses the ninth compilation of one function. A program has prompts of more lengths than that."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for length in range(40, 40 + torch._dynamo.config.recompile_limit + 2):
+        given = options(length, 2, 4, True, 30)
+        ours = results(flex_attention, length, 2, 2, 2, 16, **given)
+        agree(ours, results(reference_attention, length, 2, 2, 2, 16, **given))
 
 
 @pytest.mark.slow
@@ -263,9 +274,8 @@ def test_the_compiler_does_not_choose_the_strides_of_the_blocks(
         return graph.forward
 
     torch._dynamo.reset()
-    monkeypatch.setattr(
-        attention_flex, "_compiled", cache(partial(torch.compile, dynamic=False, fullgraph=True, backend=look))
-    )
+    compiled = cache(partial(torch.compile, dynamic=False, fullgraph=True, backend=look))
+    monkeypatch.setattr(attention_flex, "compiled_for", lambda function, *signature: compiled(function))
     given = options(300, 2, 4, True, 60)
     mixed = torch.randn(300, 2, 4 * 3 * 16, dtype=FP64, requires_grad=gradients)
     with torch.set_grad_enabled(gradients):

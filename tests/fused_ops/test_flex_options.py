@@ -55,7 +55,7 @@ def test_they_are_set_for_one_document_only(monkeypatch: pytest.MonkeyPatch) -> 
         return original(*arguments, kernel_options=kernel_options, **named)
 
     monkeypatch.setattr(torchs, "flex_attention", noted)
-    monkeypatch.setattr(flex, "_compiled", lambda function: function)
+    monkeypatch.setattr(flex, "compiled_for", lambda function, *signature: function)
     for length, documents in ((130, None), (256, None), (256, (torch.arange(256) > 40).long()[None])):
         mixed = torch.randn(length, 1, 2 * 3 * 16, generator=torch.Generator().manual_seed(1))
         flex_attention(mixed, 2, 1, 16, scale=0.25, slopes=None, documents=documents)

@@ -30,11 +30,15 @@ pytestmark = [
 ]
 
 # Large enough that a backward is longer than the copies of its buckets, small enough that there are many buckets.
-# So large that the host launches faster than the card computes, with attention that takes no time to compile.
+# Attention with learned positions takes no time to compile.
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "4096", "--num-attention-heads", "32", "--seq-length", "1024"),
     *("--bucket-size", "20000000", "--position-embedding", "learned"),
 ]
+AHEAD = 500_000_000
+"""Cycles that the card waits before the traced step, a quarter of a second. Meanwhile the host launches all of it.
+A host that launches more slowly than the card computes would leave no kernel beside which a reduction could run.
+"""
 NUMBERS = "--micro-batch-size 4 --global-batch-size 4 --train-iters 50 --log-interval 50 --zero-stage 1".split()
 
 
@@ -108,6 +112,7 @@ def test_reductions_run_on_their_own_stream_beside_the_backward(
     devices.synchronize(grid.device)
     before = grid.replicas.traffic["reduce_scatter", torch.float32]
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        torch.cuda._sleep(AHEAD)
         job.trainer.train_step(stop=False)
         devices.synchronize(grid.device)
     travelled = grid.replicas.traffic["reduce_scatter", torch.float32] - before

@@ -47,7 +47,7 @@ def through_flex(
     compiled = cache(partial(torch.compile, dynamic=False, fullgraph=True, backend="aot_eager"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torchs, "_validate_device", lambda query, key, value: None)
-        patch.setattr(attention_flex, "_compiled", compiled)
+        patch.setattr(attention_flex, "compiled_for", lambda function, *signature: compiled(function))
         patch.setattr(attention, "choose", chosen)
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
