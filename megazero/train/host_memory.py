@@ -18,6 +18,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.plan.leaving_disks import writes_activations
 from megazero.plan.tier_peaks import run_peaks
 from megazero.system import device as devices
+from megazero.system.allocator import return_large
 from megazero.system.host_memory import is_short
 
 GROWTH = 1.25
@@ -65,5 +66,7 @@ def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:
     """
     if grid.device.type != "cpu" or not (uses_disks(run) or writes_activations(run)):
         return HostMemory(grid.device)
+    if uses_disks(run):
+        return_large()
     peaks = run_peaks(run, grid.axes, grid.device.type).of(grid.at.pp)
     return HostMemory(grid.device, peaks.total_bytes)

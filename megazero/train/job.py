@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,6 @@ from megazero.config.schema import Run
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
-from megazero.optim.loss_scale import LossScaler
 from megazero.pipeline.build import build_engine, build_stages, host_activations, step_lists, with_graphs
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
@@ -24,7 +24,7 @@ from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.kept import with_kept
 from megazero.plan.leaving_disks import writes_activations
 from megazero.plan.step_lists import StageLists
-from megazero.system.allocator import return_large
+from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.arguments import Callbacks, CallbackSink
@@ -33,20 +33,17 @@ from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.host_memory import HostMemory, host_memory_of
 from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
-from megazero.train.offload import DiskUse, activation_disks, backend_sentence, offloading
+from megazero.train.offload import DiskUse, activation_disks, offloading, swap_backends
 from megazero.train.predicted_memory import keep_budgets, trace_of_run
 from megazero.train.prepare import Prepared
 from megazero.train.report import report, sample_text
 from megazero.train.resolved_together import resolved_on_all_ranks
-from megazero.train.resume import resume, stored_probe
+from megazero.train.resume import StartPoint, resume, stored_probe
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
-from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.swap_start import SwapStart, WholeSteps
+from megazero.train.state import TrainingPosition, TrainState, build_state
+from megazero.train.swap_start import WholeSteps
 from megazero.train.trainer import Trainer
-from megazero.zero.coded import coding_of
-from megazero.zero.offload import Offloading
-from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
 
@@ -103,100 +100,126 @@ def build_job(
     ConfigError if an output cannot be written, and what `resume` raises.
     """
     signals = signals or StopSignals()
-    program = [] if callbacks is None else [CallbackSink(callbacks, signals)]
     announce_kernels(grid)
     prepared = replace(prepared, resolved=resolved_on_all_ranks(prepared.resolved, grid, prepared.here))
     run = prepared.run
-    if uses_disks(run) and grid.device.type == "cpu":
-        return_large()
-    memory = host_memory_of(run, grid)
+    memory = host_memory_of(run, grid)  # before anything of the model is allocated
     keep_budgets(run, grid)
-    with (
-        offloading(run, grid, prepared, signals) as (offloaded, swapped),
-        activation_disks(run, grid, signals) as activations,
-    ):
-        return _build(prepared, grid, signals, parsed, program, offloaded, swapped, activations, memory)
+    with ExitStack() as opened:  # swap files, which are removed if a later part fails
+        offloaded, swap_start = opened.enter_context(offloading(run, grid, prepared, signals))
+        activation_swap = opened.enter_context(activation_disks(run, grid, signals))
+        stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
+        state = build_state(run, grid, stages, offloaded)
+        engines = build_engines(run, grid, stages, state.model, activation_swap, memory)
+        batches = batches_of(run, prepared.datasets, grid)
+        checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.found)
+        deadline = deadline_of(run)  # counted from here, when the kernels are compiled
+        start = resume(run, state, checkpoints, engines.probe, grid, swap_start)
+        if (run.checkpoint.init_from or prepared.found) and not uses_disks(run):  # else all of the disks would be read
+            require_finite_weights(run, grid, state)
+        program = None if callbacks is None else CallbackSink(callbacks, signals)
+        swaps = state.model.host.swap, None if activation_swap is None else activation_swap.swap
+        log = begin_log(prepared, grid, engines.steps, start, checkpoints, parsed, program)
+        for backend in swap_backends(run, *swaps):
+            log.note(backend)
+        record = record_of(prepared, grid, state, engines.probe)
+        save_policy = save_policy_of(run, checkpoints, record, log, program)
+        whole_steps = WholeSteps(state.model.host, swap_start, late=run.parallel.late_update)
+        engine = with_graphs(engines.training, state.model.actions, run, grid)
+        trainer = Trainer(
+            run, grid, engine, state, batches, log, save_policy, start.position, deadline, signals, whole_steps, memory
+        )
+        return Job(
+            run, prepared, grid, stages, state, checkpoints, engines.probe, trainer, DiskUse(swaps), engines.activations
+        )
 
 
-def _build(
-    prepared: Prepared,
-    grid: ProcessGrid,
-    signals: StopSignals,
-    parsed: ParsedArguments | None,
-    program: Sequence[CallbackSink],
-    offloaded: Offloading,
-    swapped: SwapStart | None,
-    disks: ActivationDisks | None,
-    memory: HostMemory,
-) -> Job:
-    """`build_job` of a run that is resolved to its end. program: the sink of its functions. offloaded: what
-    leaves the device. swapped: where its swap files lead. disks: where activations go from host memory. memory: what
-    keeps the heap small.
+@dataclass(frozen=True)
+class Engines:
+    """What runs the lists of a rank.
+
+    training     the engine of training steps and evaluations
+    probe        the engine of a checkpoint's probe, of one sample a micro-batch
+    steps        the lists of the steps of all stages
+    activations  the activations that leave the device; None where all stay
     """
-    run = prepared.run
-    stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
-    model = ModelState(stages, grid, run.optimizer, run.parallel, coding_of(run.lora, run.model), offloaded)
-    optimizer = ShardedOptimizer(model, run.optimizer, grid)
-    state = TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)
+
+    training: PipelineEngine
+    probe: PipelineEngine
+    steps: StageLists
+    activations: HostActivations | None
+
+
+def build_engines(
+    run: Run,
+    grid: ProcessGrid,
+    stages: list[Stage],
+    model: ModelState,
+    activation_swap: ActivationDisks | None,
+    memory: HostMemory,
+) -> Engines:
+    """The engines of this rank. activation_swap: where activations go from host memory. Communicates nothing."""
     channels = Channels(grid, and_back=chunks_of(run).and_back)
     lists = step_lists(run, grid.at.pp, with_kept(model.shape, run, grid.axes, grid.at.pp))
     steps = StageLists(run, grid.axes, nccl=grid.world.is_on_device)
     if grid.rank == 0:
         steps.check()
-    activations = host_activations(run, grid.device, disks)
-    engine = build_engine(run, grid, stages, channels, lists, model.actions, activations, computed=memory.computed)
-    probe_engine = build_engine(run, grid, stages, channels, lists, model.actions, micro_batch_size=1)
-    batches = batches_of(run, prepared.datasets, grid)
-    checkpoints = claim_checkpoints(run, grid, optimizer, prepared.found)
-    minutes = run.trainer.exit_duration_in_mins  # counted from here, when the kernels are compiled
-    deadline = None if minutes is None else time.monotonic() + 60 * minutes
-    start = resume(run, state, checkpoints, probe_engine, grid, swapped)
-    if (run.checkpoint.init_from or prepared.found) and not uses_disks(run):  # else all of the disks would be read
-        require_finite_weights(run, grid, state)
+    activations = host_activations(run, grid.device, activation_swap)
+    parts = run, grid, stages, channels, lists, model.actions
+    return Engines(
+        build_engine(*parts, activations, computed=memory.computed),
+        build_engine(*parts, micro_batch_size=1),
+        steps,
+        activations,
+    )
+
+
+def begin_log(
+    prepared: Prepared,
+    grid: ProcessGrid,
+    steps: StageLists,
+    start: StartPoint,
+    checkpoints: Checkpoints,
+    parsed: ParsedArguments | None,
+    program: CallbackSink | None,
+) -> StepLog:
+    """The log of the run's steps, begun with the banner. A collective of all ranks, as `introduce`.
+
+    program: the sink of the program's functions. Raises ConfigError if an output cannot be opened.
+    """
+    run = prepared.run
     sinks = sinks_of(run, grid, start.position, checkpoints.fence)  # what is wrong with one is said before the banner
     traced = trace_of_run(steps, grid)
     introduce(run, grid, steps, prepared, start, checkpoints.fence, parsed)
-    log = step_log(run, grid, [*sinks, *program])
-    if model.host.swap is not None:
-        log.note(backend_sentence(run, model.host.swap))
-    if disks is not None:
-        log.note(f"--offload-activations {run.offload.offload_activations}: {disks.swap.backend}")
+    log = step_log(run, grid, sinks if program is None else [*sinks, program])
     if traced is not None:
         log.note(traced)
+    return log
+
+
+def save_policy_of(
+    run: Run,
+    checkpoints: Checkpoints,
+    record: Callable[[TrainingPosition], dict[str, Any]],
+    log: StepLog,
+    program: CallbackSink | None,
+) -> SavePolicy | None:
+    """How the run saves; None: it saves nothing. record: the `progress` of a checkpoint at a position."""
     # The same on all ranks: a stage may have none of the units that rest on disks.
     in_background = run.checkpoint.async_save and not uses_disks(run)
-    if run.checkpoint.async_save:
-        log.note(_about_copies(size(checkpoints.reserve()) if in_background else None))
-    record = _record_of(run, prepared, grid, state, probe_engine)
-    on_saved = program[0].saved if program else None
-    save_policy = SavePolicy(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved)
-    trainer = Trainer(
-        run,
-        grid,
-        with_graphs(engine, model.actions, run, grid),
-        state,
-        batches,
-        log,
-        save_policy if run.checkpoint.save else None,
-        start.position,
-        deadline,
-        signals,
-        WholeSteps(model.host, swapped, late=run.parallel.late_update),
-        memory,
-    )
-    use = DiskUse([model.host.swap, None if disks is None else disks.swap])
-    return Job(run, prepared, grid, stages, state, checkpoints, probe_engine, trainer, use, activations)
+    if in_background:
+        copies = size(checkpoints.reserve())
+        log.note(f"--async-save: {copies} of host memory on this rank hold the copy that is written")
+    elif run.checkpoint.async_save:
+        why = "because the model state rests outside memory and is not copied"
+        log.note(f"--async-save: training waits for saves, {why}")
+    on_saved = None if program is None else program.saved
+    policy = SavePolicy(checkpoints, record, log.note, in_background=in_background, on_saved=on_saved)
+    return policy if run.checkpoint.save else None
 
 
-def _about_copies(held: str | None) -> str:
-    """A line about --async-save. held: the memory of its copies; None where the model state is too large for one."""
-    if held is None:
-        return "--async-save: training waits for saves, because the model state rests outside memory and is not copied"
-    return f"--async-save: {held} of host memory on this rank hold the copy that is written"
-
-
-def _record_of(
-    run: Run, prepared: Prepared, grid: ProcessGrid, state: TrainState, probe_engine: PipelineEngine
+def record_of(
+    prepared: Prepared, grid: ProcessGrid, state: TrainState, probe: PipelineEngine
 ) -> Callable[[TrainingPosition], dict[str, Any]]:
     """A function from a position to its checkpoint's `progress`: counters, order of samples and probe.
 
@@ -206,5 +229,11 @@ def _record_of(
         **state.record(position),
         "data_plans": [list(plan) for plan in prepared.datasets.train.plans],
         "data_contents": [list(numbers) for numbers in prepared.contents],
-        "probe": stored_probe(run, probe_engine, grid),
+        "probe": stored_probe(prepared.run, probe, grid),
     }
+
+
+def deadline_of(run: Run) -> float | None:
+    """`time.monotonic()` at which a run that begins now saves and stops; None: no limit."""
+    minutes = run.trainer.exit_duration_in_mins
+    return None if minutes is None else time.monotonic() + 60 * minutes

@@ -79,10 +79,11 @@ def offloading(
         raise
 
 
-def backend_sentence(run: Run, swap: SwapSpace) -> str:
-    """By which way bytes move to disks, with the flags that ask for it."""
+def swap_backends(run: Run, state: SwapSpace | None, activations: SwapSpace | None) -> list[str]:
+    """By which way bytes move to the disks of the model state and of activations, with the flags that ask for it."""
     on_disks = {field: offload for field, offload in tiers(run).items() if offload.on_disks}
-    return f"{as_flags(on_disks)}: {swap.backend}"
+    flags = as_flags(on_disks), f"--offload-activations {run.offload.offload_activations}"
+    return [f"{flag}: {swap.backend}" for flag, swap in zip(flags, (state, activations), strict=True) if swap]
 
 
 @dataclass

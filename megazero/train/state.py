@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megazero.config.schema import Run
+from megazero.model.stage import Stage
 from megazero.mpu.fp8 import Fp8
+from megazero.mpu.grid import ProcessGrid
 from megazero.optim.loss_scale import LossScaler
+from megazero.zero.coded import coding_of
+from megazero.zero.offload import Offloading
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
@@ -56,3 +61,10 @@ class TrainState:
         self.scaler.load_state_dict(progress["loss_scale"])
         if self.fp8 is not None:
             self.fp8.load_state_dict(progress.get("fp8"))
+
+
+def build_state(run: Run, grid: ProcessGrid, stages: list[Stage], offloaded: Offloading) -> TrainState:
+    """The state that training changes, without values. A collective of all ranks where columns are placed."""
+    model = ModelState(stages, grid, run.optimizer, run.parallel, coding_of(run.lora, run.model), offloaded)
+    optimizer = ShardedOptimizer(model, run.optimizer, grid)
+    return TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)

@@ -266,8 +266,8 @@ def test_the_log_names_what_moves_to_disks(tmp_path: Path) -> None:
         "--offload-params nvme --offload-optimizer nvme": "--offload-optimizer nvme --offload-params nvme",
     }.items():
         space = open_swap([tmp_path], {"a": 4096}, job="told", slots=1)
-        told = offload.backend_sentence(parse_run([*model, *words.split()], 1), space)
-        assert told == f"{flags}: {space.backend}"
+        told = offload.swap_backends(parse_run([*model, *words.split()], 1), space, None)
+        assert told == [f"{flags}: {space.backend}"]
         space.close(remove=True)
 
 
