@@ -145,7 +145,7 @@ _FREE = {
     "optimizer.fp8_amax_history": lambda run: (
         run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else None
     ),
-    **_plain("schedule", "micro_batch_size", "train_iters", "train_samples", "epochs"),
+    **_plain("schedule", "micro_batch_size", "train_length"),
     **_plain("data", "valid_data_path", "valid_instruction_data"),
     **_plain("model", "make_vocab_size_divisible_by", "init_method_std"),
 }
@@ -173,7 +173,7 @@ _LEFT_OPEN = {
 """Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not
 compared.
 """
-_RUN_LENGTH = ("train_iters", "train_samples", "global_batch_size", "rampup_batch_size")
+_RUN_LENGTH = ("train_length", "global_batch_size", "rampup_batch_size")
 _DECAY_FROM = ("lr_decay", *_RUN_LENGTH)
 _LENGTH_FROM: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lr-warmup": ("warm-up", ("lr_warmup", *_DECAY_FROM)),
@@ -222,7 +222,8 @@ def run_from(record: Mapping[str, Any]) -> Run:
         else:
             problems.append(f"{section}: {shown(values)} is no section")
     settings: dict[str, Any] = {}
-    for known, name in [(option, name) for option in run_options().values() for name in option.keys]:
+    names = [(known, name) for known in run_options().values() for name in (known.name, *known.measured_keys)]
+    for known, name in names:
         # A version that had the field in another section has it in no other than that one.
         values = next((written[s] for s in (known.section, known.earlier) if name in written.get(s, {})), {})
         if name in values and settings.get(known.name) is None:  # of an earlier length all names but one hold None

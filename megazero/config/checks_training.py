@@ -73,30 +73,29 @@ def _report_json(context: CheckContext) -> Problems:
         yield f"--report-json {path or repr(path)} names no file: a report is written to a path"
 
 
-@reads("train_iters train_samples rampup_batch_size global_batch_size")
+@reads("train_length rampup_batch_size global_batch_size")
 def _length(context: CheckContext) -> Problems:
     s = context.run.schedule
-    if s.train_iters is not None and s.train_samples is not None:
-        yield "--train-iters and --train-samples say the same thing in two ways: give one of them"
     first = s.rampup_batch_size[0] if s.rampup_batch_size else s.global_batch_size
-    if s.train_samples is not None and s.train_samples < first:
-        yield f"--train-samples {s.train_samples} are fewer than the first global batch has, {first}; nearest: {first}"
+    if s.train_length is not None and s.train_samples is not None and s.train_samples < first:
+        length = s.train_length.behind("--train-length")
+        yield f"{length} are fewer than the first global batch has, {first}; nearest: {first}"
 
 
-@reads("lr min_lr lr_decay_style train_iters train_samples lr_warmup lr_decay lr_wsd_decay")
+@reads("lr min_lr lr_decay_style train_length lr_warmup lr_decay lr_wsd_decay")
 def _rate(context: CheckContext) -> Problems:
     s = context.run.schedule
     if s.min_lr > s.lr:
         yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
-    for measure, run in ((Measure.ITERATIONS, s.train_iters), (Measure.SAMPLES, s.train_samples)):
-        warmup, decay, fall = (
+    for measure in (Measure.ITERATIONS, Measure.SAMPLES):
+        run, warmup, decay, fall = (
             length if length is not None and length.measure is measure else None
-            for length in (s.lr_warmup, s.lr_decay, s.lr_wsd_decay)
+            for length in (s.train_length, s.lr_warmup, s.lr_decay, s.lr_wsd_decay)
         )
-        whole = run if decay is None else decay.number
-        called = f"--train-{measure.value} {run}" if decay is None else decay.behind("--lr-decay")
-        if whole is None or s.lr_decay_style == "constant":
+        longest = decay or run
+        if longest is None or s.lr_decay_style == "constant":
             continue
+        whole, called = longest.number, longest.behind("--train-length" if decay is None else "--lr-decay")
         if warmup is not None and warmup.number > whole:
             yield (
                 f"{warmup.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {whole}"

@@ -17,7 +17,7 @@ from typing import Any
 from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT, missing_keys, other_peak
 from megazero.config.lengths import Length
 from megazero.config.options import did_you_mean, run_options
-from megazero.config.source import SIBLINGS, ConfigSource
+from megazero.config.source import ConfigSource
 from megazero.config.tiers import Offload, Tier
 from megazero.system.reading import BOUNDS, Unreadable, json_type, read_json, shown
 
@@ -44,22 +44,19 @@ class DeepSpeedSource(ConfigSource):
     def notes_on_defaults(self, above: Sequence[ConfigSource]) -> list[str]:
         """A sentence with those of DeepSpeed's defaults that apply, since no source above sets their fields."""
         given = {name for source in above for name in source.settings}
-        siblings = {name for group in SIBLINGS if not given.isdisjoint(group) for name in group}
-        applied = [sentence for name, sentence in self.default_notes.items() if name not in given | siblings]
+        applied = [sentence for name, sentence in self.default_notes.items() if name not in given]
         return [f"{self.name} leaves these to DeepSpeed's own defaults: {'; '.join(applied)}"] if applied else []
 
     def contradictions(self, flags: ConfigSource) -> list[str]:
         """A sentence for each key that contradicts a flag of the command line."""
         problems = []
         for name, value in self.settings.items():
-            group = next((group for group in SIBLINGS if name in group), (name,))
-            for other in flags.given(group):
-                if other != name or flags.settings[other] != value:
-                    problems.append(
-                        f"{flags.written[other]} {_as_given(flags.settings[other])} contradicts {self.written[name]} "
-                        f"{value.number if isinstance(value, Length) else value}: "
-                        'drop one of them, or write "auto" in the file'
-                    )
+            if flags.settings.get(name) not in (None, value):
+                problems.append(
+                    f"{flags.written[name]} {_as_given(flags.settings[name])} contradicts {self.written[name]} "
+                    f"{value.number if isinstance(value, Length) else value}: "
+                    'drop one of them, or write "auto" in the file'
+                )
         return problems
 
     def accumulate(self, settings: dict[str, Any], world_size: int | None) -> list[str]:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.fields import option
+from megazero.config.lengths import measured_name
 from megazero.config.options import Option, did_you_mean_flag, options_of, run_options
 from megazero.config.source import ConfigSource
 
@@ -115,7 +116,7 @@ def fields_for_flags(text: str) -> str:
             return found[0]
         value = {None: "", True: "", False: " false"}.get(meaning.constant, f" {meaning.constant}")
         measure = meaning.option.measure_of(found[0])
-        name = meaning.option.name if measure is None else f"{meaning.option.name}_{measure.value}"
+        name = meaning.option.name if measure is None else measured_name(meaning.option.name, measure)
         return f"{meaning.option.section}.{name}{value}"
 
     return re.sub(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", field, text)

@@ -52,7 +52,7 @@ GOALS = (
     Goal(
         "how long it trains, and in what batches",
         (
-            *("train_iters", "train_samples", "epochs", "micro_batch_size", "global_batch_size", "rampup_batch_size"),
+            *("train_length", "micro_batch_size", "global_batch_size", "rampup_batch_size"),
             *("exit_interval", "exit_duration_in_mins"),
         ),
     ),

@@ -146,7 +146,7 @@ def _within(field: str) -> Effect:
         iterations = context.run.schedule.train_iters
         return iterations is None or _value(context.run, run_options()[field]) <= iterations
 
-    return Effect(field, holds, "at least as many --train-iters", "train_iters")
+    return Effect(field, holds, "at least as many --train-iters", "train_length")
 
 
 _OFFLOAD = "offload_optimizer offload_params offload_gradients offload_activations placement"

@@ -1,24 +1,27 @@
-"""Numbers as people write them: whole numbers, bytes with units, and lengths of the learning-rate schedule, which are
-iterations, samples, or a share of another length.
+"""Numbers as people write them: whole numbers, bytes with units, and lengths of a run and of its learning rate.
+Lengths are iterations, samples, epochs, or a share of another length.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
 from types import MappingProxyType
 
 from megazero.system.reading import shown
+from megazero.system.words import either
 
 
 class Measure(Enum):
-    """What a length counts. The values end the names that say so: --lr-warmup-iters, --lr-warmup-fraction."""
+    """What a length counts. The values end the names that say so: --lr-warmup-iters, --lr-warmup-fraction, --epochs."""
 
     ITERATIONS = "iters"
     SAMPLES = "samples"
+    EPOCHS = "epochs"
     SHARE = "fraction"
 
     __hash__ = object.__hash__
@@ -28,9 +31,28 @@ _WORDS = MappingProxyType(
     {
         **dict.fromkeys(("", "iteration", "iterations", "iter", "iters"), Measure.ITERATIONS),
         **dict.fromkeys(("sample", "samples"), Measure.SAMPLES),
+        **dict.fromkeys(("epoch", "epochs"), Measure.EPOCHS),
         "%": Measure.SHARE,
     }
 )
+_EXAMPLES = MappingProxyType(
+    {
+        Measure.ITERATIONS: "500 (iterations)",
+        Measure.SAMPLES: "2000 samples",
+        Measure.EPOCHS: "2 epochs",
+        Measure.SHARE: "5%",
+    }
+)
+COUNTED = MappingProxyType(
+    {
+        Measure.ITERATIONS: "iterations",
+        Measure.SAMPLES: "samples",
+        Measure.EPOCHS: "epochs",
+        Measure.SHARE: "a share",
+    }
+)
+FRACTIONS = frozenset({Measure.EPOCHS, Measure.SHARE})
+"""Measures of which a length may have a fraction, such as half an epoch."""
 _PARTS = re.compile(r"\s*(?P<number>[^\s%]*?)\s*(?P<word>%|[a-z]*)\s*", re.IGNORECASE)
 
 
@@ -38,7 +60,7 @@ _PARTS = re.compile(r"\s*(?P<number>[^\s%]*?)\s*(?P<word>%|[a-z]*)\s*", re.IGNOR
 class Length:
     """A number and what it counts.
 
-    number   of iterations or samples; of a share, 0.05 for 5%
+    number   of iterations or samples, or (a float) of epochs; of a share, 0.05 for 5%
     measure  what it counts
     by_name  whether the name with which it was given says what it counts, as in --lr-warmup-iters 500
     """
@@ -49,13 +71,15 @@ class Length:
 
     def __post_init__(self) -> None:
         whole = isinstance(self.number, int) and not isinstance(self.number, bool)
-        share = self.measure is Measure.SHARE and isinstance(self.number, float) and math.isfinite(self.number)
-        if not isinstance(self.measure, Measure) or not (share if self.measure is Measure.SHARE else whole):
+        fraction = isinstance(self.number, float) and math.isfinite(self.number)
+        if not isinstance(self.measure, Measure) or not (fraction if self.measure in FRACTIONS else whole):
             raise ValueError(f"{self.number!r} {self.measure!r} is no length")
 
     @classmethod
-    def parsed(cls, text: str) -> Length:
-        """500, 500 iterations, 2000 samples or 5%. Raises ValueError for other words."""
+    def parsed(cls, text: str, measures: Collection[Measure] = tuple(Measure)) -> Length:
+        """500, 500 iterations, 2000 samples, 2 epochs or 5%. Raises ValueError for other words, with examples of these
+        measures.
+        """
         parts = _PARTS.fullmatch(text)
         measure = _WORDS.get(parts["word"].lower()) if parts else None
         try:
@@ -63,27 +87,44 @@ class Length:
                 raise ValueError(text)
             if measure is Measure.SHARE:
                 return cls(float(Decimal(parts["number"]) / 100), measure)
+            if measure is Measure.EPOCHS:
+                return cls(float(parts["number"]), measure)
             return cls(whole_number(parts["number"]), measure)
         except (ValueError, ArithmeticError):
-            reason = f"{shown(text)} is not a length, such as 500 (iterations), 2000 samples or 5%"
-            raise ValueError(reason) from None
+            examples = either(_EXAMPLES[known] for known in measures)
+            raise ValueError(f"{shown(text)} is not a length, such as {examples}") from None
 
     def __str__(self) -> str:
         """What `parsed` reads. A share is shifted as a decimal, since a product with 100 may not lead back to it."""
         if self.measure is Measure.SHARE:
             return f"{(Decimal(repr(self.number)) * 100).normalize():f}%"
-        return f"{self.number} {'samples' if self.measure is Measure.SAMPLES else 'iterations'}"
+        return f"{self.plain} {COUNTED[self.measure]}"
+
+    @property
+    def plain(self) -> str:
+        """The number alone. `repr` of a number of epochs leads back to it; 2.0 is shown as 2."""
+        return repr(self.number).removesuffix(".0")
 
     @property
     def as_given(self) -> str:
         """What stands behind the name with which it was given."""
         if not self.by_name:
             return str(self)
-        return f"{self.number:g}" if self.measure is Measure.SHARE else str(self.number)
+        return f"{self.number:g}" if self.measure is Measure.SHARE else self.plain
 
     def behind(self, flag: str) -> str:
         """The flag and the length as they were given: `--lr-warmup 500 iterations`, `--lr-warmup-iters 500`."""
-        return f"{flag}{f'-{self.measure.value}' if self.by_name else ''} {self.as_given}"
+        name = measured_name(flag.removeprefix("--"), self.measure) if self.by_name else flag.removeprefix("--")
+        return f"--{name.replace('_', '-')} {self.as_given}"
+
+
+def measured_name(name: str, measure: Measure) -> str:
+    """The name of a length that says what it counts: lr_warmup_iters of lr_warmup, train_iters of train_length. Only a
+    run is counted in epochs, which need no more words.
+    """
+    if measure is Measure.EPOCHS:
+        return measure.value
+    return f"{name.replace('-', '_').removesuffix('_length')}_{measure.value}"
 
 
 def whole_number(value: str | int | float) -> int:

@@ -19,11 +19,12 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
-from megazero.config.lengths import Length, Measure, bytes_of, whole_number
+from megazero.config.lengths import COUNTED, FRACTIONS, Length, Measure, bytes_of, measured_name, whole_number
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload
 from megazero.system import extensions
 from megazero.system.reading import shown
+from megazero.system.words import either
 
 _WORDS = {
     int: "a whole number",
@@ -89,16 +90,16 @@ class Option:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return (self.flag, *self.aliases, *(f"{self.flag}-{measure.value}" for measure in self.measures))
+        return (self.flag, *self.aliases, *("--" + key.replace("_", "-") for key in self.measured_keys))
 
     @property
-    def keys(self) -> Mapping[str, Measure | None]:
-        """The field's names in a file; of a length those too that say what it counts."""
-        return {self.name: None, **{f"{self.name}_{measure.value}": measure for measure in self.measures}}
+    def measured_keys(self) -> tuple[str, ...]:
+        """Names of a length that say what it counts, as keys of a file: lr_warmup_iters, train_samples."""
+        return tuple(measured_name(self.name, measure) for measure in self.measures)
 
     def measure_of(self, name: str) -> Measure | None:
         """What a length counts that is given by this flag or key; None where its value says so."""
-        return self.keys.get(name.lstrip("-").replace("-", "_"))
+        return next((measure for measure in self.measures if name.endswith(measure.value)), None)
 
     @property
     def negations(self) -> tuple[str, ...]:
@@ -146,14 +147,16 @@ class Option:
         if isinstance(value, Length):
             length = value
         elif measure is not None:
-            count = replace(self, kind=float if measure is Measure.SHARE else int)
+            count = replace(self, kind=float if measure in FRACTIONS else int)
             return Length(count._scalar(value), measure, by_name=True)
         elif isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}")
         else:
-            length = Length.parsed(str(value))
+            length = Length.parsed(str(value), self.measures)
         if length.measure not in self.measures:
-            raise ValueError(f"{length} is a share; it takes iterations or samples")
+            taken = either(COUNTED[known] for known in self.measures)
+            verb = "is" if length.measure is Measure.SHARE else "counts"
+            raise ValueError(f"{length} {verb} {COUNTED[length.measure]}; it takes {taken}")
         return length
 
     def _scalar(self, value: object) -> Any:

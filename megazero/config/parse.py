@@ -19,6 +19,7 @@ from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
 from megazero.config.idle_flags import without_effect
+from megazero.config.lengths import Length, Measure
 from megazero.config.model_shape import contradictions, resolve_disputes, without_overruled_tokenizer
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO, with_placement
@@ -133,7 +134,7 @@ def parse_arguments(
     said = frozenset(name for source in sources for name in source.settings)
     notes = [*placed, *_deepspeed_defaults(sources)]
     for source in sources:
-        problems += [*(source.problems if source is not line.source else ()), *source.sibling_problems()]
+        problems += [*(source.problems if source is not line.source else ()), *source.length_problems()]
     model = _init_from_source(sources, model_of)
     if model is not None:
         problems += model.problems
@@ -246,8 +247,8 @@ def _unknown(sources: Sequence[ConfigSource]) -> set[str]:
 def _with_defaults(settings: dict[str, Any], world_size: int | None) -> dict[str, Any]:
     """The settings, with the defaults that depend on other settings filled in."""
     settings = dict(settings)
-    if all(settings.get(length) is None for length in ("train_iters", "train_samples", "epochs")):
-        settings["train_iters"] = DEFAULT_ITERATIONS
+    if settings.get("train_length") is None:
+        settings["train_length"] = Length(DEFAULT_ITERATIONS, Measure.ITERATIONS, by_name=True)
         settings.setdefault("exit_duration_in_mins", DEFAULT_MINUTES)
     positions = settings.get("position_embedding", run_options()["position_embedding"].default)
     settings.setdefault("embedding_layernorm", positions == "alibi")

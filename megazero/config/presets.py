@@ -101,7 +101,7 @@ def _gpt(shape: Shape) -> dict[str, Any]:
 def _gpt2(shape: Shape) -> dict[str, Any]:
     return _gpt(shape) | {
         "seq_length": 1024,
-        "train_iters": 600_000,
+        "train_length": Length(600_000, Measure.ITERATIONS),
         "lr_decay": Length(600_000, Measure.ITERATIONS),
         "lr_warmup": Length(2_000, Measure.ITERATIONS),
     }
@@ -111,7 +111,7 @@ def _gpt3(shape: Shape) -> dict[str, Any]:
     # 300 billion tokens; warm-up over 375 million, cosine to a tenth at 260 billion.
     recipe = {
         "seq_length": 2048,
-        "train_samples": 146_484_375,
+        "train_length": Length(146_484_375, Measure.SAMPLES),
         "lr_warmup": Length(183_105, Measure.SAMPLES),
         "lr_decay": Length(126_953_125, Measure.SAMPLES),
     }
@@ -133,7 +133,7 @@ def _bloom(shape: Shape) -> dict[str, Any]:
             "vocab_size": 250_880,
             "seq_length": 2048,
             "init_method_std": 0.0048,
-            "train_samples": 220_000_000,
+            "train_length": Length(220_000_000, Measure.SAMPLES),
             "lr_warmup": Length(183_105, Measure.SAMPLES),
             "lr_decay": Length(200_000_000, Measure.SAMPLES),
             "seed": 42,
@@ -155,7 +155,7 @@ def _llama(shape: Shape) -> dict[str, Any]:
         "disable_bias_linear": True,
         "vocab_size": 32_000,
         "seq_length": 2048,
-        "train_iters": 238_419,
+        "train_length": Length(238_419, Measure.ITERATIONS),
         "lr_decay": Length(238_419, Measure.ITERATIONS),
         "lr_warmup": Length(2_000, Measure.ITERATIONS),
     }

@@ -10,11 +10,6 @@ from megazero.config.lengths import Length, Measure
 from megazero.system.status import FAILED, MISTAKEN
 from megazero.system.words import counted
 
-SIBLINGS: tuple[tuple[str, ...], ...] = (("train_iters", "train_samples", "epochs"),)
-"""Groups of fields for one length in different units. A source may set one of a group; it unsets those of lower
-sources.
-"""
-
 
 class Damage(str):
     """A problem of a checkpoint that was whole once, among those of a configuration, in which it is no mistake."""
@@ -55,7 +50,7 @@ class ConfigSource:
               the field
     unread    whether the source could not be read at all, so that its settings are not known
     resolved  whether the source is a resolved run, which may give lengths in several units
-    spelled   length of the learning-rate schedule -> its spellings in the source, with the value of each
+    spelled   length of the run or of its learning rate -> its spellings in the source, with the value of each
     """
 
     name: str
@@ -81,26 +76,17 @@ class ConfigSource:
         self.problems.append(f"{self.name}: {sentence}")
         self.bad.update(fields)
 
-    def given(self, names: Sequence[str]) -> list[str]:
-        """Those of the names to which this source gives a value other than None."""
-        return [name for name in names if self.settings.get(name) is not None]
-
-    def sibling_problems(self) -> list[str]:
-        """What is wrong with the source's lengths: two of a group of siblings, or both iterations and samples."""
+    def length_problems(self) -> list[str]:
+        """What is wrong with the source's lengths: one of them in two ways, or both iterations and samples."""
         problems = []
-        for group in SIBLINGS:
-            both = self.given(group)
-            if len(both) > 1:
-                problems.append(
-                    f"{' and '.join(self.written[n] for n in both)} say the same thing in two ways: give one of them"
-                )
         for spelled in self.spelled.values():
             both = [written for written, length in spelled.items() if length]
             if len(both) > 1:
                 problems.append(f"{' and '.join(both)} say the same thing in two ways: give one of them")
+        in_order = sorted(self.spelled, key=lambda name: name != "train_length")
         iterations, samples = (
-            [self.written[name] for name in (length, *self.spelled) if self._counts(name, measure)]
-            for length, measure in (("train_iters", Measure.ITERATIONS), ("train_samples", Measure.SAMPLES))
+            [self.written[name] for name in in_order if self._counts(name, measure)]
+            for measure in (Measure.ITERATIONS, Measure.SAMPLES)
         )
         if iterations and samples and not problems and not self.resolved:
             problems.append(
@@ -111,19 +97,12 @@ class ConfigSource:
 
     def _counts(self, name: str, measure: Measure) -> bool:
         value = self.settings.get(name)
-        return value.measure is measure if isinstance(value, Length) else value is not None
+        return isinstance(value, Length) and value.measure is measure
 
 
 def merge(sources: Sequence[ConfigSource]) -> dict[str, Any]:
-    """The settings of all sources; later ones have precedence.
-
-    A source that sets one of a group of siblings unsets the others that lower sources have set.
-    """
+    """The settings of all sources; later ones have precedence."""
     merged: dict[str, Any] = {}
     for source in sources:
-        for group in SIBLINGS:
-            if source.given(group):
-                for name in group:
-                    merged.pop(name, None)
         merged.update(source.settings)
     return merged

@@ -55,7 +55,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
             make_vocab_size_divisible_by seq_length max_position_embeddings lora_rank tp pp virtual_stages
             recompute_num_layers vertical_group_size zero_shard_size bucket_size zero3_gathered_bytes nvme_buffer_bytes
             loss_scale_window hysteresis fp8_amax_history micro_batch_size global_batch_size rampup_batch_size
-            train_iters train_samples lr_decay lr_wsd_decay
+            train_length lr_decay lr_wsd_decay
             save_interval save_retain_interval eval_interval exit_interval log_interval""",
             Range(1),
         ),
@@ -78,7 +78,6 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "lora_alpha": Range(0, 10**9, low_open=True),
         "lora_base_bits": Range(4, 8),
         "norm_epsilon": Range(0, 1, low_open=True),  # more than the variance that a norm makes: another function
-        "epochs": Range(0, BOUNDS.epochs, low_open=True),
         "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),
     }
 )
@@ -113,6 +112,9 @@ FOR_NONE: Mapping[str, str] = MappingProxyType(
 def out_of_range(name: str, value: Any) -> str | None:
     """A sentence about the allowed range if the value is outside it; else None. None and words are in range."""
     allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
+    if isinstance(value, Length) and value.measure is Measure.EPOCHS:
+        epochs = Range(0, BOUNDS.epochs, low_open=True)
+        return None if epochs.holds(value.number) else f"must be {epochs}"
     if isinstance(value, Length) and value.measure is Measure.SHARE:
         return None if 0 <= value.number <= 1 else f"must be {Range(0, 1) if value.by_name else '0% to 100%'}"
     value = value.number if isinstance(value, Length) else value

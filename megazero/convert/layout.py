@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megazero.config.lengths import Length, Measure
 from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run, ScheduleConfig
 from megazero.config.validate import problems_of
 
@@ -15,6 +16,6 @@ def layout_problems(model: ModelConfig, *, tp: int, pp: int, dp: int = 1) -> lis
         replace(model, document_mask=False),
         parallel,
         OptimizerConfig(precision="fp32"),
-        ScheduleConfig(1, dp, train_iters=1),
+        ScheduleConfig(1, dp, train_length=Length(1, Measure.ITERATIONS)),
     )
     return problems_of(asked, tp * pp * dp)

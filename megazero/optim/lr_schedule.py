@@ -35,23 +35,18 @@ class LearningRate:
         lengths = (config.lr_warmup, config.lr_decay, config.lr_wsd_decay)
         counted = {length.measure for length in lengths if length is not None}
         self.counts_samples = Measure.SAMPLES in counted or config.train_samples is not None
-        self.decay = self._run_length(config) if config.lr_decay is None else self._length(config.lr_decay)
+        whole = config.lr_decay or config.train_length
+        # How many samples epochs are is known once the data are read. `train.resolve` puts them in place of the epochs.
+        self.decay = None if whole is None or whole.measure is Measure.EPOCHS else self._length(whole)
         if self.decay is None and config.lr_warmup is not None and config.lr_warmup.measure is Measure.SHARE:
             raise ValueError(
                 f"{config.lr_warmup.behind('--lr-warmup')} is a share of --lr-decay or the run's length: give one"
             )
         self.warmup = 0 if config.lr_warmup is None else self._length(config.lr_warmup)
         if self.decay is None and self.style is not None:
-            raise ValueError(
-                f"--lr-decay-style {config.lr_decay_style} needs --train-iters, --train-samples or a length of its own"
-            )
+            raise ValueError(f"--lr-decay-style {config.lr_decay_style} needs --train-length or a length of its own")
         fall = config.lr_wsd_decay
         self.fall = WSD_SHARE * (self.decay or 0) if fall is None else self._length(fall)
-
-    def _run_length(self, config: ScheduleConfig) -> float | None:
-        if config.train_samples is not None:
-            return config.train_samples
-        return None if config.train_iters is None else self._length(Length(config.train_iters, Measure.ITERATIONS))
 
     def _length(self, length: Length) -> float:
         """A length in what the run counts. A share is one of `decay`, which is known by then."""

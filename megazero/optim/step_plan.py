@@ -50,12 +50,12 @@ class StepPlan:
 
     def at_end(self, iterations: int, consumed: int) -> str:
         """Why the run is `finished` at this state, which may be beyond its end: a longer run may have got there."""
-        samples, iters = self.config.train_samples, self.config.train_iters
+        length, samples, iters = self.config.train_length, self.config.train_samples, self.config.train_iters
         why = f"iteration {iterations} is the run's last"
-        if samples is not None and consumed > samples:
-            why = f"{consumed:,} samples are trained, which is more than --train-samples {samples:,}"
-        elif iters is not None and iterations > iters:
-            why = f"iteration {iterations:,} is reached, which is beyond --train-iters {iters:,}"
+        if length is not None and samples is not None and consumed > samples:
+            why = f"{consumed:,} samples are trained, which is more than {length.behind('--train-length')}"
+        elif length is not None and iters is not None and iterations > iters:
+            why = f"iteration {iterations:,} is reached, which is beyond {length.behind('--train-length')}"
         return f"nothing left to train: {why}"
 
     def steps(self, iterations: int = 0, consumed: int = 0) -> Iterator[Step]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def counted(number: int, noun: str, nouns: str = "") -> str:
     """A number and its noun: 1 document, 2,000 documents. nouns: a plural that is no s behind the noun (batches)."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def either(words: Iterable[str]) -> str:
+    """Words to choose from: "a, b or c"."""
+    return " or ".join(", ".join(words).rsplit(", ", 1))

@@ -30,7 +30,7 @@ from megazero.train.verdict import verdict
 
 _STILL_OPEN = {
     "vocab_size": "vocab_size, which the tokenizer says and could not be read",
-    "train_samples": "train_samples, which --epochs has once the data are read",
+    "train_length": "train_length, which has the samples of --epochs once the data are read",
     "micro_batch_order": "micro_batch_order, which depends on what a card keeps of attention",
     "placement": "placement auto, which the start chooses at measured rates",
 }

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megazero.config.decision import Decision
+from megazero.config.lengths import Length, Measure
 from megazero.config.placement import AUTO, FLAGS, applied
 from megazero.config.schema import Run
 from megazero.data.corpus import Corpus
@@ -106,7 +107,7 @@ class ResolvedRun:
         run = self.run
         still_open = {
             "vocab_size": run.model.vocab_size is None,
-            "train_samples": run.schedule.epochs is not None,
+            "train_length": run.schedule.epochs is not None,
             "micro_batch_order": leaves_order_to_budgets(run) and not self.facts.tries_kernels,
             "placement": run.offload.placement == AUTO,
         }
@@ -175,8 +176,8 @@ def _samples(run: Run, facts: Facts) -> Iterator[Decision]:
     if run.schedule.epochs is None or facts.epoch is None:
         return
     samples = samples_of(run, facts.epoch, axes_of(run, facts.world_size).dp)
-    yield Decision("train_samples", samples, f"--epochs {run.schedule.epochs:g} of the data")
-    yield Decision("epochs", None, "--train-samples has them")
+    length = Length(samples, Measure.SAMPLES, by_name=True)
+    yield Decision("train_length", length, f"--epochs {run.schedule.epochs:g} of the data")
 
 
 def _order(run: Run, facts: Facts) -> Iterator[Decision]:

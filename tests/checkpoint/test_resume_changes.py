@@ -17,7 +17,7 @@ from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.tiers import Offload, Tier
 from tests.lengths import iterations, samples, share
 
-BASE = Run(schedule=ScheduleConfig(train_iters=100, lr_warmup=iterations(5)))
+BASE = Run(schedule=ScheduleConfig(train_length=iterations(100), lr_warmup=iterations(5)))
 
 
 def changed(run: Run, **values: object) -> Run:
@@ -197,21 +197,21 @@ def test_a_number_given_or_derived_is_the_same():
 
 
 def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
-    longer = changed(BASE, schedule__train_iters=200)
+    longer = changed(BASE, schedule__train_length=iterations(200))
     (problem,) = compare(BASE, longer).problems
     assert problem == (
-        "--train-iters: 100 in the checkpoint, 200 now, and with it the learning rate's decay (100 iterations there, "
-        "200 iterations now); to go on with the new schedule: --override-opt-param-scheduler; to keep the old "
-        "schedule, whose rate is --min-lr 0 after its end: --lr-decay 100 iterations"
+        "--train-length: 100 iterations in the checkpoint, 200 iterations now, and with it the learning rate's decay "
+        "(100 iterations there, 200 iterations now); to go on with the new schedule: --override-opt-param-scheduler; "
+        "to keep the old schedule, whose rate is --min-lr 0 after its end: --lr-decay 100 iterations"
     )
-    assert "train-iters 100 -> 200" in map(str, compare(BASE, longer).changes)
+    assert "train-length 100 iterations -> 200 iterations" in map(str, compare(BASE, longer).changes)
     named = changed(BASE, schedule__lr_decay=iterations(100))
-    assert compare(BASE, changed(named, schedule__train_iters=200)).problems == ()
+    assert compare(BASE, changed(named, schedule__train_length=iterations(200))).problems == ()
     constant = changed(BASE, schedule__lr_decay_style="constant")
-    assert compare(constant, changed(constant, schedule__train_iters=200)).problems == ()
+    assert compare(constant, changed(constant, schedule__train_length=iterations(200))).problems == ()
     fraction = changed(BASE, schedule__lr_warmup=share(0.05))
     assert compare(BASE, fraction).problems == ()
-    (problem,) = compare(fraction, changed(fraction, schedule__train_iters=200)).problems
+    (problem,) = compare(fraction, changed(fraction, schedule__train_length=iterations(200))).problems
     assert "warm-up (5 iterations there, 10 iterations now) and decay (100 iterations there, 200 " in problem
 
 
@@ -219,7 +219,7 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
 def test_both_ways_of_a_longer_run_are_accepted_as_they_are_told(style: str) -> None:
     """Also where the warm-up and the fall follow from the decay, each way is one flag."""
     base = changed(BASE, schedule__lr_decay_style=style, schedule__lr_warmup=share(0.1))
-    longer = changed(base, schedule__train_iters=200)
+    longer = changed(base, schedule__train_length=iterations(200))
     (problem,) = compare(base, longer).problems
     for flags in re.findall(r": (--(?:override|lr-decay)[^;]*)", problem):
         settings = read_command_line(flags.split()).source.settings
@@ -232,24 +232,24 @@ def test_both_ways_of_a_longer_run_are_accepted_as_they_are_told(style: str) -> 
     ("then", "now", "flags"),
     [
         (
-            {"train_iters": 100},
-            {"train_iters": 200, "lr_warmup": share(0.1)},
-            ["--lr-warmup", "--train-iters"],
+            {"train_length": iterations(100)},
+            {"train_length": iterations(200), "lr_warmup": share(0.1)},
+            ["--lr-warmup", "--train-length"],
         ),
         (
-            {"train_iters": 100, "lr_warmup": share(0.1), "lr_decay_style": "wsd"},
-            {"train_iters": 200, "lr_warmup": share(0.1), "lr_decay_style": "wsd"},
-            ["--train-iters"],
+            {"train_length": iterations(100), "lr_warmup": share(0.1), "lr_decay_style": "wsd"},
+            {"train_length": iterations(200), "lr_warmup": share(0.1), "lr_decay_style": "wsd"},
+            ["--train-length"],
         ),
         (
-            {"train_iters": 100, "lr_decay": iterations(90)},
-            {"train_iters": 200, "lr_decay": iterations(80)},
+            {"train_length": iterations(100), "lr_decay": iterations(90)},
+            {"train_length": iterations(200), "lr_decay": iterations(80)},
             ["--lr-decay"],
         ),
-        ({"train_samples": 960}, {"train_samples": 1920}, ["--train-samples"]),
+        ({"train_length": samples(960)}, {"train_length": samples(1920)}, ["--train-length"]),
         (
-            {"train_iters": 100, "lr_warmup": samples(5)},
-            {"train_iters": 100, "lr_warmup": samples(6)},
+            {"train_length": iterations(100), "lr_warmup": samples(5)},
+            {"train_length": iterations(100), "lr_warmup": samples(6)},
             ["--lr-warmup"],
         ),
     ],

@@ -56,7 +56,7 @@ def test_help_all_has_every_flag_with_its_sentence_its_default_and_its_other_nam
 def test_help_shows_what_most_runs_need() -> None:
     text = help_text()
     told, common = entries(text), [known for known in listed_options().values() if known.common]
-    assert len(common) == 24 and {known.flag for known in common} < set(told)
+    assert len(common) == 23 and {known.flag for known in common} < set(told)
     others = {"--preset", "--config", "--validate-only", "--print-config", "--world-size", "--ranks"}
     assert set(told) - {known.flag for known in common} == others | {"--help", "--help-all"}
     plain = " ".join(text.split())

@@ -40,23 +40,87 @@ def test_what_people_write(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "samples", "5 epochs", "0.5", "1e400", "nan%", "%", "5%%", "-", "2 2", "1e999999%"]
+    "text", ["", "samples", "5 weeks", "nan epochs", "0.5", "1e400", "nan%", "%", "5%%", "-", "2 2", "1e999999%"]
 )
 def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a length, such as 500 \(iterations\), 2000 samples or 5%"):
+    with pytest.raises(ValueError, match=r"is not a length, such as 500 \(iterations\), 2000 samples, 2 epochs or 5%"):
         Length.parsed(text)
 
 
 @pytest.mark.parametrize(
     ("number", "measure"),
-    [(0.5, Measure.ITERATIONS), (True, Measure.SAMPLES), (1, Measure.SHARE), (float("inf"), Measure.SHARE), (5, "%")],
+    [
+        (0.5, Measure.ITERATIONS),
+        (True, Measure.SAMPLES),
+        (1, Measure.SHARE),
+        (2, Measure.EPOCHS),
+        (float("inf"), Measure.SHARE),
+        (5, "%"),
+    ],
 )
 def test_a_length_holds_no_other_number_and_no_word(number: Any, measure: Any) -> None:
     with pytest.raises(ValueError, match="is no length"):
         Length(number, measure)
 
 
-@given(st.builds(share, st.floats(0, 1)) | st.builds(iterations, st.integers(0, 10**18)))
+def epochs(number: float) -> Length:
+    return Length(number, Measure.EPOCHS)
+
+
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        ("--train-length 7", iterations(7)),
+        ("--train-length 90 samples", samples(90)),
+        ("--train-length 2.5 epochs", epochs(2.5)),
+        ("--train-length 1Epoch", epochs(1.0)),
+        ("--train-iters 7", iterations(7)),
+        ("--train-samples 90", samples(90)),
+        ("--epochs 2.5", epochs(2.5)),
+        ("--num-train-epochs 2", None),
+        ("--preset llama-7b --train-length 4_096 samples", samples(4096)),
+        ("--preset bloom-176b --epochs 2", epochs(2.0)),
+        ("", iterations(100)),
+    ],
+)
+def test_a_run_has_one_length_in_any_unit(words: str, length: Length | None) -> None:
+    if length is None:
+        with pytest.raises(ConfigError, match=r"--num-train-epochs.*--epochs"):
+            parse_run(words.split(), 1)
+        return
+    schedule = parse_run([*words.split(), "--lr-warmup", "none", "--lr-decay", "none"], 1).schedule
+    assert schedule.train_length == length
+    counted = (schedule.train_iters, schedule.train_samples, schedule.epochs)
+    measures = Measure.ITERATIONS, Measure.SAMPLES, Measure.EPOCHS
+    assert counted == tuple(length.number if length.measure is measure else None for measure in measures)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--train-length 5%", "--train-length: 5% is a share; it takes iterations, samples or epochs"),
+        ("--train-length data.txt", "'data.txt' is not a length, such as 500 (iterations), 2000 samples or 2 epochs"),
+        ("--train-length 0", "--train-length 0 iterations: must be at least 1"),
+        ("--train-length 0 epochs", "--train-length 0 epochs: must be more than 0"),
+        ("--train-iters 0", "--train-iters 0: must be at least 1"),
+        ("--epochs -1", "--epochs -1: must be more than 0"),
+        ("--train-length 1e12 epochs", "--train-length 1000000000000 epochs: must be more than 0 and at most"),
+        ("--train-length 5 --epochs 2", "--train-length and --epochs say the same thing in two ways"),
+        ("--lr-warmup 2 epochs", "--lr-warmup: 2 epochs counts epochs; it takes iterations, samples or a share"),
+        ("--train-length 2 epochs 3", "--train-length: takes one value, not 3 (2 epochs 3)"),
+    ],
+)
+def test_a_mistaken_length_of_a_run_is_one_problem(words: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(words.split(), 1)
+    assert len(caught.value.problems) == 1 and problem in caught.value.problems[0]
+
+
+@given(
+    st.builds(share, st.floats(0, 1))
+    | st.builds(iterations, st.integers(0, 10**18))
+    | st.builds(epochs, st.floats(1e-300, 1e300))
+)
 def test_its_words_are_read_to_the_same_number(length: Length) -> None:
     assert Length.parsed(str(length)) == length
 

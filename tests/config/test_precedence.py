@@ -121,7 +121,7 @@ def test_units_mixed_by_precedence_survive_the_dump(tmp_path: Path) -> None:
 
 def test_a_dump_is_nested_by_section_and_complete() -> None:
     plain = yaml.safe_load(dump(parse_run([], 1)))
-    assert plain["parallel"]["tp"] == 1 and plain["schedule"]["train_iters"] == 100
+    assert plain["parallel"]["tp"] == 1 and plain["schedule"]["train_length"] == "100 iterations"
     assert plain["model"]["embedding_layernorm"] is True
 
 

@@ -60,8 +60,8 @@ def test_bloom_by_counting() -> None:
 
 def test_the_first_step_of_a_warm_up_has_rate_zero() -> None:
     assert StepPlan(bloom()).step(1).lr == 0.0
-    assert StepPlan(ScheduleConfig(train_iters=9, lr_warmup=iterations(3))).step(1).lr == 0.0
-    assert StepPlan(ScheduleConfig(train_iters=9, lr=0.5)).step(1).lr == 0.5
+    assert StepPlan(ScheduleConfig(train_length=iterations(9), lr_warmup=iterations(3))).step(1).lr == 0.0
+    assert StepPlan(ScheduleConfig(train_length=iterations(9), lr=0.5)).step(1).lr == 0.5
 
 
 RAMPS = [
@@ -100,31 +100,37 @@ def rates(**settings: object) -> list[float]:
 
 
 def test_shapes() -> None:
-    assert rates(train_iters=4, lr_decay_style="constant", lr_warmup=iterations(2)) == [0.0, 0.5, 1.0, 1.0]
-    assert rates(train_iters=5, lr_decay_style="linear", lr_decay=iterations(3)) == pytest.approx(
+    assert rates(train_length=iterations(4), lr_decay_style="constant", lr_warmup=iterations(2)) == [0.0, 0.5, 1.0, 1.0]
+    assert rates(train_length=iterations(5), lr_decay_style="linear", lr_decay=iterations(3)) == pytest.approx(
         [1.0, 0.7, 0.4, 0.1, 0.1]
     )
     assert rates(
-        train_iters=5, lr_decay_style="linear", lr_warmup=iterations(2), lr_decay=iterations(4)
+        train_length=iterations(5), lr_decay_style="linear", lr_warmup=iterations(2), lr_decay=iterations(4)
     ) == pytest.approx([0.0, 0.5, 1.0, 0.55, 0.1])
-    assert rates(train_iters=5, lr_decay_style="cosine", lr_decay=iterations(4)) == pytest.approx(
+    assert rates(train_length=iterations(5), lr_decay_style="cosine", lr_decay=iterations(4)) == pytest.approx(
         [1.0, 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 0.55, 0.1 + 0.45 * (1 + math.cos(3 * math.pi / 4)), 0.1]
     )
-    assert rates(train_iters=7, lr_decay_style="inverse-square-root", lr_warmup=iterations(2)) == pytest.approx(
-        [0.0, 0.5, 1.0, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5), math.sqrt(2 / 6)]
-    )
     assert rates(
-        train_iters=6, lr_decay_style="wsd", lr_warmup=iterations(1), lr_decay=iterations(5), lr_wsd_decay=iterations(2)
+        train_length=iterations(7), lr_decay_style="inverse-square-root", lr_warmup=iterations(2)
+    ) == pytest.approx([0.0, 0.5, 1.0, math.sqrt(2 / 3), math.sqrt(2 / 4), math.sqrt(2 / 5), math.sqrt(2 / 6)])
+    assert rates(
+        train_length=iterations(6),
+        lr_decay_style="wsd",
+        lr_warmup=iterations(1),
+        lr_decay=iterations(5),
+        lr_wsd_decay=iterations(2),
     ) == pytest.approx([0.0, 1.0, 1.0, 1.0, 0.55, 0.1])
-    assert rates(train_iters=20, lr_decay_style="wsd")[17:] == pytest.approx([1.0, 1.0, 0.55])
-    assert rates(train_iters=10, lr_warmup=share(0.2), lr_decay_style="constant")[:3] == [0.0, 0.5, 1.0]
+    assert rates(train_length=iterations(20), lr_decay_style="wsd")[17:] == pytest.approx([1.0, 1.0, 0.55])
+    assert rates(train_length=iterations(10), lr_warmup=share(0.2), lr_decay_style="constant")[:3] == [0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "inverse-square-root", "wsd"])
 def test_samples_and_iterations_agree_where_the_batch_is_constant(style: str) -> None:
-    by_iterations = rates(train_iters=30, lr_decay_style=style, lr_warmup=iterations(5), lr_decay=iterations(25))
-    by_samples = rates(train_samples=120, lr_decay_style=style, lr_warmup=samples(20), lr_decay=samples(100))
-    mixed = rates(train_iters=30, lr_decay_style=style, lr_warmup=iterations(5), lr_decay=samples(100))
+    by_iterations = rates(
+        train_length=iterations(30), lr_decay_style=style, lr_warmup=iterations(5), lr_decay=iterations(25)
+    )
+    by_samples = rates(train_length=samples(120), lr_decay_style=style, lr_warmup=samples(20), lr_decay=samples(100))
+    mixed = rates(train_length=iterations(30), lr_decay_style=style, lr_warmup=iterations(5), lr_decay=samples(100))
     assert by_iterations == pytest.approx(by_samples, rel=1e-12)
     assert mixed == by_samples
 
@@ -137,14 +143,14 @@ def test_mixed_units_follow_the_ramp() -> None:
         "lr_decay": samples(100),
         "lr_decay_style": "linear",
     }
-    config = ScheduleConfig(global_batch_size=8, rampup_batch_size=(2, 2, 12), train_iters=20, **settings)
+    config = ScheduleConfig(global_batch_size=8, rampup_batch_size=(2, 2, 12), train_length=iterations(20), **settings)
     steps = list(StepPlan(config).steps())
     consumed = steps[3].consumed_before
     assert [step.lr for step in steps[:4]] == [step.consumed_before / consumed for step in steps[:4]]
 
 
 def test_train_samples_are_whole_batches() -> None:
-    progress = StepPlan(ScheduleConfig(global_batch_size=24, train_samples=100))
+    progress = StepPlan(ScheduleConfig(global_batch_size=24, train_length=samples(100)))
     assert len(list(progress.steps())) == progress.total_iterations == 4
     assert not progress.finished(3, 72) and progress.finished(4, 96)
 
@@ -201,8 +207,9 @@ def test_samples_at_the_end_are_those_of_the_last_step(
 ) -> None:
     """From any state, on the run's own path or off it, before its end or beyond."""
     by_samples, number = length
-    ends = {"train_samples": number, "train_iters": None} if by_samples else {"train_iters": number}
+    run_length = samples(number) if by_samples else iterations(number)
     rampup = (4, 4, ramp) if ramp is not None and full > 4 else None
-    progress = StepPlan(ScheduleConfig(global_batch_size=full, rampup_batch_size=rampup, lr=1e-3, **ends))
+    config = ScheduleConfig(global_batch_size=full, rampup_batch_size=rampup, lr=1e-3, train_length=run_length)
+    progress = StepPlan(config)
     consumed = [done[1], *(step.consumed_samples for step in progress.steps(*done))]
     assert progress.consumed_at_end(*done) == consumed[-1]

@@ -98,7 +98,7 @@ def test_other_lengths_are_said_in_epochs(text: list[object], answers: list[obje
 
 def test_one_length_only(text: list[object]) -> None:
     for other in (["--train-iters", 5], ["--train-samples", 80]):
-        with pytest.raises(ConfigError, match=rf"{other[0]} and --epochs say the same thing in two ways"):
+        with pytest.raises(ConfigError, match=rf"--epochs and {other[0]} say the same thing in two ways"):
             _prepared(*text, "--epochs", 1, *other)
     for wrong in (0, -1):
         with pytest.raises(ConfigError, match=rf"--epochs {wrong}\S* must be more than 0"):

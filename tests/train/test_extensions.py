@@ -13,6 +13,7 @@ from megazero.cli.plan_schedule import main as plan
 from megazero.cli.pretrain import train
 from megazero.config.dump import dump
 from megazero.config.help import help_text
+from megazero.config.lengths import Length, Measure
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.schema import ScheduleConfig
@@ -154,7 +155,7 @@ def test_what_cannot_be_loaded_is_a_mistake_in_the_configuration(corpus: Path, t
         train(words(corpus, tmp_path, "--lr-decay-style", "broken"), Environment(0, 0, 1, 1))
     for style, rate in (("below-zero", r"-1\.0"), ("none", "None"), ("not-a-number", "nan")):
         with pytest.raises(ValueError, match=f"--lr-decay-style {style} gives a rate of {rate} at 0"):
-            LearningRate(ScheduleConfig(lr_decay_style=style, train_iters=4)).at(0, 0)
+            LearningRate(ScheduleConfig(lr_decay_style=style, train_length=Length(4, Measure.ITERATIONS))).at(0, 0)
 
 
 LACKS = r"is Half, which lacks note, evaluation, flush, close: a sink has note, step, evaluation, flush, close"

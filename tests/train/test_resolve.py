@@ -19,6 +19,7 @@ import yaml
 
 from megazero.config.dump import plain_value, run_dict
 from megazero.config.flags import fields_for_flags, read_command_line
+from megazero.config.lengths import Length, Measure
 from megazero.config.options import run_options
 from megazero.config.parse import parse_arguments, parse_run
 from megazero.config.presets import preset, presets
@@ -193,12 +194,12 @@ def test_every_way_to_begin_resolves_to_one_run(ranks: int, place: Place, monkey
         assert command == program, request
         if isinstance(checked, dict):
             still_open = checked.pop("left open")
-            assert set(still_open) <= {"train_samples"} and checked.pop("resolved") is True, request
+            assert set(still_open) <= {"train_length"} and checked.pop("resolved") is True, request
             if still_open and not isinstance(command, dict):  # conversations are packed, and so counted, at the start
                 assert [problem.startswith("schedule.epochs") for problem in command] == [True], request
                 continue
             if still_open and isinstance(command, dict):
-                checked["schedule"] |= {name: command["schedule"][name] for name in ("train_samples", "epochs")}
+                checked["schedule"]["train_length"] = command["schedule"]["train_length"]
         assert command == checked, request
         refused += isinstance(command, tuple)
     assert DRAWN // 10 < refused < DRAWN * 7 // 10, "the draws have to have both"
@@ -210,7 +211,11 @@ def test_what_is_printed_resolves_to_itself(place: Place, tmp_path: Path) -> Non
     first = by_check(words, 1)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({name: first[name] for name in first if name != "left open"}))
     again = by_check(["--config", str(tmp_path / "run.yaml")], 1)
-    assert first == again and first["parallel"]["micro_batch_order"] is not None and first["schedule"]["train_samples"]
+    assert (
+        first == again
+        and first["parallel"]["micro_batch_order"] is not None
+        and first["schedule"]["train_length"].endswith(" samples")
+    )
 
 
 def test_a_default_corpus_is_known_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +258,7 @@ def test_every_decision_says_its_field_its_value_and_why() -> None:
         "eod_id": 3,
         "init_from": "/models/b",
         "lora_base_qkv": "three",
-        "train_samples": (2 * 1001 - 1) // 16,
-        "epochs": None,
+        "train_length": Length((2 * 1001 - 1) // 16, Measure.SAMPLES),
     }
     assert all(decision.why for decision in resolved.decisions)
     plain = {name: value for values in run_dict(resolved.run).values() for name, value in values.items()}
@@ -272,5 +276,5 @@ def test_facts_that_are_not_known_leave_a_field_open() -> None:
     flags = "--epochs 1 --data-path x --tokenizer byte --device-memory-budget 1GB --offload-params nvme --nvme-path y"
     asked = parse_run([*SHAPE.split(), *flags.split()], 1)
     open_run = resolve(asked, Facts(1, "cuda"))
-    assert open_run.left_open == ("vocab_size", "train_samples", "micro_batch_order")
+    assert open_run.left_open == ("vocab_size", "train_length", "micro_batch_order")
     assert open_run.run == asked and open_run.decisions == ()

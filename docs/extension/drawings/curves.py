@@ -80,8 +80,8 @@ def learning_rates(steps: int = 200, warmup: int = 20) -> str:
     for value in range(0, steps + 1, steps // 4):
         axes.number_x(value, str(value))
     for row, style in enumerate(("constant", *STYLES)):
-        rise = Length(warmup, Measure.ITERATIONS)
-        config = ScheduleConfig(lr=1.0, lr_decay_style=style, lr_warmup=rise, train_iters=steps)
+        rise, length = Length(warmup, Measure.ITERATIONS), Length(steps, Measure.ITERATIONS)
+        config = ScheduleConfig(lr=1.0, lr_decay_style=style, lr_warmup=rise, train_length=length)
         rate = LearningRate(config)
         axes.curve([rate.at(done, 0) for done in range(steps)], COLOURS[row], width=2)
         picture.box(_LEFT + 95, 122 + 20 * row, 14, 12, COLOURS[row])

@@ -9,6 +9,8 @@ from megazero.config.lengths import Length, Measure
 from megazero.system import extensions
 
 _COUNTS = (Measure.ITERATIONS, Measure.SAMPLES)
+_OF_A_RUN = (*_COUNTS, Measure.EPOCHS)
+_OF_A_RATE = (*_COUNTS, Measure.SHARE)
 
 
 @dataclass(frozen=True)
@@ -21,14 +23,16 @@ class ScheduleConfig:
     "Samples in one optimizer step over all ranks. It is a multiple of micro-batch x dp."
     rampup_batch_size: tuple[int, ...] | None = option(None, many=True, metavar="N", derived="no ramp")
     "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT over SAMPLES samples."
-    train_iters: int | None = option(None, common=True, derived="100, or fewer in 10 minutes")
-    "Number of optimizer steps."
-    train_samples: int | None = option(None, derived="--train-iters counts")
-    "Number of samples to train on instead of iterations, in whole global batches."
-    epochs: float | None = option(None, metavar="X", derived="--train-iters counts", common=True)
-    """Number of passes over the training data, instead of iterations. For a blend one epoch is as many tokens as all
-    its
-    parts have together, and the banner says how often each part is read."""
+    train_length: Length | None = option(
+        None,
+        measures=_OF_A_RUN,
+        metavar="LENGTH",
+        common=True,
+        derived="100 iterations, or fewer in 10 minutes",
+    )
+    """Length of the run: N iterations (optimizer steps), N samples in whole global batches, or X epochs (passes over
+    the training data). An epoch of a blend has as many tokens as all its parts together, and the banner says how often
+    each part is read."""
     lr: float = option(1e-3, common=True)
     "Peak learning rate."
     min_lr: float = option(0.0)
@@ -39,7 +43,7 @@ class ScheduleConfig:
         extended_by=extensions.LR_DECAY_STYLES,
     )
     "Shape of the decay. wsd stays constant after the warm-up and then falls linearly. Packages may add shapes."
-    lr_warmup: Length | None = option(None, measures=tuple(Measure), metavar="LENGTH", common=True, derived="none")
+    lr_warmup: Length | None = option(None, measures=_OF_A_RATE, metavar="LENGTH", common=True, derived="none")
     "Linear warm-up: N iterations, N samples, or X% of the decay."
     lr_decay: Length | None = option(None, measures=_COUNTS, metavar="LENGTH", derived="the length of the run")
     "Warm-up and decay together: N iterations, or N samples."
@@ -52,3 +56,23 @@ class ScheduleConfig:
         needs="--lr-decay-style wsd",
     )
     "wsd: the falling part, of N iterations or N samples."
+
+    @property
+    def train_iters(self) -> int | None:
+        """Number of optimizer steps; None where the run's length is not given in iterations."""
+        return self._count(Measure.ITERATIONS)
+
+    @property
+    def train_samples(self) -> int | None:
+        """Number of samples to train on; None where the run's length is not given in samples."""
+        return self._count(Measure.SAMPLES)
+
+    @property
+    def epochs(self) -> float | None:
+        """Number of passes over the training data; None where the run's length is not given in epochs."""
+        length = self.train_length
+        return length.number if length is not None and length.measure is Measure.EPOCHS else None
+
+    def _count(self, measure: Measure) -> int | None:
+        length = self.train_length
+        return int(length.number) if length is not None and length.measure is measure else None

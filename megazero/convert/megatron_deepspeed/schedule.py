@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megazero.config.lengths import Length, Measure
+from megazero.config.lengths import Length, Measure, measured_name
 from megazero.config.schema import Run
 
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
-_LENGTHS = ("lr_decay", "lr_warmup")
+_LENGTHS = ("train_length", "lr_decay", "lr_warmup")
 
 
 def with_schedule(run: Run, args: Mapping[str, Any]) -> Run:
@@ -20,12 +20,12 @@ def with_schedule(run: Run, args: Mapping[str, Any]) -> Run:
     used.
     """
     measure = Measure.SAMPLES if args.get("train_samples") else Measure.ITERATIONS
-    run_length = f"train_{measure.value}"
-    found: dict[str, Any] = {run_length: int(args[run_length])} if args.get(run_length) else {}
-    found |= {name: Length(int(args[key]), measure) for name in _LENGTHS if args.get(key := f"{name}_{measure.value}")}
+    found: dict[str, Any] = {
+        name: Length(int(args[key]), measure) for name in _LENGTHS if args.get(key := measured_name(name, measure))
+    }
     share = args.get("lr_warmup_fraction")
     style = str(args.get("lr_decay_style") or "").replace("_", "-").lower()
-    known = style in _STYLES and ("train_samples" in found or "train_iters" in found)
+    known = style in _STYLES and "train_length" in found
     found["lr_decay_style"] = style if known else "constant"
     if share is not None and known:
         found["lr_warmup"] = Length(float(share), Measure.SHARE)
