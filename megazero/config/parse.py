@@ -14,6 +14,7 @@ from typing import Any
 
 from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import world_problem
+from megazero.config.checks_training import rarely_saved, unusual_rates
 from megazero.config.deepspeed import DeepSpeedSource, read_deepspeed
 from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.flags import CommandOptions, read_command_line
@@ -26,7 +27,6 @@ from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.source import ConfigError, ConfigSource, merge
-from megazero.config.unusual import rarely_saved, unusual_rates
 from megazero.config.validate import problems_of
 from megazero.system.given import given_words, is_whole, kind
 

@@ -1,4 +1,6 @@
-"""Sources of settings (command line, YAML file, DeepSpeed file, preset) and their precedence."""
+"""Sources of settings (command line, YAML file, DeepSpeed file, preset) and their precedence, and the decisions about
+settings that no source gives.
+"""
 
 from __future__ import annotations
 
@@ -106,3 +108,17 @@ def merge(sources: Sequence[ConfigSource]) -> dict[str, Any]:
     for source in sources:
         merged.update(source.settings)
     return merged
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one field of a run.
+
+    field  name of the field
+    value  its value, of the field's type
+    why    a few words: what the value follows from
+    """
+
+    field: str
+    value: Any
+    why: str

@@ -19,11 +19,10 @@ from megazero.data.own import OwnData
 from megazero.data.progress import silent
 from megazero.plan.rates import MachineRates, read_rates
 from megazero.system import device as devices
-from megazero.train.disk_checks import folder_problems, room_problems
 from megazero.train.epochs import Epoch, epoch_of
 from megazero.train.path_checks import CheckedPaths, check_paths, of_checkpoint
 from megazero.train.placed import room_here
-from megazero.train.requirements import budget_problems, machine_problems
+from megazero.train.requirements import budget_problems, folder_problems, machine_problems, room_problems
 from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, resolve
 from megazero.train.same_data import saved_run
 

@@ -22,9 +22,9 @@ from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
 from megazero.train.checked import Asked, Problems, Where, asked_start, check_start
 from megazero.train.path_checks import checkpoints_in_the_way, start_position
-from megazero.train.predicted_memory import trace_of_plan
 from megazero.train.report_json import write_report
 from megazero.train.resolve import ResolvedRun, resolve
+from megazero.train.run_memory import trace_of_plan
 from megazero.train.run_report import gather
 from megazero.train.verdict import verdict
 

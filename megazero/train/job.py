@@ -30,19 +30,16 @@ from megazero.telemetry.watchdog import StopSignals
 from megazero.train.arguments import Callbacks, CallbackSink
 from megazero.train.batches import batches_of
 from megazero.train.bodies import recompute_of_all_ranks
-from megazero.train.host_memory import HostMemory, host_memory_of
-from megazero.train.introduction import announce_kernels, introduce
 from megazero.train.logs import sinks_of, step_log
-from megazero.train.offload import DiskUse, activation_disks, offloading, swap_backends
-from megazero.train.predicted_memory import keep_budgets, trace_of_run
 from megazero.train.prepare import Prepared
-from megazero.train.report import report, sample_text
+from megazero.train.report import announce_kernels, introduce, report, sample_text
 from megazero.train.resolved_together import resolved_on_all_ranks
 from megazero.train.resume import StartPoint, resume, stored_probe
+from megazero.train.run_memory import HostMemory, host_memory_of, keep_budgets, trace_of_run
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
-from megazero.train.swap_start import WholeSteps
+from megazero.train.swap_files import DiskUse, WholeSteps, activation_disks, offloading, swap_backends
 from megazero.train.trainer import Trainer
 from megazero.zero.state import ModelState
 

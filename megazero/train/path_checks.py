@@ -37,8 +37,8 @@ from megazero.system.reading import listed, path_error
 from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file
 from megazero.train.adapters import AdapterBase, base_of
-from megazero.train.disk_checks import folder_problems
 from megazero.train.report_json import why_not_a_report
+from megazero.train.requirements import folder_problems
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megazero.plan.search_limits import SearchLimits
 from megazero.system import device as devices
 from megazero.system import host_memory
 from megazero.telemetry.units import size
-from megazero.train.disk_checks import free_in
+from megazero.train.requirements import free_in
 
 
 @dataclass(frozen=True)

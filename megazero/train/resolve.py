@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megazero.config.decision import Decision
 from megazero.config.lengths import Length, Measure
 from megazero.config.placement import AUTO, FLAGS, applied
 from megazero.config.schema import Run
+from megazero.config.source import Decision
 from megazero.data.corpus import Corpus
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl

@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 
 from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
-from megazero.config.decision import Decision
 from megazero.config.dump import plain_value
 from megazero.config.placement import AUTO
-from megazero.config.source import ConfigError
+from megazero.config.source import ConfigError, Decision
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.rates import read_rates
 from megazero.train.measured_rates import measured_rates

@@ -23,7 +23,7 @@ from megazero.telemetry.units import transfer
 from megazero.train.adapters import load_base
 from megazero.train.init_from import load_weights
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.swap_start import SwapStart, saying_way_out
+from megazero.train.swap_files import SwapStart, saying_way_out
 from megazero.zero.initial import initialise_state
 from megazero.zero.portions import gather_parameters, round_weights
 

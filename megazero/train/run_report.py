@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fused_ops.quantise import bytes_each
-from megazero.config.decision import Decision
 from megazero.config.derive import padded_vocab, pipeline_schedule, shards_parameters, tiers
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.inventory import parameters
 from megazero.config.schema import Run
+from megazero.config.source import Decision
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed

@@ -23,12 +23,12 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive
 from megazero.train.batches import Batches
-from megazero.train.host_memory import HostMemory
+from megazero.train.run_memory import HostMemory
 from megazero.train.save_policy import SavePolicy, unsaved
 from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
-from megazero.train.swap_start import WholeSteps
+from megazero.train.swap_files import WholeSteps
 from megazero.zero.owed import UpdateValues
 
 

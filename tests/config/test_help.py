@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.flags import CommandOptions, read_command_line
-from megazero.config.goals import GOALS
-from megazero.config.help import EXAMPLES, Invocation, help_text
+from megazero.config.help import EXAMPLES, GOALS, Invocation, help_text
 from megazero.config.options import listed_options, options_of, run_options, sections
 from megazero.config.parse import parse_run
 from megazero.config.presets import presets

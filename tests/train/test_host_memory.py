@@ -23,7 +23,7 @@ CODE = f"""
 import torch
 
 from megazero.system import device as devices
-from megazero.train.host_memory import HostMemory
+from megazero.train.run_memory import HostMemory
 
 cpu = torch.device("cpu")
 memory = HostMemory(cpu, {{account}})

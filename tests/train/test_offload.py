@@ -23,13 +23,12 @@ from megazero.plan.offloaded import moved_in_step, swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Lane
 from megazero.telemetry.units import size
-from megazero.train import disk_checks, offload
 from megazero.train import job as jobs
+from megazero.train import requirements, swap_files
 from megazero.train.banner import schedule_lines, stage_table
-from megazero.train.disk_checks import folder_problems, room_problems, swap_bytes
-from megazero.train.offload import written_sentence
-from megazero.train.requirements import budget_problems
+from megazero.train.requirements import budget_problems, folder_problems, room_problems, swap_bytes
 from megazero.train.run_report import gather
+from megazero.train.swap_files import written_sentence
 from tests.disks import remount, small_disk
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -93,7 +92,7 @@ def test_the_shares_that_are_offered_fit(words: str, tmp_path: Path, monkeypatch
     run = parse_run([*model, *words.split()], 2)
     needed = swap_bytes(run, axes_of(run, 2), range(2))
     for part in (0.03, 0.2, 0.4, 0.6, 0.8, 0.97):
-        monkeypatch.setattr(disk_checks, "free_in", lambda folders, checkpoints, free=int(part * needed): free)
+        monkeypatch.setattr(requirements, "free_in", lambda folders, checkpoints, free=int(part * needed): free)
         (problem,) = room_problems(run, 2, range(2))
         nearest = " ".join(re.findall(r"--offload-[a-z]+ nvme:[0-9.]+", problem)).split()
         if nearest:
@@ -148,7 +147,7 @@ def opened_or_not(rank: int, world: int, flags: list[str], folder: Path, broken:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank in broken:
-            patch.setattr(offload, "open_swap", fails)
+            patch.setattr(swap_files, "open_swap", fails)
         elif not broken:
             patch.setattr(jobs, "resume", fails)
         with pytest.raises((ConfigError, DiskError)) as raised:
@@ -266,7 +265,7 @@ def test_the_log_names_what_moves_to_disks(tmp_path: Path) -> None:
         "--offload-params nvme --offload-optimizer nvme": "--offload-optimizer nvme --offload-params nvme",
     }.items():
         space = open_swap([tmp_path], {"a": 4096}, job="told", slots=1)
-        told = offload.swap_backends(parse_run([*model, *words.split()], 1), space, None)
+        told = swap_files.swap_backends(parse_run([*model, *words.split()], 1), space, None)
         assert told == [f"{flags}: {space.backend}"]
         space.close(remove=True)
 

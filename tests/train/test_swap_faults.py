@@ -21,7 +21,7 @@ from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.train.banner import schedule_lines
-from megazero.train.disk_checks import swap_bytes
+from megazero.train.requirements import swap_bytes
 from megazero.train.run_report import gather
 from megazero.zero.host_parts import HostParts
 from tests.disks import fill, remount, small_disk

@@ -1,10 +1,13 @@
-"""Optimizer steps that are whole on disks (--nvme-checkpoint): where the swap files of an earlier process lead, and how
-each step of this one is recorded once all of its state is durable.
+"""Swap files of a run on this rank, for model state and for activations. They are opened before anything else is built.
+
+With --nvme-checkpoint each optimizer step is whole on disks: where the swap files of an earlier process lead, and how a
+step of this one is recorded once all of its state is durable.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,24 +17,36 @@ from typing import Any, NamedTuple
 import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
+from megazero.checkpoint.fence import new_token
 from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.checkpoint.resume_changes import record_of as record_of_run
+from megazero.config.derive import tiers, uses_disks, whole_steps
+from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.lanes import DiskRequest
-from megazero.disk.opening import open_swap, record_of, record_of_others
+from megazero.disk.opening import open_swap, record_of, record_of_others, remove_unused
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
+from megazero.pipeline.kept_disks import ActivationDisks
+from megazero.plan.leaving_disks import activation_pieces, writes_activations
+from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.step_lists import StageLists
 from megazero.plan.swap_contents import swap_contents
 from megazero.telemetry.steplog import StepLog
+from megazero.telemetry.units import size
+from megazero.telemetry.watchdog import StopSignals
+from megazero.train.logs import as_config_error
 from megazero.train.path_checks import start_position
+from megazero.train.prepare import Prepared
 from megazero.train.same_data import with_present_names
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.zero.host_parts import HostParts
+from megazero.zero.offload import Offloading
 
 NONE, FAR = -1, 2**62
 """A number of a step that is none, and one that no step has."""
@@ -312,3 +327,123 @@ class WholeSteps:
             iteration, progress = self._left
             self._flip = self._host.flip(iteration, {**self._start.about, "progress": progress})
         self._left = None
+
+
+DAY = 86_400
+"""Seconds."""
+
+
+@contextmanager
+def offloading(
+    run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals
+) -> Iterator[tuple[Offloading, SwapStart | None]]:
+    """A context with how a run's model state is offloaded, and with --nvme-checkpoint where its swap files lead. If its
+    block fails, or a signal ends the process before the first step, swap files without a whole step are removed.
+
+    Where some of the state goes to disks, entering is a collective of the world: a broadcast of the name of the job's
+    files, what `swap_start` communicates, and an agreement on whether all ranks have opened theirs. Raises ConfigError
+    on all ranks if one has not.
+    """
+    if not uses_disks(run):
+        yield Offloading(run.offload), None
+        return
+    pieces = swapped_pieces(run, grid.axes, grid.at, nccl=grid.world.is_on_device)
+    token, spaces = new_token(grid.world, grid.device)[:12], list[SwapSpace]()
+    folders = [Path(folder) for folder in run.offload.nvme_path]
+
+    def opened(wanted: Mapping[str, int]) -> SwapSpace:
+        assert dict(wanted) == pieces, "the files are opened for other pieces than the model state has"
+        return spaces[0]
+
+    try:
+        with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
+            start = None
+            if whole_steps(run.offload):
+                start = swap_start(run, grid, pieces, token, prepared.found, prepared.datasets.train.plans)
+
+            def act() -> None:
+                job = token if start is None else CHECKPOINT
+                signals.leaving.append(lambda: remove_unused(folders, job, grid.rank))
+                if pieces and start is not None:
+                    spaces.append(start.opened(folders, pieces, grid.rank))
+                elif pieces:
+                    spaces.append(open_swap(folders, pieces, job=token, rank=grid.rank, slots=1))
+
+            attempt_on_all_ranks(grid.world, grid.device, act)
+        yield Offloading(run.offload, opened), start
+    except BaseException:
+        for space in spaces:
+            space.close(remove=space.record is None)
+        raise
+
+
+def swap_backends(run: Run, state: SwapSpace | None, activations: SwapSpace | None) -> list[str]:
+    """By which way bytes move to the disks of the model state and of activations, with the flags that ask for it."""
+    on_disks = {field: offload for field, offload in tiers(run).items() if offload.on_disks}
+    flags = as_flags(on_disks), f"--offload-activations {run.offload.offload_activations}"
+    return [f"{flag}: {swap.backend}" for flag, swap in zip(flags, (state, activations), strict=True) if swap]
+
+
+@dataclass
+class DiskUse:
+    """What a rank writes to disks while it trains. swaps: its files; None: it has none of a kind."""
+
+    swaps: Sequence[SwapSpace | None]
+    seconds: float = 0.0
+    written: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context whose time and writes count."""
+        before, begin = self._written(), time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - begin
+            self.written += self._written() - before
+
+    def _written(self) -> int:
+        return sum(swap.bytes_written for swap in self.swaps if swap is not None)
+
+    def sentence(self, grid: ProcessGrid) -> str:
+        """What all ranks have written, also per day at this rate. A collective of the world: an all-reduce."""
+        every = torch.tensor([float(self.written)], dtype=torch.float64, device=grid.device)
+        collectives.all_reduce(every, grid.world).wait()
+        return written_sentence(int(every.item()), self.seconds)
+
+
+@contextmanager
+def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Iterator[ActivationDisks | None]:
+    """A context with this rank's swap files for activations; None where it writes none. If its block fails, or a signal
+    ends the process before the first step, they are removed.
+
+    Where activations go to disks, entering is a collective of the world: a broadcast of the name of the job's files,
+    and an agreement on whether all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
+    """
+    if not writes_activations(run):
+        yield None
+        return
+    found = activation_pieces(StageLists(run, grid.axes, nccl=grid.world.is_on_device).of(grid.at.pp))
+    token, opened = new_token(grid.world, grid.device)[:12], list[ActivationDisks]()
+    folders = [Path(folder) for folder in run.offload.nvme_path]
+
+    def act() -> None:
+        if found.count:
+            signals.leaving.append(lambda: remove_unused(folders, token, grid.rank))
+            swap = open_swap(folders, found.pieces, job=token, rank=grid.rank, slots=1)
+            opened.append(ActivationDisks.of(swap, found.buffer_bytes, found.pieces))
+
+    try:
+        with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
+            attempt_on_all_ranks(grid.world, grid.device, act)
+        yield opened[0] if opened else None
+    except BaseException:
+        for disks in opened:
+            disks.swap.close(remove=True)
+        raise
+
+
+def written_sentence(written: int, seconds: float) -> str:
+    """What a run has written to disks, and would write in a day. seconds: how long it has trained."""
+    a_day = f", which is {size(written / seconds * DAY)} a day" if seconds else ""
+    return f"{size(written)} written to disks{a_day}"
