@@ -12,7 +12,7 @@ from megazero.plan.parameter_specs import specs_of
 from megazero.plan.shapes import packed
 from megazero.zero.coded import coding_of, frozen_layouts
 from megazero.zero.layout import group_sizes, packing_of, shard_sizes
-from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
+from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
 
 KEPT_BYTES = 4
 """Of an element that error feedback keeps."""
@@ -67,7 +67,7 @@ def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     at = Coordinates(stage, 0, 0, 0)
     shards = shard_sizes(axes, at)
-    row = placements(run.parallel, run.offload)
+    row = shardings(run.parallel, run.offload)
     parallel = run.parallel
     dtypes = run_columns(run.optimizer, parallel, run.offload)
     held = dict.fromkeys(Column, 0)
@@ -83,15 +83,15 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
             shard = bucket.numel // inner
             feedback += KEPT_BYTES * (bucket.numel * (inner > 1) + shard * (sizes[bucket.group] > inner))
         for column, dtype in dtypes.items():
-            whole = row[column] is Placement.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
+            whole = row[column] is Sharding.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
             held[column] += elements * dtype.itemsize
-    placement = row[Column.PARAMETER]
-    sharded, still = placement is Placement.SHARDED, specs_of(run, stage, 0, trained=False)
-    plain, coded = frozen_layouts(still, sizes, placement, packing, coding_of(run.lora, run.model))
+    sharding = row[Column.PARAMETER]
+    sharded, still = sharding is Sharding.SHARDED, specs_of(run, stage, 0, trained=False)
+    plain, coded = frozen_layouts(still, sizes, sharding, packing, coding_of(run.lora, run.model))
     for codes in coded:
         parameters += codes.numbers.parameters
-        held[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], placement)
+        held[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], sharding)
     for bucket in plain:
         parameters += bucket.parameters
         elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel

@@ -14,8 +14,8 @@ from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
 from megazero.zero.layout import BucketLayout, Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.offload import frozen_parts, frozen_ranges, run_parts
-from megazero.zero.placement import Column, placements
 from megazero.zero.shape import rank_shape, state_widths, update_ranges
+from megazero.zero.sharding import Column, shardings
 
 
 def micro_batches_of(run: Run, axes: Axes) -> int:
@@ -41,7 +41,7 @@ def updated_layouts(
 ) -> tuple[Sequence[BucketLayout], list[tuple[int, int]]]:
     """The trained buckets of the rank at `at`, and what it updates of each (`zero.shape.update_ranges`)."""
     layouts = packed(run, axes, at, packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl))
-    return layouts, update_ranges(layouts, placements(run.parallel, run.offload), state_groups(axes, at))
+    return layouts, update_ranges(layouts, shardings(run.parallel, run.offload), state_groups(axes, at))
 
 
 def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
@@ -50,7 +50,7 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     nccl: whether the run communicates through NCCL, which has larger buckets.
     """
     trained, still = (specs_of(run, at.pp, at.tp, trained=trained) for trained in (True, False))
-    row, sizes = placements(run.parallel, run.offload), group_sizes(axes, at)
+    row, sizes = shardings(run.parallel, run.offload), group_sizes(axes, at)
     packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
     specs = [
         [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)

@@ -9,8 +9,8 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.shapes import updated_layouts
 from megazero.zero.layout import state_groups
 from megazero.zero.offload import run_parts
-from megazero.zero.placement import OPTIMIZER, run_columns
 from megazero.zero.shape import state_widths
+from megazero.zero.sharding import OPTIMIZER, run_columns
 
 
 def swap_contents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> str:

@@ -32,7 +32,7 @@ from megazero.zero.gatherer import GATHERED, WholeParameters, make_views
 from megazero.zero.layout import UNSHARED, BucketLayout, Packing, frozen_sizes
 from megazero.zero.layout import pack as pack_buckets
 from megazero.zero.parts import Resting
-from megazero.zero.placement import Placement
+from megazero.zero.sharding import Sharding
 from megazero.zero.storage import Bucket, Disk, StoredColumn, parameter_column
 
 ALIGNMENT = 16
@@ -110,9 +110,9 @@ class CodedLayout:
     parts: tuple[CodedPart, ...]
     nbytes: int
 
-    def bytes_on_rank(self, shards: int, placement: Placement) -> int:
+    def bytes_on_rank(self, shards: int, sharding: Sharding) -> int:
         """Bytes that one of the ranks stores that share out the state."""
-        return self.nbytes // shards if placement is Placement.SHARDED else self.nbytes
+        return self.nbytes // shards if sharding is Sharding.SHARDED else self.nbytes
 
 
 class FrozenLayouts(NamedTuple):
@@ -125,20 +125,20 @@ class FrozenLayouts(NamedTuple):
 def frozen_layouts(
     chunks: Sequence[Sequence[Sequence[ParameterSpec]]],
     sizes: Mapping[StateGroup, int],
-    placement: Placement,
+    sharding: Sharding,
     packing: Packing,
     coding: Coding | None,
 ) -> FrozenLayouts:
     """The buckets of a rank's frozen parameters.
 
     chunks, sizes, packing  as in `layout.pack`
-    placement  of the parameter column
+    sharding  of the parameter column
     coding     of matrices; None: all are stored as they are
 
     Tables, norms and biases are never stored as codes. Matrices of different units have different buckets, since each
     unit is decoded by itself.
     """
-    sharing = frozen_sizes(sizes, placement)
+    sharing = frozen_sizes(sizes, sharding)
     if coding is None:
         return FrozenLayouts(pack_buckets(chunks, sharing, packing), ())
     plain = [[[spec for spec in unit if not _is_matrix(spec)] for unit in units] for units in chunks]
@@ -182,7 +182,7 @@ def _boxes(spec: ParameterSpec, coding: Coding) -> Iterator[tuple[CodedBox, int,
 def coded_column(
     layouts: Sequence[CodedLayout],
     buckets: Sequence[Bucket],
-    placement: Placement,
+    sharding: Sharding,
     device: torch.device,
     resting: Sequence[Resting],
     disk: Disk,
@@ -193,7 +193,7 @@ def coded_column(
         Bucket(replace(layout.numbers, entries=(), numel=layout.nbytes), (), bucket.groups)
         for layout, bucket in zip(layouts, buckets, strict=True)
     ]
-    return parameter_column(placement, torch.uint8, rows, device, resting, disk, tier, "codes")
+    return parameter_column(sharding, torch.uint8, rows, device, resting, disk, tier, "codes")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from megazero.zero.coded import CodedParameters, FrozenLayouts, coded_column
 from megazero.zero.device_tier import DeviceTier
 from megazero.zero.gatherer import WholeParameters
 from megazero.zero.layout import BucketLayout
-from megazero.zero.placement import Placement
 from megazero.zero.resting import DiskColumn, RestingParameters
+from megazero.zero.sharding import Sharding
 from megazero.zero.storage import Bucket, parameter_column
 
 FROZEN = "frozen"
@@ -55,7 +55,7 @@ class FrozenParameters:
 
     layouts    of the buckets: `parameters` has those that are stored as they are, and then those of codes
     group_of   the process groups of the ranks that hold a parameter, by its group
-    placement  of the parameter column: sharded with ZeRO-3
+    sharding  of the parameter column: sharded with ZeRO-3
     resting    the parameters of the rank that do not rest on the device, in which these buckets come last
     tier       counts what is allocated on the device
     """
@@ -65,7 +65,7 @@ class FrozenParameters:
         chunks: Sequence[Sequence[nn.Module]],
         layouts: FrozenLayouts,
         group_of: Callable[[StateGroup], StateGroups],
-        placement: Placement,
+        sharding: Sharding,
         dtype: torch.dtype,
         device: torch.device,
         resting: RestingParameters,
@@ -78,11 +78,11 @@ class FrozenParameters:
         buckets = buckets_of(plain, self.by_name, group_of)
         rests = resting.resting[first:then]
         on_disk = DiskColumn(resting, first)
-        self.column = parameter_column(placement, dtype, buckets, device, rests, on_disk, tier, FROZEN)
+        self.column = parameter_column(sharding, dtype, buckets, device, rests, on_disk, tier, FROZEN)
         self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(buckets)]
         buckets = buckets_of([layout.numbers for layout in coded], self.by_name, group_of)
         rests = resting.resting[then:]
-        self.codes = coded_column(coded, buckets, placement, device, rests, DiskColumn(resting, then), tier)
+        self.codes = coded_column(coded, buckets, sharding, device, rests, DiskColumn(resting, then), tier)
         self.parameters += [
             CodedParameters.made(self.codes, index, bucket, layout, dtype)
             for index, (bucket, layout) in enumerate(zip(buckets, coded, strict=True))

@@ -24,8 +24,8 @@ from megazero.program.instruction import Op
 from megazero.zero.counted import counted_runs
 from megazero.zero.host_parts import HostParts
 from megazero.zero.parts import Key, Resting, gradient_piece
-from megazero.zero.placement import Column
 from megazero.zero.reducer import GradientReducer
+from megazero.zero.sharding import Column
 from megazero.zero.storage import Bucket
 
 

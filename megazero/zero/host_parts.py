@@ -24,7 +24,7 @@ from megazero.program.slots import part_way
 from megazero.zero.host_lanes import HostLanes
 from megazero.zero.part_slots import PartSlot, PartTensors, part_slots
 from megazero.zero.parts import Key, Part, Resident, Resting, parameters_piece, resident_piece, state_piece
-from megazero.zero.placement import OPTIMIZER, Column
+from megazero.zero.sharding import OPTIMIZER, Column
 from megazero.zero.storage import StoredColumn
 
 

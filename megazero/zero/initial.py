@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.random import initialise_range
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from megazero.zero.storage import Bucket
 

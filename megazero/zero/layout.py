@@ -18,7 +18,7 @@ from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.zero.fragment import FragmentSpec
-from megazero.zero.placement import Placement
+from megazero.zero.sharding import Sharding
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
 """Group sizes for memory that is never sharded: frozen parameters."""
@@ -274,9 +274,9 @@ class SharedBy(NamedTuple):
     local: bool
 
 
-def frozen_sizes(sizes: Mapping[StateGroup, int], placement: Placement) -> Mapping[StateGroup, int]:
+def frozen_sizes(sizes: Mapping[StateGroup, int], sharding: Sharding) -> Mapping[StateGroup, int]:
     """The sizes for which frozen parameters are packed: `sizes`, or 1 where the parameter column is not sharded."""
-    return sizes if placement is Placement.SHARDED else UNSHARED
+    return sizes if sharding is Sharding.SHARDED else UNSHARED
 
 
 def state_groups(axes: Axes, at: Coordinates) -> dict[StateGroup, SharedBy]:

@@ -25,8 +25,8 @@ from megazero.zero.parts import (
     state_piece,
     tiers_of,
 )
-from megazero.zero.placement import Placement
 from megazero.zero.shape import StateWidths
+from megazero.zero.sharding import Sharding
 
 OpenSwap = Callable[[Mapping[str, int]], SwapSpace]
 """From the bytes of each piece, by name, to swap files with these pieces."""
@@ -95,13 +95,13 @@ def frozen_parts(
 
 
 def frozen_ranges(
-    frozen: FrozenLayouts, placement: Placement, shard_of: Callable[[StateGroup], tuple[int, int]]
+    frozen: FrozenLayouts, sharding: Sharding, shard_of: Callable[[StateGroup], tuple[int, int]]
 ) -> list[Range]:
     """What a rank stores of each frozen bucket, in elements, of codes in bytes.
 
-    placement: of the parameter column. shard_of: the rank's number among those that share out a bucket, and theirs.
+    sharding: of the parameter column. shard_of: the rank's number among those that share out a bucket, and theirs.
     """
-    sharded = placement is Placement.SHARDED
+    sharded = sharding is Sharding.SHARDED
     found = [
         layout.shard(*shard_of(layout.group)) if sharded and not layout.kept_whole else (0, layout.numel)
         for layout in frozen.plain

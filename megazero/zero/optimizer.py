@@ -18,8 +18,8 @@ from megazero.zero.fragment import Fragment, StoredFragment
 from megazero.zero.host_parts import PartTensors
 from megazero.zero.owed import UpdateValues
 from megazero.zero.parts import Part
-from megazero.zero.placement import Column
 from megazero.zero.portions import portions, spread, stored
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 
 ADAM = {"megazero": adam_steps, "apex": apex.adam_steps}

@@ -15,7 +15,7 @@ from megazero.program.instruction import Op
 from megazero.program.slots import ops_of_part
 from megazero.system.streams import host_tensor
 from megazero.zero.parts import Resident, Resting
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.storage import StoredColumn
 
 FLAG = "--offload-optimizer"

@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.mpu import collectives
 from megazero.zero.fragment import Fragment, StoredFragment
 from megazero.zero.layout import BucketFragment
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from megazero.zero.storage import Bucket
 

@@ -16,7 +16,7 @@ from megazero.zero.coded import CodedLayout, FrozenLayouts
 from megazero.zero.layout import BucketLayout, SharedBy
 from megazero.zero.messages import BITS
 from megazero.zero.parts import Part, Resting
-from megazero.zero.placement import OPTIMIZER, Column, Placement, run_columns
+from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns
 
 Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
 """By chunk and unit."""
@@ -57,10 +57,10 @@ def state_widths(optimizer: OptimizerConfig, parallel: ParallelConfig, offload: 
 
 
 def update_ranges(
-    layouts: Sequence[BucketLayout], row: Mapping[Column, Placement], groups: Mapping[StateGroup, SharedBy]
+    layouts: Sequence[BucketLayout], row: Mapping[Column, Sharding], groups: Mapping[StateGroup, SharedBy]
 ) -> list[tuple[int, int]]:
     """What a rank updates of each bucket, as if it were the first of those that share it out: all have as much."""
-    sharded = row[Column.EXP_AVG] is Placement.SHARDED
+    sharded = row[Column.EXP_AVG] is Sharding.SHARDED
     return [(0, layout.numel // (groups[layout.group].shards if sharded else 1)) for layout in layouts]
 
 
@@ -68,7 +68,7 @@ def rank_shape(
     specs: Specs,
     layouts: Sequence[BucketLayout],
     frozen: FrozenLayouts,
-    row: Mapping[Column, Placement],
+    row: Mapping[Column, Sharding],
     widths: StateWidths,
     groups: Mapping[StateGroup, SharedBy],
     resting: Sequence[Resting],
@@ -78,7 +78,7 @@ def rank_shape(
     specs    all parameters of each unit, trained and frozen
     layouts  the buckets of trained parameters
     frozen   the buckets of frozen parameters, which are numbered after them: those of codes come last
-    row      the placements of the columns
+    row      the shardings of the columns
     groups   by group, the ranks that hold a parameter
     resting  where each bucket rests, in the order of their numbers (`zero.parts`)
 
@@ -115,7 +115,7 @@ def rank_shape(
 
 def _bucket(
     layout: BucketLayout,
-    row: Mapping[Column, Placement],
+    row: Mapping[Column, Sharding],
     widths: StateWidths,
     group: SharedBy,
     resting: Resting,
@@ -123,7 +123,7 @@ def _bucket(
     trained: bool,
 ) -> BucketShape:
     shards, across, local = group
-    sharded = {column for column, placement in row.items() if placement is Placement.SHARDED}
+    sharded = {column for column, sharding in row.items() if sharding is Sharding.SHARDED}
     shared_out = Column.PARAMETER in sharded and not layout.kept_whole and shards > 1
     loaded = resting.rests is not Tier.DEVICE
     return BucketShape(
@@ -157,10 +157,10 @@ def _part(part: Part, widths: StateWidths) -> PartShape:
 
 
 def _coded(
-    layout: CodedLayout, placement: Placement, widths: StateWidths, group: SharedBy, resting: Resting
+    layout: CodedLayout, sharding: Sharding, widths: StateWidths, group: SharedBy, resting: Resting
 ) -> BucketShape:
     """A bucket of codes. Where they are not sharded nothing travels, and one rank alone has what it decodes."""
-    sharded = placement is Placement.SHARDED and group.shards > 1
+    sharded = sharding is Sharding.SHARDED and group.shards > 1
     shards = group.shards if sharded else 1
     return BucketShape(
         layout.numbers.chunk,

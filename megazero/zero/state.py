@@ -35,10 +35,10 @@ from megazero.zero.offload import (
 )
 from megazero.zero.owed import OwedUpdates
 from megazero.zero.parts import Part, Resting
-from megazero.zero.placement import OPTIMIZER, Column, Placement, placements, run_columns
 from megazero.zero.reducer import GradientReducer
 from megazero.zero.resting import DiskColumn, RestingParameters
 from megazero.zero.shape import rank_shape, state_widths
+from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
 from megazero.zero.storage import StoredColumn, parameter_column, stored_range, update_range
 
 HOST = "host memory"
@@ -54,7 +54,7 @@ class HasUnits(Protocol):
 class ModelState:
     """Parameters, gradients and optimizer state of this rank's stages, in flat buckets.
 
-    The ZeRO stage decides which columns are sharded (`placement`).
+    The ZeRO stage decides which columns are sharded (`sharding`).
 
     stages  model chunks of this rank in order. Their parameters (`mpu.parameter.Parameter`) become views of the
             buckets. A parameter that two chunks share exists once. Frozen ones (`requires_grad` is False) are in a flat
@@ -79,7 +79,7 @@ class ModelState:
     ) -> None:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
-        row, dtypes = placements(parallel, offloading.cfg), run_columns(optimizer, parallel, offloading.cfg)
+        row, dtypes = shardings(parallel, offloading.cfg), run_columns(optimizer, parallel, offloading.cfg)
         packing, sizes = packing_on(grid, parallel, offloading.cfg), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
         still = specs_by_unit(chunks, trained=False)
@@ -131,7 +131,7 @@ class ModelState:
         self.actions = BucketActions(self.reducer, self.gatherer, self.owed, self.host, self.gradients)
 
     def _made_columns(
-        self, row: Mapping[Column, Placement], dtypes: Mapping[Column, torch.dtype], resting: Sequence[Resting]
+        self, row: Mapping[Column, Sharding], dtypes: Mapping[Column, torch.dtype], resting: Sequence[Resting]
     ) -> dict[Column, StoredColumn]:
         """All columns of the trained buckets."""
         parts, device = [own.state_parts for own in resting], self.grid.device

@@ -16,7 +16,7 @@ from megazero.system.streams import host_tensor
 from megazero.zero.device_tier import DeviceTier
 from megazero.zero.layout import BucketLayout
 from megazero.zero.parts import Part, Range, Resting
-from megazero.zero.placement import Column, Placement
+from megazero.zero.sharding import Column, Sharding
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Bucket:
         return self.layout.owned((inner.index, inner.size), (across.index, across.size))
 
 
-def update_range(bucket: Bucket, row: Mapping[Column, Placement]) -> Range:
+def update_range(bucket: Bucket, row: Mapping[Column, Sharding]) -> Range:
     """The range of a bucket that this rank updates."""
-    return bucket.shard if row[Column.EXP_AVG] is Placement.SHARDED else (0, bucket.layout.numel)
+    return bucket.shard if row[Column.EXP_AVG] is Sharding.SHARDED else (0, bucket.layout.numel)
 
 
-def stored_range(bucket: Bucket, placement: Placement, *, whole: bool = False) -> Range:
+def stored_range(bucket: Bucket, sharding: Sharding, *, whole: bool = False) -> Range:
     """The range (start, stop) of a bucket that this rank stores. whole: all of it although others are sharded."""
-    sharded = placement is Placement.SHARDED and not whole and bucket.groups.inner.size > 1
+    sharded = sharding is Sharding.SHARDED and not whole and bucket.groups.inner.size > 1
     return bucket.shard if sharded else (0, bucket.layout.numel)
 
 
@@ -75,7 +75,7 @@ class StoredColumn:
 
     def __init__(
         self,
-        placement: Placement,
+        sharding: Sharding,
         dtype: torch.dtype,
         buckets: Sequence[Bucket],
         device: torch.device,
@@ -88,7 +88,7 @@ class StoredColumn:
         name: str = "column",
     ) -> None:
         self.tier, self.name = tier or DeviceTier(), name
-        self.placement, self.dtype, self.device, self._whole = placement, dtype, device, frozenset(whole)
+        self.sharding, self.dtype, self.device, self._whole = sharding, dtype, device, frozenset(whole)
         self._buckets, self._disk, self._flag = buckets, disk, flag
         self._parts = [
             tuple(parts[index]) if parts and parts[index] else (Part(*self.range_of(index), Tier.DEVICE),)
@@ -98,7 +98,7 @@ class StoredColumn:
 
     @property
     def is_sharded(self) -> bool:
-        return self.placement is Placement.SHARDED
+        return self.sharding is Sharding.SHARDED
 
     def is_sharded_in(self, index: int) -> bool:
         """Whether this rank stores only its shard of bucket `index`, and that is not the whole bucket."""
@@ -126,7 +126,7 @@ class StoredColumn:
 
     def range_of(self, index: int) -> Range:
         """The range (start, stop) of bucket `index` that this rank stores."""
-        return stored_range(self._buckets[index], self.placement, whole=index in self._whole)
+        return stored_range(self._buckets[index], self.sharding, whole=index in self._whole)
 
     def held(self, index: int) -> Tensor:
         """All that this rank stores of bucket `index`, [stop - start]. It must rest in one place."""
@@ -179,7 +179,7 @@ class StoredColumn:
 
 
 def parameter_column(
-    placement: Placement,
+    sharding: Sharding,
     dtype: torch.dtype,
     buckets: Sequence[Bucket],
     device: torch.device,
@@ -196,11 +196,11 @@ def parameter_column(
     whole = [number for number, bucket in enumerate(buckets) if bucket.layout.kept_whole]
     parts: list[tuple[Part, ...]] = []
     for number, (bucket, own) in enumerate(zip(buckets, resting, strict=True)):
-        stored = stored_range(bucket, placement, whole=number in whole)
+        stored = stored_range(bucket, sharding, whole=number in whole)
         ranges = [part[:2] for part in own.parts] if own.rests is Tier.DISK else [stored]
         parts.append(tuple(Part(start, stop, own.rests) for start, stop in ranges))
     return StoredColumn(
-        placement,
+        sharding,
         dtype,
         buckets,
         device,

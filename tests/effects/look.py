@@ -35,7 +35,7 @@ from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.ranks import be_deterministic
 

@@ -11,7 +11,7 @@ import pytest
 
 from megazero.plan.bytes import stage_bytes
 from megazero.train.banner import banner
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import HOST
 from tests.parity.training import data_flags, job_on_rank, report_of, small_model
 from tests.ranks import run_ranks

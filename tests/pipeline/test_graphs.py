@@ -22,7 +22,7 @@ from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import WARM_UP, GraphedEngine, replayed
 from megazero.system.streams import GraphCapture
 from megazero.telemetry.record import StepRecord
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.parameters import Piece, values_of
 from tests.parity.training import data_flags, job_on_rank, small_model

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megazero.zero.optimizer import ShardedOptimizer
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from tests.fused_ops.test_apex import multi_tensor_adam_capturable
 from tests.parameters import assemble
 from tests.zero.toy import Case, Rank, build, configs

@@ -10,7 +10,7 @@ import torch
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from megazero.mpu.parameter import StateGroup
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.storage import Bucket
 from tests.parameters import parameters_of
 from tests.ranks import run_ranks

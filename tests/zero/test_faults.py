@@ -15,7 +15,7 @@ from megazero.mpu.parameter import StateGroup
 from megazero.optim.clip import clip_coefficient
 from megazero.optim.loss_scale import LossScaler
 from megazero.program.instruction import Instruction, Op
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from tests.parameters import Piece, assemble, held_fragments, worst_difference
 from tests.ranks import run_ranks
 from tests.stages import STAGES

@@ -14,7 +14,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import Group, build_grid, single_rank_group
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard, spec_of
 from megazero.zero.layout import UNSHARED, Packing, owned_fragments, pack
-from megazero.zero.placement import placements
+from megazero.zero.sharding import shardings
 from tests.parameters import held_fragments
 from tests.ranks import run_ranks
 from tests.stages import STAGES
@@ -238,4 +238,4 @@ def test_tp_ranks_pack_the_real_model_alike(tp: int) -> None:
 
 def test_an_unknown_stage_is_named() -> None:
     with pytest.raises(ValueError, match="--zero-stage 7 is not one of 0, 1, 2"):
-        placements(ParallelConfig(zero_stage=7), OffloadConfig())
+        shardings(ParallelConfig(zero_stage=7), OffloadConfig())

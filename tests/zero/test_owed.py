@@ -12,7 +12,7 @@ from torch import nn
 
 from megazero.train.resume import probe_loss
 from megazero.zero.owed import OwedUpdates
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from tests.parameters import held_fragments, values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks

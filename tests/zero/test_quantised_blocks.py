@@ -14,7 +14,7 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import build_grid, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, ParameterSpec, shard
 from megazero.zero.layout import group_sizes, pack, packing_of
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.ranks import run_ranks
 from tests.zero.toy import Chunk, Unit

@@ -32,7 +32,7 @@ from megazero.program.step import StepOptions, training_step
 from megazero.zero.initial import initialise_state
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.owed import UpdateValues
-from megazero.zero.placement import Column
+from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.late import late_collectives
 from tests.parameters import Piece, held_fragments, values_of

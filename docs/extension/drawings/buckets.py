@@ -9,7 +9,7 @@ from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.parameter import ParameterSpec, StateGroup
 from megazero.plan.parameter_specs import specs_of
 from megazero.zero.layout import BucketLayout, Packing, pack
-from megazero.zero.placement import PLACEMENTS, Placement, columns
+from megazero.zero.sharding import SHARDINGS, Sharding, columns
 
 _WIDTH, _LEFT, _BAR, _ROW = 760, 92, 34, 20
 
@@ -20,7 +20,7 @@ def buckets(layers: int = 2, dp: int = 4, bucket_size: int = 12_000) -> str:
     run = Run(model=model, parallel=ParallelConfig())
     layouts = pack(specs_of(run, 0, 0), dict.fromkeys(StateGroup, dp), Packing(bucket_size))
     top = 30.0
-    height = top + len(layouts) * (_BAR + 30) + 44 + len(PLACEMENTS) * (5 * _ROW + 48)
+    height = top + len(layouts) * (_BAR + 30) + 44 + len(SHARDINGS) * (5 * _ROW + 48)
     picture = Picture(_WIDTH, height, f"Buckets of a model of {layers} blocks on {dp} ranks")
     picture.text(0, 16, "Buckets in forward order, each cut into one part per rank", at="start", bold=True, size=13)
     scale = (_WIDTH - _LEFT) / max(layout.numel for layout in layouts)
@@ -29,7 +29,7 @@ def buckets(layers: int = 2, dp: int = 4, bucket_size: int = 12_000) -> str:
         top += _BAR + 30
     picture.text(0, top + 16, "What each rank keeps of a bucket", at="start", bold=True, size=13)
     top += 30
-    for stage in PLACEMENTS:
+    for stage in SHARDINGS:
         _table(picture, stage, dp, top)
         top += 5 * _ROW + 48
     return picture.svg()
@@ -64,7 +64,7 @@ def _table(picture: Picture, stage: int, dp: int, top: float) -> None:
     top += 20
     for row, (column, dtype) in enumerate(dtypes.items()):
         y = top + row * _ROW
-        whole = PLACEMENTS[stage][column] is Placement.REPLICATED
+        whole = SHARDINGS[stage][column] is Sharding.REPLICATED
         picture.text(_LEFT - 6, y + 12, column.value, at="end", size=10.5)
         for member in range(dp):
             x = _LEFT + member * (part + 10)

@@ -29,7 +29,7 @@ OPTIMIZER = Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ
 """The columns that only an update reads."""
 
 
-class Placement(Enum):
+class Sharding(Enum):
     """How the neighbours that share out the state (`Axes.inner_ranks`) hold a column: each the whole, or each a shard.
 
     The words are those of torch.distributed.tensor.
@@ -39,7 +39,7 @@ class Placement(Enum):
     SHARDED = "sharded"
 
 
-def _row(parameter: Placement, gradient: Placement, optimizer: Placement) -> dict[Column, Placement]:
+def _row(parameter: Sharding, gradient: Sharding, optimizer: Sharding) -> dict[Column, Sharding]:
     return {
         Column.PARAMETER: parameter,
         Column.GRADIENT: gradient,
@@ -49,11 +49,11 @@ def _row(parameter: Placement, gradient: Placement, optimizer: Placement) -> dic
     }
 
 
-PLACEMENTS: dict[int, dict[Column, Placement]] = {
-    0: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.REPLICATED),
-    1: _row(Placement.REPLICATED, Placement.REPLICATED, Placement.SHARDED),
-    2: _row(Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
-    3: _row(Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
+SHARDINGS: dict[int, dict[Column, Sharding]] = {
+    0: _row(Sharding.REPLICATED, Sharding.REPLICATED, Sharding.REPLICATED),
+    1: _row(Sharding.REPLICATED, Sharding.REPLICATED, Sharding.SHARDED),
+    2: _row(Sharding.REPLICATED, Sharding.SHARDED, Sharding.SHARDED),
+    3: _row(Sharding.SHARDED, Sharding.SHARDED, Sharding.SHARDED),
 }
 """By ZeRO stage. Of a sharded gradient a rank keeps only its own range after a reduction."""
 
@@ -62,21 +62,21 @@ def overwrites_own(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
     """Whether a gather of parameters overwrites the shard that this rank has updated: of whole ones in blocks of
     int8 (--zero-quantized-weights with ZeRO-1 or 2).
     """
-    row = placements(parallel, offload)
-    sharded = row[Column.EXP_AVG] is Placement.SHARDED
-    return parallel.zero_quantized_weights and sharded and row[Column.PARAMETER] is Placement.REPLICATED
+    row = shardings(parallel, offload)
+    sharded = row[Column.EXP_AVG] is Sharding.SHARDED
+    return parallel.zero_quantized_weights and sharded and row[Column.PARAMETER] is Sharding.REPLICATED
 
 
-def placements(parallel: ParallelConfig, offload: OffloadConfig) -> dict[Column, Placement]:
+def shardings(parallel: ParallelConfig, offload: OffloadConfig) -> dict[Column, Sharding]:
     """The row of a run: that of its stage, sharded parameters where `config.derive.shards_parameters` says so, and with
     --offload-gradients a rank keeps of a gradient what it updates.
 
     Raises ValueError for a stage that is not in the table.
     """
-    if parallel.zero_stage not in PLACEMENTS:
-        raise ValueError(f"--zero-stage {parallel.zero_stage} is not one of {', '.join(map(str, PLACEMENTS))}")
-    row = PLACEMENTS[parallel.zero_stage]
-    more = {Column.PARAMETER: Placement.SHARDED} if shards_parameters(parallel, offload) else {}
+    if parallel.zero_stage not in SHARDINGS:
+        raise ValueError(f"--zero-stage {parallel.zero_stage} is not one of {', '.join(map(str, SHARDINGS))}")
+    row = SHARDINGS[parallel.zero_stage]
+    more = {Column.PARAMETER: Sharding.SHARDED} if shards_parameters(parallel, offload) else {}
     if offload.offload_gradients:
         more[Column.GRADIENT] = row[Column.EXP_AVG]
     return row | more
