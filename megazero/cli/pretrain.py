@@ -183,7 +183,7 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
             say(result)
         return
     report = to_stderr if environment.local_rank == 0 else silent
-    prepared = prepare(parsed.run, environment.world_size, report, here=environment.ranks_here)
+    prepared = prepare(parsed.run, environment.world_size, report, local_ranks=environment.ranks_here)
     with (
         launch(prepared.run, environment) as grid,
         closing(build_job(prepared, grid, signals, parsed)) as job,

@@ -37,7 +37,7 @@ class AdapterBase:
     qkv: str
 
 
-def base_of(run: Run, found: FoundCheckpoint | None) -> AdapterBase | None:
+def base_of(run: Run, resumed: FoundCheckpoint | None) -> AdapterBase | None:
     """The base of the adapters that a run trains; None without adapters. Opens the base checkpoint.
 
     The base is --init-from, or else the base that the checkpoint of --load records. If --init-from is the folder of
@@ -47,11 +47,11 @@ def base_of(run: Run, found: FoundCheckpoint | None) -> AdapterBase | None:
     """
     if run.lora.lora_rank is None or (run.checkpoint.init_from is None and run.checkpoint.load is None):
         return None  # adapters without either are refused by the configuration's checks
-    recorded = None if found is None else found.run.get("checkpoint", {}).get("init_from")
+    recorded = None if resumed is None else resumed.run.get("checkpoint", {}).get("init_from")
     base = run.checkpoint.init_from or recorded
     if base is None:
         nothing = f"--load {run.checkpoint.load} " + (
-            "has no complete checkpoint" if found is None else "does not say it"
+            "has no complete checkpoint" if resumed is None else "does not say it"
         )
         raise ConfigError([f"--lora-rank {run.lora.lora_rank}: on which model? {nothing}; name it: --init-from DIR"])
     path = Path(base).expanduser().absolute()
@@ -71,7 +71,7 @@ def base_of(run: Run, found: FoundCheckpoint | None) -> AdapterBase | None:
                 "folder"
             ]
         )
-    encoded = None if found is None else found.run.get("lora", {}).get("lora_base_qkv")
+    encoded = None if resumed is None else resumed.run.get("lora", {}).get("lora_base_qkv")
     return AdapterBase(str(itself), encoded or ("three" if three else "one"))
 
 

@@ -182,8 +182,8 @@ def _training(run: Given, arguments: Arguments) -> Iterator[Training]:
     """The run of `training`."""
     callbacks, handle_signals = arguments.callbacks, arguments.handle_signals
     meeting = rendezvous()
-    here = meeting.environment
-    with settings_of_torch(here):
+    environment = meeting.environment
+    with settings_of_torch(environment):
         parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting), meeting)
         parallel = prepared.run.parallel
         quantised = parallel.zero_quantized_gradients != "none"
@@ -253,23 +253,23 @@ def pretrain(
 
 def _prepared(given: Given, arguments: Arguments, meeting: Rendezvous) -> tuple[ParsedArguments, Prepared, World]:
     """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
-    here, settings = meeting.environment, _settings(given)
-    problems, own = arguments.problems(), OwnData()
+    environment, settings = meeting.environment, _settings(given)
+    problems, own_data = arguments.problems(), OwnData()
     if not problems:
-        own = arguments.own_data()
-        if own.tokenizer is not None:
-            for name, value in (("vocab_size", own.tokenizer.vocab_size), ("eod_id", own.tokenizer.eod_id)):
+        own_data = arguments.own_data()
+        if own_data.tokenizer is not None:
+            for name, value in (("vocab_size", own_data.tokenizer.vocab_size), ("eod_id", own_data.tokenizer.eod_id)):
                 if settings.settings.get(name) is None:
                     settings.put(name, None if value is None else int(value), "tokenizer")
     program = ProgramSettings(settings, arguments.train_data is not None)
     with _fields_for_flags(problems):
-        parsed = parse_arguments([], here.world_size, model_source, missing_files, program)
+        parsed = parse_arguments([], environment.world_size, model_source, missing_files, program)
     if problems:
         raise ConfigError(problems)
     with _fields_for_flags():
-        report = to_stderr if here.local_rank == 0 else silent
-        prepared = prepare(parsed.run, here.world_size, report, own, here.ranks_here)
-        return parsed, prepared, world_of(prepared.run, here)
+        report = to_stderr if environment.local_rank == 0 else silent
+        prepared = prepare(parsed.run, environment.world_size, report, own_data, environment.ranks_here)
+        return parsed, prepared, world_of(prepared.run, environment)
 
 
 @contextmanager

@@ -51,25 +51,25 @@ class Arguments:
 
     def problems(self) -> list[str]:
         """One sentence for each argument that cannot be used: its name, what it is, and what is needed."""
-        found = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
+        problems = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
         if isinstance(self.valid_data, Mapping):
             if not self.valid_data:
-                found.append("valid_data is an empty mapping, which names no validation set: None stands for none")
+                problems.append("valid_data is an empty mapping, which names no validation set: None stands for none")
             for name, rows in self.valid_data.items():
                 if not (isinstance(name, str) and name):
-                    found.append(f"valid_data has the key {shown(name)}: the name of a validation set is a word")
-                found += _rows_problems(f"valid_data[{name!r}]", rows)
+                    problems.append(f"valid_data has the key {shown(name)}: the name of a validation set is a word")
+                problems += _rows_problems(f"valid_data[{name!r}]", rows)
         elif self.valid_data is not None:
-            found += _rows_problems("valid_data", self.valid_data)
+            problems += _rows_problems("valid_data", self.valid_data)
         if self.tokenizer is not None:
-            found += _tokenizer_problems(self.tokenizer)
+            problems += _tokenizer_problems(self.tokenizer)
         for known in fields(self.callbacks):
-            found += _callback_problems(known.name, getattr(self.callbacks, known.name))
+            problems += _callback_problems(known.name, getattr(self.callbacks, known.name))
         if not isinstance(self.handle_signals, bool):
-            found.append(f"handle_signals is {kind(self.handle_signals)}: it is True or False")
+            problems.append(f"handle_signals is {kind(self.handle_signals)}: it is True or False")
         elif self.handle_signals and threading.current_thread() is not threading.main_thread():
-            found.append("handle_signals: only the main thread of a program can handle signals, and this is another")
-        return found
+            problems.append("handle_signals: only the main thread of a program can handle signals, and this is another")
+        return problems
 
     def own_data(self) -> OwnData:
         """The data and the tokenizer. Call it only if `problems` is empty."""

@@ -32,11 +32,11 @@ class Where:
     """Which ranks of a run this process answers for.
 
     world_size  number of all ranks
-    here        the ranks of this host, which share its memory and disks; empty: the run is meant for other machines
+    local_ranks the ranks of this host, which share its memory and disks; empty: the run is meant for other machines
     """
 
     world_size: int
-    here: range
+    local_ranks: range
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Asked:
 
     resolved      the run, with the facts that it was resolved from
     where         the ranks that this process answers for
-    own           data and tokenizer of a program
+    own_data      data and tokenizer of a program
     paths         what the run names, opened
     unresolvable  why a decision is not possible: epochs that fill no batch, budgets that no placement keeps, rates
                   that cannot be read
@@ -55,7 +55,7 @@ class Asked:
 
     resolved: ResolvedRun
     where: Where
-    own: OwnData
+    own_data: OwnData
     paths: CheckedPaths
     unresolvable: tuple[str, ...]
     reads_files: bool
@@ -75,45 +75,49 @@ class Problems:
 
 
 def asked_start(
-    asked: Run, where: Where, own: OwnData | None = None, *, reads_files: bool = True, searches: bool = False
+    asked: Run, where: Where, own_data: OwnData | None = None, *, reads_files: bool = True, searches: bool = False
 ) -> Asked:
     """Open what the run names, ask this machine, and resolve the run. Writes nothing and communicates nothing.
 
-    own: data and tokenizer of a program, used instead of the run's. reads_files: False for --skip-files. searches:
+    own_data: data and tokenizer of a program, used instead of the run's. reads_files: False for --skip-files. searches:
     whether this process tries kernels on a card and searches for a placement, as a check does; in a start rank 0 does,
     once the ranks have their cards.
     """
-    own = own or OwnData()
-    paths = check_paths(asked, own.tokenizer) if reads_files else CheckedPaths()
-    facts = _facts(asked, where, own, paths, reads_files=reads_files, searches=searches)
+    own_data = own_data or OwnData()
+    paths = check_paths(asked, own_data.tokenizer) if reads_files else CheckedPaths()
+    facts = _facts(asked, where, own_data, paths, reads_files=reads_files, searches=searches)
     rates, unresolvable = _given_rates(asked)
     if searches and asked.offload.placement == AUTO:
-        facts = replace(facts, rates=rates, room=room_here(asked, len(where.here)) if where.here else None)
+        facts = replace(
+            facts, rates=rates, room=room_here(asked, len(where.local_ranks)) if where.local_ranks else None
+        )
     try:
         resolved = resolve(asked, facts)
     except ConfigError as error:
         unresolvable += error.problems
         resolved = resolve(asked, replace(facts, epoch=None, rates=None))  # so that everything else is still checked
-    return Asked(resolved, where, own, paths, unresolvable, reads_files, searches)
+    return Asked(resolved, where, own_data, paths, unresolvable, reads_files, searches)
 
 
 def check_start(begun: Asked) -> Problems:
     """Check a run that is resolved. Writes nothing and communicates nothing."""
     resolved, where = begun.resolved, begun.where
     asked, run = resolved.asked, resolved.run
-    problems = [*begun.paths.problems, *begun.own.problems(asked), *begun.unresolvable]
+    problems = [*begun.paths.problems, *begun.own_data.problems(asked), *begun.unresolvable]
     if begun.reads_files:
         problems += resume_problems(resolved, begun.paths)
         if not folder_problems(asked.offload.nvme_path):
-            problems += room_problems(run, where.world_size, where.here)
-    problems += budget_problems(run, where.world_size, tries_cards=begun.searches, here=where.here)
+            problems += room_problems(run, where.world_size, where.local_ranks)
+    problems += budget_problems(run, where.world_size, tries_cards=begun.searches, local_ranks=where.local_ranks)
     return Problems(tuple(machine_problems(run)), tuple(problems))
 
 
-def _facts(asked: Run, where: Where, own: OwnData, paths: CheckedPaths, *, reads_files: bool, searches: bool) -> Facts:
+def _facts(
+    asked: Run, where: Where, own_data: OwnData, paths: CheckedPaths, *, reads_files: bool, searches: bool
+) -> Facts:
     """What the files and this machine say, apart from rates."""
     kind = devices.kind(asked.parallel.device)
-    without_data = own.train is None and not (asked.data.data_path or asked.data.instruction_data)
+    without_data = own_data.train is None and not (asked.data.data_path or asked.data.instruction_data)
     vocabulary = None
     if paths.tokenizer is not None:
         vocabulary = Vocabulary(int(paths.tokenizer.vocab_size), paths.tokenizer.eod_id)
@@ -122,11 +126,11 @@ def _facts(asked: Run, where: Where, own: OwnData, paths: CheckedPaths, *, reads
     return Facts(
         where.world_size,
         kind,
-        device=kind if where.here else None,
+        device=kind if where.local_ranks else None,
         # The path is one of this host. A start makes the corpus soon, and need not list its sources twice.
-        corpus=_planned(asked) if without_data and where.here and searches else None,
+        corpus=_planned(asked) if without_data and where.local_ranks and searches else None,
         vocabulary=vocabulary,
-        epoch=_quick_epoch(asked, own) if reads_files else None,
+        epoch=_quick_epoch(asked, own_data) if reads_files else None,
         base=paths.base,
         tries_kernels=searches or kind == "cpu",
     )
@@ -140,12 +144,12 @@ def _planned(asked: Run) -> Corpus | None:
         return None
 
 
-def _quick_epoch(asked: Run, own: OwnData) -> Epoch | None:
+def _quick_epoch(asked: Run, own_data: OwnData) -> Epoch | None:
     """An epoch of data that say their size in a header. Conversations have to be packed for that, and a default corpus
     may have to be made: their start counts them.
     """
-    if own.train is not None:
-        return Epoch(samples=len(own.train))
+    if own_data.train is not None:
+        return Epoch(samples=len(own_data.train))
     if not asked.data.data_path:
         return None
     try:
@@ -168,8 +172,8 @@ def resume_problems(resolved: ResolvedRun, paths: CheckedPaths) -> list[str]:
     """Why the run may not resume from its checkpoint, by comparison of the two configurations. Nothing where a part of
     the run is not known yet: `prepare` compares again.
     """
-    asked, run, found = resolved.asked, resolved.run, paths.found
+    asked, run, resumed = resolved.asked, resolved.run, paths.resumed
     unknown = (paths.tokenizer is None and asked.data.tokenizer is not None) or run.schedule.epochs is not None
-    if found is None or unknown or not (asked.data.data_path or asked.data.instruction_data):
+    if resumed is None or unknown or not (asked.data.data_path or asked.data.instruction_data):
         return []
-    return of_checkpoint(found, compare(saved_run(found, run), run, found.layout, resolved.axes.sizes).problems)
+    return of_checkpoint(resumed, compare(saved_run(resumed, run), run, resumed.layout, resolved.axes.sizes).problems)

@@ -76,7 +76,7 @@ def _require_a_placement(resolved: ResolvedRun) -> None:
 def _verdict(parsed: ParsedArguments, begun: Asked, wrong: Problems) -> str:
     resolved, problems, left, notes = begun.resolved, [*wrong.others], list[str](), [*parsed.notes]
     run = resolved.run
-    if begun.where.here:
+    if begun.where.local_ranks:
         problems = [*wrong.machine, *problems]
     else:
         left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in wrong.machine]
@@ -86,10 +86,10 @@ def _verdict(parsed: ParsedArguments, begun: Asked, wrong: Problems) -> str:
         if run.model.vocab_size is None:
             problems.append(_UNKNOWN_VOCABULARY.format(run.data.tokenizer))
     else:
-        found = begun.paths.found
-        if found is not None:
-            problems += _damage(run, found)
-        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, found)[0])
+        resumed = begun.paths.resumed
+        if resumed is not None:
+            problems += _damage(run, resumed)
+        notes += checkpoints_in_the_way(run.checkpoint, start_position(run, resumed)[0])
         left.append(_unread(parsed.run))
     if problems:
         raise ConfigError(problems)
@@ -100,10 +100,10 @@ def _verdict(parsed: ParsedArguments, begun: Asked, wrong: Problems) -> str:
     return _told(resolved, parsed.changed_settings(), notes, left)
 
 
-def _damage(run: Run, found: FoundCheckpoint) -> list[str]:
+def _damage(run: Run, resumed: FoundCheckpoint) -> list[str]:
     """A problem of the checkpoint's files. In a start one rank looks at them, because there may be as many ranks."""
     try:
-        require_sizes(found)
+        require_sizes(resumed)
     except CheckpointError as error:
         return [f"--load {run.checkpoint.load}: {error}"]
     return []

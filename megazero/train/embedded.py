@@ -51,31 +51,33 @@ def rendezvous() -> Rendezvous:
     Rank and world size are those of torch's default process group if there is one, else those that torchrun put into
     the environment, else of one process. Raises ConfigError if several ranks have no MASTER_ADDR and MASTER_PORT.
     """
-    here, guest = Environment.read(), dist.is_initialized()
+    environment, guest = Environment.read(), dist.is_initialized()
     if guest:
-        here = Environment(dist.get_rank(), here.local_rank, dist.get_world_size(), here.local_world_size)
-    if here.world_size == 1:
-        return Rendezvous(here, None, guest)
+        environment = Environment(
+            dist.get_rank(), environment.local_rank, dist.get_world_size(), environment.local_world_size
+        )
+    if environment.world_size == 1:
+        return Rendezvous(environment, None, guest)
     if guest:
         store = dist.distributed_c10d._get_default_store()
     elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        store = _launchers_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), here)
+        store = _launchers_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), environment)
     else:
         raise ConfigError(
-            [f"WORLD_SIZE is {here.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
+            [f"WORLD_SIZE is {environment.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
         )
     # Restarted ranks count their calls from one again, but torchrun's store still has the counts of the last attempt.
     base = f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    number = store.add(f"{base}/calls of rank {here.rank}", 1)
-    return Rendezvous(here, dist.PrefixStore(f"{base}/call {number}", store), guest)
+    number = store.add(f"{base}/calls of rank {environment.rank}", 1)
+    return Rendezvous(environment, dist.PrefixStore(f"{base}/call {number}", store), guest)
 
 
 @cache
-def _launchers_store(address: str, port: int, here: Environment) -> dist.Store:
+def _launchers_store(address: str, port: int, environment: Environment) -> dist.Store:
     """torchrun's store; without torchrun, a store that rank 0 serves as long as its process lives."""
-    serves = here.rank == 0 and not agent_serves()
+    serves = environment.rank == 0 and not agent_serves()
     return dist.TCPStore(
-        address, port, here.world_size, serves, timeout=PATIENCE, wait_for_workers=False, multi_tenant=True
+        address, port, environment.world_size, serves, timeout=PATIENCE, wait_for_workers=False, multi_tenant=True
     )
 
 
@@ -85,18 +87,18 @@ def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
     Raises what `find` raises here. If it failed only on other ranks, raises a ConfigError with the problems of one of
     them, or a RuntimeError with its error. Each rank sets and reads a few keys of the store, at any world size.
     """
-    store, here = meeting.store, meeting.environment
+    store, environment = meeting.store, meeting.environment
     if store is None:
         return find()
     failure: Exception | None = None
     try:
-        found = find()
+        result = find()
     except Exception as error:
         failure = error
         problems = error.problems if isinstance(error, ConfigError) else None
-        words = {"rank": here.rank, "problems": problems, "error": f"{type(error).__name__}: {error}"}
+        words = {"rank": environment.rank, "problems": problems, "error": f"{type(error).__name__}: {error}"}
         store.compare_set("wrong", "", json.dumps(words))
-    if store.add("arrived", 1) == here.world_size:
+    if store.add("arrived", 1) == environment.world_size:
         store.set("all have arrived", "yes")
     store.wait(["all have arrived"], PATIENCE)
     if failure is not None:
@@ -106,7 +108,7 @@ def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
         if wrong["problems"] is not None:
             raise ConfigError([f"rank {wrong['rank']}: {problem}" for problem in wrong["problems"]])
         raise RuntimeError(f"rank {wrong['rank']} could not begin: {wrong['error']}")
-    return found
+    return result
 
 
 @contextmanager
@@ -122,8 +124,8 @@ def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool, qu
         yield build_grid(world.axes, world.device)
         return
     if not meeting.guest:
-        here = meeting.environment
-        init_default_group(world, store=meeting.store, rank=here.rank, world_size=here.world_size)
+        environment = meeting.environment
+        init_default_group(world, store=meeting.store, rank=environment.rank, world_size=environment.world_size)
     backend = world.backend if meeting.guest else None
     grid = build_grid(world.axes, world.device, world.timeout, shared_memory=shared_memory, guest_backend=backend)
     connect(grid, quantised=quantised)

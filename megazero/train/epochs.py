@@ -80,13 +80,13 @@ def _nearest(schedule: ScheduleConfig, samples_of: Callable[[float], int], first
     enough = math.ceil(schedule.epochs * (first + 1) / samples)
     while enough > 1 and samples_of(enough - 1) >= first:
         enough -= 1
-    found = [f"--epochs {enough}"]
+    advice = [f"--epochs {enough}"]
     if schedule.rampup_batch_size is None:
         step = schedule.micro_batch_size * dp
         micro = " --micro-batch-size 1" * (samples < step)
         batch = samples // (dp if micro else step) * (dp if micro else step)
-        found += [f"--global-batch-size {batch}{micro}"] * (batch > 0)
-    return found
+        advice += [f"--global-batch-size {batch}{micro}"] * (batch > 0)
+    return advice
 
 
 def _packed_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> int:

@@ -85,20 +85,20 @@ def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     name counts: a rank that opened another one opens the one of that name in the same folder instead, if it is there. A
     collective of the world: a broadcast of the name, and two `attempt_on_all_ranks`. Raises as `raise_on_all_ranks`.
     """
-    found: list[Source] = []
-    attempt_on_all_ranks(grid.world, grid.device, lambda: found.append(open_source(Path(path).expanduser())))
-    mine = found[0].path
+    opened: list[Source] = []
+    attempt_on_all_ranks(grid.world, grid.device, lambda: opened.append(open_source(Path(path).expanduser())))
+    mine = opened[0].path
     name = broadcast_text(grid.world, grid.device, mine.name)
     assert name is not None
     other = mine.with_name(name) if name and mine.name else mine
 
     def reopen() -> None:
         if other != mine and other.exists():
-            found[0].closing.close()
-            found[0] = open_source(other)
+            opened[0].closing.close()
+            opened[0] = open_source(other)
 
     attempt_on_all_ranks(grid.world, grid.device, reopen)
-    return found[0]
+    return opened[0]
 
 
 def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
@@ -143,13 +143,13 @@ def refuse_on_all_ranks(path: str, grid: ProcessGrid, error: OutOfRange | None) 
 def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
     """Sentences about keys that were not used, filled or averaged; at most `SHOWN` keys are named for each kind."""
     kinds = {"not used": report.unused, "filled": report.filled}
-    found = [
+    unusual = [
         f"{len(keys)} {kind}: {', '.join(f'{key} ({why})' for key, why in islice(keys.items(), SHOWN))}"
         for kind, keys in kinds.items()
         if keys
     ]
     return [
-        *found,
+        *unusual,
         *(f"{r.key}: {r.copies} copies that differed were averaged" for r in report.replicas[:SHOWN]),
         *report.apart,
         *report.notes,

@@ -98,7 +98,7 @@ def build_job(
     """
     signals = signals or StopSignals()
     announce_kernels(grid)
-    prepared = replace(prepared, resolved=resolved_on_all_ranks(prepared.resolved, grid, prepared.here))
+    prepared = replace(prepared, resolved=resolved_on_all_ranks(prepared.resolved, grid, prepared.local_world_size))
     run = prepared.run
     memory = host_memory_of(run, grid)  # before anything of the model is allocated
     keep_budgets(run, grid)
@@ -109,10 +109,12 @@ def build_job(
         state = build_state(run, grid, stages, offloaded)
         engines = build_engines(run, grid, stages, state.model, activation_swap, memory)
         batches = batches_of(run, prepared.datasets, grid)
-        checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.found)
+        checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.resumed)
         deadline = deadline_of(run)  # counted from here, when the kernels are compiled
         start = resume(run, state, checkpoints, engines.probe, grid, swap_start)
-        if (run.checkpoint.init_from or prepared.found) and not uses_disks(run):  # else all of the disks would be read
+        if (run.checkpoint.init_from or prepared.resumed) and not uses_disks(
+            run
+        ):  # else all of the disks would be read
             require_finite_weights(run, grid, state)
         program = None if callbacks is None else CallbackSink(callbacks, signals)
         swaps = state.model.host.swap, None if activation_swap is None else activation_swap.swap

@@ -59,25 +59,25 @@ def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     all-reduces; between replicas all-reduces of 4 MiB. Takes about a second, another for each folder of --nvme-path,
     and less than a step for `product_workspace`. Raises ConfigError on all ranks where one of these folders fails.
     """
-    found = {"workspace": -float(product_workspace(run, grid.device))}  # the largest counts, of all else the smallest
+    rates = {"workspace": -float(product_workspace(run, grid.device))}  # the largest counts, of all else the smallest
     barrier(grid.world)
     product = _product(run, grid.device)
-    found["flops"] = per_second(*product, grid.device)
-    found |= _copies(grid.device)
+    rates["flops"] = per_second(*product, grid.device)
+    rates |= _copies(grid.device)
     barrier(grid.world)
     update, host = _updates(run.optimizer, grid.device), torch.device("cpu")
-    found["update"] = found["update_host"] = per_second(*update, grid.device)
+    rates["update"] = rates["update_host"] = per_second(*update, grid.device)
     barrier(grid.world)
     if grid.device.type == "cpu":
-        found["beside"] = _beside(product, found["flops"], update, found["update_host"])
+        rates["beside"] = _beside(product, rates["flops"], update, rates["update_host"])
     else:
-        found["update_host"] = per_second(*_updates(run.optimizer, host), host)
+        rates["update_host"] = per_second(*_updates(run.optimizer, host), host)
     if run.offload.nvme_path:
-        found |= _disks(run, grid)
+        rates |= _disks(run, grid)
     if grid.replicas.size > 1:
-        found["messages"] = _messages(grid)
-    names = [name for name in NAMES if name in found]
-    slowest = torch.tensor([found[name] for name in names], dtype=torch.float64, device=grid.device)
+        rates["messages"] = _messages(grid)
+    names = [name for name in NAMES if name in rates]
+    slowest = torch.tensor([rates[name] for name in names], dtype=torch.float64, device=grid.device)
     all_reduce(slowest, grid.world, "min").wait()
     common = dict(zip(names, slowest.tolist(), strict=True))
     return rates_of({**common, "workspace": -common["workspace"]})
@@ -143,13 +143,13 @@ def _product(run: Run, device: torch.device) -> Work:
 
 def _copies(device: torch.device) -> dict[str, float]:
     """Bytes to the host and back, by the threads that will copy."""
-    there = torch.randn(ELEMENTS, device=device)
-    here = host_tensor(ELEMENTS, there.dtype, device, "--placement auto")
+    on_device = torch.randn(ELEMENTS, device=device)
+    on_host = host_tensor(ELEMENTS, on_device.dtype, device, "--placement auto")
     thread = CopyThread(device, "rates")
     try:
         return {
-            "to_host": per_second(lambda: thread.copy(here, there).result(), here.nbytes, device),
-            "to_device": per_second(lambda: thread.copy(there, here).result(), here.nbytes, device),
+            "to_host": per_second(lambda: thread.copy(on_host, on_device).result(), on_host.nbytes, device),
+            "to_device": per_second(lambda: thread.copy(on_device, on_host).result(), on_host.nbytes, device),
         }
     finally:
         thread.close()
@@ -186,19 +186,19 @@ def _updates(cfg: OptimizerConfig, device: torch.device) -> Work:
 
 def _disks(run: Run, grid: ProcessGrid) -> dict[str, float]:
     """Bytes that this rank reads and writes in all folders together, which share a piece by their speed."""
-    found = {"read": 0.0, "write": 0.0}
+    rates = {"read": 0.0, "write": 0.0}
 
     def measure() -> None:
         for folder in run.offload.nvme_path:
             with DiskTrial(Path(folder), DiskOptions(), DISK_BYTES, piece_bytes=DISK_BYTES // 8) as trial:
                 trial.fill()
                 (writes,), (reads,) = trial.rates(True, seconds=DISK_SECONDS), trial.rates(False, seconds=DISK_SECONDS)
-            found["read"] += reads
-            found["write"] += writes
+            rates["read"] += reads
+            rates["write"] += writes
 
     with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
         attempt_on_all_ranks(grid.world, grid.device, measure)
-    return found
+    return rates
 
 
 def _messages(grid: ProcessGrid) -> float:
@@ -226,8 +226,8 @@ def product_workspace(run: Run, device: torch.device) -> int:
     narrow = torch.empty(0, dtype=compute_dtype(run.optimizer.precision))
     if narrow.dtype not in HALVES or lacks_products(narrow):
         return 0  # no product of oneDNN
-    with ThreadPoolExecutor(max_workers=1) as own:  # this thread may have a profiler already
-        return max(own.submit(_given_back, call).result() for call in _products(run, device))
+    with ThreadPoolExecutor(max_workers=1) as other_thread:  # this thread may have a profiler already
+        return max(other_thread.submit(_given_back, call).result() for call in _products(run, device))
 
 
 def _products(run: Run, device: torch.device) -> Iterator[Callable[[], Tensor]]:

@@ -46,13 +46,13 @@ class CheckedPaths:
     """The result of `check_paths`.
 
     tokenizer  the program's own or the run's; None without one, or if it cannot be opened
-    found      the checkpoint that --load would resume from, if there is one
+    resumed    the checkpoint that --load would resume from, if there is one
     base       the model that the adapters of the run belong to; None without adapters
     problems   one sentence for each problem
     """
 
     tokenizer: Tokenizer | None = None
-    found: FoundCheckpoint | None = None
+    resumed: FoundCheckpoint | None = None
     base: AdapterBase | None = None
     problems: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
     """
     problems: list[str] = [*unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
     listed: ListedTokenizer | None = None
-    found: FoundCheckpoint | None = None
+    resumed: FoundCheckpoint | None = None
     with _collected(problems):
         listed = _tokenizer(run)
     tokenizer = own_tokenizer or listed
@@ -74,20 +74,22 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
         problems += _forgotten_tokenizer(run)
     before = len(problems)
     with _collected(problems, f"--load {run.checkpoint.load}: "):
-        there = find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
-        if there is not None:
-            run_from(there.run)  # raises Damaged for a manifest whose run has impossible values
-        found = there
+        complete = (
+            find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
+        )
+        if complete is not None:
+            run_from(complete.run)  # raises Damaged for a manifest whose run has impossible values
+        resumed = complete
     damaged = len(problems) > before
-    if found is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
+    if resumed is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
         problems += _other_content(run.checkpoint, Path(run.checkpoint.load))
-    problems += _of_another_run(run.checkpoint, found)
-    problems += [] if found is None else _without_optimizer(run, found)
+    problems += _of_another_run(run.checkpoint, resumed)
+    problems += [] if resumed is None else _without_optimizer(run, resumed)
     base = None
     if run.checkpoint.init_from or not damaged:  # the checkpoint of --load may say which model the base is
         with _collected(problems):
-            base = base_of(run, found)
-    return CheckedPaths(tokenizer, found, base, tuple(problems))
+            base = base_of(run, resumed)
+    return CheckedPaths(tokenizer, resumed, base, tuple(problems))
 
 
 def missing_files(run: Run) -> tuple[str, ...]:
@@ -95,37 +97,37 @@ def missing_files(run: Run) -> tuple[str, ...]:
     return check_paths(run).problems
 
 
-def of_checkpoint(found: FoundCheckpoint, problems: Sequence[str]) -> list[str]:
+def of_checkpoint(resumed: FoundCheckpoint, problems: Sequence[str]) -> list[str]:
     """The problems with the checkpoint's path, and where its settings are, if those of the model were forgotten."""
-    file = found.path.parent / RUN_FILE
+    file = resumed.path.parent / RUN_FILE
     forgotten = len(problems) > 1 and any(problem.endswith(SHAPE_STAYS) for problem in problems)
-    told = [f"{found.path}: {problem}" for problem in problems]
+    told = [f"{resumed.path}: {problem}" for problem in problems]
     return told + [f"to go on with all settings of that run: --config {file}"] * (forgotten and file.is_file())
 
 
-def _without_optimizer(run: Run, found: FoundCheckpoint) -> Iterator[str]:
+def _without_optimizer(run: Run, resumed: FoundCheckpoint) -> Iterator[str]:
     """A problem if the checkpoint lacks state of the optimizer that the run would go on with. (Steps on disks may be
     later than the checkpoint, and take its place.)
     """
     if run.checkpoint.finetune or run.checkpoint.no_load_optim or run.offload.nvme_checkpoint:
         return
     needed = ("exp_avg",) if run.optimizer.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
-    held = [tensor.columns for tensor in found.manifest.tensors.values()]
-    lacking = [column for column in needed if any(column not in columns for columns in held)]
+    columns_of_tensors = [tensor.columns for tensor in resumed.manifest.tensors.values()]
+    lacking = [column for column in needed if any(column not in columns for columns in columns_of_tensors)]
     if lacking:
         yield (
-            f"--load {run.checkpoint.load}: {found.path} is without the optimizer's {' and '.join(lacking)} (saved "
+            f"--load {run.checkpoint.load}: {resumed.path} is without the optimizer's {' and '.join(lacking)} (saved "
             "with --no-save-optim, converted, or of another --optimizer), so no run can go on from it as it was; "
             "--no-load-optim goes on with its weights and position, --finetune starts with its weights, and "
-            f"--init-from {found.path} in place of --load begins another run with them"
+            f"--init-from {resumed.path} in place of --load begins another run with them"
         )
 
 
-def start_position(run: Run, found: FoundCheckpoint | None) -> tuple[int, int]:
+def start_position(run: Run, resumed: FoundCheckpoint | None) -> tuple[int, int]:
     """The (iteration, consumed samples) that the run starts from."""
-    if found is None or run.checkpoint.finetune:
+    if resumed is None or run.checkpoint.finetune:
         return 0, 0
-    return int(found.progress["iteration"]), int(found.progress["consumed_samples"])
+    return int(resumed.progress["iteration"]), int(resumed.progress["consumed_samples"])
 
 
 def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
@@ -146,14 +148,14 @@ def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
     ]
 
 
-def _of_another_run(cfg: CheckpointConfig, found: FoundCheckpoint | None) -> Iterator[str]:
+def _of_another_run(cfg: CheckpointConfig, resumed: FoundCheckpoint | None) -> Iterator[str]:
     """A problem if --save holds checkpoints and this run starts from none of them: it would replace and delete them."""
     if cfg.save is None or closed(cfg.save) is not None:
         return  # the outputs' checks tell why it is closed
     there = list_checkpoints(Path(cfg.save))
     if not there:
         yield from _beside_another(Path(cfg.save))
-    elif found is None or Path(cfg.save).resolve() not in (found.path.resolve(), *found.path.resolve().parents):
+    elif resumed is None or Path(cfg.save).resolve() not in (resumed.path.resolve(), *resumed.path.resolve().parents):
         yield (
             f"--save {cfg.save}: holds checkpoints up to {there[-1][1].name} of another run, which this run would "
             f"replace; to go on from them: --load {cfg.save}, to leave them: another --save"
@@ -218,12 +220,12 @@ def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
     """Prefixes of indexed datasets by flag; a flag that cannot be parsed is left out (the configuration's checks report
     it).
     """
-    found: dict[str, tuple[str, ...]] = {}
+    prefixes: dict[str, tuple[str, ...]] = {}
     with suppress(DataError):
-        found["--data-path"] = parse_data_path(run.data.data_path).prefixes
+        prefixes["--data-path"] = parse_data_path(run.data.data_path).prefixes
     with suppress(DataError):
-        found["--valid-data-path"] = tuple(parse_valid_data_path(run.data.valid_data_path).values())
-    return found
+        prefixes["--valid-data-path"] = tuple(parse_valid_data_path(run.data.valid_data_path).values())
+    return prefixes
 
 
 def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
@@ -322,12 +324,12 @@ def other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
 def _inside_a_checkpoint(save: str) -> str | None:
     """Why checkpoints cannot be saved here: what reads the folder would take it for one; None if they can."""
     place = Path(os.path.abspath(save))
-    found = enclosing_checkpoint(place)
-    if found is None:
+    enclosing = enclosing_checkpoint(place)
+    if enclosing is None:
         return None
-    what = "is a checkpoint" if os.path.exists(found) else "has the name of a checkpoint"
-    what = what if found == place else f"lies in the checkpoint {found}"
-    return f"{what}; name a folder of checkpoints, such as {found.parent}"
+    what = "is a checkpoint" if os.path.exists(enclosing) else "has the name of a checkpoint"
+    what = what if enclosing == place else f"lies in the checkpoint {enclosing}"
+    return f"{what}; name a folder of checkpoints, such as {enclosing.parent}"
 
 
 def _is_missing(path: str) -> bool:

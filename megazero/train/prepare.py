@@ -40,9 +40,9 @@ class Prepared:
     datasets  its samples
     tokenizer the program's own or the run's; None without one
     text      a few words about the data, for the banner
-    found     the checkpoint that the run resumes from, if there is one
+    resumed   the checkpoint that the run resumes from, if there is one
     saved     the run that wrote this checkpoint, with the present names of its tokenizer and data
-    here      number of ranks of this host
+    local_world_size  number of ranks of this host
     contents  what the training data hold, of data that the run names
     """
 
@@ -50,9 +50,9 @@ class Prepared:
     datasets: Datasets
     tokenizer: Tokenizer | None
     text: str
-    found: FoundCheckpoint | None
+    resumed: FoundCheckpoint | None
     saved: Run | None
-    here: int = 1
+    local_world_size: int = 1
     contents: Contents = ()
 
     @property
@@ -62,38 +62,41 @@ class Prepared:
     @property
     def changes(self) -> tuple[Change, ...]:
         """The differences from the run that wrote the checkpoint."""
-        return () if self.found is None or self.saved is None else self._compared().changes
+        return () if self.resumed is None or self.saved is None else self._compared().changes
 
     def _compared(self) -> Comparison:
-        assert self.found is not None and self.saved is not None
-        return compare(self.saved, self.run, self.found.layout, self.resolved.axes.sizes)
+        assert self.resumed is not None and self.saved is not None
+        return compare(self.saved, self.run, self.resumed.layout, self.resolved.axes.sizes)
 
     def problems(self) -> list[str]:
         """Why the run may not go on from the checkpoint, one sentence for each reason."""
-        if self.found is None or self.saved is None:
+        if self.resumed is None or self.saved is None:
             return []
-        others = _other_data(self.run, self.saved, self.found, self.datasets, self.contents)
-        return of_checkpoint(self.found, [*self._compared().problems, *others])
+        others = _other_data(self.run, self.saved, self.resumed, self.datasets, self.contents)
+        return of_checkpoint(self.resumed, [*self._compared().problems, *others])
 
 
 def prepare(
-    asked: Run, world_size: int, report: Report, own: OwnData | None = None, here: range | None = None
+    asked: Run, world_size: int, report: Report, own_data: OwnData | None = None, local_ranks: range | None = None
 ) -> Prepared:
     """Check the run, resolve it and prepare its data, on every rank. Communicates nothing.
 
-    report: called with lines about progress. own: data and tokenizer of a program, used instead of the run's. here: the
-    ranks of this host; None: all ranks. Raises ConfigError for data or folders that cannot be used, for a checkpoint
-    that the run may not resume from, and for a budget of activations that cannot be kept.
+    report       called with lines about progress
+    own_data     data and tokenizer of a program, used instead of the run's
+    local_ranks  the ranks of this host; None: all ranks
+
+    Raises ConfigError for data or folders that cannot be used, for a checkpoint that the run may not resume from, and
+    for a budget of activations that cannot be kept.
     """
     if asked.trainer.deterministic:
         devices.use_deterministic_algorithms()
-    own, here = own or OwnData(), range(world_size) if here is None else here
-    begun = asked_start(asked, Where(world_size, here), own)
+    own_data, local_ranks = own_data or OwnData(), range(world_size) if local_ranks is None else local_ranks
+    begun = asked_start(asked, Where(world_size, local_ranks), own_data)
     problems = check_start(begun)
     if problems.machine or problems.others:
         raise ConfigError([*problems.machine, *problems.others])
     try:
-        prepared = _named_data(begun, report) if own.train is None else _own_data(begun)
+        prepared = _named_data(begun, report) if own_data.train is None else _own_data(begun)
     except (DataError, ImportError) as error:  # ImportError: the data need a package, such as jinja2 for chats
         raise ConfigError([str(error)]) from error
     if against_resuming := prepared.problems():
@@ -105,18 +108,18 @@ def prepare(
 
 def _own_data(begun: Asked) -> Prepared:
     """The data of a program."""
-    own, run, found = begun.own, begun.resolved.run, begun.paths.found
-    assert own.train is not None
-    datasets = own_datasets(run, own, samples_used(run, found), validation_samples(run))
-    epochs = own_epochs_text(samples_told(samples_asked(run, found), samples_used(run, found)), len(own.train))
-    text = f"{counted(len(own.train), 'sample')} of the program's own; {epochs}"
-    saved = None if found is None else saved_run(found, run, ())
-    return Prepared(begun.resolved, datasets, begun.paths.tokenizer, text, found, saved, len(begun.where.here))
+    own_data, run, resumed = begun.own_data, begun.resolved.run, begun.paths.resumed
+    assert own_data.train is not None
+    datasets = own_datasets(run, own_data, samples_used(run, resumed), validation_samples(run))
+    epochs = own_epochs_text(samples_told(samples_asked(run, resumed), samples_used(run, resumed)), len(own_data.train))
+    text = f"{counted(len(own_data.train), 'sample')} of the program's own; {epochs}"
+    saved = None if resumed is None else saved_run(resumed, run, ())
+    return Prepared(begun.resolved, datasets, begun.paths.tokenizer, text, resumed, saved, len(begun.where.local_ranks))
 
 
 def _named_data(begun: Asked, report: Report) -> Prepared:
     """The data that the run names, or the default corpus. What they say of themselves resolves the run to its end."""
-    found, tokenizer = begun.paths.found, begun.paths.tokenizer
+    resumed, tokenizer = begun.paths.resumed, begun.paths.tokenizer
     asked, facts = begun.resolved.asked, begun.resolved.facts
     text = " ".join(asked.data.data_path)
     if not (asked.data.data_path or asked.data.instruction_data):
@@ -130,16 +133,16 @@ def _named_data(begun: Asked, report: Report) -> Prepared:
     resolved = begun.resolved if facts == begun.resolved.facts else resolve(asked, facts)
     run = resolved.run
     assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
-    datasets, text = _ordered_as(found, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
-    epochs = epochs_text(run, datasets, samples_told(samples_asked(run, found), samples_used(run, found)))
+    datasets, text = _ordered_as(resumed, run, lambda samples: _datasets(run, samples, tokenizer, text, report))
+    epochs = epochs_text(run, datasets, samples_told(samples_asked(run, resumed), samples_used(run, resumed)))
     contents = cached_contents(run.data, report)
-    saved = None if found is None else saved_run(found, run, contents)
-    here = len(begun.where.here)
-    return Prepared(resolved, datasets, tokenizer, f"{text}; {epochs}", found, saved, here, contents)
+    saved = None if resumed is None else saved_run(resumed, run, contents)
+    local_world_size = len(begun.where.local_ranks)
+    return Prepared(resolved, datasets, tokenizer, f"{text}; {epochs}", resumed, saved, local_world_size, contents)
 
 
 def _ordered_as(
-    found: FoundCheckpoint | None, run: Run, build: Callable[[int], tuple[Datasets, str]]
+    resumed: FoundCheckpoint | None, run: Run, build: Callable[[int], tuple[Datasets, str]]
 ) -> tuple[Datasets, str]:
     """The datasets in the checkpoint's order of samples, if there is a checkpoint and one of two sizes gives its order.
 
@@ -148,11 +151,11 @@ def _ordered_as(
 
     build: returns datasets of at least a number of training samples, and a text about them.
     """
-    asked, used = samples_asked(run, found), samples_used(run, found)
+    asked, used = samples_asked(run, resumed), samples_used(run, resumed)
     made = build(asked)
-    if found is not None and used != asked and not run.checkpoint.finetune and not _same_order(found, made[0]):
+    if resumed is not None and used != asked and not run.checkpoint.finetune and not _same_order(resumed, made[0]):
         other = build(used)
-        if _same_order(found, other[0]):
+        if _same_order(resumed, other[0]):
             return other
     return made
 
@@ -187,18 +190,18 @@ def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, text: str, rep
     return datasets, text
 
 
-def samples_asked(run: Run, found: FoundCheckpoint | None) -> int:
+def samples_asked(run: Run, resumed: FoundCheckpoint | None) -> int:
     """The number of training samples that the datasets are built for.
 
     As in Megatron-LM it is --train-samples, including a rest that fills no batch and is never used. The number of
     epochs, the shares of a blend and so the whole order of samples depend on it.
     """
-    return samples_used(run, found) if run.schedule.train_samples is None else run.schedule.train_samples
+    return samples_used(run, resumed) if run.schedule.train_samples is None else run.schedule.train_samples
 
 
-def samples_used(run: Run, found: FoundCheckpoint | None) -> int:
+def samples_used(run: Run, resumed: FoundCheckpoint | None) -> int:
     """The number of training samples consumed at the end of the run: the checkpoint's, and those of its own batches."""
-    return StepPlan(run.schedule).consumed_at_end(*start_position(run, found))
+    return StepPlan(run.schedule).consumed_at_end(*start_position(run, resumed))
 
 
 def validation_samples(run: Run) -> int:
@@ -212,27 +215,27 @@ def _validates_elsewhere(run: Run) -> bool:
     return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
 
 
-def _same_order(found: FoundCheckpoint, datasets: Datasets) -> bool:
+def _same_order(resumed: FoundCheckpoint, datasets: Datasets) -> bool:
     """Whether the order of samples is the checkpoint's. True if the checkpoint does not record one, as those of earlier
     versions for instruction data.
     """
-    then = found.progress.get("data_plans")
+    then = resumed.progress.get("data_plans")
     return not then or then == [list(plan) for plan in datasets.train.plans]
 
 
-def _other_data(run: Run, saved: Run, found: FoundCheckpoint, datasets: Datasets, contents: Contents) -> list[str]:
+def _other_data(run: Run, saved: Run, resumed: FoundCheckpoint, datasets: Datasets, contents: Contents) -> list[str]:
     """A problem if the data of the same name are not the checkpoint's, or are read in another order."""
     names = (run.data.data_path, run.data.instruction_data), (saved.data.data_path, saved.data.instruction_data)
     if run.checkpoint.finetune or run.checkpoint.override_data or names[0] != names[1]:
         return []  # `compare` reports other names
-    why = _other_documents(run, found, contents) or _other_order(run, found, datasets)
+    why = _other_documents(run, resumed, contents) or _other_order(run, resumed, datasets)
     repeated = "so samples would be repeated and left out; to go on all the same: --override-data"
     return [f"{why}, {repeated}"] if why else []
 
 
-def _other_documents(run: Run, found: FoundCheckpoint, contents: Contents) -> str | None:
+def _other_documents(run: Run, resumed: FoundCheckpoint, contents: Contents) -> str | None:
     """Which pair holds other documents than then. Their order may be the same by its numbers."""
-    then = recorded_contents(found)
+    then = recorded_contents(resumed)
     if run.data.instruction_data or then is None or len(then) != len(contents) or then == contents:
         return None
     prefixes = parse_data_path(run.data.data_path).prefixes
@@ -246,14 +249,14 @@ def _other_documents(run: Run, found: FoundCheckpoint, contents: Contents) -> st
     )
 
 
-def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> str | None:
+def _other_order(run: Run, resumed: FoundCheckpoint, datasets: Datasets) -> str | None:
     """In which way the order of samples is not the checkpoint's.
 
     A run of another length may need another number of epochs. Epochs are shuffled together, so all of the order
     changes. The order of conversations changes if the files have changed.
     """
-    then, now = found.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
-    if _same_order(found, datasets):
+    then, now = resumed.progress.get("data_plans") or [], [list(plan) for plan in datasets.train.plans]
+    if _same_order(resumed, datasets):
         return None
     if run.data.instruction_data:
         return (
@@ -268,6 +271,6 @@ def _other_order(run: Run, found: FoundCheckpoint, datasets: Datasets) -> str | 
     before, epochs = (" ".join(str(plan[0]) for plan in plans) for plans in (then, now))
     return (
         f"--train-iters, --train-samples or other batches: "
-        f"{counted(samples_asked(run, found), 'sample takes', 'samples take')} {epochs} "
+        f"{counted(samples_asked(run, resumed), 'sample takes', 'samples take')} {epochs} "
         f"epoch{'' if epochs == '1' else 's'} of the data in another order than the checkpoint's {before}"
     )

@@ -85,7 +85,7 @@ def introduce(
             machine=machine_of(run, grid, bodies),
             data=prepared.text,
             start=start.text,
-            samples=samples_used(run, prepared.found),
+            samples=samples_used(run, prepared.resumed),
             given=changed_settings(asked) if parsed is None else parsed.changed_settings(),
             decisions=prepared.resolved.decisions,
             placement=prepared.resolved.placement,

@@ -149,31 +149,31 @@ def _unknown_kernels() -> list[str]:
     return []
 
 
-def budget_problems(run: Run, world_size: int, *, tries_cards: bool, here: range | None = None) -> list[str]:
+def budget_problems(run: Run, world_size: int, *, tries_cards: bool, local_ranks: range | None = None) -> list[str]:
     """A sentence for each budget of the run that does not hold what a rank needs, and one if the host's memory does not
     hold the model state of its ranks. Nothing if the vocabulary is not known.
 
     tries_cards: whether this process may try bodies of attention on a card. A rank may not before it has a card of its
-    own; there `train.run_memory.keep_budgets` looks at the budgets of memory. here: the ranks of this host, empty
-    where the run is meant for others; None: all ranks.
+    own; there `train.run_memory.keep_budgets` looks at the budgets of memory. local_ranks: the ranks of this host,
+    empty where the run is meant for others; None: all ranks.
     """
     kind = devices.kind(run.parallel.device)
     if run.model.vocab_size is None:
         return []
-    found = unit_problems(run, axes_of(run, world_size))
+    problems = unit_problems(run, axes_of(run, world_size))
     if run.offload.placement == AUTO:  # the search keeps to them
-        return found
-    found = found or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])
-    here, limit = range(world_size) if here is None else here, host_memory.limit_bytes()
-    if found or not here or limit is None:
-        return found
+        return problems
+    problems = problems or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])
+    local_ranks, limit = range(world_size) if local_ranks is None else local_ranks, host_memory.limit_bytes()
+    if problems or not local_ranks or limit is None:
+        return problems
     memory = HostRoom(limit, devices.memory_bytes(torch.device("cpu")))
-    return host_problems(run, world_size, kind, here, memory)
+    return host_problems(run, world_size, kind, local_ranks, memory)
 
 
 def folder_problems(folders: Sequence[str]) -> list[str]:
     """Why swap files cannot be made in one of these folders, one sentence for each."""
-    found = []
+    problems = []
     for folder in folders:
         wrong = (
             "there is no such folder"
@@ -184,11 +184,11 @@ def folder_problems(folders: Sequence[str]) -> list[str]:
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
             else ""
         )
-        found += [f"--nvme-path {folder}: {wrong}"] * bool(wrong)
-    return found
+        problems += [f"--nvme-path {folder}: {wrong}"] * bool(wrong)
+    return problems
 
 
-def room_problems(run: Run, world_size: int, here: range) -> list[str]:
+def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
     """A sentence if the swap files of the ranks `here` do not fit into the folders of --nvme-path, which these ranks
     share. Nothing if the vocabulary is not known.
 
@@ -199,11 +199,11 @@ def room_problems(run: Run, world_size: int, here: range) -> list[str]:
     folders, axes = run.offload.nvme_path, axes_of(run, world_size)
     if not (uses_disks(run) or writes_activations(run)) or run.model.vocab_size is None:
         return []
-    needed, free = swap_bytes(run, axes, here), free_in(folders, checkpoints=whole_steps(run.offload))
+    needed, free = swap_bytes(run, axes, local_ranks), free_in(folders, checkpoints=whole_steps(run.offload))
     if needed <= free:
         return []
-    ranks = f"the {len(here)} ranks" if len(here) > 1 else "the rank"
-    fits = _largest_that_fits(run, axes, here, free)
+    ranks = f"the {len(local_ranks)} ranks" if len(local_ranks) > 1 else "the rank"
+    fits = _largest_that_fits(run, axes, local_ranks, free)
     nearest = f"; nearest: {as_flags(fits)}, or" if fits else ":"
     return [
         f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "

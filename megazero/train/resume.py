@@ -56,26 +56,26 @@ def resume(
     probe's loss has changed.
     """
     load, init_from = run.checkpoint.load, run.checkpoint.init_from
-    found = checkpoints.find()
+    resumed = checkpoints.find()
     beneath = _load_base(run, state, grid)
     if swapped is not None and swapped.step is not None:
         _fill_from_swap(run, state, swapped, grid)
-        words = [swapped.words(run.offload.nvme_path, found), *beneath]
+        words = [swapped.words(run.offload.nvme_path, resumed), *beneath]
         return StartPoint(swapped.position, "; ".join(words))
-    if found is None:
+    if resumed is None:
         text = _begin(run, state, grid)
         return StartPoint(TrainingPosition(), text + (f" (no complete checkpoint in {load})" if load else ""))
-    loaded = checkpoints.load(found)
+    loaded = checkpoints.load(resumed)
     read = f"{transfer(loaded.bytes, loaded.seconds)} read"
-    probed = check_probe(found.progress.get("probe"), run, probe_engine, grid)
+    probed = check_probe(resumed.progress.get("probe"), run, probe_engine, grid)
     if run.checkpoint.finetune:
-        words = [f"weights of {found.path} (--finetune: everything else anew)", read, *beneath]
+        words = [f"weights of {resumed.path} (--finetune: everything else anew)", read, *beneath]
         return StartPoint(TrainingPosition(), "; ".join(words))
-    position = TrainingPosition.read(found.progress)
+    position = TrainingPosition.read(resumed.progress)
     if not run.checkpoint.no_load_optim:
-        state.restore(found.progress)
+        state.restore(resumed.progress)
     unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
-    words = [f"{found.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
+    words = [f"{resumed.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
     return StartPoint(position, "; ".join(words))
 
 

@@ -43,9 +43,9 @@ def keep_budgets(run: Run, grid: ProcessGrid) -> None:
     """
     if grid.device.type == "cpu" or not (has_budgets(run) or writes_activations(run)):
         return
-    found = memory_problems(run, grid.world.size, grid.device.type) if grid.rank == 0 else []
-    told = broadcast_text(grid.world, grid.device, "\n".join(found) or None) if grid.world.size > 1 else None
-    if problems := found or (told.splitlines() if told else []):
+    mine = memory_problems(run, grid.world.size, grid.device.type) if grid.rank == 0 else []
+    from_rank_0 = broadcast_text(grid.world, grid.device, "\n".join(mine) or None) if grid.world.size > 1 else None
+    if problems := mine or (from_rank_0.splitlines() if from_rank_0 else []):
         raise ConfigError(problems)
     if run.offload.device_memory_budget is not None:
         devices.limit_memory(grid.device, run.offload.device_memory_budget)
@@ -58,13 +58,13 @@ def write_memory_trace(steps: StageLists, path: Path, kind: str) -> str:
     Raises ConfigError if it cannot be written.
     """
     file = steps.run.offload.placement_rates
-    found = timed_traces(steps, kind, ASSUMED[kind] if file is None else read_rates(file))
+    traces = timed_traces(steps, kind, ASSUMED[kind] if file is None else read_rates(file))
     with as_config_error("--memory-trace"):
-        files = write(found, path)
-    peak = found[0].peak
+        files = write(traces, path)
+    peak = traces[0].peak
     words, assumed = ", ".join(map(str, files)), "; its times are at assumed rates: --placement-rates has yours"
     return (
-        f"{words}: the tensors of a step take {size(peak.total)} at most by arithmetic, on {found[0].rank} during "
+        f"{words}: the tensors of a step take {size(peak.total)} at most by arithmetic, on {traces[0].rank} during "
         f"number {peak.number} of its list, {peak.instruction}" + assumed * (file is None and path.suffix == ".html")
     )
 

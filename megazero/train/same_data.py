@@ -23,21 +23,21 @@ from megazero.data.tokenizer import build_tokenizer
 from megazero.data.tokenizer_record import tokenizer_record
 
 
-def recorded_contents(found: FoundCheckpoint) -> Contents | None:
+def recorded_contents(resumed: FoundCheckpoint) -> Contents | None:
     """What the data held when the checkpoint was written; None in one of an earlier version or of a program's data."""
-    recorded = found.progress.get("data_contents")
+    recorded = resumed.progress.get("data_contents")
     if not recorded or any(len(numbers) != len(NUMBERS) for numbers in recorded):
         return None
     return tuple(tuple(numbers) for numbers in recorded)
 
 
-def saved_run(found: FoundCheckpoint, run: Run, contents: Contents | None = None) -> Run:
+def saved_run(resumed: FoundCheckpoint, run: Run, contents: Contents | None = None) -> Run:
     """The run of a checkpoint. A tokenizer or data that the present run names in another way have its name for them.
 
     contents: of the present run's data; None: they are read where the names differ
     """
-    kept = Path(found.path) / FOLDER
-    return with_present_names(run_from(found.run), run, kept, recorded_contents(found), contents)
+    kept = Path(resumed.path) / FOLDER
+    return with_present_names(run_from(resumed.run), run, kept, recorded_contents(resumed), contents)
 
 
 def with_present_names(

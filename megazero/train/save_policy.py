@@ -170,16 +170,16 @@ def unsaved(run: Run, policy: SavePolicy | None) -> str:
 
 
 def claim_checkpoints(
-    run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, found: FoundCheckpoint | None
+    run: Run, grid: ProcessGrid, optimizer: ShardedOptimizer, resumed: FoundCheckpoint | None
 ) -> Checkpoints:
     """The run's `Checkpoints`, with the save folder claimed from any earlier job.
 
-    found: the checkpoint to resume from; its model files are copied on. A collective of the world: a broadcast of the
+    resumed: the checkpoint to resume from; its model files are copied on. A collective of the world: a broadcast of the
     token, and `Checkpoints.claim`. Raises ConfigError on all ranks if the folder cannot be written.
     """
     token = new_token(grid.world, grid.device)
     group = background_group(grid) if run.checkpoint.async_save else None
-    extra = (peft_files(run), model_files(run, found)) if grid.rank == 0 and run.checkpoint.save else ()
+    extra = (peft_files(run), model_files(run, resumed)) if grid.rank == 0 and run.checkpoint.save else ()
     weights = compute_dtype(run.optimizer.precision) if run.checkpoint.no_save_optim else None
     of = run.checkpoint, record_of(run), optimizer, _fragments_of_all(run, grid), grid, token, group, _each(extra)
     checkpoints = Checkpoints(*of, weights=weights)

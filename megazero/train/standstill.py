@@ -121,16 +121,16 @@ def _bad_weight(state: TrainState, dtype: torch.dtype) -> str | None:
     """The first weight that this rank owns which is not finite in the dtype. All portions are looked at, since bringing
     them is a collective.
     """
-    found = None
+    complaint = None
     for portion in state.optimizer.portions():
         for fragment in portion:
             weight = columns_of(fragment)[WEIGHT]
-            if found is None and not (finite := weight.to(dtype).isfinite()).all():
+            if complaint is None and not (finite := weight.to(dtype).isfinite()).all():
                 number = weight[~finite][0].item()
                 name = fragment.spec.name
                 beyond = f"{OutOfRange(name, number, dtype)}; nearest: --precision bf16"
-                found = beyond if math.isfinite(number) else f"{name} holds {number:g}"
-    return found
+                complaint = beyond if math.isfinite(number) else f"{name} holds {number:g}"
+    return complaint
 
 
 @contextmanager
@@ -138,12 +138,17 @@ def first_overflow(stages: Sequence[nn.Module]) -> Iterator[list[str]]:
     """While it is open, the first module of these stages that gives what is not finite is put into the list, by the
     names of its parameters.
     """
-    found: list[str] = []
+    overflowed: list[str] = []
 
     def look(name: str) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, given: object, output: object) -> None:
-            if not found and isinstance(output, Tensor) and output.is_floating_point() and not output.isfinite().all():
-                found.append(name)
+            if (
+                not overflowed
+                and isinstance(output, Tensor)
+                and output.is_floating_point()
+                and not output.isfinite().all()
+            ):
+                overflowed.append(name)
 
         return hook
 
@@ -151,7 +156,7 @@ def first_overflow(stages: Sequence[nn.Module]) -> Iterator[list[str]]:
     named = [(module, _name_of(module)) for module in modules]
     handles = [module.register_forward_hook(look(name)) for module, name in named if name]
     try:
-        yield found
+        yield overflowed
     finally:
         for handle in handles:
             handle.remove()

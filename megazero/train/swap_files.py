@@ -71,9 +71,9 @@ class SwapStart:
         """Of the step from which this run goes on."""
         return TrainingPosition.read(self.progress)
 
-    def words(self, folders: Sequence[str], found: FoundCheckpoint | None) -> str:
-        """What the run starts from, for the banner. found: the checkpoint of --load, which is earlier."""
-        later = "" if found is None else f" (later than {found.path})"
+    def words(self, folders: Sequence[str], resumed: FoundCheckpoint | None) -> str:
+        """What the run starts from, for the banner. resumed: the checkpoint of --load, which is earlier."""
+        later = "" if resumed is None else f" (later than {resumed.path})"
         return f"swap files in {' '.join(folders)}, iteration {self.step}{later}"
 
     def opened(self, folders: Sequence[Path], pieces: Mapping[str, int], rank: int) -> SwapSpace:
@@ -104,19 +104,19 @@ def swap_start(
     grid: ProcessGrid,
     pieces: Mapping[str, int],
     token: str,
-    found: FoundCheckpoint | None,
+    resumed: FoundCheckpoint | None,
     plans: Sequence[Sequence[int]],
 ) -> SwapStart:
     """Where the swap files in the folders of --nvme-path lead: to the latest step that all ranks have whole, if it is
     later than the checkpoint of --load.
 
-    pieces  of this rank. token: of a run that begins anew. found: the checkpoint. plans: the order of samples
+    pieces  of this rank. token: of a run that begins anew. resumed: the checkpoint. plans: the order of samples
 
     A collective of the world: two all-reduces of a few int64, and a broadcast. Raises DiskError on all ranks where the
     files are another run's, or not those of all ranks.
     """
     folders = [Path(folder) for folder in run.offload.nvme_path]
-    (begins,) = _least(grid, [start_position(run, found)[0]])
+    (begins,) = _least(grid, [start_position(run, resumed)[0]])
     fresh = {
         "run": record_of_run(run),
         "layout": grid.axes.sizes,
@@ -359,7 +359,7 @@ def offloading(
         with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
             start = None
             if whole_steps(run.offload):
-                start = swap_start(run, grid, pieces, token, prepared.found, prepared.datasets.train.plans)
+                start = swap_start(run, grid, pieces, token, prepared.resumed, prepared.datasets.train.plans)
 
             def act() -> None:
                 job = token if start is None else CHECKPOINT
@@ -423,15 +423,15 @@ def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Itera
     if not writes_activations(run):
         yield None
         return
-    found = activation_pieces(StageLists(run, grid.axes, nccl=grid.world.is_on_device).of(grid.at.pp))
+    swapped = activation_pieces(StageLists(run, grid.axes, nccl=grid.world.is_on_device).of(grid.at.pp))
     token, opened = new_token(grid.world, grid.device)[:12], list[ActivationDisks]()
     folders = [Path(folder) for folder in run.offload.nvme_path]
 
     def act() -> None:
-        if found.count:
+        if swapped.count:
             signals.leaving.append(lambda: remove_unused(folders, token, grid.rank))
-            swap = open_swap(folders, found.pieces, job=token, rank=grid.rank, slots=1)
-            opened.append(ActivationDisks.of(swap, found.buffer_bytes, found.pieces))
+            swap = open_swap(folders, swapped.pieces, job=token, rank=grid.rank, slots=1)
+            opened.append(ActivationDisks.of(swap, swapped.buffer_bytes, swapped.pieces))
 
     try:
         with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):

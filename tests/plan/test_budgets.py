@@ -319,9 +319,9 @@ def test_a_run_looks_at_the_memory_of_its_host(monkeypatch: pytest.MonkeyPatch) 
     run = asked("", 2)
     (told,) = budget_problems(run, 2, tries_cards=False)
     assert "ranks of this host (2)" in told and "may have 3,000,000" in told
-    (told,) = budget_problems(run, 2, tries_cards=False, here=range(1))
+    (told,) = budget_problems(run, 2, tries_cards=False, local_ranks=range(1))
     assert "ranks of this host (1)" in told
-    assert budget_problems(run, 2, tries_cards=True, here=range(0)) == [], "meant for other machines"
+    assert budget_problems(run, 2, tries_cards=True, local_ranks=range(0)) == [], "meant for other machines"
     monkeypatch.setattr(host_memory, "limit_bytes", lambda: None)
     assert budget_problems(run, 2, tries_cards=True) == [], "nobody knows"
 

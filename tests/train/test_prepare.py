@@ -334,10 +334,10 @@ def test_a_checkpoint_without_optimizer_says_which_flags_go_with_it(saved: Calla
     assert refused.value.problems == (problem,)
     for ways in (["--no-load-optim"], ["--finetune"]):
         assert ways[0] in problem
-        assert prepared_for([*words, "--load", "runs/a", *ways]).found is not None
+        assert prepared_for([*words, "--load", "runs/a", *ways]).resumed is not None
         assert validated([*words, "--load", "runs/a", *ways]).startswith("OK")
     assert (told := "--init-from runs/a/iter_0000002") + " in place of --load" in problem
-    assert prepare(parse_run([*words, *told.split()], 1, model_source), 1, silent).found is None
+    assert prepare(parse_run([*words, *told.split()], 1, model_source), 1, silent).resumed is None
     (other,) = (line for line in problems([*words, "--load", "runs/a", "--optimizer", "sgd"]) if "exp_avg" in line)
     assert "the optimizer's exp_avg (saved" in other
 
@@ -363,7 +363,7 @@ def test_forgotten_settings_are_in_a_file(saved: Callable[..., list[str]], corpu
         *others, last = problems([*names, *places, *length])
         assert len(others) > 3 and last == "to go on with all settings of that run: --config runs/a/run.yaml"
     flags = last.partition(": ")[2].split()
-    assert prepared_for([*flags, *places, "--train-iters", 4]).found is not None
+    assert prepared_for([*flags, *places, "--train-iters", 4]).resumed is not None
     assert len(problems([*words, *places, "--num-layers", 3])) == 1
 
 

@@ -94,14 +94,14 @@ def test_by_another_name(here: Path) -> None:
         words = [*SPLIT, "--tokenizer-path", path, "--data-path", data]
         run = parse_run([*words, *resume("text")], 1)
         assert problems_at_start(run) == ()
-        assert prepared(*words, *resume("text")).found is not None
+        assert prepared(*words, *resume("text")).resumed is not None
 
 
 def test_moved(here: Path) -> None:
     moved("away", "bpe", "d")
     words = [*SPLIT, "--tokenizer-path", "away/bpe", "--data-path", "away/d", *resume("text")]
     assert problems_at_start(parse_run(words, 1)) == ()
-    assert prepared(*words).found is not None
+    assert prepared(*words).resumed is not None
 
 
 def test_by_another_kind_of_file(here: Path) -> None:
@@ -110,17 +110,18 @@ def test_by_another_kind_of_file(here: Path) -> None:
     bpe.add_special_tokens(["<|endoftext|>"])
     bpe.save("tokenizer.json")
     kind = [word if word != "gpt2" else "hf" for word in SPLIT]
-    assert prepared(*kind, "--tokenizer-path", "tokenizer.json", "--data-path", "d", *resume("text")).found is not None
+    words = [*kind, "--tokenizer-path", "tokenizer.json", "--data-path", "d", *resume("text")]
+    assert prepared(*words).resumed is not None
 
 
 @pytest.mark.parametrize("name", ["chats", "adapters"])
 def test_a_model_to_start_from_that_has_moved_or_gone_on(here: Path, name: str) -> None:
     more = ["--lora-rank", "2"] * (name == "adapters")
     ran([*ON_TEXT, *resume("text")])
-    assert prepared(*on_chats("text"), *more, *resume(name)).found is not None
+    assert prepared(*on_chats("text"), *more, *resume(name)).resumed is not None
     moved("away", "text", "chats.jsonl")
     words = [word if word != "chats.jsonl" else "away/chats.jsonl" for word in on_chats("away/text")]
-    assert prepared(*words, *more, *resume(name)).found is not None
+    assert prepared(*words, *more, *resume(name)).resumed is not None
 
 
 def test_others_are_refused(here: Path) -> None:
@@ -148,7 +149,7 @@ def test_other_documents_of_the_same_name_are_told_as_such(here: Path) -> None:
         said = refused(*ON_TEXT, *resume("text"))
         assert "--data-path d holds other " in said and told in said and "--train-iters" not in said
         assert said.endswith("so samples would be repeated and left out; to go on all the same: --override-data")
-    assert prepared(*ON_TEXT, *resume("text"), "--override-data").found is not None
+    assert prepared(*ON_TEXT, *resume("text"), "--override-data").resumed is not None
 
 
 def test_a_checkpoint_of_before_is_compared_with_what_is_still_there(here: Path) -> None:
