@@ -98,7 +98,8 @@ class Length:
         """What `parsed` reads. A share is shifted as a decimal, since a product with 100 may not lead back to it."""
         if self.measure is Measure.SHARE:
             return f"{(Decimal(repr(self.number)) * 100).normalize():f}%"
-        return f"{self.plain} {COUNTED[self.measure]}"
+        counted = COUNTED[self.measure]
+        return f"{self.plain} {counted.removesuffix('s') if self.number == 1 else counted}"
 
     @property
     def plain(self) -> str:

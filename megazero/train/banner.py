@@ -44,7 +44,7 @@ def banner(report: RunReport) -> str:
         ("Run", blocks.pairs(_run_lines(report))),
         ("Changed since the checkpoint", changes_table(report.changes)),
         ("Ops", ops_table(report.machine) if report.machine else ""),
-        ("Left open, and decided", blocks.pairs(decided_lines(report))),
+        ("Left open, and decided", blocks.bullets(decided_lines(report))),
         ("Other than the defaults", _departures(report)),
         ("Worth knowing", blocks.bullets(report.notes)),
     ]
@@ -70,11 +70,14 @@ def placement_lines(report: RunReport) -> list[Line]:
     return [("placement", "\n".join(report.placement))] if report.placement else []
 
 
-def decided_lines(report: RunReport) -> list[Line]:
-    """What the user left open, and why it is as it is. A placement has lines of its own."""
+def decided_lines(report: RunReport) -> list[str]:
+    """What the user left open, by what it follows from. A placement has lines of its own."""
     rows = {row.field for row in ROWS.values()} | {PLACEMENT, "placement_rates"}
-    made = [each for each in report.decisions if not (report.placement and each.field in rows)]
-    return [(each.field, f"{_value(each.value)} ({each.why})") for each in made]
+    by_reason: dict[str, list[str]] = {}
+    for decision in report.decisions:
+        if not (report.placement and decision.field in rows):
+            by_reason.setdefault(decision.why, []).append(f"{decision.field}={_value(decision.value)}")
+    return [f"{why}: {', '.join(settings)}" for why, settings in by_reason.items()]
 
 
 def _model_lines(report: RunReport) -> list[Line]:

@@ -145,7 +145,7 @@ def _data(run: Run, facts: Facts) -> Iterator[Decision]:
     corpus = facts.corpus
     if corpus is None or run.data.data_path or run.data.instruction_data:
         return
-    why = "no --data-path: the default corpus"
+    why = "the default corpus, for want of --data-path"
     yield Decision("data_path", (corpus.prefix,), why)
     yield Decision("tokenizer", DEFAULT_TOKENIZER, why)
     yield Decision("tokenizer_path", corpus.tokenizer_path, why)
