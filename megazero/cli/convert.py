@@ -6,14 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import (
-    PRECISIONS,
-    add_checkpoint_flags,
-    checkpoint_of,
-    checkpoint_problems,
-    command_parser,
-    given_path,
-)
+from megazero.cli.parser import command_parser, given_path
+from megazero.cli.shared_flags import PRECISIONS, add_checkpoint_flags, checkpoint_of, checkpoint_problems
 from megazero.convert.names import FORMATS
 from megazero.data.progress import to_stderr
 from megazero.system.status import FAILED

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from megazero.cli.exit_status import end_rank
-from megazero.cli.parser import (
+from megazero.cli.parser import command_parser, given_path, given_word
+from megazero.cli.shared_flags import (
     add_checkpoint_flags,
     add_layout_flags,
     add_text_flags,
     add_tokenizer_flags,
     checkpoint_of,
     checkpoint_problems,
-    command_parser,
-    given_path,
-    given_word,
     layout_problems,
     not_positive,
     parallel_of,

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.cli.exit_status import end_rank
-from megazero.cli.parser import (
+from megazero.cli.parser import command_parser
+from megazero.cli.shared_flags import (
     add_checkpoint_flags,
     add_layout_flags,
     add_tokenizer_flags,
     checkpoint_of,
     checkpoint_problems,
-    command_parser,
     layout_problems,
     not_positive,
     parallel_of,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import add_checkpoint_flags, command_parser, cores, named_checkpoints
+from megazero.cli.parser import command_parser
+from megazero.cli.shared_flags import add_checkpoint_flags, cores, named_checkpoints
 from megazero.config.options import did_you_mean
 from megazero.convert.names import missing_path_message
 from megazero.data.progress import Progress, to_stderr

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import add_tokenizer_flags, command_parser, given_word
+from megazero.cli.parser import command_parser, given_word
+from megazero.cli.shared_flags import add_tokenizer_flags
 from megazero.config.schema import DataConfig
 from megazero.data.indexed import DataError
 from megazero.data.progress import to_stderr

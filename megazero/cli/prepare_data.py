@@ -6,15 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import (
-    add_selection_flags,
-    add_text_flags,
-    add_tokenizer_flags,
-    command_parser,
-    cores,
-    given_word,
-    reader_of,
-)
+from megazero.cli.parser import command_parser, given_word
+from megazero.cli.shared_flags import add_selection_flags, add_text_flags, add_tokenizer_flags, cores, reader_of
 from megazero.data.indexed import DataError
 from megazero.data.progress import to_stderr
 from megazero.system.words import counted

@@ -8,7 +8,8 @@ from itertools import chain
 from pathlib import Path
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import add_selection_flags, add_text_flags, command_parser, given_word, reader_of
+from megazero.cli.parser import command_parser, given_word
+from megazero.cli.shared_flags import add_selection_flags, add_text_flags, reader_of
 from megazero.data.indexed import DataError
 from megazero.data.progress import to_stderr
 

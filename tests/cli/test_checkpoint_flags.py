@@ -12,7 +12,7 @@ import pytest
 
 import megazero.convert.loading
 from megazero.cli import doctor, evaluate, generate, inspect
-from megazero.cli.parser import checkpoint_of, checkpoint_problems
+from megazero.cli.shared_flags import checkpoint_of, checkpoint_problems
 from megazero.config.source import ConfigError
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native

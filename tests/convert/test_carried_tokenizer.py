@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.cli.parser import tokenizer_named
+from megazero.cli.shared_flags import tokenizer_named
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
 from megazero.convert.loading import load

@@ -1,0 +1,174 @@
+"""Flags that several commands have, with the same meaning in each: a checkpoint and its format, a tokenizer, text to
+read, the ranks that share a model.
+
+Every command imports this file for its help, so the functions that do a command's work import what is slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megazero.cli.parser import given_path, given_word
+from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.convert.names import FORMATS, missing_path_message
+from megazero.data.input_files import JSON_ENDINGS, ReaderOptions
+from megazero.data.tokenizer import KINDS, ListedTokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from megazero.convert.loading import LoadedModel
+
+Flags = argparse.ArgumentParser | argparse._ArgumentGroup
+PRECISIONS: tuple[str, ...] = OptimizerConfig.__dataclass_fields__["precision"].metadata["choices"]
+
+
+def add_checkpoint_flags(flags: Flags, *aliases: str, metavar: str = "CHECKPOINT") -> None:
+    """Add the flags that name checkpoints. aliases: further names of --load. metavar: of a checkpoint in the help."""
+    add = flags.add_argument
+    newest = "a checkpoint of any format, or a folder of them (the newest is taken)"
+    add("paths", nargs="*", type=given_path, metavar=metavar, help=newest)
+    either = "the same: a checkpoint may be named either way"
+    add("--load", *aliases, dest="load", type=given_path, metavar="CHECKPOINT", help=either)
+    # `dest`, because an argument `from` could not be written as args.from.
+    add("--from", dest="format", choices=FORMATS, help="its format (default: recognised by its files)")
+
+
+def named_checkpoints(args: argparse.Namespace) -> list[Path]:
+    """The checkpoints on the command line; that of --load comes first."""
+    return [path.expanduser() for path in ([] if args.load is None else [args.load]) + args.paths]
+
+
+def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
+    """The problems of a command line that must name exactly one checkpoint."""
+    named = named_checkpoints(args)
+    if not named:
+        yield "there is no checkpoint: name one, as it is or by --load"
+    elif len(named) > 1:
+        yield f"{len(named)} checkpoints, {' '.join(map(str, named))}: name one; other words follow a --flag"
+    elif not os.path.exists(named[0]):
+        yield missing_path_message(named[0])
+
+
+def checkpoint_of(args: argparse.Namespace) -> Path:
+    """The one checkpoint of a command line that `checkpoint_problems` has checked."""
+    return named_checkpoints(args)[0]
+
+
+def add_text_flags(flags: Flags, *, required: bool, replaced: str = "") -> None:
+    """Add the flags that say which text is read, and how. replaced: what happens to characters U+FFFD besides."""
+    add = flags.add_argument
+    files = "files and folders (recursive): jsonl or text, also .gz and .zst"
+    add("--input", nargs="+", type=given_word, required=required, default=[], metavar="FILE", help=files)
+    add("--json-key", default="text", help="key of the text in a line of jsonl")
+    formats = f"auto: {', '.join(JSON_ENDINGS)} are jsonl, other files text"
+    # `dest`, because `format` is a checkpoint's.
+    add("--format", dest="text_format", default="auto", choices=("auto", "jsonl", "text"), help=formats)
+    add("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
+    errors = f"bytes that are not UTF-8: strict stops, replace makes them U+FFFD{replaced}"
+    add("--encoding-errors", default="strict", choices=("strict", "replace"), help=errors)
+
+
+def add_selection_flags(flags: Flags) -> None:
+    """Add the flags that leave out files and documents of the text."""
+    add = flags.add_argument
+    add("--include", nargs="+", default=(), metavar="PATTERN", help="in folders, only files that match, as '*.txt'")
+    undecodable = "leave out documents that are not UTF-8; prints their number"
+    add("--skip-undecodable", action="store_true", help=undecodable)
+
+
+def reader_of(args: argparse.Namespace) -> ReaderOptions:
+    """How the flags of `add_text_flags` and `add_selection_flags` say that text is read."""
+    reader = ReaderOptions(args.json_key, args.text_format, args.document, args.encoding_errors)
+    return replace(reader, include=tuple(args.include), skip_undecodable=args.skip_undecodable)
+
+
+def add_tokenizer_flags(flags: Flags, *, required: bool = False, default: str = "") -> None:
+    """Add the flags that name a tokenizer. default: in words, the tokenizer without them."""
+    flags.add_argument("--tokenizer", choices=tuple(KINDS), required=required, help=f"kind of tokenizer{default}")
+    files = "gpt2: folder of vocab.json and merges.txt; sentencepiece: .model; hf: tokenizer.json"
+    flags.add_argument("--tokenizer-path", help=files)
+
+
+def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> ListedTokenizer | None:
+    """The tokenizer that the flags name, else the checkpoint's own; None without either.
+
+    Raises DataError, also for another tokenizer than the checkpoint's own: its ids would be other text.
+    """
+    from megazero.data.indexed import DataError
+    from megazero.data.tokenizer_record import tokenizer_record
+
+    if not args.tokenizer:
+        return loaded.tokenizer
+    named = build_tokenizer(args.tokenizer, args.tokenizer_path)
+    if loaded.tokenizer is not None:
+        asked, known = tokenizer_record(named, args.tokenizer), tokenizer_record(loaded.tokenizer, "one")
+        if asked.hash != known.hash:
+            path = f" --tokenizer-path {args.tokenizer_path}" if args.tokenizer_path else ""
+            raise DataError(
+                f"--tokenizer {args.tokenizer}{path} is another tokenizer ({asked}) than "
+                f"the model's own ({known}), so its ids would be other text; without the flags the model's counts"
+            )
+    return named
+
+
+def ways_to_name_one(loaded: LoadedModel) -> str:
+    """The flags that name a tokenizer, for a model without one; with what the data of its training record of theirs."""
+    from megazero.data.build import parse_data_path
+    from megazero.data.indexed import DataError
+    from megazero.data.tokenizer_record import recorded_flags
+
+    flags = "--tokenizer and --tokenizer-path"
+    with suppress(DataError):  # the data may be gone since the training
+        recorded = recorded_flags(parse_data_path(loaded.run.data.data_path).prefixes)
+        return flags if recorded is None else f"{flags} ({recorded})"
+    return flags
+
+
+def add_layout_flags(flags: argparse.ArgumentParser) -> None:
+    """Add the flags of the ranks that share a model, and of what they compute in."""
+    add = flags.add_argument_group("ranks").add_argument
+    add("--precision", choices=PRECISIONS, help="to compute in (default: the checkpoint's)")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
+    add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where tensors live (%(default)s)")
+    timeout = "a rank waits so long for others (%(default)s)"
+    add("--distributed-timeout-minutes", type=float, default=10.0, help=timeout)
+
+
+def parallel_of(args: argparse.Namespace) -> ParallelConfig:
+    """The ranks that the flags of `add_layout_flags` describe."""
+    minutes = args.distributed_timeout_minutes
+    return ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=minutes)
+
+
+def layout_problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:
+    """The problems of the flags of ranks and tokenizer. replicas: whether tp x pp ranks may be there several times."""
+    yield from not_positive(args, "tp", "pp")
+    size = args.tp * args.pp
+    if min(args.tp, args.pp) > 0 and (world_size % size if replicas else world_size != size):
+        started = "1 process was started" if world_size == 1 else f"{world_size} processes were started"
+        yield (
+            f"--tp {args.tp} x --pp {args.pp} = {size} ranks, but {started}"
+            + (", no multiple of it" if replicas else "")
+            + f"; to start {size}: torchrun --nproc-per-node {size} -m megazero and the words of this command"
+        )
+    if args.tokenizer_path and not args.tokenizer:
+        yield "--tokenizer-path: --tokenizer says of which kind it is"
+
+
+def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
+    """A sentence for each of these flags that is given and below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            yield f"--{name.replace('_', '-')} {value}: must be at least 1"
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
