@@ -50,6 +50,14 @@ def test_the_status_is_that_of_the_ranks_and_nothing_is_added_to_their_words(tmp
     assert not [*tmp_path.iterdir()], "its files are gone"
 
 
+def test_the_launcher_has_one_thread_until_it_blocks_signals() -> None:
+    """A thread of before has no mask, and a signal that the thread gets ends the launcher. numpy has such threads."""
+    program = "import os, sys, megazero.cli.pretrain; print('numpy' in sys.modules, len(os.listdir('/proc/self/task')))"
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "1"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False], ids=["before there are ranks", "while they run"])
 def test_the_ranks_hear_a_signal_and_their_status_is_the_end(early: bool, tmp_path: Path) -> None:

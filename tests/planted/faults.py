@@ -477,7 +477,7 @@ FAULTS = (
         "data begin anew",
         "A resumed run begins with the data's first sample again (torchtitan).",
         "megazero/train/resume.py",
-        "position = TrainingPosition.read(found.progress)",
+        "position = TrainingPosition.read(resumed.progress)",
         'position = TrainingPosition(int(found.progress["iteration"]))',
         RESUMES,
     ),

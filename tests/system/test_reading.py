@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.dump import read_yaml
+from megazero.config.lengths import Length, Measure
 from megazero.system import reading
 from megazero.system.reading import (
     BOUNDS,
@@ -134,7 +135,7 @@ def test_settings_may_come_from_a_process() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"train_iters: 7")
     os.close(writer)
-    assert read_yaml(f"/dev/fd/{reader}").settings == {"train_iters": 7}
+    assert read_yaml(f"/dev/fd/{reader}").settings == {"train_length": Length(7, Measure.ITERATIONS)}
     os.close(reader)
     assert read_yaml(os.devnull).settings == {} and not read_yaml(os.devnull).problems
 
