@@ -333,7 +333,6 @@ FILES = {"megazero/train": 35}
 
 SECTION = "a section of the configuration is a file"
 SHORT = {
-    "megazero/cli/merge_data.py": "a command is a file",
     "megazero/config/dtypes.py": "the only file of the room that imports torch, which a command line is read without",
     "megazero/config/fields.py": "sections import it, so that it imports nothing of the configuration",
     "megazero/config/schema/__init__.py": "the run, whose sections are the other files",

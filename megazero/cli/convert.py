@@ -33,10 +33,8 @@ def parser() -> argparse.ArgumentParser:
     add("--pp", type=int, default=1, help="pipeline stages of the target, where it has a layout")
     add("--dp", type=int, default=1, help="data-parallel ranks that the target's optimizer files are for")
     add("--dtype", choices=PRECISIONS, help="of the model's weights; default: what the model computes in")
-    gone = "hf: write a model whose tokenizer is not there any more"
-    add("--without-tokenizer", action="store_true", help=gone)
-    padding = "leave out rows beyond these, the padding of another program"
-    add("--vocab-size", type=int, metavar="V", help=padding)
+    add("--without-tokenizer", action="store_true", help="hf: write a model whose tokenizer is not there any more")
+    add("--vocab-size", type=int, metavar="V", help="leave out rows beyond these, the padding of another program")
     comparison = "compare every tensor afterwards, and the logits where the model fits in memory"
     add("--verify", action="store_true", help=comparison)
     return flags

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, flag_of, not_positive
 from megazero.config.tiers import Tier
 from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, is_breadth_first, make_schedule
@@ -42,14 +42,12 @@ EXAMPLES = (
     "python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --message-time 0.2",
 )
 
-LEAST_STAGE = {
-    **dict.fromkeys(("dp", "zero_shard_size", "blocks", "gather_time", "update_time", "late_update"), 0),
-    **dict.fromkeys(("micro_batch_order", "vertical_group_size"), 0),
-    **dict.fromkeys(("offload_optimizer", "offload_params", "offload_gradients", "host_update_time", "disk_time"), 0),
-    **dict.fromkeys(("offload_activations", "copy_time"), 0),
-    "gathered_units": 3,
-}
-"""The fields of a whole step, and the ZeRO stage from which on each says something."""
+WHOLE_STEP = (
+    "dp zero_shard_size blocks gather_time update_time late_update micro_batch_order vertical_group_size "
+    "offload_optimizer offload_params offload_gradients host_update_time disk_time offload_activations copy_time"
+).split()
+LEAST_STAGE = dict.fromkeys(WHOLE_STEP, 0) | {"gathered_units": 3}
+"""The fields of a whole step, and the ZeRO stage from which on each has an effect."""
 COUNTS = "width", "pp", "micro_batches", "virtual_stages", "dp", "blocks", "gathered_units", "vertical_group_size"
 """The fields that are at least 1 where they are set."""
 
@@ -197,15 +195,13 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         yield "times of work are above 0, those of messages at least 0, and all of them are finite"
     if args.weight_time is not None and not 0 < args.weight_time < args.backward_time:
         yield f"--weight-time {args.weight_time:g} is a part of --backward-time {args.backward_time:g}"
-    for field in COUNTS:
-        if (value := getattr(args, field)) is not None and value < 1:
-            yield f"{_flag(field)} {value}: must be at least 1"
+    yield from not_positive(args, *COUNTS)
     if args.list is not None and not 0 <= args.list < args.pp:
         yield f"--list {args.list}: the stages are 0 to {args.pp - 1}"
     for field, stage in LEAST_STAGE.items():
         value = getattr(args, field)
         if value != parser.get_default(field) and (args.zero_stage is None or args.zero_stage < stage):
-            typed = _flag(field) if value is True else f"{_flag(field)} {value}"
+            typed = flag_of(field) if value is True else f"{flag_of(field)} {value}"
             yield f"{typed} goes with --zero-stage" + f" {stage}" * (stage > 0)
     if args.vertical_group_size is not None and not _is_vertical(args):
         yield f"--vertical-group-size {args.vertical_group_size} goes with --micro-batch-order vertical"
@@ -219,13 +215,9 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         yield f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1"
     for field in ("offload_activations", "late_update"):
         if getattr(args, field) and args.forward_only:
-            yield f"{_flag(field)} is for training, which --forward-only does not draw"
+            yield f"{flag_of(field)} is for training, which --forward-only does not draw"
     if args.zero_shard_size is not None and (args.zero_shard_size < 1 or args.dp % args.zero_shard_size):
         yield f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}"
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def _step_options(name: str, virtual: int, args: argparse.Namespace, vertical: VerticalOrder | None) -> StepOptions:

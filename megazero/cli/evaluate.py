@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from megazero.cli.exit_status import end_rank
-from megazero.cli.parser import command_parser, given_path, given_word
+from megazero.cli.parser import command_parser, given_path, given_word, not_positive
 from megazero.cli.shared_flags import (
     add_checkpoint_flags,
     add_layout_flags,
@@ -23,15 +22,13 @@ from megazero.cli.shared_flags import (
     checkpoint_of,
     checkpoint_problems,
     layout_problems,
-    not_positive,
-    parallel_of,
+    no_tokenizer_message,
+    reader_of,
+    run_on_grid,
     tokenizer_named,
-    ways_to_name_one,
 )
-from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.indexed import DataError
-from megazero.data.input_files import ReaderOptions
 from megazero.data.progress import Progress, to_stderr
 from megazero.system.words import counted
 from megazero.system.writable import closed
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from megazero.data.tokenizer import Tokenizer
     from megazero.evaluation.documents import Document
     from megazero.evaluation.perplexity import Totals, Windowing
-    from megazero.launch import Environment
     from megazero.mpu.grid import ProcessGrid
 
 DESCRIPTION = """
@@ -75,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     text = flags.add_argument_group("documents, at least one of the two")
     add, pairs = text.add_argument, "prefixes of .bin/.idx pairs"
     add("--data-path", nargs="+", type=given_word, default=[], metavar="PREFIX", help=pairs)
-    add_text_flags(text, required=False)
+    add_text_flags(text)
     separator = "end documents of --input with the end-of-document token, and score it"
     add("--append-eod", action="store_true", help=separator)
     add_tokenizer_flags(text, default=" (default: the checkpoint's own)")
@@ -97,6 +93,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     run(parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    """Evaluate as this rank, and end its process."""
+    run_on_grid(args, check, evaluate)
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
@@ -190,19 +191,16 @@ def documents(
     args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer | None, eod: int | None
 ) -> Iterator[Document]:
     """The documents of --data-path, then those of --input. Raises DataError."""
-    from megazero.convert.tokenizers import no_tokenizer
     from megazero.evaluation.documents import indexed_documents, text_documents
 
     for prefix in args.data_path:
         yield from indexed_documents(prefix)
     if args.input:
         if tokenizer is None:
-            checkpoint = f"{checkpoint_of(args)} {no_tokenizer(loaded.report)}"
-            raise DataError(f"--input: {checkpoint}; name one by {ways_to_name_one(loaded)}")
+            raise DataError(f"--input: {no_tokenizer_message(args, loaded)}")
         if args.append_eod and eod is None:
             raise DataError("--append-eod: neither the checkpoint nor the tokenizer has a token that ends a document")
-        reader = ReaderOptions(args.json_key, args.text_format, args.document, args.encoding_errors)
-        yield from text_documents(args.input, reader, tokenizer, eod if args.append_eod else None)
+        yield from text_documents(args.input, reader_of(args), tokenizer, eod if args.append_eod else None)
 
 
 def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
@@ -265,16 +263,3 @@ def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, secon
         if record[name] is not None or name != "bits_per_byte":  # which a pair of token ids does not have
             value = "not finite" if record[name] is None else f"{record[name]:.6f}"
             print(f"{name.replace('_', ' '):<14} {value} {unit}".rstrip())
-
-
-def run(args: argparse.Namespace) -> NoReturn:
-    """Evaluate as this rank, and end its process."""
-    from megazero.convert.source import ConversionError
-    from megazero.launch import launch
-
-    def work(environment: Environment) -> None:
-        check(args, environment.world_size)
-        with launch(Run(parallel=parallel_of(args)), environment) as grid:
-            evaluate(args, grid)
-
-    end_rank(work, (ConversionError, DataError))

@@ -112,16 +112,7 @@ def working_folder_is_gone() -> bool:
 
 def say(text: str) -> None:
     """Print the whole output of a command. If it cannot be written, end the program with status 141 or 1."""
-
-    def work() -> None:
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OSError(UNWRITABLE.format(error.strerror)) from error
-
-    status = status_of(work)
+    status = status_of(lambda: print(text, flush=True))
     if status:
         raise SystemExit(status)
 

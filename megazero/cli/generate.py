@@ -7,13 +7,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from megazero.cli.exit_status import end_rank
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, flag_of, not_positive
 from megazero.cli.shared_flags import (
     add_checkpoint_flags,
     add_layout_flags,
@@ -21,12 +19,11 @@ from megazero.cli.shared_flags import (
     checkpoint_of,
     checkpoint_problems,
     layout_problems,
-    not_positive,
-    parallel_of,
+    no_tokenizer_message,
+    run_on_grid,
     tokenizer_named,
-    ways_to_name_one,
 )
-from megazero.config.schema import DataConfig, Run
+from megazero.config.schema import DataConfig
 from megazero.config.source import ConfigError
 from megazero.data.indexed import DataError
 from megazero.inference.prompts import STANDARD_INPUT, read_prompts
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
     from megazero.data.tokenizer import Tokenizer
     from megazero.inference.text_generator import GenerationOptions, Prompt
-    from megazero.launch import Environment
     from megazero.mpu.grid import ProcessGrid
 
 DESCRIPTION = """
@@ -115,28 +111,14 @@ def _add_sampling(flags: argparse.ArgumentParser) -> None:
     others = "and others at which the model's files or the chat template end a text"
     add("--ignore-eod", action="store_true", help=f"go on behind the token that ends a document, {others}")
     add("--seed", type=int, default=DataConfig.seed, help="of the draws (%(default)s)")
-    at_once = "continuations that are computed at once (%(default)s)"
-    add("--batch-size", type=int, default=16, metavar="N", help=at_once)
+    add("--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)")
 
 
 def main(argv: Sequence[str]) -> int:
-    run(parser().parse_args(argv))
-
-
-def run(args: argparse.Namespace) -> NoReturn:
-    """Generate as this rank, and end its process."""
-    from megazero.convert.source import ConversionError
-    from megazero.launch import launch
-
-    def work(environment: Environment) -> None:
-        check(args, environment.world_size)
-        parallel = parallel_of(args)
-        if args.interactive:
-            parallel = replace(parallel, distributed_timeout_minutes=A_WEEK)
-        with launch(Run(parallel=parallel), environment) as grid:
-            generate_on(args, grid)
-
-    end_rank(work, (ConversionError, DataError, FloatingPointError))
+    args = parser().parse_args(argv)
+    if args.interactive:
+        args.distributed_timeout_minutes = A_WEEK
+    run_on_grid(args, check, generate_on, (FloatingPointError,))
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
@@ -167,7 +149,7 @@ def sampling_problems(args: argparse.Namespace) -> Iterator[str]:
     except ValueError as error:  # its message begins each problem with a setting: top_p (2.0) is ...; top_k (-1) is ...
         for problem in str(error).split("; "):
             name, _, fault = problem.partition(" ")
-            yield f"--{name.replace('_', '-')} {fault}"
+            yield f"{flag_of(name)} {fault}"
     if "" in args.stop:
         yield "--stop: a stop string is empty"
 
@@ -206,7 +188,6 @@ def prompt_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
     """The tokenizer by the flags, or the checkpoint's own. Raises DataError if there is none, or none for --chat."""
-    from megazero.convert.tokenizers import no_tokenizer
     from megazero.inference.chat_tokens import ChatTokens
     from megazero.inference.text import IdTokenizer
 
@@ -215,8 +196,7 @@ def tokenizer_for(args: argparse.Namespace, loaded: LoadedModel) -> Tokenizer:
         return IdTokenizer(loaded.run.model.vocab_size)
     tokenizer = tokenizer_named(args, loaded)
     if tokenizer is None:
-        checkpoint = f"{checkpoint_of(args)} {no_tokenizer(loaded.report)}"
-        raise DataError(f"{checkpoint}; name one by {ways_to_name_one(loaded)}, or work on --ids")
+        raise DataError(f"{no_tokenizer_message(args, loaded)}, or work on --ids")
     if not args.chat:
         return tokenizer
     try:
@@ -307,7 +287,7 @@ def told_of_advice(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[st
     file, settings = loaded.generation
     if advice := advised(args, loaded):
         # MAX_LENGTH has no flag: it is shown under the file's own name.
-        names = {key: key if key == MAX_LENGTH else f"--{key.replace('_', '-')}" for key in advice}
+        names = {key: key if key == MAX_LENGTH else flag_of(key) for key in advice}
         shown = " ".join(f"{names[key]} {value:g}" for key, value in advice.items())
         yield f"as the model's {file} says, since no flag says otherwise: {shown}"
     if ignored := not_applied(settings):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import command_parser
+from megazero.cli.parser import command_parser, not_positive
 from megazero.cli.shared_flags import add_checkpoint_flags, cores, named_checkpoints
 from megazero.config.options import did_you_mean
 from megazero.convert.names import missing_path_message
@@ -59,12 +59,10 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("inspect", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(parser, metavar="PATH")
     add = parser.add_argument
-    verify = "check every hash (other programs' formats have none: read everything)"
-    add("--verify", action="store_true", help=verify)
+    add("--verify", action="store_true", help="check every hash (other programs' formats have none: read everything)")
     pattern = "statistics of a tensor, or of all whose names match a pattern (blocks.*.weight)"
     add("--tensor", metavar="NAME", help=pattern)
-    everything = "show every field of the configuration, equal tensors and all files too"
-    add("--all", action="store_true", help=everything)
+    add("--all", action="store_true", help="show every field of the configuration, equal tensors and all files too")
     add("--json", action="store_true", help="one JSON object instead of text")
     add("--exit-code", action="store_true", help="with OTHER: status 1 where tensors or the model's shape differ")
     add("--threads", type=int, default=cores(), help="that hash at once (default: the cores, %(default)s)")
@@ -78,8 +76,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--verify and --tensor look at one checkpoint: leave OTHER out")
     if args.exit_code and args.other is None:
         parser.error("--exit-code is about two checkpoints: give OTHER too")
-    if args.threads < 1:
-        parser.error(f"--threads {args.threads}: must be at least 1")
+    for problem in not_positive(args, "threads"):
+        parser.error(problem)
     return args
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from megazero.telemetry.console import open_streams
 
 
 class Subcommand(NamedTuple):
-    """A subcommand. Its module in `megazero.cli` has `main(argv)`, which returns a status.
+    """A subcommand of the table.
 
     script    how the same program is started in a clone
     sentence  its description in the help
@@ -63,6 +64,9 @@ OF_OTHERS: Mapping[str, str] = MappingProxyType(
 )
 """Words that name a command of other programs, without dashes -> what does the same here."""
 
+ABOUT_DATA = frozenset({"prepare-data", "merge-data", "train-tokenizer", "inspect-data"})
+"""Commands that share the module `data_commands`. Every other command is the module of its name."""
+
 MAKE_FILES = frozenset({"convert", "prepare-data", "merge-data", "train-tokenizer"})
 """Commands whose result is files, so that they need no standard output."""
 
@@ -84,14 +88,11 @@ def help_text() -> str:
 
 
 def load_program(name: str) -> Callable[[Sequence[str]], int]:
-    """The `main` of a command, imported now."""
-    program: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{module_of(name)}").main
+    """The function that is a command, imported now: the `main` of its module, which for data takes its name first."""
+    if name in ABOUT_DATA:
+        return partial(import_module("megazero.cli.data_commands").main, name)
+    program: Callable[[Sequence[str]], int] = import_module(f"megazero.cli.{name.replace('-', '_')}").main
     return program
-
-
-def module_of(name: str) -> str:
-    """The module of `megazero.cli` that is a command."""
-    return name.replace("-", "_")
 
 
 def unknown_command_message(name: str) -> str:
@@ -99,7 +100,7 @@ def unknown_command_message(name: str) -> str:
     another program's command of that name, or a command spelled alike.
     """
     bare = name.removesuffix(".py").rpartition("/")[2].replace("_", "-")
-    scripted = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == module_of(bare)]
+    scripted = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == bare.replace("-", "_")]
     meant = scripted[0] if scripted else OF_OTHERS.get(bare.replace("-", ""))
     hint = f"; did you mean {meant}?" if meant else did_you_mean(bare, SUBCOMMANDS)
     return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,6 +99,19 @@ def given_word(text: str) -> str:
 def given_path(text: str) -> Path:
     """The type of a flag whose value is a path. Path("") is the working folder, which the user did not name."""
     return Path(given_word(text))
+
+
+def not_positive(args: argparse.Namespace, *fields: str) -> Iterator[str]:
+    """A sentence for each of these flags that is set and below 1."""
+    for field in fields:
+        value = getattr(args, field)
+        if value is not None and value < 1:
+            yield f"{flag_of(field)} {value}: must be at least 1"
+
+
+def flag_of(field: str) -> str:
+    """The flag of a field of argparse's namespace."""
+    return "--" + field.replace("_", "-")
 
 
 def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:

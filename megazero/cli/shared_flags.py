@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from megazero.cli.parser import given_path, given_word
-from megazero.config.schema import OptimizerConfig, ParallelConfig
+from megazero.cli.exit_status import end_rank
+from megazero.cli.parser import given_path, given_word, not_positive
+from megazero.config.schema import OptimizerConfig, ParallelConfig, Run
 from megazero.convert.names import FORMATS, missing_path_message
+from megazero.data.indexed import DataError
 from megazero.data.input_files import JSON_ENDINGS, ReaderOptions
 from megazero.data.tokenizer import KINDS, ListedTokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
+    from megazero.launch import Environment
+    from megazero.mpu.grid import ProcessGrid
 
 Flags = argparse.ArgumentParser | argparse._ArgumentGroup
 PRECISIONS: tuple[str, ...] = OptimizerConfig.__dataclass_fields__["precision"].metadata["choices"]
@@ -59,32 +62,33 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     return named_checkpoints(args)[0]
 
 
-def add_text_flags(flags: Flags, *, required: bool, replaced: str = "") -> None:
-    """Add the flags that say which text is read, and how. replaced: what happens to characters U+FFFD besides."""
+def add_text_flags(flags: Flags, *, corpus: bool = False) -> None:
+    """Add the flags that say which text is read, and how.
+
+    corpus: whether the text is the whole input of the command. Then it must be named, and parts of it can be left out.
+    """
     add = flags.add_argument
     files = "files and folders (recursive): jsonl or text, also .gz and .zst"
-    add("--input", nargs="+", type=given_word, required=required, default=[], metavar="FILE", help=files)
+    add("--input", nargs="+", type=given_word, required=corpus, default=[], metavar="FILE", help=files)
     add("--json-key", default="text", help="key of the text in a line of jsonl")
     formats = f"auto: {', '.join(JSON_ENDINGS)} are jsonl, other files text"
     # `dest`, because `format` is a checkpoint's.
     add("--format", dest="text_format", default="auto", choices=("auto", "jsonl", "text"), help=formats)
     add("--document", default="file", choices=("file", "line"), help="what a document of plain text is")
-    errors = f"bytes that are not UTF-8: strict stops, replace makes them U+FFFD{replaced}"
+    counts = " and prints their number" if corpus else ""
+    errors = f"bytes that are not UTF-8: strict stops, replace makes them U+FFFD{counts}"
     add("--encoding-errors", default="strict", choices=("strict", "replace"), help=errors)
-
-
-def add_selection_flags(flags: Flags) -> None:
-    """Add the flags that leave out files and documents of the text."""
-    add = flags.add_argument
+    if not corpus:
+        flags.set_defaults(include=(), skip_undecodable=False)  # for `reader_of`
+        return
     add("--include", nargs="+", default=(), metavar="PATTERN", help="in folders, only files that match, as '*.txt'")
-    undecodable = "leave out documents that are not UTF-8; prints their number"
-    add("--skip-undecodable", action="store_true", help=undecodable)
+    add("--skip-undecodable", action="store_true", help="leave out documents that are not UTF-8; prints their number")
 
 
 def reader_of(args: argparse.Namespace) -> ReaderOptions:
-    """How the flags of `add_text_flags` and `add_selection_flags` say that text is read."""
-    reader = ReaderOptions(args.json_key, args.text_format, args.document, args.encoding_errors)
-    return replace(reader, include=tuple(args.include), skip_undecodable=args.skip_undecodable)
+    """How the flags of `add_text_flags` say that text is read."""
+    form = args.json_key, args.text_format, args.document, args.encoding_errors
+    return ReaderOptions(*form, tuple(args.include), args.skip_undecodable)
 
 
 def add_tokenizer_flags(flags: Flags, *, required: bool = False, default: str = "") -> None:
@@ -99,7 +103,6 @@ def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> ListedToke
 
     Raises DataError, also for another tokenizer than the checkpoint's own: its ids would be other text.
     """
-    from megazero.data.indexed import DataError
     from megazero.data.tokenizer_record import tokenizer_record
 
     if not args.tokenizer:
@@ -116,17 +119,17 @@ def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> ListedToke
     return named
 
 
-def ways_to_name_one(loaded: LoadedModel) -> str:
-    """The flags that name a tokenizer, for a model without one; with what the data of its training record of theirs."""
+def no_tokenizer_message(args: argparse.Namespace, loaded: LoadedModel) -> str:
+    """Why a model has no tokenizer, and the flags that name one, with those that the data of its training record."""
+    from megazero.convert.tokenizers import no_tokenizer
     from megazero.data.build import parse_data_path
-    from megazero.data.indexed import DataError
     from megazero.data.tokenizer_record import recorded_flags
 
-    flags = "--tokenizer and --tokenizer-path"
+    recorded = None
     with suppress(DataError):  # the data may be gone since the training
         recorded = recorded_flags(parse_data_path(loaded.run.data.data_path).prefixes)
-        return flags if recorded is None else f"{flags} ({recorded})"
-    return flags
+    flags = "--tokenizer and --tokenizer-path" + (f" ({recorded})" if recorded is not None else "")
+    return f"{checkpoint_of(args)} {no_tokenizer(loaded.report)}; name one by {flags}"
 
 
 def add_layout_flags(flags: argparse.ArgumentParser) -> None:
@@ -136,14 +139,32 @@ def add_layout_flags(flags: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
     add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where tensors live (%(default)s)")
-    timeout = "a rank waits so long for others (%(default)s)"
-    add("--distributed-timeout-minutes", type=float, default=10.0, help=timeout)
+    add("--distributed-timeout-minutes", type=float, default=10.0, help="a rank waits so long for others (%(default)s)")
 
 
-def parallel_of(args: argparse.Namespace) -> ParallelConfig:
-    """The ranks that the flags of `add_layout_flags` describe."""
-    minutes = args.distributed_timeout_minutes
-    return ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=minutes)
+def run_on_grid(
+    args: argparse.Namespace,
+    check: Callable[[argparse.Namespace, int], None],
+    work: Callable[[argparse.Namespace, ProcessGrid], None],
+    mistakes: tuple[type[Exception], ...] = (),
+) -> NoReturn:
+    """Do a command's work as one rank of the grid that the flags of `add_layout_flags` describe; end the process.
+
+    check     raises ConfigError for problems of the flags; it gets the world size
+    work      a collective of all ranks
+    mistakes  exceptions of the work for a user's mistake, besides ConversionError and DataError
+    """
+    from megazero.convert.source import ConversionError
+    from megazero.launch import launch
+
+    def checked_work(environment: Environment) -> None:
+        check(args, environment.world_size)
+        minutes = args.distributed_timeout_minutes
+        parallel = ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=minutes)
+        with launch(Run(parallel=parallel), environment) as grid:
+            work(args, grid)
+
+    end_rank(checked_work, (ConversionError, DataError, *mistakes))
 
 
 def layout_problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:
@@ -159,14 +180,6 @@ def layout_problems(args: argparse.Namespace, world_size: int, *, replicas: bool
         )
     if args.tokenizer_path and not args.tokenizer:
         yield "--tokenizer-path: --tokenizer says of which kind it is"
-
-
-def not_positive(args: argparse.Namespace, *names: str) -> Iterator[str]:
-    """A sentence for each of these flags that is given and below 1."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            yield f"--{name.replace('_', '-')} {value}: must be at least 1"
 
 
 def cores() -> int:

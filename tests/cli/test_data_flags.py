@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 
-from megazero.cli import evaluate, prepare_data, train_tokenizer
+from megazero.cli import evaluate
+from megazero.cli.data_commands import prepare_parser, train_parser
 from megazero.convert.loading import LoadedModel
 from megazero.data.indexed import DataError
 from megazero.data.input_files import ReaderOptions
@@ -46,8 +47,8 @@ def _evaluate(path: Path) -> None:
 
 
 COMMANDS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "prepare-data": (_prepare, prepare_data.parser().format_help()),
-    "train-tokenizer": (_train, train_tokenizer.parser().format_help()),
+    "prepare-data": (_prepare, prepare_parser().format_help()),
+    "train-tokenizer": (_train, train_parser().format_help()),
     "evaluate": (_evaluate, evaluate.parser().format_help()),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.cli.inspect_data import main
+from megazero.cli.main import main
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
@@ -16,7 +16,7 @@ from tests.data.pairs import write_pair
 
 def test_a_dump_takes_no_existing_files_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pair(tmp_path / "q", [40])
-    words = ["--data-path", str(tmp_path / "q"), "--data-cache-path", str(tmp_path)]
+    words = ["inspect-data", "--data-path", str(tmp_path / "q"), "--data-cache-path", str(tmp_path)]
     words += ["--seq-length", "8", "--split", "1"]
     (file := tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nothing yet")
@@ -41,7 +41,7 @@ def test_a_pair_of_another_tokenizer_is_refused_with_and_without_samples(
     train_bpe(["some text, twice; " * 40], 270, tmp_path / "bpe", silent)
     (tmp_path / "in.txt").write_text("some text " * 40)
     preprocess([tmp_path / "in.txt"], tmp_path / "p", PreprocessJob("byte", None), workers=1, report=silent)
-    words = ["--data-path", str(tmp_path / "p"), "--data-cache-path", str(tmp_path), "--tokenizer"]
+    words = ["inspect-data", "--data-path", str(tmp_path / "p"), "--data-cache-path", str(tmp_path), "--tokenizer"]
     for more in ([], ["--seq-length", "8", "--split", "1"]):
         assert main([*words, "gpt2", "--tokenizer-path", str(tmp_path / "bpe"), *more]) == 2
         said = capsys.readouterr()

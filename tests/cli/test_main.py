@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megazero
-from megazero.cli.main import OF_OTHERS, SUBCOMMANDS, main, module_of
+from megazero.cli.main import OF_OTHERS, SUBCOMMANDS, main
 from megazero.convert.names import FORMATS
 from megazero.convert.registry import format_table
 from tests.data.pairs import write_pair
@@ -75,7 +75,7 @@ def test_every_script_is_there_and_is_the_command() -> None:
     for name, command in SUBCOMMANDS.items():
         script = ROOT / (command.script if command.script.endswith(".py") else f"megazero/{name}.py")
         scripted = script.parent.name == "tools"
-        calls = f'main(["{name}", *sys.argv[1:]])' if scripted else f"from megazero.cli.{module_of(name)} import main"
+        calls = f'main(["{name}", *sys.argv[1:]])' if scripted else f"from megazero.cli.{name} import main"
         assert calls in script.read_text(), script
     scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - {"gpu_test.py", "clone.py"}
     assert scripts == {
