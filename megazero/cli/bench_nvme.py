@@ -32,22 +32,22 @@ EXAMPLES = (
     "megazero bench-nvme /mnt/nvme --parameters 7e9 --share 0.5",
     "python tools/bench_nvme.py /mnt/nvme --parameters 1.3B",
 )
-COUNTS = {"k": 10**3, "m": 10**6, "b": 10**9}
+COUNT_UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8, "fp64": 16}
 """Of a parameter, by --precision: two moments, and in 16 bits the master weight, in the dtype of the state."""
-SMALLEST = 64 << 20
+SMALLEST_FILE = 64 << 20
 """Bytes of the file: enough for the largest request in both of its areas."""
 MIB = 1 << 20
 REQUESTS = 1 * MIB, 2 * MIB, 4 * MIB
 IN_FLIGHT = 4, 8, 16
-PLAIN = 4 * MIB
+PLAIN_REQUEST = 4 * MIB
 """Bytes of a request of the plain loop."""
 SECONDS_OF_A_DAY = 86_400
 
 
 def count_of(text: str) -> int:
     """A number of parameters: 1300000000, 1.3e9, 1.3B. Raises ValueError."""
-    unit = COUNTS.get(text[-1:].lower())
+    unit = COUNT_UNITS.get(text[-1:].lower())
     return whole_number(text) if unit is None else round(float(text[:-1]) * unit)
 
 
@@ -67,7 +67,7 @@ def _checked(kind: str, read: Callable[[str], float], fits: Callable[[float], bo
 
 
 SECONDS = _checked("a number of seconds from 1 to 3600", float, lambda number: 1 <= number <= 3600)
-BYTES = _checked("at least 64MiB, such as 4GB", bytes_of, lambda number: SMALLEST <= number < 1 << 60)
+BYTES = _checked("at least 64MiB, such as 4GB", bytes_of, lambda number: SMALLEST_FILE <= number < 1 << 60)
 PARAMETERS = _checked("a number of parameters, such as 1.3e9 or 1.3B", count_of, lambda number: 0 < number < 1 << 53)
 SHARE = _checked("a share above 0 and up to 1", float, lambda number: 0 < number <= 1)
 
@@ -193,8 +193,8 @@ def measure(path: Path, total: int, seconds: float, backend: str) -> DiskSpeed:
         best = max(rows, key=lambda row: row.both_ways)
         trial.use(_options(best.request_bytes, best.in_flight, backend))
         reads_beside, writes_beside = trial.rates(False, True, seconds=2 * each)
-        plain = [trial.plain_rate(write, PLAIN, each) for write in (False, True)]
-    others = [SpeedRow("plain loop", PLAIN, 1, *plain)]
+        plain = [trial.plain_rate(write, PLAIN_REQUEST, each) for write in (False, True)]
+    others = [SpeedRow("plain loop", PLAIN_REQUEST, 1, *plain)]
     if fio:
         others += _fio(fio, path, best, total, each)
     return DiskSpeed(str(path), moved_by, rows, best, others, reads_beside, writes_beside)
@@ -209,16 +209,18 @@ def _options(request_bytes: int, in_flight: int, backend: str) -> DiskOptions:
 def _fio(program: str, path: Path, best: SpeedRow, total: int, seconds: float) -> Iterator[SpeedRow]:
     """What fio reaches with the requests of the best row; nothing where it fails."""
     file = path / "megazero-fio.bin"
-    requests = f"--name=megazero-fio --bs={best.request_bytes} --iodepth={best.in_flight} --size={total}"
-    how = f"--runtime={max(1, round(2 * seconds))} --time_based --end_fsync=1 --direct=1 --ioengine=io_uring"
+    flags = (
+        f"--name=megazero-fio --bs={best.request_bytes} --iodepth={best.in_flight} --size={total} --output-format=json "
+        f"--runtime={max(1, round(2 * seconds))} --time_based --end_fsync=1 --direct=1 --ioengine=io_uring"
+    )
     rates = []
     for kind in ("read", "write"):
         # The path is a word of its own, because it may have blanks.
-        command = [program, *f"{requests} {how} --rw={kind} --output-format=json".split(), f"--filename={file}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
+        command = [program, *f"{flags} --rw={kind}".split(), f"--filename={file}"]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        if finished.returncode:
             break
-        report = json.loads(done.stdout[done.stdout.index("{") :])  # fio may print notes before its JSON
+        report = json.loads(finished.stdout[finished.stdout.index("{") :])  # fio may print notes before its JSON
         rates.append(float(report["jobs"][0][kind]["bw_bytes"]))
     file.unlink(missing_ok=True)
     if len(rates) == 2:
@@ -226,7 +228,7 @@ def _fio(program: str, path: Path, best: SpeedRow, total: int, seconds: float) -
 
 
 def estimate(speed: DiskSpeed, parameters: int, share: float, state_bytes: int) -> StepEstimate:
-    """What a step takes: as many bytes are read as written, and both lanes run at once until the slower one is done.
+    """What a step takes: as many bytes are read as written, and both lanes run at once until the slower lane is done.
 
     state_bytes: of a parameter's optimizer state.
     """

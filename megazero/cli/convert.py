@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = compute_dtype(args.dtype) if args.dtype else None
     options = TargetOptions(args.tp, args.pp, args.dp, dtype, args.without_tokenizer)
     output = args.output.expanduser()
+    # The source stays open behind the conversion, because --verify reads every tensor again.
     with open_source(checkpoint_of(args), args.format) as opened:
         source = Trimmed(opened, args.vocab_size) if args.vocab_size is not None else opened
         convert(source, format_table()[args.to], output, options, to_stderr)

@@ -37,7 +37,7 @@ LARGE_PAGES = {
 }
 """Linux's setting -> what it means."""
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-UNITS = {
+MATRIX_UNITS = {
     "AMX": "amx_bf16",
     "AMX FP16": "amx_fp16",
     "AVX-512 FP16": "avx512_fp16",
@@ -106,7 +106,7 @@ def _processor() -> Iterator[Finding]:
     from megazero.system import device
 
     flags = processor_flags()
-    units = ", ".join(name for name, flag in UNITS.items() if flag in flags) or "none known"
+    units = ", ".join(name for name, flag in MATRIX_UNITS.items() if flag in flags) or "none known"
     fast = {"amx_bf16", "avx512_bf16"} & flags
     advice = "" if fast else "no unit for bf16 products: bf16 saves memory here, but no time"
     cores = counted(len(os.sched_getaffinity(0)), "core")

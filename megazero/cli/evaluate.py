@@ -61,7 +61,7 @@ EXAMPLES = (
     "torchrun --nproc-per-node 4 -m megazero evaluate hub/bloom-7b1 --tp 2 --pp 2 --input text/ --output scores.jsonl",
     "python tools/evaluate.py runs/bloom --input notes.txt",
 )
-LINE = 1 << 16
+FIRST_LINE_BYTES = 1 << 16
 """Bytes of a file's first line that show whether it is a result."""
 
 
@@ -148,7 +148,7 @@ def _other_file(output: Path) -> str | None:
     """What a file is that the lines would replace and that is no earlier result; None if there is none."""
     try:
         with open(output, "rb") as file:
-            first = file.readline(LINE)
+            first = file.readline(FIRST_LINE_BYTES)
         is_result = not first or "total_loss" in json.loads(first)
     except OSError:  # there is no file; `_occupied` and `closed` say why a file cannot be written
         return None

@@ -100,7 +100,7 @@ def read_environment() -> Environment:
 
 
 def working_folder_is_gone() -> bool:
-    """Whether the folder that the command was started in does not exist any more. If so, print it: libraries crash."""
+    """Whether the working folder does not exist any more, where libraries would crash. If so, an error is printed."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -112,7 +112,16 @@ def working_folder_is_gone() -> bool:
 
 def say(text: str) -> None:
     """Print the whole output of a command. If it cannot be written, end the program with status 141 or 1."""
-    status = status_of(lambda: print(text, flush=True))
+
+    def work() -> None:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # a stream that is no `_Output` does not name the standard output
+            raise OSError(UNWRITABLE.format(error.strerror)) from error
+
+    status = status_of(work)
     if status:
         raise SystemExit(status)
 

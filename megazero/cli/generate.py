@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,7 @@ EXAMPLES = (
 MOST_TOKENS = 128
 """The most tokens of a continuation, if neither flags nor the model's files set a limit."""
 NO_PROMPT = "there is no prompt in the standard input: give one by --prompt TEXT, or ask for them by --interactive"
-A_WEEK = 7 * 24 * 60.0
+A_WEEK_OF_MINUTES = 7 * 24 * 60.0
 """The timeout in minutes while the other ranks wait for the user to type."""
 
 
@@ -117,7 +116,7 @@ def _add_sampling(flags: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.interactive:
-        args.distributed_timeout_minutes = A_WEEK
+        args.distributed_timeout_minutes = A_WEEK_OF_MINUTES
     run_on_grid(args, check, generate_on, (FloatingPointError,))
 
 
@@ -173,6 +172,7 @@ def prompt_problems(args: argparse.Namespace) -> Iterator[str]:
     """The problems of the flags that say where prompts are."""
     if args.interactive and (args.prompt or args.prompt_file):
         yield "--interactive asks for prompts: --prompt and --prompt-file exclude it"
+    # A terminal as the standard input would be waited for without a word; a pipe or a file has the prompts.
     elif not (args.interactive or args.prompt or args.prompt_file) and sys.stdin.isatty():
         yield "there is nothing to continue: --prompt TEXT, --prompt-file FILE or --interactive"
     if args.prompt_file in (None, STANDARD_INPUT):
@@ -218,7 +218,7 @@ def prefix_of(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenize
     return () if loaded.trained else begins_of(tokenizer)
 
 
-def told_of_tokenizer(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> Iterator[str]:
+def tokenizer_remarks(args: argparse.Namespace, loaded: LoadedModel, tokenizer: Tokenizer) -> Iterator[str]:
     """What the model's tokenizer does that the user may not expect."""
     from megazero.data.tokenizer_differences import begins_of, told_of_differences
 
@@ -235,7 +235,7 @@ def told_of_tokenizer(args: argparse.Namespace, loaded: LoadedModel, tokenizer: 
     yield from told_of_differences(tokenizer)
 
 
-def lines_read(file: str | None, count: int) -> str | None:
+def prompt_count(file: str | None, count: int) -> str | None:
     """A remark on prompts of a file that were meant as one; None for fewer than two."""
     if file is None or count < 2:
         return None
@@ -279,7 +279,7 @@ def advised(args: argparse.Namespace, loaded: LoadedModel) -> dict[str, float]:
     return applicable_defaults(generation_defaults(settings, file), sampling_flags(args))
 
 
-def told_of_advice(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]:
+def settings_remarks(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[str]:
     """What is taken from the model's generation_config.json or config.json, and what is not."""
     from megazero.convert.hf.config import ids_of
     from megazero.inference.generation_config import MAX_LENGTH, not_applied
@@ -300,11 +300,6 @@ def told_of_advice(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[st
         )
 
 
-def note(grid: ProcessGrid, text: str) -> None:
-    if grid.rank == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
 def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     """Open the model and continue the prompts. A collective of all ranks."""
     from megazero.convert.loading import open_model
@@ -313,21 +308,25 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
     from megazero.inference.pipeline import Pipeline
     from megazero.inference.text_generator import TextGenerator
 
+    def note(text: str) -> None:
+        if grid.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
     began = time.perf_counter()
     loaded = open_model(checkpoint_of(args), grid, precision=args.precision, format=args.format)
     tokenizer = tokenizer_for(args, loaded)
     pipeline = Pipeline.of(loaded.stages, grid, loaded.chunk_map)
     options = options_of(args, loaded, tokenizer)
-    generator = TextGenerator(loaded.run.model, pipeline, tokenizer, options, grid.rank == 0, partial(note, grid))
+    generator = TextGenerator(loaded.run.model, pipeline, tokenizer, options, grid.rank == 0, note)
     seconds, precision = time.perf_counter() - began, loaded.run.optimizer.precision
     # The remarks are about the tokenizer inside `ChatTokens`, which itself has no differences to `transformers`.
     described = loaded.tokenizer if args.chat and loaded.tokenizer else tokenizer
     for line in (
-        *told_of_tokenizer(args, loaded, described),
+        *tokenizer_remarks(args, loaded, described),
         f"{checkpoint_of(args)} read in {seconds:.1f} s, {precision} on {grid.device}",
-        *told_of_advice(args, loaded),
+        *settings_remarks(args, loaded),
     ):
-        generator.note(line)
+        note(line)
     if args.interactive:
         converse(generator, grid, Conversation(generator, args.system) if args.chat else None)
         return
@@ -335,8 +334,8 @@ def generate_on(args: argparse.Namespace, grid: ProcessGrid) -> None:
 
     def read() -> list[Prompt]:
         prompts = read_prompts(args.prompt, file)
-        if (remark := lines_read(file, len(prompts) - len(args.prompt))) is not None:
-            generator.note(remark)
+        if (remark := prompt_count(file, len(prompts) - len(args.prompt))) is not None:
+            note(remark)
         if args.chat:
             return generator.read_chats([start_messages(args.system, user_message(prompt)) for prompt in prompts])
         return generator.read(prompts)

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +44,9 @@ EXAMPLES = (
     "megazero inspect runs/bloom --tensor 'blocks.*.mlp.up.weight'",
     "python tools/inspect_checkpoint.py runs/bloom/iter_0001000 runs/other --exit-code",
 )
-NEAREST = 3
+MOST_SIMILAR = 3
 """The most similar names that the error for an unknown tensor offers."""
-FILES = 16
+MOST_FILES = 16
 """The most files that are listed without --all."""
 
 
@@ -107,28 +106,25 @@ def show_difference(args: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         opened = [stack.enter_context(open_inspected(path, args.format)) for path in (args.path, args.other)]
+        # Adapters have other tensors than a model, so that a comparison needs the model that they make of their base.
         if holds_adapters(opened[0]) != holds_adapters(opened[1]):
             opened = [stack.enter_context(open_merged(each)) if holds_adapters(each) else each for each in opened]
         first, second = opened
-        record = compare(first, second, counting("comparing", compared_bytes(first, second)))
+        record = compare(first, second, ByteProgress("comparing", compared_bytes(first, second)))
     print(json.dumps(record) if args.json else format_difference(record, args.all))
     return FAILED if args.exit_code and not record["identical"] else 0
 
 
-@dataclass
-class ByteProgress:
-    """Counts bytes that have been read, and reports them as progress."""
+class ByteProgress(Progress):
+    """Counts bytes that have been read, and reports them as megabytes."""
 
-    progress: Progress
-    done: int = 0
+    def __init__(self, what: str, total: int) -> None:
+        super().__init__(to_stderr, what, total / 1e6, "MB")
+        self.bytes = 0
 
     def __call__(self, more: int) -> None:
-        self.done += more
-        self.progress.reach(self.done / 1e6)
-
-
-def counting(what: str, total: int) -> ByteProgress:
-    return ByteProgress(Progress(to_stderr, what, total / 1e6, "MB"))
+        self.bytes += more
+        self.reach(self.bytes / 1e6)
 
 
 def open_inspected(path: Path, format: str | None) -> Inspected:
@@ -147,6 +143,7 @@ def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
     from megazero.checkpoint.format import CheckpointError
     from megazero.convert.inspection import checkpoints_in, contents, is_ours, tensor_statistics
 
+    # In a folder of checkpoints the newest is shown. The others are listed, and their problems count as well.
     siblings = checkpoints_in(args.path) if is_ours(args.path) else []
     record: Record = {"checkpoints": siblings}
     try:
@@ -163,10 +160,10 @@ def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
             chosen = _tensors_named(args, inspected)
             record["statistics"] = {name: tensor_statistics(inspected, name) for name in chosen}
         if args.verify:
-            reading = counting(f"reading {inspected.path}", inspected.nbytes)
+            reading = ByteProgress(f"reading {inspected.path}", inspected.nbytes)
             problems = inspected.verify(args.threads, reading)
             hashes = inspected.manifest is not None
-            record["verified"] = {"bytes": reading.done, "hashes": hashes, "problems": problems}
+            record["verified"] = {"bytes": reading.bytes, "hashes": hashes, "problems": problems}
             if inspected.source is not None:
                 record["report"] = inspected.source.report.lines()
         newest = inspected.path.name
@@ -178,7 +175,7 @@ def _tensors_named(args: argparse.Namespace, inspected: Inspected) -> list[str]:
     shapes = inspected.tensors.shapes
     names = [name for name in shapes if name == args.tensor or fnmatchcase(name, args.tensor)]
     if not names:
-        hint = did_you_mean(args.tensor, shapes, NEAREST)
+        hint = did_you_mean(args.tensor, shapes, MOST_SIMILAR)
         raise UsageError(
             f"--tensor {args.tensor}: none of the {len(shapes)} tensors is called so{hint} "
             f"(megazero inspect {args.path} lists them)"
@@ -221,23 +218,18 @@ def format_description(record: Record, everything: bool) -> str:
 
 
 def _siblings(checkpoints: list[Record]) -> str:
-    """The checkpoints of a folder."""
-    headings = ["checkpoint", "", "bytes", "manifest and headers"]
-    rows = [
-        [
-            each["name"],
-            "latest" if each["latest"] else "",
-            size(each["bytes"]),
-            "damaged" if each["problem"] else "whole",
-        ]
-        for each in checkpoints
-    ]
-    return table(headings, rows, left=2)
+    rows = []
+    for checkpoint in checkpoints:
+        latest = "latest" if checkpoint["latest"] else ""
+        state = "damaged" if checkpoint["problem"] else "whole"
+        rows.append([checkpoint["name"], latest, size(checkpoint["bytes"]), state])
+    return table(["checkpoint", "", "bytes", "manifest and headers"], rows, left=2)
 
 
 def _verdict(verified: Record) -> str:
     if verified["problems"]:
         return f"verified: {counted(len(verified['problems']), 'problem')}"
+    # Without hashes, damage shows only where a file cannot be read at all.
     unhashed = "every tensor was read (this format records no hashes)"
     return f"verified: {size(verified['bytes'])}, {'every hash fits' if verified['hashes'] else unhashed}"
 
@@ -320,7 +312,7 @@ def _columns(columns: dict[str, str]) -> str:
 
 
 def _files(files: dict[str, int], everything: bool) -> str:
-    listed = list(files.items())[: len(files) if everything else FILES]
+    listed = list(files.items())[: len(files) if everything else MOST_FILES]
     lines = table(["file", "bytes"], [[name, f"{number:,}"] for name, number in listed])
     more = len(files) - len(listed)
     return f"{lines}\nand {more} more (--all)" if more else lines

@@ -1,4 +1,4 @@
-"""The command `megazero`: its first word names a subcommand, the rest are that one's flags.
+"""The command `megazero`: its first word names a subcommand, the other words are the flags of the subcommand.
 
 A subcommand is imported only when it is called, because most of them import torch, which takes seconds.
 """
@@ -51,7 +51,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
 )
 """The subcommands by name."""
 
-OF_OTHERS: Mapping[str, str] = MappingProxyType(
+SYNONYMS: Mapping[str, str] = MappingProxyType(
     {
         "chat": "generate MODEL --chat --interactive",
         "finetune": "pretrain --init-from MODEL --instruction-data FILE",
@@ -62,7 +62,7 @@ OF_OTHERS: Mapping[str, str] = MappingProxyType(
         "run": "pretrain",
     }
 )
-"""Words that name a command of other programs, without dashes -> what does the same here."""
+"""Names of other programs' commands, without dashes -> the command that does the same here."""
 
 ABOUT_DATA = frozenset({"prepare-data", "merge-data", "train-tokenizer", "inspect-data"})
 """Commands that share the module `data_commands`. Every other command is the module of its name."""
@@ -70,7 +70,7 @@ ABOUT_DATA = frozenset({"prepare-data", "merge-data", "train-tokenizer", "inspec
 MAKE_FILES = frozenset({"convert", "prepare-data", "merge-data", "train-tokenizer"})
 """Commands whose result is files, so that they need no standard output."""
 
-HELP = "-h", "--help", "help"
+HELP_WORDS = "-h", "--help", "help"
 USAGE = "usage: megazero COMMAND [flags]\n       megazero COMMAND --help\n       megazero --version"
 EXAMPLES = """examples:
   megazero pretrain --ranks 2 --tp 2 --train-iters 20
@@ -96,12 +96,13 @@ def load_program(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def unknown_command_message(name: str) -> str:
-    """The message for an unknown command. It suggests the command whose script has that name, what does the same as
-    another program's command of that name, or a command spelled alike.
+    """The message for an unknown command, which suggests the command whose script has that name, a synonym, or a
+    command spelled alike.
     """
+    # A script of a clone may be typed with its folder and ending, as in `megazero tools/merge_data.py`.
     bare = name.removesuffix(".py").rpartition("/")[2].replace("_", "-")
     scripted = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == bare.replace("-", "_")]
-    meant = scripted[0] if scripted else OF_OTHERS.get(bare.replace("-", ""))
+    meant = scripted[0] if scripted else SYNONYMS.get(bare.replace("-", ""))
     hint = f"; did you mean {meant}?" if meant else did_you_mean(bare, SUBCOMMANDS)
     return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"
 
@@ -110,14 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names and return its status; 2 if there is no such command."""
     if working_folder_is_gone():
         return MISTAKEN
-    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if name == "help" and rest and rest[0] not in HELP:
-        name, *rest = rest[0], "--help", *rest[1:]
+    name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
+    # `megazero help convert` means `megazero convert --help`.
+    if name == "help" and flags and flags[0] not in HELP_WORDS:
+        name, *flags = flags[0], "--help", *flags[1:]
     if name in SUBCOMMANDS:
         if name in MAKE_FILES:
-            open_streams()
-        return status_of(lambda: load_program(name)(rest))
-    if name in HELP:
+            open_streams()  # before `status_of`, for which a closed standard output is an error
+        return status_of(lambda: load_program(name)(flags))
+    if name in HELP_WORDS:
         say(help_text())
         return 0
     if name == "--version":

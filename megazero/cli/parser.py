@@ -15,28 +15,24 @@ from megazero.config.options import did_you_mean, did_you_mean_flag_of
 from megazero.system.reading import shown
 from megazero.system.status import MISTAKEN
 
-_PHRASES = tuple(
-    (re.compile(theirs), ours)
-    for theirs, ours in (
-        (r"^argument ", ""),
-        (r"^the following arguments are required", "these are missing"),
-        (r"invalid int value: (.*)", r"\1 is not a whole number"),
-        (r"invalid float value: (.*)", r"\1 is not a number"),
-        (r"expected one argument", "takes one value, and none follows"),
-        (r"expected at least one argument", "needs one value or more"),
-    )
+_PHRASES = (
+    (r"^argument ", ""),
+    (r"^the following arguments are required", "these are missing"),
+    (r"invalid int value: (.*)", r"\1 is not a whole number"),
+    (r"invalid float value: (.*)", r"\1 is not a number"),
+    (r"expected one argument", "takes one value, and none follows"),
+    (r"expected at least one argument", "needs one value or more"),
 )
-"""Phrases of argparse's messages, and what a run's flags say in their place."""
+"""Patterns of argparse's phrases, and what the messages about a run's flags say in their place."""
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser with messages as those of a run's flags: one line, which names the nearest flag or value.
 
-    A help that cannot be written has a status; argparse ignores that error.
+    A help that cannot be written ends the program with status 141 or 1; argparse ignores that error.
     """
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help. If it cannot be written, end the program with status 141 or 1."""
         say(self.format_help().rstrip("\n"))
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -49,17 +45,17 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
             self.error(" and ".join(f"there is no {flag}{did_you_mean_flag_of(flag, known)}" for flag in unknown))
-        values, rest = self.parse_known_args(argv, namespace)
-        if rest and rest[0].startswith("-"):
-            self.error(f"there is no {rest[0]}")
-        if rest:
-            self.error(f"{rest[0]!r} stands alone: a value follows its --flag")
+        values, unparsed = self.parse_known_args(argv, namespace)
+        if unparsed and unparsed[0].startswith("-"):
+            self.error(f"there is no {unparsed[0]}")
+        if unparsed:
+            self.error(f"{unparsed[0]!r} stands alone: a value follows its --flag")
         return values
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and one line."""
-        for theirs, ours in _PHRASES:
-            message = theirs.sub(ours, message)
+        for pattern, phrase in _PHRASES:
+            message = re.sub(pattern, phrase, message)
         self.exit(MISTAKEN, f"error: {message} ({self.prog} --help lists the flags)\n")
 
     def _unknown(self, argv: Sequence[str]) -> list[str]:
@@ -73,8 +69,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        ours = our_value_for(action.dest, str(value))
-        hint = f"; did you mean {ours}?" if ours in choices else did_you_mean(str(value).lower(), choices)
+        our_value = our_value_for(action.dest, str(value))  # for a word of another program
+        hint = f"; did you mean {our_value}?" if our_value in choices else did_you_mean(str(value).lower(), choices)
         raise argparse.ArgumentError(action, f"{shown(str(value))} is not one of {', '.join(choices)}{hint}")
 
 
@@ -116,12 +112,13 @@ def flag_of(field: str) -> str:
 
 def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     """(the value of a flag, the other words). If the flag is repeated, its last value counts; None if it is absent."""
-    remaining, rest, value = iter(argv), [], None
-    for word in remaining:
+    value, other_words = None, []
+    words = iter(argv)
+    for word in words:
         if word == flag:
-            value = next(remaining, "")
+            value = next(words, "")
         elif word.startswith(flag + "="):
             value = word.split("=", 1)[1]
         else:
-            rest.append(word)
-    return value, rest
+            other_words.append(word)
+    return value, other_words

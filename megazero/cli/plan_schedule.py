@@ -68,13 +68,13 @@ def show(schedule: ScheduleConfig, iterations: Sequence[range] | None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The parser for the help only. All flags but one are those of a run."""
-    made = command_parser("plan-schedule", DESCRIPTION, EXAMPLES)
-    made.add_argument(FLAG, metavar="LIST", help="numbers and ranges, as 1,100,5-8 (default: powers of ten, the last)")
-    return made
+    flags = command_parser("plan-schedule", DESCRIPTION, EXAMPLES)
+    flags.add_argument(FLAG, metavar="LIST", help="numbers and ranges, as 1,100,5-8 (default: powers of ten, the last)")
+    return flags
 
 
 def model_of(path: str) -> ConfigSource:
-    """The settings of the checkpoint of --init-from, which torch reads."""
+    """The settings of the checkpoint of --init-from. Only a run with that flag waits for torch."""
     from megazero.train.init_from import model_source
 
     return model_source(path)
@@ -84,16 +84,14 @@ def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         parser().print_help()
         return 0
-    value, rest = pop_flag(argv, FLAG)
+    listed, run_flags = pop_flag(argv, FLAG)
     problems: list[str] = []
-    iterations = None
-    if value is not None:
-        try:
-            iterations = parse_iterations(value)
-        except ValueError as error:
-            problems.append(f"{FLAG} {value}: {error}; give numbers from 1 with commas between, as 1,100 or 1-5")
     try:
-        schedule = parse_run(rest, None, model_of).schedule
+        iterations = None if listed is None else parse_iterations(listed)
+    except ValueError as error:
+        problems.append(f"{FLAG} {listed}: {error}; give numbers from 1 with commas between, as 1,100 or 1-5")
+    try:
+        schedule = parse_run(run_flags, None, model_of).schedule
         if schedule.epochs is not None:
             problems.append(
                 f"--epochs {schedule.epochs:g}: how many samples these are, only the data say; give --train-samples"

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from megazero.launch import Environment
 
 RANKS = "--ranks"
-BY_A_LAUNCHER = frozenset({"RANK", "WORLD_SIZE"})
-AGAIN = 1.0
-"""Seconds until a signal is sent to the ranks again, because it may come before they exist. A second one has no effect.
-"""
+LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE"})
+RESEND_SECONDS = 1.0
+"""After so long a signal is sent to the ranks again, because it may come before they exist. A second has no effect."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900"
 """Seconds that ranks have to end when another one has failed. torch's default of 30 is less than a save may take."""
 LOOPBACK = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -48,18 +47,19 @@ def main(argv: Sequence[str]) -> int:
         return 0
     count = ranks_to_start(argv, os.environ)
     if count is not None:
-        argv, typed = pop_flag(argv, RANKS)[1], argv
+        rank_flags = pop_flag(argv, RANKS)[1]
         if count > 1:
-            return start_ranks(count, [*this_command(sys.orig_argv, typed), *argv])
+            return start_ranks(count, [*this_command(sys.orig_argv, argv), *rank_flags])
+        argv = rank_flags
     # The import of torch in `run` takes seconds, in which a signal may come: handlers are installed before.
     signals = start_process(argv)
     return run(argv, signals)
 
 
 def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
-    """The value of --ranks, if ranks are to be started; else None. Its problems are reported later, with all others."""
+    """The value of --ranks, if ranks are to be started; else None. The check of all flags reports a wrong value."""
     command = read_command_line(argv).command
-    if command.ranks is None or command.ranks < 1 or BY_A_LAUNCHER & environment.keys():
+    if command.ranks is None or command.ranks < 1 or LAUNCHER_VARIABLES & environment.keys():
         return None
     return None if command.help or command.help_all or command.starts_nothing else command.ranks
 
@@ -82,12 +82,13 @@ def start_ranks(count: int, command: Sequence[str]) -> int:
     with status 0. After a rank's error it writes forty more lines. Here only the ranks get the signals, and the command
     ends with their status and prints their messages only.
 
-    Call it on the main thread, before torch is imported, so that all threads inherit the blocked signals.
+    Must run on the main thread, before torch is imported, so that all threads inherit the blocked signals.
     """
+    # Below nohup a hangup is ignored, and stays so.
     kinds = [kind for kind in STOPPING if kind is not signal.SIGHUP or signal.getsignal(kind) is not signal.SIG_IGN]
     signal.pthread_sigmask(signal.SIG_BLOCK, kinds)  # threads and ranks inherit it; a rank unblocks them in `start`
-    over = threading.Event()
-    threading.Thread(target=_pass_on, args=(kinds, over), name="signals", daemon=True).start()
+    ranks_ended = threading.Event()
+    threading.Thread(target=_pass_on, args=(kinds, ranks_ended), name="signals", daemon=True).start()
     os.environ.setdefault(*SHUTDOWN)
     if Path("/sys/class/net/lo").is_dir():
         for name in LOOPBACK:
@@ -95,7 +96,7 @@ def start_ranks(count: int, command: Sequence[str]) -> int:
     try:
         return _launched(count, command)
     finally:
-        over.set()
+        ranks_ended.set()
 
 
 def _launched(count: int, command: Sequence[str]) -> int:
@@ -134,14 +135,14 @@ def _launched(count: int, command: Sequence[str]) -> int:
     return 0
 
 
-def _pass_on(kinds: Sequence[signal.Signals], over: threading.Event) -> None:
+def _pass_on(kinds: Sequence[signal.Signals], ranks_ended: threading.Event) -> None:
     """On a thread: wait for the first of these signals, and send it to the ranks repeatedly until they have ended."""
     kind = signal.sigwait(kinds)
-    while not over.is_set():
+    while not ranks_ended.is_set():
         for child in _children():
             with suppress(ProcessLookupError):
                 os.kill(child, kind)
-        over.wait(AGAIN)
+        ranks_ended.wait(RESEND_SECONDS)
 
 
 def _children() -> list[int]:
@@ -165,7 +166,7 @@ def run(arguments: Sequence[str], signals: StopSignals) -> NoReturn:
 
 
 def train(arguments: Sequence[str], environment: Environment, signals: StopSignals | None = None) -> None:
-    """Parse the flags, prepare, build the job and train. signals: requests to stop; None: there are none."""
+    """Parse the flags, prepare, build the job and train. signals: requests to stop; None: nothing asks for a stop."""
     from megazero.config.parse import parse_arguments
     from megazero.data.progress import silent, to_stderr
     from megazero.launch import launch

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import megazero.convert.loading
-from megazero.cli.generate import check, generate_on, lines_read, parser
+from megazero.cli.generate import check, generate_on, parser, prompt_count
 from megazero.config.schema import ModelConfig
 from megazero.config.source import ConfigError
 from megazero.convert.convert import convert
@@ -124,13 +124,13 @@ def test_a_prompt_of_several_lines_is_told_how_to_be_one(tmp_path: Path) -> None
     lines, one = (read_prompts([], str(tmp_path / name)) for name in ("p.txt", "p.jsonl"))
     assert one == ["one prompt\nof two lines"] and lines == one[0].split("\n")
     assert (
-        lines_read("p.txt", 2) == "p.txt: 2 prompts, one a line; a prompt of several lines is a line of a .jsonl file"
+        prompt_count("p.txt", 2) == "p.txt: 2 prompts, one a line; a prompt of several lines is a line of a .jsonl file"
     )
-    assert lines_read(
+    assert prompt_count(
         "-", 2
     ) == "the standard input: 2 prompts, one a line; a prompt of several lines is a line of a " + (".jsonl file")
-    assert lines_read("p.jsonl", 3) == "p.jsonl: 3 prompts, one a line"
-    assert lines_read("p.txt", 1) is lines_read(None, 3) is None
+    assert prompt_count("p.jsonl", 3) == "p.jsonl: 3 prompts, one a line"
+    assert prompt_count("p.txt", 1) is prompt_count(None, 3) is None
 
 
 def test_prompts_that_are_no_text() -> None:

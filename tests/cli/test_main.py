@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megazero
-from megazero.cli.main import OF_OTHERS, SUBCOMMANDS, main
+from megazero.cli.main import SUBCOMMANDS, SYNONYMS, main
 from megazero.convert.names import FORMATS
 from megazero.convert.registry import format_table
 from tests.data.pairs import write_pair
@@ -101,7 +101,7 @@ def test_an_unknown_command_is_one_error(word: str, said: str, capsys: pytest.Ca
     assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("meant", sorted(set(OF_OTHERS.values())))
+@pytest.mark.parametrize("meant", sorted(set(SYNONYMS.values())))
 def test_what_is_suggested_exists(meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, *rest = meant.split()
     with contextlib.suppress(SystemExit):  # argparse ends so
