@@ -478,7 +478,7 @@ FAULTS = (
         "A resumed run begins with the data's first sample again (torchtitan).",
         "megazero/train/resume.py",
         "position = TrainingPosition.read(resumed.progress)",
-        'position = TrainingPosition(int(found.progress["iteration"]))',
+        'position = TrainingPosition(int(resumed.progress["iteration"]))',
         RESUMES,
     ),
     Fault(
