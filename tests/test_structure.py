@@ -325,10 +325,10 @@ def test_functions_fit_a_screen() -> None:
 
 
 MOST_FILES, LEAST_CODE = 25, 40
-FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/train")
+FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/report", "megazero/train")
 """Folders in which files are counted and measured. More are to follow."""
 
-FILES = {"megazero/train": 35}
+FILES = {"megazero/train": 30}
 """Folders with more than `MOST_FILES`: how many they have. Lower the number with each file that goes."""
 
 SECTION = "a section of the configuration is a file"
@@ -339,7 +339,6 @@ SHORT = {
     "megazero/config/schema/checkpoint.py": SECTION,
     "megazero/config/schema/lora.py": SECTION,
     "megazero/train/start.py": "what runs before torch is imported",
-    "megazero/train/verdict.py": "one of the three printers of a report",
 }
 """Files of less than `LEAST_CODE` lines of code, each with the reason. Take out what grew or went."""
 

@@ -19,10 +19,10 @@ from megazero.cli.shared_flags import add_checkpoint_flags, cores, named_checkpo
 from megazero.config.options import did_you_mean
 from megazero.convert.names import missing_path_message
 from megazero.data.progress import Progress, to_stderr
+from megazero.report.text_blocks import pairs, table
 from megazero.system.status import FAILED
 from megazero.system.words import counted
 from megazero.telemetry.units import count, size
-from megazero.train.text_blocks import pairs, table
 
 if TYPE_CHECKING:
     from megazero.convert.inspection import Inspected, Record

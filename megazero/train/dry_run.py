@@ -20,13 +20,13 @@ from megazero.plan.order import order_notes
 from megazero.plan.recompute import ASSUMED
 from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
+from megazero.report.banner import verdict
+from megazero.report.report_json import write_report
+from megazero.report.run_report import gather
 from megazero.train.checked import Asked, Problems, Where, asked_start, check_start
 from megazero.train.path_checks import checkpoints_in_the_way, start_position
-from megazero.train.report_json import write_report
 from megazero.train.resolve import ResolvedRun, resolve
 from megazero.train.run_memory import trace_of_plan
-from megazero.train.run_report import gather
-from megazero.train.verdict import verdict
 
 _STILL_OPEN = {
     "vocab_size": "vocab_size, which the tokenizer says and could not be read",

@@ -33,11 +33,11 @@ from megazero.data.tokenizer_record import (
     tokenizer_record,
 )
 from megazero.program.trace import files_of, why_not_a_trace
+from megazero.report.report_json import why_not_a_report
 from megazero.system.reading import listed, path_error
 from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file
 from megazero.train.adapters import AdapterBase, base_of
-from megazero.train.report_json import why_not_a_report
 from megazero.train.requirements import folder_problems
 
 

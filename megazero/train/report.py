@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fused_ops.attention.selection import choose
 from fused_ops.registry import refusal
+from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import Fence
 from megazero.config.derive import uses_disks
 from megazero.config.dtypes import compute_dtype
@@ -31,19 +32,20 @@ from megazero.pipeline.build import attention_support, attention_workload, compi
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.order import order_notes
 from megazero.plan.step_lists import StageLists
+from megazero.report.banner import banner
+from megazero.report.report_json import write_report
+from megazero.report.run_report import MachineReport, RunReport, gather
+from megazero.report.text_blocks import pairs
 from megazero.system import allocator, threads
 from megazero.system import device as devices
 from megazero.system.durable import replace_file
 from megazero.system.words import counted
 from megazero.telemetry.sinks import named_places
-from megazero.train.banner import banner
 from megazero.train.bodies import bodies_of, note_of_other_bodies
+from megazero.train.logs import as_config_error
 from megazero.train.path_checks import checkpoints_in_the_way
 from megazero.train.prepare import Prepared, samples_used
-from megazero.train.report_json import write_report_of_run
 from megazero.train.resume import StartPoint
-from megazero.train.run_report import MachineReport, RunReport, gather
-from megazero.train.text_blocks import pairs
 from megazero.zero.state import ModelState
 
 
@@ -92,7 +94,9 @@ def introduce(
             changes=tuple(change.words() for change in prepared.changes),
             notes=(*notes, *filter(None, [other_bodies])),
         )
-    write_report_of_run(report, run, grid)
+    if run.trainer.report_json is not None:
+        with as_config_error("--report-json"):
+            attempt_on_all_ranks(grid.world, grid.device, None if report is None else lambda: write_report(report))
     if report is not None:
         _print_and_keep(report, fence)
 

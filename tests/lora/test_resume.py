@@ -15,7 +15,7 @@ from megazero.config.source import ConfigError
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
 from megazero.plan.bytes import stage_bytes
-from megazero.train.banner import banner
+from megazero.report.banner import banner
 from megazero.train.init_from import model_source
 from tests.parameters import held_fragments
 from tests.parity.training import Outcome, data_flags, job_on_rank, report_of, small_model, train, worst

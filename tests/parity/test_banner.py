@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.bytes import stage_bytes
-from megazero.train.banner import banner
+from megazero.report.banner import banner
 from megazero.zero.sharding import Column
 from megazero.zero.state import HOST
 from tests.parity.training import data_flags, job_on_rank, report_of, small_model

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazero.report.banner import banner
 from megazero.telemetry.record import StepRecord
-from megazero.train.banner import banner
 from tests.parity.training import data_flags, job_on_rank, report_of
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, BATCH = 3, 24, 12, 1003, 8

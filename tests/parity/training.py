@@ -20,13 +20,13 @@ from megazero.mpu.axes import axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import build_grid
 from megazero.plan.step_lists import StageLists
+from megazero.report.run_report import RunReport, gather
 from megazero.telemetry.record import StepRecord
 from megazero.train.bodies import bodies_of
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
 from megazero.train.report import machine_of
-from megazero.train.run_report import RunReport, gather
 from tests.launches import ONE_QUEUE, RULES, Trace, check, recorded_launches
 from tests.parameters import Piece, assemble, values_of, worst_difference
 from tests.parity.ways import PLAIN, Way

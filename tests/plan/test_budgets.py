@@ -16,11 +16,10 @@ from megazero.plan.rates import ASSUMED
 from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
 from megazero.plan.timed_steps import timed_traces
+from megazero.report.banner import budgets_sentence, peaks_table
+from megazero.report.run_report import RunReport, gather
 from megazero.system import host_memory
-from megazero.train.banner import budgets_sentence
 from megazero.train.requirements import budget_problems
-from megazero.train.run_report import RunReport, gather
-from megazero.train.verdict import peaks_table
 from tests.tables import rows
 
 MODEL = (

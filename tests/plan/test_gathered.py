@@ -9,7 +9,7 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.gathered import GatheredBytes, gathered_bytes, unit_problems
 from megazero.plan.step_lists import StageLists
-from megazero.train.banner import gathers_sentence
+from megazero.report.banner import gathers_sentence
 
 WORDS = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100 --zero-stage 3 "

@@ -12,8 +12,7 @@ from megazero.plan.bytes import StageBytes
 from megazero.plan.recompute import recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic
-from megazero.telemetry.units import size
-from megazero.train.banner import (
+from megazero.report.banner import (
     changes_table,
     graphs_sentence,
     ops_table,
@@ -23,8 +22,9 @@ from megazero.train.banner import (
     stage_table,
     zero_words,
 )
-from megazero.train.run_report import MachineReport, RunReport, gather
-from megazero.train.text_blocks import draw_grid, pairs, sections
+from megazero.report.run_report import MachineReport, RunReport, gather
+from megazero.report.text_blocks import draw_grid, pairs, sections
+from megazero.telemetry.units import size
 
 SMALL = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 6 --vocab-size 10 --train-iters 1"
 

@@ -13,7 +13,7 @@ from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.build import train_tokens
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
-from megazero.train.banner import length_words
+from megazero.report.banner import length_words
 from megazero.train.prepare import Prepared, prepare
 from tests.corpus import write_corpus
 from tests.data.chats import write_lines

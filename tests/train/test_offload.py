@@ -22,12 +22,12 @@ from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import moved_in_step, swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Lane
+from megazero.report.banner import schedule_lines, stage_table
+from megazero.report.run_report import gather
 from megazero.telemetry.units import size
 from megazero.train import job as jobs
 from megazero.train import requirements, swap_files
-from megazero.train.banner import schedule_lines, stage_table
 from megazero.train.requirements import budget_problems, folder_problems, room_problems, swap_bytes
-from megazero.train.run_report import gather
 from megazero.train.swap_files import written_sentence
 from tests.disks import remount, small_disk
 from tests.parameters import values_of

@@ -22,11 +22,11 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Lane
 from megazero.program.traffic import traffic
-from megazero.train import report_json
+from megazero.report import report_json
+from megazero.report.run_report import RunReport, gather
 from megazero.train.checked import Where, asked_start
 from megazero.train.dry_run import dry_run_text
 from megazero.train.path_checks import unusable_places
-from megazero.train.run_report import RunReport, gather
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 

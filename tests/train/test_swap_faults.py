@@ -20,9 +20,9 @@ from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
-from megazero.train.banner import schedule_lines
+from megazero.report.banner import schedule_lines
+from megazero.report.run_report import gather
 from megazero.train.requirements import swap_bytes
-from megazero.train.run_report import gather
 from megazero.zero.host_parts import HostParts
 from tests.disks import fill, remount, small_disk
 from tests.parity.training import job_on_rank

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.config.tiers import Offload
-from megazero.mpu.grid import ProcessGrid
+from megazero.report.run_report import RunReport
 from megazero.system.durable import replace_file
 from megazero.system.writable import why_not_replaced
-from megazero.train.logs import as_config_error
-from megazero.train.run_report import RunReport
 
 KIND = "megazero run report"
 _HEAD = 64
@@ -40,20 +38,13 @@ def write_report(report: RunReport) -> None:
         return
     path = Path(os.path.realpath(report.run.trainer.report_json))  # a link stays, and leads to the new report
     content = json.dumps(report_object(report), indent=1, allow_nan=False) + "\n"
-    with as_config_error(f"--report-json {report.run.trainer.report_json}"):
+    try:
         if (wrong := why_not_a_report(path)) is not None:
             raise FileExistsError(wrong)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.encode(), uuid4().hex)
-
-
-def write_report_of_run(report: RunReport | None, run: Run, grid: ProcessGrid) -> None:
-    """Rank 0, which has the report, writes it, if the run has --report-json. Then it is a collective of all ranks,
-    which fail together.
-    """
-    if run.trainer.report_json is not None:
-        with as_config_error("--report-json"):
-            attempt_on_all_ranks(grid.world, grid.device, None if report is None else lambda: write_report(report))
+    except OSError as error:
+        raise ConfigError([f"--report-json {report.run.trainer.report_json}: {error}"]) from error
 
 
 def why_not_a_report(path: Path) -> str | None:

@@ -1,7 +1,6 @@
-"""The banner: a run's report as text, which it prints before its first step.
+"""A run's report as text: the banner before the first step, and the verdict of --validate-only.
 
-A line is a heading and a sentence; an empty sentence is not shown. The text is ASCII, so that it prints under any
-locale.
+A line is a heading and a sentence; an empty sentence is not shown. The text is ASCII, so that any locale prints it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from megazero.plan.gathered import GatheredBytes
 from megazero.plan.step_memory import rank_words
 from megazero.plan.traffic import Traffic
 from megazero.program.instruction import Lane
+from megazero.report import text_blocks as blocks
+from megazero.report.run_report import MachineReport, RunReport, ScheduleReport, StateMessages
 from megazero.system.words import counted
 from megazero.telemetry.units import count, size
-from megazero.train import text_blocks as blocks
-from megazero.train.run_report import MachineReport, RunReport, ScheduleReport, StateMessages
 
 Line = tuple[str, str]
 _RECOMPUTED = {"full": "whole", "selective": "attention cores"}
@@ -36,19 +35,37 @@ _RECOMPUTED = {"full": "whole", "selective": "attention cores"}
 def banner(report: RunReport) -> str:
     """What a run prints before its first step: layout, model, memory, schedule, data, ops, and the user's settings."""
     axes, zero = report.axes, zero_words(report.run.parallel.zero_stage, report.axes)
-    parts = [
-        (f"megazero: {ranks_words(axes)}", blocks.draw_grid(axes.pp, axes.dp, axes.tp)),
-        ("Model", blocks.pairs(_model_lines(report))),
-        (f"Memory of the model state, {zero}", stage_table(report.memory.stages)),
-        ("Schedule", blocks.pairs([*placement_lines(report), *schedule_lines(report)])),
-        ("Run", blocks.pairs(_run_lines(report))),
-        ("Changed since the checkpoint", changes_table(report.changes)),
-        ("Ops", ops_table(report.machine) if report.machine else ""),
-        ("Left open, and decided", blocks.bullets(decided_lines(report))),
-        ("Other than the defaults", _departures(report)),
-        ("Worth knowing", blocks.bullets(report.notes)),
-    ]
-    return blocks.sections(parts)
+    return blocks.sections(
+        [
+            (f"megazero: {ranks_words(axes)}", blocks.draw_grid(axes.pp, axes.dp, axes.tp)),
+            ("Model", blocks.pairs(_model_lines(report))),
+            (f"Memory of the model state, {zero}", stage_table(report.memory.stages)),
+            ("Schedule", blocks.pairs(schedule_lines(report))),
+            ("Run", blocks.pairs(_run_lines(report))),
+            ("Changed since the checkpoint", changes_table(report.changes)),
+            ("Ops", ops_table(report.machine) if report.machine else ""),
+            ("Left open, and decided", blocks.bullets(decided_lines(report))),
+            ("Other than the defaults", _departures(report)),
+            ("Worth knowing", blocks.bullets(report.notes)),
+        ]
+    )
+
+
+def verdict(report: RunReport) -> str:
+    """The answer of --validate-only to a run with which nothing is wrong."""
+    zero, precision = zero_words(report.run.parallel.zero_stage, report.axes), report.run.optimizer.precision
+    head = f"OK: {ranks_words(report.axes)}; {precision}, {zero}, {count(report.parameters)} parameters"
+    state = "Bytes of the model state on a rank of each stage (activations come on top)"
+    return blocks.sections(
+        [
+            (head, blocks.pairs(schedule_lines(report))),
+            (state, stage_table(report.memory.stages)),
+            ("Memory of a step", report.trace),
+            ("Peaks of a step on a rank of each stage", peaks_table(report)),
+            ("Worth knowing", blocks.bullets(report.notes)),
+            ("Not checked", blocks.bullets(report.unchecked)),
+        ]
+    )
 
 
 def ranks_words(axes: Axes) -> str:
@@ -63,11 +80,6 @@ def rank_of(stage: int, stages: int) -> str:
 def zero_words(zero_stage: int, axes: Axes) -> str:
     """`ZeRO-1`, or `ZeRO-1 in sets of 2 of 4 replicas`."""
     return f"ZeRO-{zero_stage}" + f" in sets of {axes.shard_size} of {axes.dp * axes.cp} replicas" * axes.is_hybrid
-
-
-def placement_lines(report: RunReport) -> list[Line]:
-    """The placement that was searched for: its flags, and what they take and cost."""
-    return [("placement", "\n".join(report.placement))] if report.placement else []
 
 
 def decided_lines(report: RunReport) -> list[str]:
@@ -133,12 +145,15 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
 
 
 def schedule_lines(report: RunReport) -> list[Line]:
-    """The schedule, the traffic of ZeRO, late updates, what leaves the device, gathers, recompute, and budgets."""
+    """A placement that was searched for, the schedule, the traffic of ZeRO, late updates, what leaves the device,
+    gathers, recompute, and budgets.
+    """
     p, axes, memory, sent = report.run.parallel, report.axes, report.memory, report.state_messages
     late = "late: a unit is updated in the next step, just before its first forward"
     late += "; a stage that waits for its first hidden states updates meanwhile" * (axes.pp > 1)
     gathers = [("parameters", gathers_sentence(each, axes.pp, p.zero3_regather)) for each in memory.gathered]
     lines = [
+        ("placement", "\n".join(report.placement)),
         ("pipeline", _pipeline(report)),
         ("cuda graphs", graphs_sentence(report.schedule)),
         ("gradients", reductions_sentence(report)),
@@ -155,6 +170,29 @@ def schedule_lines(report: RunReport) -> list[Line]:
         ("communication", _communication(report)),
     ]
     return [(heading, sentence) for heading, sentence in lines if sentence]
+
+
+def peaks_table(report: RunReport) -> str:
+    """The peaks of every stage in each tier beside the budgets. On a CPU, where device and host are one memory, a
+    column has their sum.
+    """
+    budgets = report.memory.budgets
+    if budgets is None:
+        return ""
+    together = budgets.together
+    if budgets.device is not None and budgets.host is not None:
+        together = budgets.device + budgets.host
+    amounts = [(peak.device_bytes, peak.host_bytes, peak.total_bytes, peak.disk) for peak in report.memory.peaks]
+    shown = [0, 1, 2, 3] if report.device_kind == "cpu" else [0, 1, 3]
+    headings = "device", "host memory", "together", "disks"
+    rows = [
+        [name, *("-" if row[i] is None else f"{row[i]:,}" for i in shown)]
+        for name, row in [
+            *((str(peak.stage), row) for peak, row in zip(report.memory.peaks, amounts, strict=True)),
+            ("budget", (budgets.device, budgets.host, together, None)),
+        ]
+    ]
+    return blocks.table(["stage", *(headings[i] for i in shown)], rows)
 
 
 def _pipeline(report: RunReport) -> str:
