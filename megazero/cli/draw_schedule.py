@@ -13,7 +13,6 @@ from dataclasses import replace
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, flag_of, not_positive
 from megazero.config.tiers import Tier
-from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, is_breadth_first, make_schedule
 from megazero.program.border import ON_TIME
 from megazero.program.checker import check
@@ -24,6 +23,7 @@ from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, schedule_shape, simulate
 from megazero.program.step import StepOptions, evaluation_step, training_step
 from megazero.program.times import ChunkTimes, profiled_times, uniform_times
+from megazero.report.schedule_picture import DrawOptions, draw
 from megazero.system.words import counted
 
 DESCRIPTION = """

@@ -13,8 +13,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_trace
 from megazero.plan.step_times import step_times
 from megazero.program.simulate import simulate
-from megazero.program.timed_step import TierBytes, TimedStep, timed_step
-from megazero.program.trace import MemoryTrace
+from megazero.program.trace import MemoryTrace, TierBytes, TimedStep, timed_step
 
 
 def timed_traces(steps: StageLists, kind: str, rates: MachineRates) -> list[MemoryTrace]:

@@ -1,27 +1,80 @@
-"""The memory of a step at every instruction, on a rank of every stage, as JSON and as pictures."""
+"""A rank's step, before it runs: the bytes at every instruction, and in time what its lanes do and what lies in every
+tier meanwhile.
+
+The simulation says when an instruction runs (`simulate`), and the walk how many bytes are alive while it does
+(`memory_walk`). The walk goes through the list in its order, which is that of the computations. So the bytes of what
+stands between two computations count for the second one.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
-from megazero.config.schema.trainer import TRACE_SUFFIXES
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import Instruction, Lane
 from megazero.program.memory import MemoryColumn, Sample, UnitKey
-from megazero.program.memory_picture import html, svg
 from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.scope import Scope
+from megazero.program.simulate import SimulationReport
+from megazero.program.span import Span
 from megazero.program.step_bytes import StepBytes
-from megazero.program.timed_step import TimedStep
-from megazero.system.writable import why_not_replaced
 
-KIND = "megazero memory trace"
-"""Stands in the first line of every file of a trace: such a file may be written again."""
-_HEAD = 512
-"""Bytes in which `KIND` is looked for."""
+LANES: Mapping[Lane, str] = MappingProxyType(
+    {
+        Lane.COMPUTE: "compute",
+        Lane.STAGES: "stages",
+        Lane.SHARDS: "shards",
+        Lane.ACROSS: "across",
+        Lane.TENSOR: "tensor",
+        Lane.FROM_DISK: "from disk",
+        Lane.TO_DEVICE: "to device",
+        Lane.TO_HOST: "to host",
+        Lane.HOST: "host",
+        Lane.TO_DISK: "to disk",
+    }
+)
+"""The lanes of a picture from top to bottom, with their names there."""
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """Bytes in every tier."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What lies in every tier from `start` to `end`."""
+
+    start: float
+    end: float
+    held: TierBytes
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step of one rank. Times are those of the simulation.
+
+    moments  one after the other, from 0 to the end of the last lane
+    lanes    what runs on each lane, in order of time; lanes on which nothing takes time are left out
+    """
+
+    moments: tuple[HeldBytes, ...]
+    lanes: Mapping[Lane, tuple[Span, ...]]
+
+    @property
+    def end(self) -> float:
+        return self.moments[-1].end
+
+    @property
+    def peaks(self) -> TierBytes:
+        """The most bytes of each tier; not all of them at the same time."""
+        held = [moment.held for moment in self.moments]
+        return TierBytes(*(max(getattr(each, tier) for each in held) for tier in ("device", "host", "disk")))
 
 
 @dataclass(frozen=True)
@@ -32,7 +85,7 @@ class MemoryTrace:
     samples  at every instruction
     peak     the first instruction at which most bytes are alive, with every allocation
     units    the names of its units
-    timed    the same step in time, where rates are known: a page shows it too
+    timed    the same step in time, where rates are known
     """
 
     rank: str
@@ -50,67 +103,48 @@ def trace(
     return MemoryTrace(rank, tuple(samples(*of)), peak(*of), dict(units))
 
 
-def files_of(path: Path) -> tuple[Path, ...]:
-    """The files of a trace: a picture and the JSON beside it, or the JSON alone."""
-    beside = path.with_suffix(".json")
-    return (path,) if path == beside else (path, beside)
+def timed_step(
+    instructions: Sequence[Instruction], report: SimulationReport, rank: int, walked: Iterable[Sample], rests: TierBytes
+) -> TimedStep:
+    """The step of a rank.
 
-
-def why_not_a_trace(path: Path) -> str | None:
-    """Why a trace may not be written to this path, as `system.writable.why_not_replaced` says it."""
-    return why_not_replaced(path, KIND, _HEAD, "memory trace")
-
-
-def write(found: Sequence[MemoryTrace], path: Path) -> tuple[Path, ...]:
-    """Write traces as JSON, or as a picture with the JSON beside it; returns the paths.
-
-    found  those of all stages, that with the largest peak first. The SVG shows this one alone
-    path   its suffix is one of `TRACE_SUFFIXES`. Its folder is made if it is missing
-
-    Raises OSError where it cannot be written, and FileExistsError rather than replace a file of another kind.
+    instructions  its list
+    report        a simulation of one step
+    rank          its number there
+    walked        a sample of each instruction
+    rests         what lies in host memory and on disks all the time; of the device nothing
     """
-    assert path.suffix in TRACE_SUFFIXES, path
-    files = files_of(path)
-    for file in files:
-        if (wrong := why_not_a_trace(file)) is not None:
-            raise FileExistsError(f"{file}: {wrong}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files[-1].write_text(as_json(found), encoding="utf-8")
-    if path.suffix == ".svg":
-        path.write_text(svg(found[0], KIND), encoding="utf-8")
-    elif path.suffix == ".html":
-        path.write_text(html(found, KIND), encoding="utf-8")
-    return files
+    spans = report.spans[rank]
+    lanes = lanes_of(report, rank)
+    ends = [span.end for of_lane in lanes.values() for span in of_lane]
+    times = iter(spans)
+    moments, most, start = list[HeldBytes](), TierBytes(0, 0, 0), 0.0
+    span = next(times, None)
+    for i, sample in zip(instructions, walked, strict=True):
+        most = _larger(most, _held(sample, rests))
+        if span is not None and i is span.instruction:
+            moments.append(HeldBytes(start, span.end, most))
+            most, start, span = TierBytes(0, 0, 0), span.end, next(times, None)
+    assert span is None, f"{span} is not in the list, or not in its order"
+    if most.device and start < max(ends, default=0.0):
+        moments.append(HeldBytes(start, max(ends), most))
+    return TimedStep(tuple(moments), lanes)
 
 
-def as_json(found: Sequence[MemoryTrace]) -> str:
-    """The traces as JSON, a line for each instruction. Sizes are in bytes.
-
-    columns        by column, without those that are 0; their sum without host memory is `bytes`
-    micro_batches  by micro-batch, without those that are 0: activations and hidden states
-    units          in the order of the rank's "units": activations, and what there is of a unit's buckets. A bucket
-                   counts for the first unit that reads it
-    """
-    ranks = ",\n".join(_rank(each) for each in found)
-    return f'{{"kind": "{KIND}",\n"columns": {_text([c.value for c in MemoryColumn])},\n"ranks": [\n{ranks}\n]}}\n'
+def lanes_of(report: SimulationReport, rank: int) -> dict[Lane, tuple[Span, ...]]:
+    """What takes time on each lane of a rank, in the order of `LANES`."""
+    by_lane: dict[Lane, list[Span]] = {lane: [] for lane in LANES}
+    for span in sorted((*report.spans[rank], *report.messages[rank]), key=lambda span: span.start):
+        if span.end > span.start and span.instruction.lane in by_lane:
+            by_lane[span.instruction.lane].append(span)
+    return {lane: tuple(spans) for lane, spans in by_lane.items() if spans}
 
 
-def _rank(found: MemoryTrace) -> str:
-    lines = ",\n".join(_text(_described(sample, found.units)) for sample in found.samples)
-    names, peak = _text(list(found.units.values())), _text(_described(found.peak, found.units))
-    return f'{{"rank": {_text(found.rank)},\n"units": {names},\n"peak": {peak},\n"instructions": [\n{lines}\n]}}'
+def _held(sample: Sample, rests: TierBytes) -> TierBytes:
+    """What a sample has in every tier. On a CPU state that has left the device counts for the host."""
+    device = sample.total - sample.columns.get(MemoryColumn.OFFLOADED, 0)
+    return TierBytes(device, rests.host + sample.columns.get(MemoryColumn.HOST, 0), rests.disk)
 
 
-def _text(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _described(sample: Sample, units: Iterable[UnitKey]) -> dict[str, Any]:
-    return {
-        "number": sample.number,
-        "instruction": str(sample.instruction),
-        "bytes": sample.total,
-        "columns": {column.value: size for column, size in sample.columns.items()},
-        "micro_batches": {str(number): size for number, size in sorted(sample.micro_batches.items())},
-        "units": [sample.units.get(unit, 0) for unit in units],
-    }
+def _larger(one: TierBytes, other: TierBytes) -> TierBytes:
+    return TierBytes(max(one.device, other.device), max(one.host, other.host), max(one.disk, other.disk))

@@ -32,8 +32,8 @@ from megazero.data.tokenizer_record import (
     require_tokenizer_record,
     tokenizer_record,
 )
-from megazero.program.trace import files_of, why_not_a_trace
 from megazero.report.report_json import why_not_a_report
+from megazero.report.trace_files import files_of, why_not_a_trace
 from megazero.system.reading import listed, path_error
 from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file

@@ -26,7 +26,7 @@ from megazero.plan.rates import ASSUMED, read_rates
 from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
 from megazero.plan.timed_steps import timed_traces
-from megazero.program.trace import write
+from megazero.report.trace_files import write
 from megazero.system import device as devices
 from megazero.system.allocator import return_large
 from megazero.system.host_memory import is_short

@@ -15,8 +15,7 @@ from megazero.plan.tier_peaks import run_peaks
 from megazero.plan.timed_steps import timed_traces
 from megazero.program.instruction import Lane
 from megazero.program.memory import MemoryColumn
-from megazero.program.timed_step import TimedStep
-from megazero.program.trace import MemoryTrace
+from megazero.program.trace import MemoryTrace, TimedStep
 from megazero.program.traffic import traffic
 
 RATES = MachineRates(1e9, to_host=2e7, to_device=3e7, update=4e7, update_host=5e6, read=6e6, write=7e6, messages=8e6)

@@ -22,8 +22,9 @@ from megazero.program.passes.leaving import LEAST_DISTANCE, leaving_graphs, plac
 from megazero.program.simulate import simulate
 from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
-from megazero.program.trace import trace, write
+from megazero.program.trace import trace
 from megazero.program.traffic import traffic
+from megazero.report.trace_files import write
 from tests.program.faults import Fault, again, drop, move, swap, unit
 from tests.program.made import lettered
 from tests.program.steps import Model, Step, checked, drawn, step_of

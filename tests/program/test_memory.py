@@ -18,7 +18,8 @@ from megazero.program.scope import Scope
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
 from megazero.program.step_bytes import StepBytes, UnitSizes
-from megazero.program.trace import MemoryTrace, trace, write
+from megazero.program.trace import MemoryTrace, trace
+from megazero.report.trace_files import write
 
 UNIT = UnitSizes(input=0, kept=50, forward=80, backward=120, deferred=20)
 HIDDEN, OPTIMIZER = 10, 1000

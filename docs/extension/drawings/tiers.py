@@ -11,8 +11,8 @@ from megazero.mpu.axes import axes_of
 from megazero.plan.rates import MachineRates
 from megazero.plan.step_lists import StageLists
 from megazero.plan.timed_steps import timed_traces
-from megazero.program.tier_picture import PictureScale, tiers_svg
-from megazero.program.timed_step import TimedStep
+from megazero.program.trace import TimedStep
+from megazero.report.tier_picture import PictureScale, tiers_svg
 
 MODEL = (
     "--device cuda --precision bf16 --num-layers 20 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "

@@ -34,8 +34,8 @@ class TrainerConfig:
     tensorboard_dir: str | None = option(None, metavar="DIR", derived="none")
     "Folder for TensorBoard's event files."
     memory_trace: str | None = option(None, metavar="FILE", derived="none", expert=True)
-    """File that gets the predicted memory of a step at every instruction: .json, or a picture (.svg, .html) with the
-    .json beside it."""
+    """File that gets the predicted memory of a step at every instruction: .json, which Perfetto opens, or a picture
+    (.svg, .html) with the .json beside it."""
     report_json: str | None = option(None, metavar="FILE", derived="none")
     """File that gets the run's report as one JSON object before the first step, or from --validate-only: decisions,
     memory, messages, schedule."""

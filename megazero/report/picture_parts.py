@@ -1,19 +1,57 @@
-"""Parts of a picture over the instructions of a step, as SVG: areas, a scale, strips, rows of shades."""
+"""Parts of pictures of a step, as SVG: colours of what runs, areas, a scale, strips, rows of shades."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from math import ceil
+from types import MappingProxyType
 from xml.sax.saxutils import escape
 
+from megazero.program.instruction import Op
 from megazero.telemetry.units import size
 
 WIDTH, LEFT = 1200, 96
 INK = "#40464f"
+_OTHER = "other"
+KINDS: Mapping[str, tuple[str, frozenset[Op]]] = MappingProxyType(
+    {
+        "forward": ("#4477aa", frozenset({Op.FORWARD})),
+        "backward": ("#ee6677", frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})),
+        "update": ("#aa3377", frozenset({Op.UPDATE, Op.UPDATE_HOST})),
+        "parameters": (
+            "#66ccee",
+            frozenset(
+                {Op.GATHER, Op.READ_PARAMETERS, Op.LOAD, Op.COPY_PARAMETERS, Op.STORE, Op.WRITE_PARAMETERS},
+            ),
+        ),
+        "gradients": (
+            "#ccbb44",
+            frozenset(
+                {
+                    *(Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.COPY_GRADIENT, Op.STORE_GRADIENT),
+                    *(Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM, Op.READ_GRADIENT),
+                    Op.FETCH_GRADIENT,
+                }
+            ),
+        ),
+        "optimizer state": ("#228833", frozenset({Op.READ_STATE, Op.WRITE_STATE})),
+        "activations": ("#999999", frozenset({Op.LEAVE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.READ_ACTIVATIONS})),
+        _OTHER: ("#7d6b5a", frozenset()),
+    }
+)
+"""What an instruction is about: colour and members, the last one without. The colours are told apart by people who see
+few of them (Tol's bright scheme).
+"""
+_KIND_OF = {op: kind for kind, (_, ops) in KINDS.items() for op in ops}
 _SHADES = 8
 _SHADE = "#7d4a17"
 _MOST_NAMES = 12
+
+
+def kind_of(op: Op) -> str:
+    """The name of an instruction's kind, a key of `KINDS`."""
+    return _KIND_OF.get(op, _OTHER)
 
 
 def text(x: float, y: float, words: str, look: str = "") -> str:

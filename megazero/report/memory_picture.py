@@ -4,15 +4,13 @@ runs, and which units and micro-batches hold the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from megazero.program.instruction import Op
-from megazero.program.memory import MemoryColumn, Place, Sample, UnitKey
-from megazero.program.picture_parts import INK, LEFT, WIDTH, areas, heat, key, mark, scale, strip, text
-from megazero.program.tier_picture import tiers_svg
-from megazero.program.timed_step import TimedStep
+from megazero.program.memory import MemoryColumn, Place, Sample
+from megazero.program.trace import MemoryTrace
+from megazero.report.picture_parts import INK, KINDS, LEFT, WIDTH, areas, heat, key, kind_of, mark, scale, strip, text
+from megazero.report.tier_picture import tiers_svg
 from megazero.telemetry.units import size
 
 COLOURS = {
@@ -30,27 +28,6 @@ COLOURS = {
     MemoryColumn.WORKING: "#9a6fb0",
 }
 """In the order in which they are stacked, from the bottom: what is there all the time comes first."""
-_KINDS = {
-    "forward": ("#4878a8", (Op.FORWARD,)),
-    "backward": ("#c87f3e", (Op.BACKWARD, Op.BACKWARD_INPUT)),
-    "weights' backward": ("#5d9a6b", (Op.BACKWARD_WEIGHT,)),
-    "parameters": ("#8ab4d8", (Op.GATHER, Op.RELEASE)),
-    "reductions": ("#c9b458", (Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL)),
-    "norm, update": ("#9a6fb0", (Op.NORM, Op.UPDATE)),
-    "copies and updates elsewhere": (
-        "#7a7f8c",
-        (
-            *(Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS),
-            *(Op.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM),
-            *(Op.READ_GRADIENT, Op.FETCH_GRADIENT),
-            *(Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE),
-            *(Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS),
-        ),
-    ),
-    "between stages": ("#b85c66", (Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)),
-}
-"""Kinds of instructions: (colour, members)."""
-_KIND_OF = {op: colour for colour, ops in _KINDS.values() for op in ops}
 _TOP, _HEIGHT, _RIGHT = 64, 400, 340
 _MOST_STEPS = 800
 """Of a longer list, each step of the picture is the instruction with most bytes of several."""
@@ -58,22 +35,7 @@ _HEATS = 300
 """Most points of the rows' pixels together, so that 100 units need no more room than 10."""
 
 
-class Shown(Protocol):
-    """What a picture is of (`trace.MemoryTrace`)."""
-
-    @property
-    def rank(self) -> str: ...
-    @property
-    def samples(self) -> Sequence[Sample]: ...
-    @property
-    def peak(self) -> Sample: ...
-    @property
-    def units(self) -> Mapping[UnitKey, str]: ...
-    @property
-    def timed(self) -> TimedStep | None: ...
-
-
-def svg(of: Shown, kind: str) -> str:
+def svg(of: MemoryTrace, kind: str) -> str:
     """The picture as SVG, for a file of its own. kind: stands in its first line."""
     shown = _thinned(of.samples)
     width = WIDTH - LEFT - _RIGHT
@@ -89,8 +51,8 @@ def svg(of: Shown, kind: str) -> str:
     parts += areas(stacked, of.peak.total or 1, (_TOP, _HEIGHT), width)
     parts += scale(of.peak.total or 1, (_TOP, _HEIGHT), width)
     y = _TOP + _HEIGHT + 12.0
-    parts += strip("what runs", [_KIND_OF[sample.instruction.op] for sample in shown], y, width)
-    parts += key([(name, colour) for name, (colour, _) in _KINDS.items()], y + 30)
+    parts += strip("what runs", [KINDS[kind_of(sample.instruction.op)][0] for sample in shown], y, width)
+    parts += key([(name, colour) for name, (colour, _) in KINDS.items()], y + 30)
     y += 60
     for name, rows in (("by unit", _by_unit(of, shown)), ("by micro-batch", _by_micro_batch(of, shown))):
         if len(rows) > 1:
@@ -108,7 +70,7 @@ def svg(of: Shown, kind: str) -> str:
     )
 
 
-def html(found: Sequence[Shown], kind: str) -> str:
+def html(found: Sequence[MemoryTrace], kind: str) -> str:
     """A page of all ranks, the fullest first: the peaks, then the pictures and what is alive at the peak of each."""
     peaks = "\n".join(
         f'<tr><td><a href="#{number}">{escape(each.rank)}</a></td><td>{size(each.peak.total)}</td>'
@@ -131,7 +93,7 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums }} svg {{ max-w
 """
 
 
-def _section(number: int, of: Shown, kind: str) -> str:
+def _section(number: int, of: MemoryTrace, kind: str) -> str:
     alive = _alive(of)
     rows = [_row(words, bytes_, of.peak.total) for words, bytes_ in alive[:40]]
     if len(alive) > 40:
@@ -168,11 +130,11 @@ def _thinned(samples: Sequence[Sample]) -> list[Sample]:
     return [max(group, key=lambda sample: sample.total) for group in groups]
 
 
-def _by_unit(of: Shown, shown: Sequence[Sample]) -> list[tuple[str, list[int]]]:
+def _by_unit(of: MemoryTrace, shown: Sequence[Sample]) -> list[tuple[str, list[int]]]:
     return [(name, [sample.units.get(unit, 0) for sample in shown]) for unit, name in of.units.items()]
 
 
-def _by_micro_batch(of: Shown, shown: Sequence[Sample]) -> list[tuple[str, list[int]]]:
+def _by_micro_batch(of: MemoryTrace, shown: Sequence[Sample]) -> list[tuple[str, list[int]]]:
     numbers = sorted({number for sample in of.samples for number in sample.micro_batches})
     return [(str(number), [sample.micro_batches.get(number, 0) for sample in shown]) for number in numbers]
 
@@ -181,7 +143,7 @@ def _most(rows: Sequence[tuple[str, Sequence[int]]]) -> str:
     return size(max(max(values) for _, values in rows))
 
 
-def _legend(columns: Sequence[MemoryColumn], of: Shown) -> list[str]:
+def _legend(columns: Sequence[MemoryColumn], of: MemoryTrace) -> list[str]:
     """The columns with their bytes at the peak, in the order of the areas, and the largest of what is alive then."""
     peak, x, y = of.peak, WIDTH - _RIGHT + 24, float(_TOP)
     parts = [text(x, y, f"Peak: {size(peak.total)}, at number {peak.number}", 'font-weight="600" fill="#c22"')]
@@ -201,7 +163,7 @@ def _legend(columns: Sequence[MemoryColumn], of: Shown) -> list[str]:
     return parts
 
 
-def _alive(of: Shown) -> list[tuple[str, int]]:
+def _alive(of: MemoryTrace) -> list[tuple[str, int]]:
     """(words, bytes) of what the device holds at the peak, the largest first. Activations of a micro-batch are one."""
     found: dict[str, int] = {}
     chunks = {chunk for chunk, _ in of.units}

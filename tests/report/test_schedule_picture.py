@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 
 from megazero.cli.draw_schedule import main
-from megazero.pipeline.draw import DrawOptions, draw
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
 from megazero.program.simulate import simulate
 from megazero.program.times import uniform_times
+from megazero.report.schedule_picture import DrawOptions, draw
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from xml.sax.saxutils import escape
 
-from megazero.program.instruction import Lane, Op
-from megazero.program.picture_parts import text
+from megazero.program.instruction import Lane
 from megazero.program.span import Span
-from megazero.program.timed_step import LANES, TimedStep
+from megazero.program.trace import LANES, TimedStep
+from megazero.report.picture_parts import KINDS, kind_of, text
 from megazero.telemetry.units import size
 
 INK = "var(--color-foreground-primary, #6b7480)"
@@ -22,26 +22,6 @@ TIERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"device": ("device", "#4f6785"), "host": ("host memory", "#8fa4bb"), "disk": ("disks", "#cbd5df")}
 )
 """By field of `TierBytes`: name and colour, from the bottom of the stack."""
-_OTHER = "other"
-KINDS: Mapping[str, tuple[str, frozenset[Op]]] = MappingProxyType(
-    {
-        "forward": ("#4477aa", frozenset({Op.FORWARD})),
-        "backward": ("#ee6677", frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})),
-        "update": ("#aa3377", frozenset({Op.UPDATE, Op.UPDATE_HOST})),
-        "parameters": (
-            "#66ccee",
-            frozenset(
-                {Op.GATHER, Op.READ_PARAMETERS, Op.LOAD, Op.COPY_PARAMETERS, Op.STORE, Op.WRITE_PARAMETERS},
-            ),
-        ),
-        "gradients": ("#ccbb44", frozenset({Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.COPY_GRADIENT})),
-        "optimizer state": ("#228833", frozenset({Op.READ_STATE, Op.WRITE_STATE})),
-        "activations": ("#999999", frozenset({Op.LEAVE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.READ_ACTIVATIONS})),
-        _OTHER: ("#7d6b5a", frozenset()),
-    }
-)
-"""What a block in a lane is about: colour and members. What is in none is the last one."""
-_KIND_OF = {op: kind for kind, (_, ops) in KINDS.items() for op in ops}
 _WIDTH, _LEFT, _RIGHT, _TOP = 780, 84, 16, 62
 _MEMORY, _ROW, _GAP = 132, 15, 4
 _FINEST, _LONGEST = 1.5, 8.0
@@ -171,7 +151,7 @@ def _blocks(spans: Sequence[Span], seconds: float) -> Iterator[_Block]:
     """One box for neighbours of a kind between which nobody could see the space."""
     block: _Block | None = None
     for span in spans:
-        kind = _KIND_OF.get(span.instruction.op, _OTHER)
+        kind = kind_of(span.instruction.op)
         left, right = _x(span.start, seconds), _x(span.end, seconds)
         near = block is not None and block.kind == kind and left - block.right < _FINEST
         if block is not None and near and right - block.left < _LONGEST:
@@ -198,7 +178,7 @@ def _tier_key(step: TimedStep) -> Iterator[str]:
 
 def _kind_key(step: TimedStep, y: float) -> Iterator[str]:
     """The kinds that occur."""
-    shown = {_KIND_OF.get(span.instruction.op, _OTHER) for spans in step.lanes.values() for span in spans}
+    shown = {kind_of(span.instruction.op) for spans in step.lanes.values() for span in spans}
     x = float(_LEFT)
     for kind, (colour, _) in KINDS.items():
         if kind in shown:
