@@ -55,7 +55,9 @@ def _loader(run: Run, grid: ProcessGrid, dataset: Samples, workers: int) -> Trai
         seq_length=run.model.seq_length,
         eod_id=run.data.eod_id,
         eod_mask_loss=run.data.eod_mask_loss,
+        # Conversations are packed with a mask of their own, by their places in the sample.
         document_mask=run.model.document_mask and not run.data.instruction_data,
+        # ALiBi and rotary angles are differences of positions, which are the same from any start.
         restart_positions=run.model.position_embedding == "learned",
         num_workers=workers,
         device=grid.device,

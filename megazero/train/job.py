@@ -105,6 +105,7 @@ def build_job(
     with ExitStack() as opened:  # swap files, which are removed if a later part fails
         offloaded, swap_start = opened.enter_context(offloading(run, grid, prepared, signals))
         activation_swap = opened.enter_context(activation_disks(run, grid, signals))
+        # On the meta device: the model state allocates its columns, and parameters are views of these.
         stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
         state = build_state(run, grid, stages, offloaded)
         engines = build_engines(run, grid, stages, state.model, activation_swap, memory)
@@ -112,9 +113,8 @@ def build_job(
         checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.resumed)
         deadline = deadline_of(run)  # counted from here, when the kernels are compiled
         start = resume(run, state, checkpoints, engines.probe, grid, swap_start)
-        if (run.checkpoint.init_from or prepared.resumed) and not uses_disks(
-            run
-        ):  # else all of the disks would be read
+        # State on disks would all be read for this, as in a step.
+        if (run.checkpoint.init_from or prepared.resumed) and not uses_disks(run):
             require_finite_weights(run, grid, state)
         program = None if callbacks is None else CallbackSink(callbacks, signals)
         swaps = state.model.host.swap, None if activation_swap is None else activation_swap.swap
@@ -158,10 +158,10 @@ def build_engines(
     memory: HostMemory,
 ) -> Engines:
     """The engines of this rank. activation_swap: where activations go from host memory. Communicates nothing."""
-    channels = Channels(grid, and_back=chunks_of(run).and_back)
+    channels = Channels(grid, and_back=chunks_of(run).and_back)  # of both engines: making them is a collective
     lists = step_lists(run, grid.at.pp, with_kept(model.shape, run, grid.axes, grid.at.pp))
     steps = StageLists(run, grid.axes, nccl=grid.world.is_on_device)
-    if grid.rank == 0:
+    if grid.rank == 0:  # the lists of all stages are arithmetic, and the same on every rank
         steps.check()
     activations = host_activations(run, grid.device, activation_swap)
     parts = run, grid, stages, channels, lists, model.actions
@@ -204,7 +204,8 @@ def save_policy_of(
     program: CallbackSink | None,
 ) -> SavePolicy | None:
     """How the run saves; None: it saves nothing. record: the `progress` of a checkpoint at a position."""
-    # The same on all ranks: a stage may have none of the units that rest on disks.
+    # A question to the run and not to this rank's state: a stage may have none of the units that rest on disks, and all
+    # ranks have to save alike.
     in_background = run.checkpoint.async_save and not uses_disks(run)
     if in_background:
         copies = size(checkpoints.reserve())

@@ -57,7 +57,7 @@ def resume(
     """
     load, init_from = run.checkpoint.load, run.checkpoint.init_from
     resumed = checkpoints.find()
-    beneath = _load_base(run, state, grid)
+    beneath = _load_base(run, state, grid)  # which neither checkpoints nor swap files hold
     if swapped is not None and swapped.step is not None:
         _fill_from_swap(run, state, swapped, grid)
         words = [swapped.words(run.offload.nvme_path, resumed), *beneath]
@@ -147,9 +147,8 @@ def probe_loss(run: Run, engine: PipelineEngine, grid: ProcessGrid, samples: int
     all-reduce of one float64.
     """
     loss = engine.evaluate(probe_batches(run, grid.device, samples))
-    counts = engine.has_loss and grid.at.tp == 0
     packed = torch.zeros(1, dtype=torch.float64, device=grid.device)
-    if counts:
+    if engine.has_loss and grid.at.tp == 0:  # the tp ranks of the last stage all have the whole loss
         packed += loss
     collectives.all_reduce(packed, grid.world).wait()
     return float(packed.item()) / (grid.dp.size * samples * run.model.seq_length)
@@ -166,7 +165,7 @@ def check_probe(stored: dict[str, Any] | None, run: Run, engine: PipelineEngine,
     now, then = probe_loss(run, engine, grid, stored.get("samples", SAMPLES)), float(stored["loss"])
     allowed = max(TOLERANCE[run.optimizer.precision], TOLERANCE[stored["precision"]])
     difference = abs(now - then) / max(abs(then), 1e-12)
-    if not difference <= allowed:
+    if not difference <= allowed:  # not `>`: a loss that is not a number differs, too
         raise RuntimeError(
             f"the model loaded is not the model saved: the probe's loss was {then:.10g}, is {now:.10g} (relative "
             f"difference {difference:.2g},"

@@ -94,7 +94,7 @@ class SavePolicy:
     def finish(self, position: TrainingPosition) -> None:
         """Return when this position is saved. A collective of all ranks. Raises the error of the last try."""
         if self._checkpoints.busy:
-            self._collect()
+            self._collect()  # it may be this very position, which then needs no second save
         tries = len(self._pauses)
         for number, pause in enumerate(self._pauses, 1):
             if self.saved_at == position.iteration:
@@ -108,7 +108,7 @@ class SavePolicy:
 
     def _try(self, position: TrainingPosition) -> SaveOutcome:
         """Save on this thread and return the outcome, which is the same on all ranks. Raises `_ENDS_THE_RUN`."""
-        record = self._record(position)
+        record = self._record(position)  # a collective: outside, since an error of one rank alone must not be caught
         try:
             saved = self._checkpoints.save(position.iteration, record)
         except _ENDS_THE_RUN:
@@ -144,7 +144,7 @@ class SavePolicy:
             self.superseded = True
             self._note(f"the checkpoint of iteration {outcome.iteration} was not written: {outcome.error}")
         else:
-            if self.saved_at == outcome.iteration:
+            if self.saved_at == outcome.iteration:  # else a later save has begun
                 self.saved_at = None
             self._warn(outcome, "training goes on, and the next save tries again")
 
@@ -190,13 +190,13 @@ def claim_checkpoints(
 
 def _each(writers: Sequence[Callable[[Path], None] | None]) -> Callable[[Path], None] | None:
     """One function that runs all writers that are not None; None if there are none."""
-    there = [write for write in writers if write is not None]
+    present = [write for write in writers if write is not None]
 
     def write_all(folder: Path) -> None:
-        for write in there:
+        for write in present:
             write(folder)
 
-    return write_all if there else None
+    return write_all if present else None
 
 
 def _fragments_of_all(run: Run, grid: ProcessGrid) -> Callable[[], Sequence[Sequence[Any]]]:

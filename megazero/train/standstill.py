@@ -47,6 +47,7 @@ class SkippedSteps:
 
     def add(self, skipped: Tensor, scale: Tensor) -> None:
         """Count a step. skipped: 0-dim bool; scale: 0-dim, of its loss; both on the device, the same on each rank."""
+        # A skip above the least loss scale is how a dynamic scale finds its value.
         counts = skipped if self.least is None else skipped & (scale <= self.least)
         self.in_a_row = torch.where(counts, self.in_a_row + 1, 0)
 
@@ -129,6 +130,7 @@ def _bad_weight(state: TrainState, dtype: torch.dtype) -> str | None:
                 number = weight[~finite][0].item()
                 name = fragment.spec.name
                 beyond = f"{OutOfRange(name, number, dtype)}; nearest: --precision bf16"
+                # A number that fp16 cannot hold is finite in the master weights.
                 complaint = beyond if math.isfinite(number) else f"{name} holds {number:g}"
     return complaint
 

@@ -53,12 +53,13 @@ class TrainingStepEnd:
 
     def norm(self, loss_sum: Tensor) -> None:
         """Sum over all ranks what decides the update. A collective of the world: one all-reduce of four float64."""
-        self.optimizer.complete_reduction()
+        self.optimizer.complete_reduction()  # sums of squares are of reduced gradients
         squares, self.loss_sum, self.all_tokens, self.asked = self.reduce(
             self.optimizer.sum_of_squares(), loss_sum if self.reports else 0.0, self.tokens, float(self.stops())
         )
         unscale = self.positions / (self.all_tokens * self.scale)
         self.grad_norm = squares.sqrt() * unscale
+        # Of the sums, so that all ranks decide alike. A loss may be finite where gradients are not, and the other way.
         self.bad = ~(torch.isfinite(self.grad_norm) & torch.isfinite(self.loss_sum))
         multiplier = unscale * clip_coefficient(self.grad_norm, self.clip_grad)
         self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0)

@@ -125,29 +125,28 @@ def swap_start(
         "begun": begins,
         "data_plans": [list(plan) for plan in plans],
     }
-    there: list[_Left] = []
+    left: _Left | None = None
 
     def look() -> None:
+        nonlocal left
         left = _left(folders, grid.rank) if pieces else None
         if left is not None:
             _assert_continues(left, run, fresh, newer=left.record.last.step > begins)
-            there.append(left)
 
     attempt_on_all_ranks(grid.world, grid.device, look)
-    left = there[0] if there else None
-    every = _Every.of(left, grid, bool(pieces))
-    if every.latest <= begins or every.only_first:
+    common = _Common.of(left, grid, bool(pieces))
+    # What the files have is in the checkpoint, or all ranks begin the first step again, whose files some have not.
+    if common.latest <= begins or common.only_first:
         return SwapStart(fresh)
-    attempt_on_all_ranks(grid.world, grid.device, lambda: every.check(left, folders, grid.rank, bool(pieces)))
-    if every.step <= begins:
+    attempt_on_all_ranks(grid.world, grid.device, lambda: common.check(left, folders, grid.rank, bool(pieces)))
+    if common.step <= begins:
         return SwapStart(fresh)
-    kept = left.record.back_to(every.step).last.about if left is not None and grid.rank == every.holder else None
-    told = broadcast_text(grid.world, grid.device, json.dumps(kept), every.holder)
-    about = json.loads(told or "")
-    return SwapStart({**fresh, "job": about["job"], "begun": about["begun"]}, every.step, about["progress"])
+    of_holder = left.record.back_to(common.step).last.about if left and grid.rank == common.holder else None
+    about = json.loads(broadcast_text(grid.world, grid.device, json.dumps(of_holder), common.holder) or "")
+    return SwapStart({**fresh, "job": about["job"], "begun": about["begun"]}, common.step, about["progress"])
 
 
-class _Every(NamedTuple):
+class _Common(NamedTuple):
     """What all ranks find together.
 
     step        the least of their last steps; NONE: a rank with pieces has no record of its own
@@ -165,16 +164,17 @@ class _Every(NamedTuple):
     one_run: bool
 
     @classmethod
-    def of(cls, left: _Left | None, grid: ProcessGrid, has_pieces: bool) -> _Every:
+    def of(cls, left: _Left | None, grid: ProcessGrid, has_pieces: bool) -> _Common:
         """A collective of the world."""
-        own = left is not None and left.own
+        has_record = left is not None and left.own
         last = NONE if left is None else left.record.last.step
         job = None if left is None else int(left.about["job"], 16)
+        # A negative number stands where the most is wanted: one all-reduce finds all of them.
         step, holder, latest, later, least_job, most_job = _least(
             grid,
             [
-                last if own else NONE if has_pieces else FAR,
-                grid.rank if own else FAR,
+                last if has_record else NONE if has_pieces else FAR,
+                grid.rank if has_record else FAR,
                 -last,
                 -int(left is not None and not left.first),
                 FAR if job is None else job,
@@ -199,9 +199,9 @@ class _Every(NamedTuple):
 
 def _least(grid: ProcessGrid, numbers: Sequence[int]) -> list[int]:
     """The least of each number over all ranks. A collective: an all-reduce of int64."""
-    every = torch.tensor(numbers, dtype=torch.int64, device=grid.device)
-    collectives.all_reduce(every, grid.world, "min").wait()
-    return [int(number) for number in every.tolist()]
+    least = torch.tensor(numbers, dtype=torch.int64, device=grid.device)
+    collectives.all_reduce(least, grid.world, "min").wait()
+    return [int(number) for number in least.tolist()]
 
 
 def _left(folders: Sequence[Path], rank: int) -> _Left | None:
@@ -218,7 +218,8 @@ def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: b
     """Raise DiskError if this run cannot go on from a step that it would lose otherwise. newer: the step is later than
     the checkpoint from which the run begins.
     """
-    about, here = left.about, [Path(folder) for folder in run.offload.nvme_path]
+    about, folders = left.about, [Path(folder) for folder in run.offload.nvme_path]
+    # What a flag may allow of a checkpoint comes out as a change, and is refused below: a step goes on as it was begun.
     as_saved = replace(
         run.checkpoint, finetune=False, override_batch=True, override_data=True, override_opt_param_scheduler=True
     )
@@ -226,12 +227,13 @@ def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: b
     comparison = compare(then, today, about["layout"], now["layout"])
     what, differs = "another model", list(comparison.problems)
     if not differs and newer:
-        set_apart = [replace(change, allowed_by=None) for change in comparison.changes if change.allowed_by]
-        what, differs = "other settings", [*map(str, [*set_apart, *_other_base(then, run)])]
+        allowed = [replace(change, allowed_by=None) for change in comparison.changes if change.allowed_by]
+        what, differs = "other settings", [*map(str, [*allowed, *_other_base(then, run)])]
     if not differs and newer and about["data_plans"] != now["data_plans"]:
         differs = ["another order of samples"]
-    if not differs and newer and left.path.parent != here[0]:
-        what, differs = "other folders", [f"nvme-path {' '.join(then.offload.nvme_path)} -> {' '.join(map(str, here))}"]
+    if not differs and newer and left.path.parent != folders[0]:
+        now_in = " ".join(map(str, folders))
+        what, differs = "other folders", [f"nvme-path {' '.join(then.offload.nvme_path)} -> {now_in}"]
     same = about["contents"] == now["contents"] if left.own else about["layout"] == now["layout"]
     if not differs and newer and not same:
         buffers = Change("nvme-buffer-bytes", then.offload.nvme_buffer_bytes, run.offload.nvme_buffer_bytes)
@@ -243,7 +245,7 @@ def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: b
     if differs:
         raise DiskError(
             f"{left.path}: has iteration {left.record.last.step} of a run with {what} ({'; '.join(differs)}). To go on "
-            f"from there: the command of that run with --save DIR, then this one with --load DIR. Or {way_out(here)}"
+            f"from there: the command of that run with --save DIR, then this one with --load DIR. Or {way_out(folders)}"
         )
 
 

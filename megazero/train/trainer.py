@@ -117,11 +117,13 @@ class Trainer:
         """
         began = time.perf_counter()
         now = self.plan.after(self.position.iteration, self.position.consumed_samples)
-        size, positions = now.global_batch_size, now.global_batch_size * self.run.model.seq_length
+        size = now.global_batch_size
+        # Not tokens: how many of these count is known on all ranks only behind the packed all-reduce.
+        positions = size * self.run.model.seq_length
         batches = self.batches.train.micro_batches(now.consumed_before, size)
         if not self.plan.finished(now.iteration, now.consumed_samples):
             self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
-        scale = self.state.scaler.scale.clone()
+        scale = self.state.scaler.scale  # of this step: `update` puts another tensor in its place
         began += self.warm_up(batches, scale / positions)
         self.state.model.messages.begin_step(scale / positions)
         if self.state.fp8 is not None:
@@ -139,6 +141,7 @@ class Trainer:
             stops=lambda: stop or (self.deadline is not None and time.monotonic() >= self.deadline),
             values=owed,
         )
+        # The engine, not this function, calls `end`: at NORM and UPDATE of the list, beside which messages travel.
         self.engine.train(batches, scale / positions, end, owed=owed is not None)
         if self.run.parallel.late_update and end.values is not None:
             self.state.model.owed.leave(end.values, self.settle)
@@ -147,7 +150,7 @@ class Trainer:
         self.skipped.add(end.bad, scale)
         if self.state.fp8 is not None:
             self.first_scales(self.state.fp8, end.bad)
-        self.asked_to_stop = end.asked
+        self.asked_to_stop = end.asked  # stays on the device: `stop_reason` reads it where the step may be waited for
         self.batches.train.upload()
         self.position = TrainingPosition(now.iteration, now.consumed_samples, self.position.consumed_tokens + positions)
         seconds = time.perf_counter() - began
@@ -222,6 +225,7 @@ class Trainer:
         """The number of unmasked tokens of these micro-batches; 0 on ranks that do not report the loss."""
         if not self.reports_loss:
             return 0.0
+        # Sums stay on the device, and the host does not wait for them.
         counts = [batch.labels.numel() if batch.loss_mask is None else batch.loss_mask.sum() for batch in batches]
         return sum(counts, start=torch.zeros((), dtype=torch.float64, device=self.grid.device))
 
@@ -234,10 +238,7 @@ class Trainer:
 
     def require_progress(self) -> None:
         """Raise ConfigError on all ranks if too many steps were skipped in a row. Nothing is saved after them."""
-        saves = self.run.checkpoint.save_interval
-        if not (self.waits_for_device or (saves and self.position.iteration % saves == 0)):
-            return
-        if self.skipped.are_too_many():
+        if (self.waits_for_device or self.is_at(self.run.checkpoint.save_interval)) and self.skipped.are_too_many():
             raise self.standstill()
 
     def standstill(self) -> ConfigError:
@@ -249,10 +250,14 @@ class Trainer:
         parts = self.run, self.grid, self.state, self.skipped, engine.stages
         return ConfigError([standstill_text(*parts, lambda: self.engine.evaluate(batches))])
 
+    def is_at(self, interval: int | None) -> bool:
+        """Whether the present iteration is a multiple of an interval; never of 0 or None."""
+        return interval is not None and interval > 0 and self.position.iteration % interval == 0
+
     @property
     def waits_for_device(self) -> bool:
         """Whether this step may be waited for: on a CPU each, on a card those that are logged."""
-        return self.grid.device.type == "cpu" or self.position.iteration % self.run.trainer.log_interval == 0
+        return self.grid.device.type == "cpu" or self.is_at(self.run.trainer.log_interval)
 
     def after_step(self) -> None:
         """Evaluate and save if the position is at an interval. A collective of all ranks."""
@@ -260,12 +265,10 @@ class Trainer:
         self.memory.limit(self.steps_here)
         if self.save_policy is not None:
             self.save_policy.poll()
-        every, iteration = self.run.trainer.eval_interval, self.position.iteration
-        if every and iteration % every == 0 and not self.finished():
+        if self.is_at(self.run.trainer.eval_interval) and not self.finished():  # a finished run: `at_the_end`
             self.evaluate()
-        every = self.run.checkpoint.save_interval
-        if every and iteration % every == 0:
-            unchanged = self.skipped.since(iteration)
+        if self.is_at(self.run.checkpoint.save_interval):
+            unchanged = self.skipped.since(self.position.iteration)
             if unchanged is None or self.save_policy is None:
                 self.save(last=False)
             else:
@@ -288,9 +291,8 @@ class Trainer:
         """
         if not parent_alive():
             raise RuntimeError("the launcher of this rank has died; stopping without saving")
-        every = self.run.trainer.exit_interval
-        if every and self.position.iteration % every == 0:
-            return f"--exit-interval {every}"
+        if self.is_at(self.run.trainer.exit_interval):
+            return f"--exit-interval {self.run.trainer.exit_interval}"
         if not self.waits_for_device:
             return None
         return (self.signals.name or self.remote_stop_reason()) if self.asked_to_stop.item() > 0 else None
@@ -320,6 +322,7 @@ class Trainer:
             if not (self.finished() and self.skipped.now() == self.steps_here):  # else there is nothing new to save
                 self.save(last=True)
             self.log.flush()
+        # Only now, when the checkpoint is complete, is no step on disks needed any more.
         saved = self.save_policy is not None and self.save_policy.saved_at == self.position.iteration
         self.whole_steps.end(self.position, self.log, needed=not (saved or self.finished()))
         if self.steps_here and self.finished() and self.skipped.spoil_the_end(self.steps_here):
