@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -41,14 +41,20 @@ def plain_value(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def changed_settings(run: Run) -> dict[str, dict[str, Any]]:
-    """The part of `run_dict` that differs from the defaults, without empty sections."""
-    plain = run_dict(Run())
-    found = {
-        section: {name: value for name, value in fields.items() if value != plain[section][name]}
-        for section, fields in run_dict(run).items()
+def changed_settings(run: Run, among: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+    """The part of `run_dict` that differs from the defaults, without empty sections. among: fields that count; None:
+    all.
+    """
+    defaults = run_dict(Run())
+    changed = {
+        section: {
+            name: value
+            for name, value in settings.items()
+            if value != defaults[section][name] and (among is None or name in among)
+        }
+        for section, settings in run_dict(run).items()
     }
-    return {section: fields for section, fields in found.items() if fields}
+    return {section: settings for section, settings in changed.items() if settings}
 
 
 def build_run(settings: Mapping[str, Any]) -> Run:
@@ -77,8 +83,7 @@ def read_yaml(path: str | Path, named_by: str = "--config") -> ConfigSource:
         source.problems.append(f"{named_by} {reason}")
         source.unread = True
         return source
-    if content is None:
-        content = {}
+    content = {} if content is None else content  # a file of comments alone
     if not isinstance(content, dict):
         source.problems.append(f"{named_by} {path}: holds no settings (key: value), but {json_type(content)}")
         source.unread = True
@@ -135,23 +140,23 @@ def _read_section(source: ConfigSource, section: str, value: object) -> None:
 
 def _read_key(source: ConfigSource, key: str, value: object, section: str | None) -> None:
     """Read one field, by its name or an alias. section: the section around it; None at the top level."""
-    where = key if section is None else f"{section}.{key}"
+    place = key if section is None else f"{section}.{key}"
     known = option_called(key)
     if known is None:
         names = [name for name, option in run_options().items() if section in (None, option.section)]
         hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(
             key, run_options()
         )
-        source.problems.append(f"{source.name}: there is no {where if len(where) <= 80 else shown(where)}{hint}")
+        source.problems.append(f"{source.name}: there is no {place if len(place) <= 80 else shown(place)}{hint}")
         return
     if section not in (None, known.section, known.earlier):
-        source.problems.append(f"{source.name}: there is no {where}; {known.name} belongs to {known.section}")
+        source.problems.append(f"{source.name}: there is no {place}; {known.name} belongs to {known.section}")
         return
     if known.name in source.settings and not known.measures:  # of a length's names the source tells which contradict
-        source.problems.append(f"{source.name}: {where} gives {known.name} a second time")
+        source.problems.append(f"{source.name}: {place} gives {known.name} a second time")
         return
     try:
-        source.put(known.name, known.from_value(value, known.measure_of(key)), f"{source.name}: {where}")
+        source.put(known.name, known.from_value(value, known.measure_of(key)), f"{source.name}: {place}")
     except ValueError as reason:
-        source.problems.append(f"{source.name}: {where}: {reason}")
+        source.problems.append(f"{source.name}: {place}: {reason}")
         source.bad.add(known.name)

@@ -44,15 +44,5 @@ def option(
     needs        without what the flag has no effect and is an error (`config.idle_flags`), as "--save DIR"
     idle_without  without what the flag has no effect and is a line in the banner
     """
-    metadata: dict[str, Any] = {
-        "aliases": aliases,
-        "choices": choices,
-        "many": many,
-        "metavar": metavar,
-        "alone": alone,
-        "size": size,
-    }
-    metadata |= {"extended_by": extended_by, "derived": derived, "common": common}
-    metadata |= {"expert": expert, "earlier": earlier, "measures": measures}
-    metadata |= {"needs": needs, "idle_without": idle_without}
-    return field(default=default, metadata=metadata)
+    arguments = locals()  # each is a field of `options.Option`, which is made of them
+    return field(default=default, metadata={name: value for name, value in arguments.items() if name != "default"})

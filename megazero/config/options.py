@@ -54,6 +54,7 @@ class Option:
     optional: bool
     many: bool
     default: Any
+    sentence: str
     choices: tuple[str, ...] | None
     extended_by: str | None
     aliases: tuple[str, ...]
@@ -67,7 +68,6 @@ class Option:
     measures: tuple[Measure, ...]
     needs: str | None
     idle_without: str | None
-    sentence: str
 
     @property
     def known_choices(self) -> tuple[str, ...]:
@@ -263,33 +263,12 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
             f"{cls.__name__}.{item.name} needs a default and a sentence"
         )
         kind, optional, many = _taken_apart(hints[item.name])
-        meta = item.metadata
-        assert item.default not in (None, ()) or meta["derived"], f"{cls.__name__}.{item.name}: what is its default?"
+        assert many == item.metadata["many"], item.name
+        derived = item.metadata["derived"]
+        assert item.default not in (None, ()) or derived, f"{cls.__name__}.{item.name}: what is its default?"
         made.append(
-            Option(
-                section=section,
-                name=item.name,
-                kind=kind,
-                optional=optional,
-                many=many,
-                default=item.default,
-                choices=meta["choices"],
-                extended_by=meta["extended_by"],
-                aliases=meta["aliases"],
-                metavar=meta["metavar"],
-                alone=meta["alone"],
-                derived=meta["derived"],
-                common=meta["common"],
-                expert=meta["expert"],
-                size=meta["size"],
-                earlier=meta["earlier"],
-                measures=meta["measures"],
-                needs=meta["needs"],
-                idle_without=meta["idle_without"],
-                sentence=under[item.name],
-            )
+            Option(section, item.name, kind, optional, default=item.default, sentence=under[item.name], **item.metadata)
         )
-        assert many == meta["many"], item.name
     return tuple(made)
 
 

@@ -67,11 +67,7 @@ class ParsedArguments:
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
         """The explicit settings that differ from the defaults: section -> field -> plain value."""
-        found = {
-            section: {name: value for name, value in fields.items() if name in self.explicit}
-            for section, fields in changed_settings(self.run).items()
-        }
-        return {section: fields for section, fields in found.items() if fields}
+        return changed_settings(self.run, self.explicit)
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ def parse_arguments(
     if world_size is not None and not is_whole(world_size):
         raise TypeError(f"world_size is {kind(world_size)}: a number of ranks is needed, or None")
     line = read_command_line(argv)
-    told = requested_help(argv)
-    if told is not None:
-        sys.stdout.write(told)
+    help_text = requested_help(argv)
+    if help_text is not None:  # before any check: a person who asks for help may have typed anything else
+        sys.stdout.write(help_text)
         raise SystemExit(0)
     problems = list(line.source.problems)
     if line.command.skip_files and not line.command.validate_only:
@@ -131,7 +127,7 @@ def parse_arguments(
     sources, contradicted, placed = with_placement(named)
     problems += contradicted
     own_data = program is not None and program.has_data
-    said = frozenset(name for source in sources for name in source.settings)
+    explicit = frozenset(name for source in sources for name in source.settings)  # before defaults join the sources
     notes = [*placed, *_deepspeed_defaults(sources)]
     for source in sources:
         problems += [*(source.problems if source is not line.source else ()), *source.length_problems()]
@@ -144,9 +140,8 @@ def parse_arguments(
         if isinstance(source, DeepSpeedSource):
             unequal = source.accumulate(settings, world_size)
             problems += source.contradictions(line.source) + unequal
-            line.source.bad |= (
-                {"global_batch_size"} if unequal else set()
-            )  # already reported, so the other checks of it are left out
+            if unequal:  # is reported: the other checks of the batch are left out
+                line.source.bad.add("global_batch_size")
     bad, given = _unknown(sources), frozenset(line.source.settings)
     run = build_run(_with_defaults(settings, world_size))
     wrong = problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
@@ -160,7 +155,7 @@ def parse_arguments(
         run,
         line.command,
         (*notes, *without_effect(CheckContext(run, world_size, given)), *rarely_saved(run), *unusual_rates(run)),
-        said,
+        explicit,
     )
 
 
@@ -195,9 +190,9 @@ def _with_ways_to_start(problems: Sequence[str], run: Run, world_size: int | Non
 def _deepspeed_defaults(sources: list[ConfigSource]) -> list[str]:
     """Insert DeepSpeed's defaults below all sources; return a note on those that apply."""
     for source in [source for source in sources if isinstance(source, DeepSpeedSource) and not source.unread]:
-        told = source.notes_on_defaults(sources)
+        notes = source.notes_on_defaults(sources)  # of those that no source sets: before they are one themselves
         sources.insert(0, source.defaults)
-        return told
+        return notes
     return []
 
 
