@@ -328,7 +328,7 @@ MOST_FILES, LEAST_CODE = 25, 40
 FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/report", "megazero/train")
 """Folders in which files are counted and measured. More are to follow."""
 
-FILES = {"megazero/train": 30}
+FILES = {"megazero/train": 29}
 """Folders with more than `MOST_FILES`: how many they have. Lower the number with each file that goes."""
 
 SECTION = "a section of the configuration is a file"

@@ -27,9 +27,9 @@ from megazero.train.run_memory import HostMemory
 from megazero.train.save_policy import SavePolicy, unsaved
 from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.step_end import OwedStepEnd, TrainingStepEnd
 from megazero.train.swap_files import WholeSteps
 from megazero.zero.owed import UpdateValues
+from megazero.zero.step_end import OwedStepEnd, TrainingStepEnd
 
 
 @dataclass

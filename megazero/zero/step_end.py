@@ -1,4 +1,4 @@
-"""The end of a training step: what its list calls at NORM and UPDATE."""
+"""The end of a training step: what its list calls at NORM and UPDATE (`pipeline.actions.StepEnd`)."""
 
 from __future__ import annotations
 
