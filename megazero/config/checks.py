@@ -1,4 +1,4 @@
-"""What a check of a run is, what it reads, and helpers that name the nearest valid values."""
+"""What a check of a run is and reads, and helpers that name the nearest valid values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from megazero.config.schema import Run
 
 @dataclass(frozen=True)
 class CheckContext:
-    """The input of a check.
+    """The input of a check of a run.
 
-    run         the run
     world_size  number of ranks; None if it is not known
     given       fields that the command line itself sets
     own_data    whether a program passes the training data, so that the run does not name any
@@ -39,12 +38,9 @@ class CheckContext:
     @property
     def shards(self) -> bool:
         """Whether some model state has several replicas: over dp, or a tied embedding on two stages."""
-        tied = (
-            not self.run.model.untie_embeddings_and_output_weights
-            and self.run.parallel.pp > 1
-            and pipeline_schedule(self.run.parallel) != "zb-v"
-        )
-        return self.dp != 1 or tied
+        # zb-v folds the pipeline: its first and last chunk, embedding and head, are on one stage
+        two_stages = self.run.parallel.pp > 1 and pipeline_schedule(self.run.parallel) != "zb-v"
+        return self.dp != 1 or (two_stages and not self.run.model.untie_embeddings_and_output_weights)
 
     @property
     def reduces(self) -> bool:

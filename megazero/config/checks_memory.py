@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megazero.config.checks import CheckContext, Problems, reads
-from megazero.config.derive import moves_in_parts, tiers
+from megazero.config.derive import leaving, moves_in_parts, tiers
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, all_units, unknown_units
@@ -28,8 +28,7 @@ def least_buffer(run: Run) -> int:
 
 def _leaving(run: Run) -> dict[str, Offload]:
     """Flag -> what of the column of model state, or of the activations, leaves the device."""
-    columns = {**tiers(run), "offload_activations": run.offload.offload_activations}
-    return {run_options()[field].flag: offload for field, offload in columns.items()}
+    return {run_options()[field].flag: offload for field, offload in leaving(run).items()}
 
 
 @reads("recompute_num_layers recompute_granularity num_layers activation_memory_budget")

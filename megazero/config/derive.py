@@ -81,6 +81,11 @@ def tiers(run: Run) -> dict[str, Offload]:
     }
 
 
+def leaving(run: Run) -> dict[str, Offload]:
+    """The same of the model state and of the activations."""
+    return {**tiers(run), "offload_activations": run.offload.offload_activations}
+
+
 def names_units(offload: OffloadConfig) -> bool:
     """Whether some column of the model state leaves the device unit by unit."""
     columns = (offload.offload_optimizer, offload.offload_params, offload.offload_gradients)

@@ -25,11 +25,10 @@ from functools import cache
 from typing import Any
 
 from megazero.config.checks import Check, CheckContext, Problems
-from megazero.config.derive import micro_batch_order, moves_in_parts, recomputes_blocks, tiers, uses_disks
+from megazero.config.derive import leaving, micro_batch_order, moves_in_parts, recomputes_blocks
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import Option, run_options
 from megazero.config.placement import AUTO
-from megazero.config.schema import Run
 from megazero.config.tiers import Offload
 
 
@@ -50,31 +49,21 @@ class Effect:
     reads: str
     refused: bool = True
 
-    def missed(self, context: CheckContext) -> str | None:
-        """The sentence if the flag is given and has no effect; else None."""
+    def find(self, context: CheckContext) -> Problems:
+        """The sentence if the flag is given and has no effect."""
         known = run_options()[self.field]
-        value = _value(context.run, known)
+        value = known.value_in(context.run)
         if self.field not in context.given or value in (None, known.default) or self.holds(context):
-            return None
+            return
         if known.kind is bool:
-            return f"{known.flag if value else known.negations[0]} has no effect without {self.needs}"
-        if isinstance(value, Length):
-            return f"{value.behind(known.flag)} has no effect without {self.needs}"
-        parts = value if isinstance(value, tuple) else (value,)
-        shown = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
-        return f"{known.flag} {shown} has no effect without {self.needs}"
-
-    def check(self) -> Check:
-        def find(context: CheckContext) -> Problems:
-            sentence = self.missed(context)
-            if sentence is not None:
-                yield sentence
-
-        return Check(find, frozenset((self.field, *self.reads.split())))
-
-
-def _value(run: Run, known: Option) -> Any:
-    return getattr(getattr(run, known.section), known.name)
+            setting = known.flag if value else known.negations[0]
+        elif isinstance(value, Length):
+            setting = value.behind(known.flag)
+        else:
+            parts = value if isinstance(value, tuple) else (value,)
+            shown = (f"{part:g}" if isinstance(part, float) else str(part) for part in parts)
+            setting = " ".join((known.flag, *shown))
+        yield f"{setting} has no effect without {self.needs}"
 
 
 def needing(field: str, needs: str, *, refused: bool) -> Effect:
@@ -82,7 +71,7 @@ def needing(field: str, needs: str, *, refused: bool) -> Effect:
     conditions = [_condition(phrase) for phrase in re.split(r", (?=--)| or (?=--)", needs.partition(": ")[0])]
 
     def holds(context: CheckContext) -> bool:
-        return any(meets(_value(context.run, known)) for known, meets in conditions)
+        return any(meets(known.value_in(context.run)) for known, meets in conditions)
 
     return Effect(field, holds, needs, " ".join(known.name for known, _ in conditions), refused)
 
@@ -106,13 +95,9 @@ def _of_all(fields: str, holds: Callable[[CheckContext], bool], needs: str, read
     return tuple(Effect(field, holds, needs, reads) for field in fields.split())
 
 
-def _searches(context: CheckContext) -> bool:
-    """Whether what leaves the device is searched for, so that anything may leave."""
-    return context.run.offload.placement == AUTO
-
-
-def _activations(context: CheckContext) -> Offload:
-    return context.run.offload.offload_activations
+def _may_leave(context: CheckContext, leaves: Callable[[Offload], bool]) -> bool:
+    """Whether something leaves the device in this way, or might, since a search chooses what leaves."""
+    return context.run.offload.placement == AUTO or any(map(leaves, leaving(context.run).values()))
 
 
 def _reads_text(context: CheckContext) -> bool:
@@ -129,9 +114,10 @@ def _decays(context: CheckContext) -> bool:
     return context.run.schedule.lr_decay_style != "constant"
 
 
-def _warms_up_by_a_share(context: CheckContext) -> bool:
+def _falls_or_warms_up_by_a_share(context: CheckContext) -> bool:
+    """Whether the rate follows the length of its decay; a warm-up that is a share is a share of that length."""
     warmup = context.run.schedule.lr_warmup
-    return warmup is not None and warmup.measure is Measure.SHARE
+    return _decays(context) or (warmup is not None and warmup.measure is Measure.SHARE)
 
 
 def _ramps(context: CheckContext) -> bool:
@@ -144,7 +130,7 @@ def _within(field: str) -> Effect:
 
     def holds(context: CheckContext) -> bool:
         iterations = context.run.schedule.train_iters
-        return iterations is None or _value(context.run, run_options()[field]) <= iterations
+        return iterations is None or run_options()[field].value_in(context.run) <= iterations
 
     return Effect(field, holds, "at least as many --train-iters", "train_length")
 
@@ -169,12 +155,7 @@ REFUSED = (
         "precision loss_scale",
     ),
     Effect("min_lr", _decays, _FALLS, "lr_decay_style"),
-    Effect(
-        "lr_decay",
-        lambda context: _decays(context) or _warms_up_by_a_share(context),
-        _FALLS,
-        "lr_decay_style lr_warmup",
-    ),
+    Effect("lr_decay", _falls_or_warms_up_by_a_share, _FALLS, "lr_decay_style lr_warmup"),
     Effect("sample_prompt", _reads_text, f"{_IDS} the text", "data_path tokenizer"),
     Effect("sample_tokens", _reads_text, f"{_IDS} a text", "data_path tokenizer"),
     Effect(
@@ -185,13 +166,13 @@ REFUSED = (
     ),
     Effect(
         "nvme_path",
-        lambda context: _searches(context) or uses_disks(context.run) or _activations(context).on_disks,
+        lambda context: _may_leave(context, lambda offload: offload.on_disks),
         "--offload-optimizer nvme, or the same of params, gradients or activations: nothing rests on disks",
         _OFFLOAD,
     ),
     Effect(
         "nvme_buffer_bytes",
-        lambda context: _searches(context) or moves_in_parts(context.run) or _activations(context).on_disks,
+        lambda context: moves_in_parts(context.run) or _may_leave(context, lambda offload: offload.on_disks),
         "--offload-optimizer or --offload-gradients, --offload-params nvme or --offload-activations nvme",
         _OFFLOAD,
     ),
@@ -201,7 +182,7 @@ REFUSED = (
 TOLD = (
     Effect(
         "host_memory_budget",
-        lambda context: _searches(context) or any(tiers(context.run).values()) or bool(_activations(context)),
+        lambda context: _may_leave(context, bool),
         "--offload-optimizer, or the same of params, gradients or activations: nothing rests in host memory",
         _OFFLOAD,
     ),
@@ -247,10 +228,7 @@ TOLD = (
         "init_from",
     ),
     Effect(
-        "eval_interval",
-        _validates,
-        "--valid-instruction-data",
-        "instruction_data valid_instruction_data eval_iters",
+        "eval_interval", _validates, "--valid-instruction-data", "instruction_data valid_instruction_data eval_iters"
     ),
     Effect(
         "eval_iters",
@@ -290,14 +268,14 @@ def effects() -> tuple[Effect, ...]:
 @cache
 def effect_checks() -> tuple[Check, ...]:
     """The checks of flags whose lack of an effect is an error."""
-    return tuple(effect.check() for effect in effects() if effect.refused)
+    return tuple(
+        Check(effect.find, frozenset((effect.field, *effect.reads.split()))) for effect in effects() if effect.refused
+    )
 
 
 def without_effect(context: CheckContext) -> list[str]:
     """A line for each flag that has no effect in this valid run and is not an error."""
-    lines = {
-        effect.field: sentence
-        for effect in reversed(effects())
-        if not effect.refused and (sentence := effect.missed(context))
-    }
+    idle = [effect for effect in effects() if not effect.refused]
+    # backwards, so that the first condition of a field that is not met has the last word
+    lines = {effect.field: sentence for effect in reversed(idle) for sentence in effect.find(context)}
     return list(reversed(lines.values()))

@@ -44,12 +44,7 @@ _EXAMPLES = MappingProxyType(
     }
 )
 COUNTED = MappingProxyType(
-    {
-        Measure.ITERATIONS: "iterations",
-        Measure.SAMPLES: "samples",
-        Measure.EPOCHS: "epochs",
-        Measure.SHARE: "a share",
-    }
+    {Measure.ITERATIONS: "iterations", Measure.SAMPLES: "samples", Measure.EPOCHS: "epochs", Measure.SHARE: "a share"}
 )
 FRACTIONS = frozenset({Measure.EPOCHS, Measure.SHARE})
 """Measures of which a length may have a fraction, such as half an epoch."""

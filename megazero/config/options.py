@@ -108,6 +108,9 @@ class Option:
             return ()
         return tuple("--" + flag[5:] if flag.startswith("--no-") else "--no-" + flag[2:] for flag in self.flags)
 
+    def value_in(self, run: Run) -> Any:
+        return getattr(getattr(run, self.section), self.name)
+
     def from_words(self, words: Sequence[str], measure: Measure | None = None) -> Any:
         """The value of the words after a flag; "none" is None, the derived default. measure: `measure_of` the flag.
         Raises ValueError.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from megazero.config.checks import CheckContext
@@ -18,7 +17,7 @@ from megazero.config.checks_memory import MEMORY_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.idle_flags import effect_checks
 from megazero.config.lengths import Length, Measure
-from megazero.config.options import run_options
+from megazero.config.options import Option, run_options
 from megazero.config.schema import Run
 from megazero.system.reading import BOUNDS, shown
 
@@ -43,112 +42,94 @@ class Range:
         )
 
 
-def _each(fields: str, allowed: Any) -> dict[str, Any]:
-    """The same for each of the fields, whose names have blanks between."""
-    return dict.fromkeys(fields.split(), allowed)
+def _each(fields: str, bound: Any) -> dict[str, Any]:
+    """The same bound for each of the fields, whose names have blanks between."""
+    return dict.fromkeys(fields.split(), bound)
 
 
-RANGES: Mapping[str, Range] = MappingProxyType(
-    {
-        **_each(
-            """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels vocab_size
-            make_vocab_size_divisible_by seq_length max_position_embeddings lora_rank tp pp virtual_stages
-            recompute_num_layers vertical_group_size zero_shard_size bucket_size zero3_gathered_bytes nvme_buffer_bytes
-            loss_scale_window hysteresis fp8_amax_history micro_batch_size global_batch_size rampup_batch_size
-            train_length lr_decay lr_wsd_decay
-            save_interval save_retain_interval eval_interval exit_interval log_interval""",
-            Range(1),
-        ),
-        **_each(
-            """init_method_std weight_decay clip_grad z_loss lr min_lr lr_warmup num_workers
-            keep_last eval_iters test_iters eod_id partition sample_tokens position_offset zero3_persist_below
-            max_skipped_steps""",
-            Range(0),
-        ),
-        **_each(
-            """activation_memory_budget device_memory_budget host_memory_budget loss_scale initial_loss_scale
-            min_loss_scale rotary_base adam_eps exit_duration_in_mins""",
-            Range(0, low_open=True),
-        ),
-        **_each(
-            "hidden_dropout attention_dropout lora_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum",
-            Range(0, 1, high_open=True),
-        ),
-        "seed": Range(0, 2**32 - 1),
-        "lora_alpha": Range(0, 10**9, low_open=True),
-        "lora_base_bits": Range(4, 8),
-        "norm_epsilon": Range(0, 1, low_open=True),  # more than the variance that a norm makes: another function
-        "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),
-    }
-)
+RANGES: Mapping[str, Range] = {
+    **_each(
+        """num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels vocab_size
+        make_vocab_size_divisible_by seq_length max_position_embeddings lora_rank tp pp virtual_stages
+        recompute_num_layers vertical_group_size zero_shard_size bucket_size zero3_gathered_bytes nvme_buffer_bytes
+        loss_scale_window hysteresis fp8_amax_history micro_batch_size global_batch_size rampup_batch_size
+        train_length lr_decay lr_wsd_decay
+        save_interval save_retain_interval eval_interval exit_interval log_interval""",
+        Range(1),
+    ),
+    **_each(
+        """init_method_std weight_decay clip_grad z_loss lr min_lr lr_warmup num_workers
+        keep_last eval_iters test_iters eod_id partition sample_tokens position_offset zero3_persist_below
+        max_skipped_steps""",
+        Range(0),
+    ),
+    **_each(
+        """activation_memory_budget device_memory_budget host_memory_budget loss_scale initial_loss_scale
+        min_loss_scale rotary_base adam_eps exit_duration_in_mins""",
+        Range(0, low_open=True),
+    ),
+    **_each(
+        "hidden_dropout attention_dropout lora_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum",
+        Range(0, 1, high_open=True),
+    ),
+    "seed": Range(0, 2**32 - 1),
+    "lora_alpha": Range(0, 10**9, low_open=True),
+    "lora_base_bits": Range(4, 8),
+    "norm_epsilon": Range(0, 1, low_open=True),  # more than the variance that a norm makes: another function
+    "distributed_timeout_minutes": Range(0, BOUNDS.minutes, low_open=True),
+}
 
-
-MOST: Mapping[str, int] = MappingProxyType(
-    {
-        **_each("num_layers recompute_num_layers virtual_stages partition", BOUNDS.layers),
-        **_each("num_attention_heads num_query_groups kv_channels lora_rank", BOUNDS.heads),
-        **_each("hidden_size ffn_hidden_size", BOUNDS.width),
-        **_each("vocab_size make_vocab_size_divisible_by eod_id", BOUNDS.vocabulary),
-        **_each("seq_length max_position_embeddings position_offset", BOUNDS.positions),
-        **_each("tp pp", BOUNDS.ranks),
-        **_each("micro_batch_size global_batch_size", BOUNDS.batch),
-        "num_workers": BOUNDS.threads,
-    }
-)
+MOST: Mapping[str, int] = {
+    **_each("num_layers recompute_num_layers virtual_stages partition", BOUNDS.layers),
+    **_each("num_attention_heads num_query_groups kv_channels lora_rank", BOUNDS.heads),
+    **_each("hidden_size ffn_hidden_size", BOUNDS.width),
+    **_each("vocab_size make_vocab_size_divisible_by eod_id", BOUNDS.vocabulary),
+    **_each("seq_length max_position_embeddings position_offset", BOUNDS.positions),
+    **_each("tp pp", BOUNDS.ranks),
+    **_each("micro_batch_size global_batch_size", BOUNDS.batch),
+    "num_workers": BOUNDS.threads,
+}
 """Upper bounds far below `BOUNDS.count`, for fields whose value costs time or memory per unit."""
 
-
-FOR_NONE: Mapping[str, str] = MappingProxyType(
-    {
-        "eval_interval": "no evaluation at all is --eval-iters 0",
-        "save_interval": "without it a run saves at its end only",
-        "exit_interval": "without it a run goes on to its end",
-        "lora_rank": "without it there are no adapters",
-    }
-)
+FOR_NONE: Mapping[str, str] = {
+    "eval_interval": "no evaluation at all is --eval-iters 0",
+    "save_interval": "without it a run saves at its end only",
+    "exit_interval": "without it a run goes on to its end",
+    "lora_rank": "without it there are no adapters",
+}
 """What to say of a 0 that is meant as none, where none is not 0."""
 
 
 def out_of_range(name: str, value: Any) -> str | None:
     """A sentence about the allowed range if the value is outside it; else None. None and words are in range."""
-    allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
-    if isinstance(value, Length) and value.measure is Measure.EPOCHS:
-        epochs = Range(0, BOUNDS.epochs, low_open=True)
-        return None if epochs.holds(value.number) else f"must be {epochs}"
-    if isinstance(value, Length) and value.measure is Measure.SHARE:
-        return None if 0 <= value.number <= 1 else f"must be {Range(0, 1) if value.by_name else '0% to 100%'}"
-    value = value.number if isinstance(value, Length) else value
+    if isinstance(value, Length):
+        if value.measure is Measure.EPOCHS:
+            epochs = Range(0, BOUNDS.epochs, low_open=True)
+            return None if epochs.holds(value.number) else f"must be {epochs}"
+        if value.measure is Measure.SHARE:
+            return None if 0 <= value.number <= 1 else f"must be {Range(0, 1) if value.by_name else '0% to 100%'}"
+        value = value.number
     if value is None or isinstance(value, str | bool):
         return None
+    allowed, most = RANGES.get(name), MOST.get(name, BOUNDS.count)
     if allowed is not None and not allowed.holds(value):
         hint = f"; {FOR_NONE[name]}" if value == 0 and name in FOR_NONE else ""
         return f"must be {allowed}{hint}"
     return f"must be at most {most:,}" if isinstance(value, int) and value > most else None
 
 
-def range_problems(values: Mapping[str, Any], bad: set[str]) -> list[str]:
-    """A sentence for each field outside its range. Adds the names of these fields to `bad`."""
-    problems = []
-    for name, value in values.items():
-        if name in bad:
-            continue
-        parts = value if isinstance(value, tuple) else (value,)
-        wrong = next(((part, reason) for part in parts if (reason := out_of_range(name, part)) is not None), None)
-        if wrong is not None:
-            bad.add(name)
-            flag, out = run_options()[name].flag, wrong[0]
-            words = out.behind(flag) if isinstance(out, Length) else f"{flag} {shown(out)}"
-            problems.append(f"{words}: {wrong[1]}")
-    return problems
+def _range_problem(known: Option, value: Any) -> str | None:
+    """A sentence if a field is outside its range, about the first part of a list that is."""
+    for part in value if isinstance(value, tuple) else (value,):
+        reason = out_of_range(known.name, part)
+        if reason is not None:
+            setting = part.behind(known.flag) if isinstance(part, Length) else f"{known.flag} {shown(part)}"
+            return f"{setting}: {reason}"
+    return None
 
 
 CHECKS = (*LAYOUT_CHECKS, *MEMORY_CHECKS, *TRAINING_CHECKS)
 """Relations between fields, in the order of the message. Those of flags without effect follow."""
-
-
-def flat(run: Run) -> dict[str, Any]:
-    """Field name -> value, of all sections."""
-    return {name: getattr(getattr(run, known.section), name) for name, known in run_options().items()}
 
 
 def problems_of(
@@ -167,8 +148,12 @@ def problems_of(
                 file may contain settings for another precision or optimizer
     own_data    whether a program passes the training data
     """
-    bad = set(bad or ())
-    problems = range_problems(flat(run), bad)
+    bad, problems = set(bad or ()), list[str]()
+    for name, known in run_options().items():
+        problem = None if name in bad else _range_problem(known, known.value_in(run))
+        if problem is not None:
+            problems.append(problem)
+            bad.add(name)  # its number means nothing to the checks below
     if world_size is not None and world_size < 1:
         return [*problems, f"--world-size {world_size}: must be at least 1"]
     context = CheckContext(run, world_size, given, own_data)
