@@ -1,4 +1,4 @@
-"""Relations that shape and layout must satisfy.
+"""Relations that shape, layout and memory must satisfy: sizes that divide, what computes where, what leaves the device.
 
 They refuse what is mathematically impossible, and features that are not built yet, by name. They refuse no combination
 of existing features.
@@ -7,10 +7,21 @@ of existing features.
 from __future__ import annotations
 
 import math
+import os
 
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
-from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
+from megazero.config.derive import (
+    ffn_width,
+    head_dim,
+    leaving,
+    moves_in_parts,
+    pipeline_schedule,
+    query_groups,
+    tiers,
+)
+from megazero.config.options import run_options
 from megazero.config.schema import Run
+from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, all_units, unknown_units
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -64,22 +75,18 @@ def _positions(context: CheckContext) -> Problems:
 def _biases(context: CheckContext) -> Problems:
     m = context.run.model
     if m.disable_bias_linear and m.attention_bias is not None and m.mlp_bias is not None:
-        shown = " ".join(
-            f"--{'' if on else 'no-'}{name}-bias" for name, on in (("attention", m.attention_bias), ("mlp", m.mlp_bias))
-        )
-        yield f"--disable-bias-linear has no effect with {shown}, which set all linear layers of a block: drop it"
+        both = {"attention": m.attention_bias, "mlp": m.mlp_bias}
+        flags = " ".join(f"--{'' if on else 'no-'}{part}-bias" for part, on in both.items())
+        yield f"--disable-bias-linear has no effect with {flags}, which set all linear layers of a block: drop it"
 
 
 @reads("tp num_attention_heads num_query_groups ffn_hidden_size hidden_size activation")
 def _tp_divides(context: CheckContext) -> Problems:
     m, tp = context.run.model, context.run.parallel.tp
-    sizes = {
-        "--num-attention-heads": m.num_attention_heads,
-        "--num-query-groups": query_groups(m),
-        "--ffn-hidden-size": ffn_width(m),
-    }
-    if m.num_query_groups is None:
-        del sizes["--num-query-groups"]
+    sizes = {"--num-attention-heads": m.num_attention_heads}
+    if m.num_query_groups is not None:
+        sizes["--num-query-groups"] = m.num_query_groups
+    sizes["--ffn-hidden-size"] = ffn_width(m)
     wrong = [f"{flag} {size}" for flag, size in sizes.items() if size % tp]
     if wrong:
         valid = divisors(math.gcd(*sizes.values()))
@@ -134,30 +141,22 @@ def _partition(context: CheckContext) -> Problems:
         yield f"--partition-by {p.partition_by} has no effect with --partition: drop one of them"
 
 
+_CHUNKS = {
+    "zb-v": (2, "two model chunks", "nearest: --virtual-stages 2, or zb-h1 with one"),
+    "zb-h1": (1, "one model chunk", "with 2 there is zb-v"),
+    "1f1b": (1, "one model chunk", "with several, 1f1b is interleaved, and gpipe takes any number"),
+}
+"""Schedules of one number of model chunks on a rank: the number, the number in words, and what to do with another."""
+
+
 @reads("pipeline_schedule virtual_stages")
 def _schedule(context: CheckContext) -> Problems:
-    p = context.run.parallel
-    name = pipeline_schedule(p)
-    if name == "interleaved" and p.virtual_stages < 2:
-        yield (
-            "--pipeline-schedule interleaved needs --virtual-stages 2 or more, not "
-            f"{p.virtual_stages}; with one, it is 1f1b"
-        )
-    if name == "zb-v" and p.virtual_stages != 2:
-        yield (
-            f"--pipeline-schedule zb-v has two model chunks per rank, not --virtual-stages {p.virtual_stages}; "
-            "nearest: --virtual-stages 2, or zb-h1 with one"
-        )
-    if name == "zb-h1" and p.virtual_stages > 1:
-        yield (
-            f"--pipeline-schedule zb-h1 has one model chunk per rank, not --virtual-stages {p.virtual_stages}; with "
-            "2 there is zb-v"
-        )
-    if name == "1f1b" and p.virtual_stages > 1:
-        yield (
-            f"--pipeline-schedule 1f1b has one model chunk per rank, not --virtual-stages {p.virtual_stages}; "
-            "with several, 1f1b is interleaved, and gpipe takes any number"
-        )
+    name, chunks = pipeline_schedule(context.run.parallel), context.run.parallel.virtual_stages
+    if name == "interleaved" and chunks < 2:
+        yield f"--pipeline-schedule interleaved needs --virtual-stages 2 or more, not {chunks}; with one, it is 1f1b"
+    valid, in_words, hint = _CHUNKS.get(name, (chunks, "", ""))
+    if chunks != valid:
+        yield f"--pipeline-schedule {name} has {in_words} per rank, not --virtual-stages {chunks}; {hint}"
 
 
 @reads("zero_stage")
@@ -195,8 +194,9 @@ def world_problem(run: Run, world: int) -> str | None:
 
 @reads("tp pp")
 def _world(context: CheckContext) -> Problems:
-    wrong = None if context.world_size is None else world_problem(context.run, context.world_size)
-    yield from () if wrong is None else (wrong,)
+    problem = None if context.world_size is None else world_problem(context.run, context.world_size)
+    if problem is not None:
+        yield problem
 
 
 @reads("precision grad_reduce_dtype")
@@ -213,9 +213,8 @@ def _backend(context: CheckContext) -> Problems:
         yield "--backend nccl cannot send tensors of --device cpu; nearest: --backend gloo"
 
 
-_WITHOUT_DROPOUT = ("flash", "flash-attn", "flex")
 _HEADS = {"flash-attn": (1, 256), "flex": (16, 256)}
-"""Sizes of heads that a body of --attention takes, which computes on CUDA only."""
+"""Bodies of --attention that compute on CUDA only, and the sizes of heads that each takes."""
 _NOT_IN = {"flash-attn": ("fp64", "fp32"), "flex": ("fp64",)}
 
 
@@ -224,28 +223,26 @@ _NOT_IN = {"flash-attn": ("fp64", "fp32"), "flex": ("fp64",)}
 )
 def _attention(context: CheckContext) -> Problems:
     """What the chosen --attention cannot compute on any machine. Limits of this machine are checked on its ranks."""
-    m, asked, precision = context.run.model, context.run.parallel.attention, context.run.optimizer.precision
-    alibi, documents = m.position_embedding == "alibi", m.document_mask
-    cannot = (
-        {f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0} if asked in _WITHOUT_DROPOUT else {}
-    )
-    if asked == "flash":
-        cannot |= {"--position-embedding alibi": alibi, "--document-mask": documents}
-    cannot |= {f"--precision {precision}": precision in _NOT_IN.get(asked, ())}
-    if asked in _HEADS:
-        given = m.kv_channels is not None
-        size = head_dim(m) if given or m.hidden_size % m.num_attention_heads == 0 else 16
-        ratio = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size}"
-        least, most = _HEADS[asked]
-        heads = f"{f'--kv-channels {size}' if given else ratio} ({least} to {most} it does)"
-        cannot |= {heads: not least <= size <= most}
-    if asked == "flash-attn":
-        cannot |= {"--document-mask": documents}
-    refused = [flag for flag, wrong in cannot.items() if wrong]
+    m, body, precision = context.run.model, context.run.parallel.attention, context.run.optimizer.precision
+    if m.kv_channels is not None:
+        size, sized = m.kv_channels, f"--kv-channels {m.kv_channels}"
+    else:
+        # heads that do not divide the hidden size have a problem of their own: 16 is a size that every body takes
+        size = head_dim(m) if m.hidden_size % m.num_attention_heads == 0 else 16
+        sized = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size}"
+    least, most = _HEADS.get(body, (size, size))
+    wrong = {
+        f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0 and body in ("flash", *_HEADS),
+        "--position-embedding alibi": m.position_embedding == "alibi" and body == "flash",
+        f"--precision {precision}": precision in _NOT_IN.get(body, ()),
+        f"{sized} ({least} to {most} it does)": not least <= size <= most,
+        "--document-mask": m.document_mask and body in ("flash", "flash-attn"),
+    }
+    refused = [setting for setting, is_wrong in wrong.items() if is_wrong]
     if refused:
-        first = " needs CUDA, and" * (asked in _HEADS)  # a user without a GPU need not mend the rest
+        first = " needs CUDA, and" * (body in _HEADS)  # a user without a GPU need not mend the rest
         yield (
-            f"--attention {asked}{first} does not compute {', '.join(refused)}; nearest: --attention auto, or "
+            f"--attention {body}{first} does not compute {', '.join(refused)}; nearest: --attention auto, or "
             "softmax, which computes everything"
         )
 
@@ -284,7 +281,159 @@ def _cuda_graphs(context: CheckContext) -> Problems:
         )
 
 
+_BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (4, 2), "fp16": (4, 2)}
+"""Of an element of a gradient or of a column of the optimizer's, and of a parameter, by --precision."""
+
+
+def least_buffer(run: Run) -> int:
+    """The bytes of --nvme-buffer-bytes that hold the smallest parts: their gradients and parameters, the optimizer
+    state and sums of gradients of those that rest on disks, and the parameters that are read from there.
+    """
+    state, parameter = _BYTES[run.optimizer.precision]
+    columns = 2 if run.optimizer.optimizer == "sgd" else 3
+    on_disk = columns * state * run.offload.offload_optimizer.on_disks
+    read = parameter * run.offload.offload_params.on_disks
+    sums = state * run.offload.offload_gradients.on_disks
+    return SLOTS * ALIGNMENT * (state + parameter + on_disk + read + sums)
+
+
+def _leaving(run: Run) -> dict[str, Offload]:
+    """Flag -> what of the column of model state, or of the activations, leaves the device."""
+    return {run_options()[field].flag: offload for field, offload in leaving(run).items()}
+
+
+@reads("recompute_num_layers recompute_granularity num_layers activation_memory_budget")
+def _recompute(context: CheckContext) -> Problems:
+    p, layers = context.run.parallel, context.run.model.num_layers
+    if p.activation_memory_budget is not None:
+        return  # the budget chooses what is computed again: `_activation_budget` refuses these flags
+    if p.recompute_num_layers != 1 and p.recompute_granularity != "full":
+        yield (
+            f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full, not "
+            f"{p.recompute_granularity}"
+        )
+    elif p.recompute_num_layers > layers:
+        yield (
+            f"--recompute-num-layers {p.recompute_num_layers}: --num-layers is {layers}, so nothing would be recomputed"
+        )
+
+
+@reads("activation_memory_budget recompute_granularity recompute_num_layers")
+def _activation_budget(context: CheckContext) -> Problems:
+    p = context.run.parallel
+    budget = p.activation_memory_budget
+    if budget is None:
+        return
+    chooses = f"--activation-memory-budget {budget} chooses what is computed again, and"
+    if p.recompute_granularity != "none" or "recompute_granularity" in context.given:
+        yield f"{chooses} --recompute-granularity {p.recompute_granularity} says it: drop one of them"
+    if p.recompute_num_layers != 1:
+        yield f"{chooses} --recompute-num-layers {p.recompute_num_layers} says how often: drop --recompute-num-layers"
+
+
+@reads("activation_memory_budget device_memory_budget")
+def _device_budget(context: CheckContext) -> Problems:
+    whole, part = context.run.offload.device_memory_budget, context.run.parallel.activation_memory_budget
+    if whole is not None and part is not None and part > whole:
+        yield (
+            f"--activation-memory-budget {part} is a part of --device-memory-budget {whole}: nearest: "
+            f"--activation-memory-budget {whole}"
+        )
+
+
+@reads("shard_recompute_inputs sequence_parallel tp")
+def _shard_recompute_inputs(context: CheckContext) -> Problems:
+    p = context.run.parallel
+    if p.shard_recompute_inputs and p.sequence_parallel and p.tp > 1:
+        yield (
+            "--shard-recompute-inputs shares out what all tp ranks keep alike, and with --sequence-parallel each rank "
+            f"keeps only its own 1/{p.tp} of it: drop --shard-recompute-inputs"
+        )
+
+
+@reads("offload_optimizer offload_params offload_gradients offload_activations nvme_path")
+def _disks(context: CheckContext) -> Problems:
+    for flag, offload in _leaving(context.run).items():
+        if offload.on_disks and not context.run.offload.nvme_path:
+            yield f"{flag} {offload} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
+
+
+@reads("nvme_path")
+def _folders(context: CheckContext) -> Problems:
+    folders = context.run.offload.nvme_path
+    paths = [os.path.realpath(folder) for folder in folders]
+    twice = [folder for number, folder in enumerate(folders) if paths[number] in paths[:number]]
+    if twice:
+        yield f"--nvme-path {' '.join(folders)}: {twice[0]} is there twice; name each folder once"
+
+
+@reads("offload_optimizer offload_params offload_gradients nvme_buffer_bytes precision optimizer")
+def _buffer(context: CheckContext) -> Problems:
+    run, least = context.run, least_buffer(context.run)
+    if moves_in_parts(run) and run.offload.nvme_buffer_bytes < least:
+        leaving = " ".join(f"{run_options()[field].flag} {offload}" for field, offload in tiers(run).items() if offload)
+        yield (
+            f"--nvme-buffer-bytes {run.offload.nvme_buffer_bytes} does not hold {SLOTS} parts of {ALIGNMENT} elements, "
+            f"which with {leaving} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
+        )
+
+
+@reads("offload_optimizer offload_params offload_gradients offload_activations num_layers")
+def _units(context: CheckContext) -> Problems:
+    layers = context.run.model.num_layers
+    for flag, offload in _leaving(context.run).items():
+        unknown = unknown_units(offload.units, layers)
+        if unknown:
+            yield (
+                f"{flag} {offload}: there is no {', no '.join(unknown)}; the units of this model are "
+                f"{all_units(layers)}, and a share is a number, such as {offload.tier.value}:0.5"
+            )
+
+
+@reads("offload_params offload_gradients offload_activations cuda_graphs")
+def _graphs(context: CheckContext) -> Problems:
+    off = context.run.offload
+    if not context.run.parallel.cuda_graphs:
+        return
+    for column, flag, offload in (
+        ("parameters", "--offload-params", off.offload_params),
+        ("gradients", "--offload-gradients", off.offload_gradients),
+    ):
+        if offload:
+            yield (
+                f"--cuda-graphs needs {column} at fixed addresses, which {flag} {offload} does not have: drop one of "
+                "them"
+            )
+    if off.offload_activations:
+        yield (
+            f"--offload-activations {off.offload_activations} copies between the units of a micro-batch, which "
+            "--cuda-graphs launches as one graph: drop one of them"
+        )
+
+
+@reads("optimizer_impl offload_optimizer")
+def _apex(context: CheckContext) -> Problems:
+    offload = context.run.offload.offload_optimizer
+    if context.run.optimizer.optimizer_impl == "apex" and offload:
+        yield (
+            f"--optimizer-impl apex has kernels for CUDA only, and --offload-optimizer {offload} updates in host "
+            "memory; nearest: --optimizer-impl megazero"
+        )
+
+
+@reads("nvme_checkpoint no_save_optim offload_optimizer")
+def _whole_steps(context: CheckContext) -> Problems:
+    off = context.run.offload
+    if off.nvme_checkpoint and off.offload_optimizer.on_disks and context.run.checkpoint.no_save_optim:
+        yield (
+            "--nvme-checkpoint removes its files once the last step is in a checkpoint of --save, which with "
+            "--no-save-optim has no optimizer state to go on from: drop one of them"
+        )
+
+
 LAYOUT_CHECKS = (
     *(_heads, _positions, _biases, _tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
     *(_zero, _world, _shard_size, _backend, _cuda_graphs, _reduce_dtype, _attention),
+    *(_recompute, _activation_budget, _device_budget, _shard_recompute_inputs),
+    *(_disks, _folders, _buffer, _units, _graphs, _apex, _whole_steps),
 )

@@ -13,7 +13,6 @@ from typing import Any
 
 from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
-from megazero.config.checks_memory import MEMORY_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.idle_flags import effect_checks
 from megazero.config.lengths import Length, Measure
@@ -128,7 +127,7 @@ def _range_problem(known: Option, value: Any) -> str | None:
     return None
 
 
-CHECKS = (*LAYOUT_CHECKS, *MEMORY_CHECKS, *TRAINING_CHECKS)
+CHECKS = (*LAYOUT_CHECKS, *TRAINING_CHECKS)
 """Relations between fields, in the order of the message. Those of flags without effect follow."""
 
 

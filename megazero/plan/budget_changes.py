@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from megazero.config.checks_memory import least_buffer
+from megazero.config.checks_layout import least_buffer
 from megazero.config.derive import bucket_size, tiers
 from megazero.config.inventory import parameters
 from megazero.config.options import run_options

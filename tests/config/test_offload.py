@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.checks_memory import least_buffer
+from megazero.config.checks_layout import least_buffer
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.tiers import ALIGNMENT
 from megazero.mpu.parameter import StateGroup

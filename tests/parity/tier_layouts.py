@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.config.checks_memory import least_buffer
+from megazero.config.checks_layout import least_buffer
 from megazero.config.parse import parse_run
 from megazero.config.placement import applied
 from megazero.config.schema import Run
