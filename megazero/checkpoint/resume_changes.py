@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.checkpoint.format import MANIFEST, Damaged
-from megazero.config.derive import micro_batch_order, pipeline_schedule
+from megazero.config.derive import lora_alpha, micro_batch_order, pipeline_schedule
 from megazero.config.dump import build_run, run_dict
-from megazero.config.layer_choices import adapted, lora_alpha
+from megazero.config.inventory import adapted
 from megazero.config.model_shape import SHAPE
 from megazero.config.options import Option, run_options, sections
 from megazero.config.schema import ModelConfig, Run

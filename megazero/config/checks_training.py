@@ -7,15 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
-from megazero.config.derive import ffn_width, query_groups
-from megazero.config.layer_choices import (
-    BASE_BITS,
-    FP8_MULTIPLE,
-    LORA_TARGETS,
-    adaptable_layers,
-    block_layers,
-    fp8_layers,
-)
+from megazero.config.derive import BASE_BITS, ffn_width, query_groups
+from megazero.config.inventory import FP8_MULTIPLE, LORA_TARGETS, adaptable_layers, block_layers, fp8_layers
 from megazero.config.lengths import Length, Measure
 from megazero.config.schema import Run
 from megazero.config.schema.trainer import TRACE_SUFFIXES

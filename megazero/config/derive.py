@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.config.schema import ModelConfig, OffloadConfig, ParallelConfig, Run
+from megazero.config.schema import LoraConfig, ModelConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.tiers import Offload
 
 
@@ -164,6 +164,48 @@ def pipeline_schedule(parallel: ParallelConfig) -> str:
     return "interleaved" if parallel.virtual_stages > 1 else "1f1b"
 
 
+NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")
+"""What is computed again of one block: nothing, the attention core, or the whole block."""
+
+RecomputeTable = tuple[str, ...]
+"""A word of `RECOMPUTE` for every block of the model, by its global number."""
+
+
 def recomputes_blocks(parallel: ParallelConfig) -> bool:
     """Whether blocks may be computed again as a whole."""
-    return parallel.recompute_granularity == "full" or parallel.activation_memory_budget is not None
+    return parallel.recompute_granularity == FULL or parallel.activation_memory_budget is not None
+
+
+def recompute_by_flags(run: Run) -> RecomputeTable:
+    """The table that the run's flags fill."""
+    p = run.parallel
+    return every_kth(run.model.num_layers, p.recompute_granularity, p.recompute_num_layers)
+
+
+def every_kth(layers: int, kind: str, every: int = 1) -> RecomputeTable:
+    """The table of `layers` blocks in which backward computes `kind` again.
+
+    every: with "full", only blocks whose number is a multiple of it; the others keep their activations. Raises
+    ValueError for an unknown kind, and for `every` below 1.
+    """
+    if kind not in RECOMPUTE:
+        raise ValueError(f"--recompute-granularity {kind}: choose {', '.join(RECOMPUTE)}")
+    if every < 1:
+        raise ValueError(f"--recompute-num-layers {every} is less than 1")
+    return tuple(kind if kind != FULL or number % every == 0 else NONE for number in range(layers))
+
+
+BASE_BITS = (4, 8)
+"""The bits of a code as which a frozen matrix can be stored."""
+
+
+def lora_alpha(lora: LoraConfig) -> float:
+    """--lora-alpha, else twice the rank."""
+    assert lora.lora_rank is not None
+    return 2.0 * lora.lora_rank if lora.lora_alpha is None else lora.lora_alpha
+
+
+def lora_scale(lora: LoraConfig) -> float:
+    """The factor of B A x: alpha / rank."""
+    assert lora.lora_rank is not None
+    return lora_alpha(lora) / lora.lora_rank

@@ -1,7 +1,8 @@
-"""The parameters of a model: global names, and shapes as formulas of the configuration.
+"""The parameters of a model: global names, shapes as formulas of the configuration, and what is chosen for its layers:
+which run in FP8, and which get adapters.
 
-Layers, counts, FLOPs, FP8, adapters and conversions read this list: a new matrix, norm or table is one entry. A block's
-parameter has a global name like "blocks.3.attention.qkv.weight"; its name within the block is "attention.qkv.weight".
+Layers, counts, FLOPs and conversions read this list, too: a new matrix, norm or table is one entry. A block's parameter
+has a global name like "blocks.3.attention.qkv.weight"; its name within the block is "attention.qkv.weight".
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
-from megazero.config.schema import ModelConfig
+from megazero.config.schema import LoraConfig, ModelConfig, Run
 from megazero.config.tiers import block_unit
 
 WORDS, POSITIONS, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
@@ -190,3 +191,77 @@ def parameters_per_layer(model: ModelConfig) -> LayerCounts:
 def parameters(model: ModelConfig) -> int:
     """Parameters of the whole model. A tied embedding counts once."""
     return parameters_per_layer(model).total
+
+
+FP8_MULTIPLE = 16
+"""A linear layer has a weight [n, k] on a rank and m tokens. torch's scaled product (`torch._scaled_mm`, by cuBLASLt)
+needs the summed dimension and the last dimension of the second factor to be multiples of 16: k and n for the output, n
+and k for the input's gradient, m and k for the weight's gradient. Other products run in the compute dtype. So do
+embedding and head always, as in NVIDIA's Transformer Engine: the loss is most sensitive to rounding in the head.
+"""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A product of every block: the layer's name within the block, and its weight [n, k] on one tp rank.
+
+    Gate and up of a gated feed-forward layer are one product, under the gate's name.
+    """
+
+    name: str
+    n: int
+    k: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether its output and its input's gradient can be computed in FP8."""
+        return self.n % FP8_MULTIPLE == 0 and self.k % FP8_MULTIPLE == 0
+
+
+def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
+    """The products of a block's linear layers."""
+    products: dict[str, Layer] = {}
+    for linear in linears(model):
+        n, k = linear.on_rank(tp)
+        before = products[linear.product].n if linear.product in products else 0
+        products[linear.product] = Layer(linear.product, before + n, k)
+    return tuple(products.values())
+
+
+def fp8_layers(run: Run) -> tuple[str, ...]:
+    """Global names ("blocks.3.mlp.up") of all layers of the model that run in FP8, in model order."""
+    if run.optimizer.fp8 == "off":
+        return ()
+    names = [layer.name for layer in block_layers(run.model, run.parallel.tp) if layer.fits]
+    return tuple(f"{block(number)}.{name}" for number in range(run.model.num_layers) for name in names)
+
+
+def fp8_exceptions(run: Run) -> list[str]:
+    """The products of the blocks that do not run in FP8, each with the sizes that prevent it."""
+    tokens = run.model.seq_length * run.schedule.micro_batch_size
+    exceptions = [
+        f"{layer.name} ({layer.n} x {layer.k} on a rank: not multiples of {FP8_MULTIPLE})"
+        for layer in block_layers(run.model, run.parallel.tp)
+        if not layer.fits
+    ]
+    if tokens % FP8_MULTIPLE:
+        exceptions.append(f"gradients of weights ({tokens} tokens of a micro-batch: not a multiple of {FP8_MULTIPLE})")
+    return exceptions
+
+
+LORA_TARGETS = tuple(name.rpartition(".")[2] for name in TP_AXIS)
+"""The linear layers of a block that can have adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), by the last part of
+their names.
+"""
+
+
+def adaptable_layers(model: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of this model's blocks, by the last part of their names."""
+    return tuple(linear.name.rpartition(".")[2] for linear in linears(model))
+
+
+def adapted(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
+    """The linear layers of a block that get adapters, in the order of the block; none without --lora-rank."""
+    if lora.lora_rank is None:
+        return ()
+    return tuple(name for name in adaptable_layers(model) if not lora.lora_targets or name in lora.lora_targets)

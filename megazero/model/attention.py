@@ -18,9 +18,8 @@ from fused_ops.attention import causal_attention
 from fused_ops.attention.cached import cached_attention, store_keys_values
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
-from megazero.config.derive import head_dim, query_groups
+from megazero.config.derive import SELECTIVE, head_dim, query_groups
 from megazero.config.inventory import OUTPUT, QKV
-from megazero.config.layer_choices import SELECTIVE
 from megazero.model.batch import MicroBatch
 from megazero.model.dropout import AttentionDropout
 from megazero.model.layout import ModelLayout

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
+from megazero.config.derive import NONE, RECOMPUTE, RecomputeTable
 from megazero.config.inventory import Linear, block, linears
-from megazero.config.layer_choices import NONE, RECOMPUTE, RecomputeTable
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group

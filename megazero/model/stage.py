@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megazero.config.layer_choices import FULL
+from megazero.config.derive import FULL
 from megazero.config.schema import ModelConfig
 from megazero.model.batch import MicroBatch
 from megazero.model.block import Block

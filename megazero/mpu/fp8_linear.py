@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_ops import fp8, linear
 from fused_ops.compiled import runs_compiled
-from megazero.config.layer_choices import FP8_MULTIPLE
+from megazero.config.inventory import FP8_MULTIPLE
 from megazero.mpu.collectives import CommunicationHandle, all_gather, all_reduce, reduce_scatter
 from megazero.mpu.fp8 import Fp8Layer
 from megazero.mpu.gradient import Write, route_gradient, target_of

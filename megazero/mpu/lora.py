@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megazero.config.derive import ffn_width, query_groups
-from megazero.config.layer_choices import adapted, lora_scale
+from megazero.config.derive import ffn_width, lora_scale, query_groups
+from megazero.config.inventory import adapted
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group

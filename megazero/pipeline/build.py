@@ -11,15 +11,17 @@ from fused_ops.attention.trial import AttentionWorkload, find_support
 from fused_ops.fp8 import refusal
 from fused_ops.registry import compiled
 from megazero.config.derive import (
+    RecomputeTable,
     gathers_parameters,
     head_dim,
     micro_batch_order,
     pipeline_schedule,
     query_groups,
+    recompute_by_flags,
     whole_steps,
 )
 from megazero.config.dtypes import compute_dtype
-from megazero.config.layer_choices import RecomputeTable, fp8_layers, recompute_by_flags
+from megazero.config.inventory import fp8_layers
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout

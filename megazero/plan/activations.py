@@ -10,10 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from fused_ops.attention.selection import Body
-from megazero.config.derive import gathers_parameters, head_dim, padded_vocab, position_rows, query_groups
+from megazero.config.derive import (
+    FULL,
+    NONE,
+    SELECTIVE,
+    gathers_parameters,
+    head_dim,
+    padded_vocab,
+    position_rows,
+    query_groups,
+)
 from megazero.config.dtypes import compute_dtype
-from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, UP, linears
-from megazero.config.layer_choices import FULL, NONE, SELECTIVE, block_layers
+from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, UP, block_layers, linears
 from megazero.config.schema import Run
 from megazero.mpu.head_loss import BLOCK_BYTES, LEAST_ROWS
 from megazero.mpu.lora import low_rank

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megazero.config.layer_choices import NONE, RecomputeTable
+from megazero.config.derive import NONE, RecomputeTable
 from megazero.model.stage import StageSpec
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.tape import UnitBytes

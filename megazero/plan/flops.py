@@ -13,9 +13,8 @@ model's operations; recomputation counts in the hardware's operations only (Kort
 
 from __future__ import annotations
 
-from megazero.config.derive import head_dim
-from megazero.config.inventory import WORDS, elements, embedding_shapes, linears
-from megazero.config.layer_choices import FULL, NONE, SELECTIVE, RecomputeTable, adapted
+from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable, head_dim
+from megazero.config.inventory import WORDS, adapted, elements, embedding_shapes, linears
 from megazero.config.schema import ModelConfig, Run
 
 

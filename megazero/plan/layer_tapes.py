@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megazero.config.layer_choices import FP8_MULTIPLE
+from megazero.config.inventory import FP8_MULTIPLE
 from megazero.plan.tape import NEW, PASS, SHARED, VIEW, Buffer, Tape
 
 KEY = 8

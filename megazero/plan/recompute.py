@@ -21,8 +21,7 @@ import torch
 
 from fused_ops.attention.selection import Body, choose
 from fused_ops.attention.trial import static_support
-from megazero.config.derive import micro_batch_order
-from megazero.config.layer_choices import FULL, NONE, SELECTIVE, RecomputeTable, recompute_by_flags
+from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable, micro_batch_order, recompute_by_flags
 from megazero.config.placement import unplaced
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError

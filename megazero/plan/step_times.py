@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.config.layer_choices import FULL, SELECTIVE, RecomputeTable
+from megazero.config.derive import FULL, SELECTIVE, RecomputeTable
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.pipeline.stage_specs import stage_specs

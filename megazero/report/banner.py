@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from fused_ops import coded
-from megazero.config.derive import uses_disks, whole_steps
+from megazero.config.derive import lora_alpha, uses_disks, whole_steps
 from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
-from megazero.config.layer_choices import adapted, fp8_exceptions, lora_alpha
+from megazero.config.inventory import adapted, fp8_exceptions
 from megazero.config.placement import PLACEMENT, ROWS
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes

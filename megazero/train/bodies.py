@@ -12,8 +12,8 @@ import torch
 from fused_ops.attention.selection import Body, choose
 from fused_ops.registry import COMPILED, describe
 from megazero.checkpoint.agreement import broadcast_text
+from megazero.config.derive import RecomputeTable
 from megazero.config.dtypes import compute_dtype
-from megazero.config.layer_choices import RecomputeTable
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce, broadcast

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.inventory import linears, shapes, tp_axis
-from megazero.config.layer_choices import block_layers
+from megazero.config.inventory import block_layers, linears, shapes, tp_axis
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model

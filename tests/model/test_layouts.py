@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.layer_choices import every_kth
+from megazero.config.derive import every_kth
 from megazero.config.schema import ModelConfig
 from megazero.model.block import Block
 from megazero.mpu.axes import Axes

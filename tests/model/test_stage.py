@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.derive import every_kth
 from megazero.config.dtypes import compute_dtype
-from megazero.config.layer_choices import every_kth
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, StageSpec, initialise

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.layer_choices import FULL, NONE, RecomputeTable
+from megazero.config.derive import FULL, NONE, RecomputeTable
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.plan.recompute import activation_peaks, recompute_table

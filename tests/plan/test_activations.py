@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import choose
-from megazero.config.layer_choices import RecomputeTable
+from megazero.config.derive import RecomputeTable
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.layer_choices import every_kth
+from megazero.config.derive import every_kth
 from megazero.config.schema import ModelConfig
 from megazero.plan.flops import model_flops, recomputed_flops
 from megazero.telemetry.units import teraflops_per_rank

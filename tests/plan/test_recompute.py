@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megazero.config.layer_choices import RECOMPUTE
+from megazero.config.derive import RECOMPUTE
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError

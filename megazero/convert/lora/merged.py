@@ -12,7 +12,7 @@ from torch import Tensor
 from fused_ops.blocks import opmath_dtype, rows_of
 from megazero.checkpoint.narrowing import OutOfRange, require_range
 from megazero.checkpoint.window import TensorInfo
-from megazero.config.layer_choices import lora_scale
+from megazero.config.derive import lora_scale
 from megazero.config.schema import LoraConfig
 from megazero.convert.source import WEIGHT, ConversionError, Source
 

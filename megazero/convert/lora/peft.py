@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.layer_choices import adaptable_layers, lora_alpha, lora_scale
+from megazero.config.derive import lora_alpha, lora_scale
+from megazero.config.inventory import adaptable_layers
 from megazero.config.schema import ModelConfig
 from megazero.convert.files.safetensors_file import TensorHeader, write_safetensors
 from megazero.convert.formats import Advance, TargetOptions

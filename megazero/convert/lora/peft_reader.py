@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.window import TensorInfo
-from megazero.config.layer_choices import adaptable_layers, lora_scale
+from megazero.config.derive import lora_scale
+from megazero.config.inventory import adaptable_layers
 from megazero.config.options import run_options
 from megazero.config.schema import CheckpointConfig, LoraConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
