@@ -257,7 +257,8 @@ their names.
 
 def adaptable_layers(model: ModelConfig) -> tuple[str, ...]:
     """The linear layers of this model's blocks, by the last part of their names."""
-    return tuple(linear.name.rpartition(".")[2] for linear in linears(model))
+    # not by `linears`, which has no widths of a shape that is wrong: --lora-targets is checked beside it
+    return tuple(name.rpartition(".")[2] for name in TP_AXIS if name != GATE or model.activation == "swiglu")
 
 
 def adapted(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:

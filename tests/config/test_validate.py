@@ -362,6 +362,12 @@ def test_a_preset_may_carry_what_another_run_needs() -> None:
     assert notes("--preset bloom-560m --precision fp32 --lr-decay-style constant --save d --save-interval 9", 1) == ()
 
 
+def test_adapters_are_checked_beside_a_shape_that_is_wrong() -> None:
+    """Without widths of layers, which such a shape does not have."""
+    shape, start = problems("--hidden-size 250 --lora-rank 2 --lora-targets up")
+    assert "does not divide --hidden-size 250" in shape and start.startswith("--lora-rank 2 needs --init-from DIR")
+
+
 INSTRUCTIONS = "--instruction-data x.jsonl --tokenizer byte"
 
 
