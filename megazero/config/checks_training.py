@@ -4,6 +4,7 @@ anybody wants: a long run that hardly saves, and a learning rate with which hard
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
@@ -12,7 +13,7 @@ from megazero.config.inventory import FP8_MULTIPLE, LORA_TARGETS, adaptable_laye
 from megazero.config.lengths import Length, Measure
 from megazero.config.schema import Run
 from megazero.config.schema.trainer import TRACE_SUFFIXES
-from megazero.system.words import counted
+from megazero.system.words import counted, either
 
 
 @reads("tp pp micro_batch_size global_batch_size rampup_batch_size")
@@ -43,15 +44,16 @@ def _ramp(context: CheckContext) -> Problems:
     flag = f"--rampup-batch-size {' '.join(map(str, ramp))}"
     if len(ramp) != 3:
         yield f"{flag}: three numbers are needed, START INCREMENT SAMPLES, not {len(ramp)}"
-    elif ramp[0] > full:
+        return
+    start, increment, _ = ramp
+    if start > full:
         yield f"{flag} starts above --global-batch-size {full}; nearest START: {full}"
-    elif (full - ramp[0]) % ramp[1]:
-        near = [
-            start for start in (full - (full - ramp[0]) // ramp[1] * ramp[1] - ramp[1] * k for k in (0, 1)) if start > 0
-        ]
+    elif (full - start) % increment:
+        above = full - (full - start) // increment * increment
+        starts = [valid for valid in (above - increment, above) if valid > 0]
         yield (
-            f"{flag}: from {ramp[0]} in steps of {ramp[1]} --global-batch-size {full} is not met; "
-            f"nearest START: {nearest(ramp[0], near)}; nearest INCREMENT: {nearest(ramp[1], divisors(full - ramp[0]))}"
+            f"{flag}: from {start} in steps of {increment} --global-batch-size {full} is not met; "
+            f"nearest START: {nearest(start, starts)}; nearest INCREMENT: {nearest(increment, divisors(full - start))}"
         )
 
 
@@ -71,11 +73,11 @@ def _report_json(context: CheckContext) -> Problems:
 
 @reads("train_length rampup_batch_size global_batch_size")
 def _length(context: CheckContext) -> Problems:
-    s = context.run.schedule
+    s, length = context.run.schedule, context.run.schedule.train_length
     first = s.rampup_batch_size[0] if s.rampup_batch_size else s.global_batch_size
-    if s.train_length is not None and s.train_samples is not None and s.train_samples < first:
-        length = s.train_length.behind("--train-length")
-        yield f"{length} are fewer than the first global batch has, {first}; nearest: {first}"
+    if length is not None and length.measure is Measure.SAMPLES and length.number < first:
+        samples = length.behind("--train-length")
+        yield f"{samples} are fewer than the first global batch has, {first}; nearest: {first}"
 
 
 @reads("lr min_lr lr_decay_style train_length lr_warmup lr_decay lr_wsd_decay")
@@ -83,13 +85,15 @@ def _rate(context: CheckContext) -> Problems:
     s = context.run.schedule
     if s.min_lr > s.lr:
         yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
+    if s.lr_decay_style == "constant":
+        return
     for measure in (Measure.ITERATIONS, Measure.SAMPLES):
         run, warmup, decay, fall = (
             length if length is not None and length.measure is measure else None
             for length in (s.train_length, s.lr_warmup, s.lr_decay, s.lr_wsd_decay)
         )
         longest = decay or run
-        if longest is None or s.lr_decay_style == "constant":
+        if longest is None:
             continue
         whole, called = longest.number, longest.behind("--train-length" if decay is None else "--lr-decay")
         if warmup is not None and warmup.number > whole:
@@ -114,17 +118,15 @@ def _loss_scale(context: CheckContext) -> Problems:
 
 @reads("optimizer_impl precision device optimizer")
 def _optimizer_impl(context: CheckContext) -> Problems:
-    o, device = context.run.optimizer, context.run.parallel.device
-    if o.optimizer_impl == "apex":
-        if o.precision == "fp64":
-            yield "--optimizer-impl apex computes in fp32, not in --precision fp64; nearest: --optimizer-impl megazero"
-        if o.optimizer not in ("adam", "adamw"):
-            yield "--optimizer-impl apex has no effect without --optimizer adam or adamw"
-        if device == "cpu":
-            yield (
-                "--optimizer-impl apex has kernels for CUDA only, not for --device cpu; nearest: --optimizer-impl "
-                "megazero"
-            )
+    o, nearest_body = context.run.optimizer, "nearest: --optimizer-impl megazero"
+    if o.optimizer_impl != "apex":
+        return
+    if o.precision == "fp64":
+        yield f"--optimizer-impl apex computes in fp32, not in --precision fp64; {nearest_body}"
+    if o.optimizer not in ("adam", "adamw"):
+        yield "--optimizer-impl apex has no effect without --optimizer adam or adamw"
+    if context.run.parallel.device == "cpu":
+        yield f"--optimizer-impl apex has kernels for CUDA only, not for --device cpu; {nearest_body}"
 
 
 @reads(
@@ -152,6 +154,14 @@ def _fp8(context: CheckContext) -> Problems:
         )
 
 
+def _number(word: str) -> float:
+    """NaN for a word that is no number."""
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
 @reads("data_path valid_data_path")
 def _data_path(context: CheckContext) -> Problems:
     blend, sets = context.run.data.data_path, context.run.data.valid_data_path
@@ -161,8 +171,7 @@ def _data_path(context: CheckContext) -> Problems:
             "number"
         )
     elif len(blend) > 1:
-        weights = {word: _number(word) for word in blend[::2]}
-        wrong = [word for word, weight in weights.items() if weight is None or not 0 < weight < float("inf")]
+        wrong = [word for word in blend[::2] if not 0 < _number(word) < math.inf]
         if wrong:
             yield (
                 f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT PREFIX "
@@ -197,18 +206,11 @@ def _instructions(context: CheckContext) -> Problems:
         yield f"{flag}: --split {d.split} has no effect; --valid-instruction-data gives the validation data"
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 @reads("split")
 def _split(context: CheckContext) -> Problems:
     split = context.run.data.split
     shares = [_number(part) for part in split.split(",")]
-    if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares) or not any(shares):
+    if len(shares) > 3 or not all(0 <= share < math.inf for share in shares) or not any(shares):
         yield f"--split {split}: up to three shares with commas between, none negative and not all 0, as 969,30,1"
 
 
@@ -220,24 +222,20 @@ def _tokens(context: CheckContext) -> Problems:
             "--vocab-size is needed with --data-path and no --tokenizer: ids are used as they are, and their number "
             "is not known"
         )
-    named = d.data_path or d.instruction_data or context.run.checkpoint.init_from or context.own_data
-    if d.tokenizer is not None and not named:
+    has_text = d.data_path or d.instruction_data or context.run.checkpoint.init_from or context.own_data
+    if d.tokenizer is not None and not has_text:
         yield f"--tokenizer {d.tokenizer} needs --data-path: the default corpus brings its own tokenizer"
     if d.tokenizer in ("gpt2", "sentencepiece", "hf") and d.tokenizer_path is None:
         yield f"--tokenizer {d.tokenizer} needs --tokenizer-path: the folder or file that it reads"
     if d.tokenizer_path is not None and d.tokenizer in (None, "byte"):
-        yield f"--tokenizer-path {d.tokenizer_path} has no effect " + (
-            "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
-        )
+        reason = "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
+        yield f"--tokenizer-path {d.tokenizer_path} has no effect {reason}"
     if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
         yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
-    wants = [
-        flag
-        for flag, on in (("--document-mask", context.run.model.document_mask), ("--eod-mask-loss", d.eod_mask_loss))
-        if on
-    ]
-    if wants and d.data_path and d.tokenizer is None and d.eod_id is None:
-        yield f"{' and '.join(wants)} must know which token ends a document: give --eod-id or --tokenizer"
+    of_documents = {"--document-mask": context.run.model.document_mask, "--eod-mask-loss": d.eod_mask_loss}
+    flags = [flag for flag, on in of_documents.items() if on]
+    if flags and d.data_path and d.tokenizer is None and d.eod_id is None:
+        yield f"{' and '.join(flags)} must know which token ends a document: give --eod-id or --tokenizer"
 
 
 @reads(
@@ -263,9 +261,8 @@ def _checkpoint(context: CheckContext) -> Problems:
             f"--finetune starts with the weights of --load {c.load}, --init-from with those of {c.init_from}: drop "
             "one of them"
         )
-    if c.init_from is not None and not (
-        context.run.data.data_path or context.run.data.instruction_data or context.own_data
-    ):
+    d = context.run.data
+    if c.init_from is not None and not (d.data_path or d.instruction_data or context.own_data):
         yield (
             f"--init-from {c.init_from} needs --data-path or --instruction-data: the default corpus has a tokenizer of "
             "its own, not that of this model"
@@ -274,36 +271,33 @@ def _checkpoint(context: CheckContext) -> Problems:
 
 @reads("lora_rank lora_targets init_from load extend_vocabulary activation")
 def _lora(context: CheckContext) -> Problems:
-    lora, model, start = context.run.lora, context.run.model, context.run.checkpoint
-    rank = lora.lora_rank
+    rank, targets, checkpoint = context.run.lora.lora_rank, context.run.lora.lora_targets, context.run.checkpoint
     if rank is None:
         return
-    if start.init_from is None and start.load is None:
+    if checkpoint.init_from is None and checkpoint.load is None:
         yield f"--lora-rank {rank} needs --init-from DIR: adapters are trained on the frozen weights of a model"
-    if start.extend_vocabulary:
+    if checkpoint.extend_vocabulary:
         yield (
             f"--lora-rank {rank} with --extend-vocabulary: adapters train no embedding, so what is added would stay "
             "what it starts as; train these rows first, or leave it out"
         )
-    unknown = [name for name in lora.lora_targets if name not in LORA_TARGETS]
+    unknown = [name for name in targets if name not in LORA_TARGETS]
     if unknown:
         yield f"--lora-targets {' '.join(unknown)}: known are {', '.join(LORA_TARGETS)}"
-    absent = [name for name in lora.lora_targets if name in LORA_TARGETS and name not in adaptable_layers(model)]
+    layers, activation = adaptable_layers(context.run.model), context.run.model.activation
+    absent = [name for name in targets if name in LORA_TARGETS and name not in layers]
     if absent:
-        yield (
-            f"--lora-targets {' '.join(absent)}: with --activation {model.activation} there are "
-            f"{', '.join(adaptable_layers(model))}"
-        )
+        yield f"--lora-targets {' '.join(absent)}: with --activation {activation} there are {', '.join(layers)}"
 
 
 @reads("lora_base_bits cuda_graphs")
 def _base_bits(context: CheckContext) -> Problems:
     bits = context.run.lora.lora_base_bits
-    if bits not in (None, *BASE_BITS):
-        assert bits is not None
-        valid = " or ".join(map(str, BASE_BITS))
-        yield f"--lora-base-bits {bits} is not {valid}; nearest: {nearest(bits, BASE_BITS)}"
-    if bits is not None and context.run.parallel.cuda_graphs:
+    if bits is None:
+        return
+    if bits not in BASE_BITS:
+        yield f"--lora-base-bits {bits} is not {either(map(str, BASE_BITS))}; nearest: {nearest(bits, BASE_BITS)}"
+    if context.run.parallel.cuda_graphs:
         yield (
             f"--cuda-graphs needs weights at fixed addresses, and --lora-base-bits {bits} decodes them into new memory "
             "for each use; leave one out"
@@ -320,39 +314,23 @@ LONG = 500
 """Runs of more iterations than this get a warning if they do not save."""
 
 
-def iterations_of(run: Run) -> int | None:
-    """Iterations of a run; None if they follow from its data (--epochs).
-
-    For --train-samples they are counted with the full global batch. With a ramp the run has more.
-    """
-    schedule = run.schedule
-    if schedule.train_iters is not None:
-        return schedule.train_iters
-    return None if schedule.train_samples is None else schedule.train_samples // schedule.global_batch_size
-
-
-def rarely_saved(run: Run) -> list[str]:
-    """A sentence for a long run that saves nothing, or saves only at its end."""
-    iterations, save = iterations_of(run), run.checkpoint
-    if iterations is None or iterations <= LONG or save.save_interval is not None:
-        return []
-    if save.save is None:
-        return [f"nothing of these {iterations:,} iterations is kept: there is no --save DIR"]
-    return [
-        f"--save without --save-interval: should these {iterations:,} iterations fail before their end, nothing of "
-        "them is kept"
-    ]
-
-
 LARGEST_USUAL_RATE = 0.1
 """Adam moves a weight by about the learning rate in a step, and weights begin at about 0.02."""
 
 
-def unusual_rates(run: Run) -> list[str]:
-    """A sentence for a learning rate with which hardly any model learns."""
-    rate = run.schedule.lr
-    if rate == 0:
-        return ["--lr 0: no weight changes"]
-    if rate > LARGEST_USUAL_RATE:
-        return [f"--lr {rate:g}: Adam moves each weight by about that much in a step; usual are 1e-5 to 1e-2"]
-    return []
+def warnings(run: Run) -> Problems:
+    """What hardly anybody wants: a long run that saves nothing or only at its end, a rate with which no model learns."""
+    schedule, save = run.schedule, run.checkpoint
+    iterations = schedule.train_iters
+    if schedule.train_samples is not None:
+        iterations = schedule.train_samples // schedule.global_batch_size  # at least; with a ramp there are more
+    if iterations is not None and iterations > LONG and save.save_interval is None:
+        if save.save is None:
+            yield f"nothing of these {iterations:,} iterations is kept: there is no --save DIR"
+        else:
+            fail = f"should these {iterations:,} iterations fail before their end, nothing of them is kept"
+            yield f"--save without --save-interval: {fail}"
+    if schedule.lr == 0:
+        yield "--lr 0: no weight changes"
+    elif schedule.lr > LARGEST_USUAL_RATE:
+        yield f"--lr {schedule.lr:g}: Adam moves each weight by about that much in a step; usual are 1e-5 to 1e-2"

@@ -14,7 +14,7 @@ from typing import Any
 
 from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import world_problem
-from megazero.config.checks_training import rarely_saved, unusual_rates
+from megazero.config.checks_training import warnings
 from megazero.config.deepspeed import DeepSpeedSource, read_deepspeed
 from megazero.config.dump import build_run, changed_settings, dump, read_yaml
 from megazero.config.flags import CommandOptions, read_command_line
@@ -154,7 +154,7 @@ def parse_arguments(
     return ParsedArguments(
         run,
         line.command,
-        (*notes, *without_effect(CheckContext(run, world_size, given)), *rarely_saved(run), *unusual_rates(run)),
+        (*notes, *without_effect(CheckContext(run, world_size, given)), *warnings(run)),
         explicit,
     )
 
