@@ -319,7 +319,7 @@ LARGEST_USUAL_RATE = 0.1
 
 
 def warnings(run: Run) -> Problems:
-    """What hardly anybody wants: a long run that saves nothing or only at its end, a rate with which no model learns."""
+    """A sentence for a long run that hardly saves, and for a rate with which hardly any model learns."""
     schedule, save = run.schedule, run.checkpoint
     iterations = schedule.train_iters
     if schedule.train_samples is not None:

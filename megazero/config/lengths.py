@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum
-from types import MappingProxyType
 
 from megazero.system.reading import shown
 from megazero.system.words import either
@@ -27,25 +27,24 @@ class Measure(Enum):
     __hash__ = object.__hash__
 
 
-_WORDS = MappingProxyType(
-    {
-        **dict.fromkeys(("", "iteration", "iterations", "iter", "iters"), Measure.ITERATIONS),
-        **dict.fromkeys(("sample", "samples"), Measure.SAMPLES),
-        **dict.fromkeys(("epoch", "epochs"), Measure.EPOCHS),
-        "%": Measure.SHARE,
-    }
-)
-_EXAMPLES = MappingProxyType(
-    {
-        Measure.ITERATIONS: "500 (iterations)",
-        Measure.SAMPLES: "2000 samples",
-        Measure.EPOCHS: "2 epochs",
-        Measure.SHARE: "5%",
-    }
-)
-COUNTED = MappingProxyType(
-    {Measure.ITERATIONS: "iterations", Measure.SAMPLES: "samples", Measure.EPOCHS: "epochs", Measure.SHARE: "a share"}
-)
+_WORDS = {
+    **dict.fromkeys(("", "iteration", "iterations", "iter", "iters"), Measure.ITERATIONS),
+    **dict.fromkeys(("sample", "samples"), Measure.SAMPLES),
+    **dict.fromkeys(("epoch", "epochs"), Measure.EPOCHS),
+    "%": Measure.SHARE,
+}
+_EXAMPLES = {
+    Measure.ITERATIONS: "500 (iterations)",
+    Measure.SAMPLES: "2000 samples",
+    Measure.EPOCHS: "2 epochs",
+    Measure.SHARE: "5%",
+}
+COUNTED: Mapping[Measure, str] = {
+    Measure.ITERATIONS: "iterations",
+    Measure.SAMPLES: "samples",
+    Measure.EPOCHS: "epochs",
+    Measure.SHARE: "a share",
+}
 FRACTIONS = frozenset({Measure.EPOCHS, Measure.SHARE})
 """Measures of which a length may have a fraction, such as half an epoch."""
 _PARTS = re.compile(r"\s*(?P<number>[^\s%]*?)\s*(?P<word>%|[a-z]*)\s*", re.IGNORECASE)
@@ -125,10 +124,13 @@ def measured_name(name: str, measure: Measure) -> str:
 
 def whole_number(value: str | int | float) -> int:
     """An integer, which may be written as 220_000_000 or 2e8. Raises ValueError."""
-    try:
-        return int(value) if not isinstance(value, float) else _exact(value)
-    except ValueError:
-        return _exact(float(value))
+    if not isinstance(value, float):
+        with suppress(ValueError):
+            return int(value)  # not by way of a float, which rounds a large number
+    number = float(value)
+    if not number.is_integer():
+        raise ValueError(value)
+    return int(number)
 
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -141,9 +143,3 @@ def bytes_of(value: str | int | float) -> int:
     if unit is None:
         return whole_number(value)
     return round(float(words.removesuffix(unit)) * _UNITS[unit])
-
-
-def _exact(number: float) -> int:
-    if not number.is_integer():
-        raise ValueError(number)
-    return int(number)

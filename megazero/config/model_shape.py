@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from operator import attrgetter
 from typing import Any
 
 from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, query_groups
@@ -18,14 +18,10 @@ PLAIN = (
 )
 
 
-def _field(name: str) -> Callable[[ModelConfig], Any]:
-    return lambda model: getattr(model, name)
-
-
 def _own_head_dim(model: ModelConfig) -> int | None:
     """The head dimension where it is not hidden / heads; else None, whether it is given or derived."""
-    given = model.kv_channels
-    return given if given is not None and given * model.num_attention_heads != model.hidden_size else None
+    size = model.kv_channels
+    return size if size is not None and size * model.num_attention_heads != model.hidden_size else None
 
 
 def _where_they_differ(bias: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], bool | None]:
@@ -33,22 +29,18 @@ def _where_they_differ(bias: Callable[[ModelConfig], bool]) -> Callable[[ModelCo
     return lambda model: bias(model) if attention_bias(model) != mlp_bias(model) else None
 
 
-SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = MappingProxyType(
-    {name: _field(name) for name in PLAIN}
-    | {
-        "num_query_groups": query_groups,
-        "kv_channels": _own_head_dim,
-        "disable_bias_linear": lambda model: not (attention_bias(model) or mlp_bias(model)),
-        "attention_bias": _where_they_differ(attention_bias),
-        "mlp_bias": _where_they_differ(mlp_bias),
-        "ffn_hidden_size": ffn_width,
-        "max_position_embeddings": lambda model: (
-            max_positions(model) if model.position_embedding == "learned" else None
-        ),
-        "position_offset": lambda model: model.position_offset if model.position_embedding == "learned" else None,
-        "rotary_base": lambda model: model.rotary_base if model.position_embedding == "rotary" else None,
-    }
-)
+SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = {
+    **{name: attrgetter(name) for name in PLAIN},
+    "num_query_groups": query_groups,
+    "kv_channels": _own_head_dim,
+    "disable_bias_linear": lambda model: not (attention_bias(model) or mlp_bias(model)),
+    "attention_bias": _where_they_differ(attention_bias),
+    "mlp_bias": _where_they_differ(mlp_bias),
+    "ffn_hidden_size": ffn_width,
+    "max_position_embeddings": lambda model: max_positions(model) if model.position_embedding == "learned" else None,
+    "position_offset": lambda model: model.position_offset if model.position_embedding == "learned" else None,
+    "rotary_base": lambda model: model.rotary_base if model.position_embedding == "rotary" else None,
+}
 """Field of `ModelConfig` -> its value, also where that is derived; None where the model does not use the field."""
 OF_POSITIONS = ("max_position_embeddings", "position_offset", "rotary_base")
 """Fields that only some kinds of position embedding use."""
@@ -62,17 +54,14 @@ def shape_settings(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def without_overruled_tokenizer(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
-    """A checkpoint's source without its tokenizer settings, if `above` gives the tokenizer's kind or path."""
+def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
+    """A checkpoint's source below these settings: without its tokenizer, if they give a tokenizer's kind or path, and
+    its disputed fields are problems, unless they set them.
+    """
     if {"tokenizer", "tokenizer_path"} & above.keys():
         for name in ("tokenizer", "tokenizer_path", "eod_id"):
             source.settings.pop(name, None)
             source.disputed.pop(name, None)
-    return source
-
-
-def resolve_disputes(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
-    """A source; its disputed fields become problems, unless `above` sets them."""
     for name, sentence in source.disputed.items():
         if above.get(name) is None:
             source.problems.append(sentence)

@@ -21,7 +21,7 @@ from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
 from megazero.config.idle_flags import without_effect
 from megazero.config.lengths import Length, Measure
-from megazero.config.model_shape import contradictions, resolve_disputes, without_overruled_tokenizer
+from megazero.config.model_shape import contradictions, settled
 from megazero.config.options import run_options
 from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
@@ -227,7 +227,7 @@ def _init_from_source(
         return ConfigSource(
             f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True
         )
-    return resolve_disputes(without_overruled_tokenizer(model_of(path), above), above)
+    return settled(model_of(path), above)
 
 
 def _unknown(sources: Sequence[ConfigSource]) -> set[str]:

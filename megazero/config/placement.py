@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from types import MappingProxyType
 from typing import Any
 
 from megazero.config.derive import micro_batch_order
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Offload, Tier, plain_unit
+from megazero.config.tiers import Offload, plain_unit
 from megazero.system.reading import Unreadable, shown
 from megazero.system.yaml_file import load_yaml
 
@@ -33,27 +32,25 @@ ORDER = "micro_batch_order"
 class PlacementRow:
     """A line of a placement.
 
-    field  the setting of a run
-    tiers  where the column can rest besides the device; none for what is no column
-    whole  whether a search moves all of it or nothing where another column leaves too
+    field   the setting of a run
+    column  whether it says where a column rests
+    whole   whether a search moves all of the column or nothing where another one leaves too
     """
 
     field: str
-    tiers: tuple[Tier, ...] = ()
+    column: bool = False
     whole: bool = False
 
 
-ROWS: Mapping[str, PlacementRow] = MappingProxyType(
-    {
-        "optimizer": PlacementRow("offload_optimizer", (Tier.HOST, Tier.DISK)),
-        "params": PlacementRow("offload_params", (Tier.HOST, Tier.DISK), whole=True),
-        "gradients": PlacementRow("offload_gradients", (Tier.HOST, Tier.DISK), whole=True),
-        "activations": PlacementRow("offload_activations", (Tier.HOST, Tier.DISK)),
-        "late_update": PlacementRow("late_update"),
-        "micro_batch_order": PlacementRow("micro_batch_order"),
-        "vertical_group_size": PlacementRow("vertical_group_size"),
-    }
-)
+ROWS: Mapping[str, PlacementRow] = {
+    "optimizer": PlacementRow("offload_optimizer", column=True),
+    "params": PlacementRow("offload_params", column=True, whole=True),
+    "gradients": PlacementRow("offload_gradients", column=True, whole=True),
+    "activations": PlacementRow("offload_activations", column=True),
+    "late_update": PlacementRow("late_update"),
+    "micro_batch_order": PlacementRow("micro_batch_order"),
+    "vertical_group_size": PlacementRow("vertical_group_size"),
+}
 """By key of a file: columns first."""
 _OF_A_COLUMN = ("tier", "share", "units")
 
@@ -91,44 +88,37 @@ def with_placement(sources: Sequence[ConfigSource]) -> tuple[list[ConfigSource],
     word = FLAGS if number is None else sources[number].settings[PLACEMENT]
     if number is None or word == FLAGS:
         return list(sources), [], []
-    above = sources[number:]
+    below, above = sources[:number], sources[number:]
     if word == AUTO:
-        fields = [row.field for row in ROWS.values()]
-        below = [_without(source, fields) for source in sources[:number]]
-        return [*below, *above], list(_chosen_anyway(above, sources[number])), []
+        for source in below:
+            for row in ROWS.values():
+                source.settings.pop(row.field, None)
+        return list(sources), [*_contradictions(None, above)], []
     file = read_placement(word)
-    problems = [*_contradictions(file, above, sources[number])]
+    problems = [*_contradictions(file, above)]
     for source in above:
-        source.settings.pop(PLACEMENT, None)
-    told = ", ".join(f"{name} {value}" for name, value in file.settings.items()) or "says nothing"
-    return [*sources[:number], file, *above], problems, [f"--placement {word}: {told}"] * (not file.problems)
+        source.settings.pop(PLACEMENT, None)  # the run has what the file says, and may outlive the file
+    settings = ", ".join(f"{name} {value}" for name, value in file.settings.items()) or "says nothing"
+    return [*below, file, *above], problems, [] if file.problems else [f"--placement {word}: {settings}"]
 
 
-def _without(source: ConfigSource, fields: Sequence[str]) -> ConfigSource:
-    for field in fields:
-        source.settings.pop(field, None)
-    return source
+def _contradictions(file: ConfigSource | None, above: Sequence[ConfigSource]) -> Iterator[str]:
+    """Settings that say otherwise than a file of --placement, or (None) any that `auto` chooses.
 
-
-def _chosen_anyway(above: Sequence[ConfigSource], by: ConfigSource) -> Iterator[str]:
-    """Settings beside `auto`. A whole run that a program gives has all of them: there only changed ones count."""
+    above: the source with --placement, and those above it
+    """
+    placed = dict.fromkeys(row.field for row in ROWS.values()) if file is None else file.settings
     for source in above:
-        for row in ROWS.values():
-            value = source.settings.get(row.field)
-            if value is None or (source.resolved and value == run_options()[row.field].default):
-                continue
-            yield f"{_said(source, row.field)} and {_said(by, PLACEMENT)}, which chooses it: give one of them"
-
-
-def _contradictions(file: ConfigSource, above: Sequence[ConfigSource], by: ConfigSource) -> Iterator[str]:
-    for source in above:
-        for field, value in file.settings.items():
+        for field, value in placed.items():
             other = source.settings.get(field, value)
-            if other != value and not (source.resolved and other == run_options()[field].default):
-                yield (
-                    f"{_said(source, field)} and {_said(by, PLACEMENT)}, where {file.written[field]} is {value}, say "
-                    "different things: give one of them"
-                )
+            # a whole run that a program gives has all settings: only those that it changes contradict
+            if other == value or (source.resolved and other == run_options()[field].default):
+                continue
+            if file is None:
+                conflict = "which chooses it"
+            else:
+                conflict = f"where {file.written[field]} is {value}, say different things"
+            yield f"{_said(source, field)} and {_said(above[0], PLACEMENT)}, {conflict}: give one of them"
 
 
 def _said(source: ConfigSource, field: str) -> str:
@@ -139,43 +129,32 @@ def _said(source: ConfigSource, field: str) -> str:
 
 def read_placement(path: str) -> ConfigSource:
     """The settings of a file of --placement. Mistakes in it are collected in the source's `problems`."""
-    source = ConfigSource(path)
+    source = ConfigSource(f"--placement {path}")
     try:
         content = load_yaml(Path(path))
     except Unreadable as reason:
         source.problems.append(f"--placement {reason}")
         return source
     if not isinstance(content, dict):
-        held = "nothing" if content is None else type(content).__name__
-        source.problems.append(f"--placement {path}: holds no table, but {held}")
+        kind = "nothing" if content is None else type(content).__name__
+        source.refuse(f"holds no table, but {kind}")
         return source
     for key, value in content.items():
-        row = ROWS.get(str(key).replace("-", "_"))
+        name = str(key).replace("-", "_")
+        row = ROWS.get(name)
         if row is None:
-            hint = did_you_mean(str(key).replace("-", "_"), ROWS)
-            source.problems.append(f"--placement {path}: there is no {key}{hint or ': ' + ', '.join(ROWS)}")
+            source.refuse(f"there is no {key}{did_you_mean(name, ROWS) or ': ' + ', '.join(ROWS)}")
             continue
         if row.field in source.settings:
-            source.problems.append(f"--placement {path}: {key} stands twice, once with - and once with _")
+            source.refuse(f"{key} stands twice, once with - and once with _")
             continue
         try:
-            source.put(row.field, _value(row, value), f"{path}: {key}")
+            from_table = row.column and isinstance(value, dict)
+            setting = _column(value) if from_table else run_options()[row.field].from_value(value)
+            source.put(row.field, setting, f"{path}: {key}")
         except ValueError as reason:
-            source.problems.append(f"--placement {path}: {key}: {reason}")
-            source.bad.add(row.field)
+            source.refuse(f"{key}: {reason}", row.field)
     return source
-
-
-def _value(row: PlacementRow, value: object) -> Any:
-    """The value of a setting. That of a column is a word as of its flag, or a tier and a share."""
-    known = run_options()[row.field]
-    if not row.tiers:
-        return known.from_value(value)
-    offload: Offload = _column(value) if isinstance(value, dict) else known.from_value(value)
-    if offload and offload.tier not in row.tiers:
-        places = " or ".join(tier.value for tier in (Tier.DEVICE, *row.tiers))
-        raise ValueError(f"{offload}: this column rests on {places}")
-    return offload
 
 
 def _column(table: Mapping[Any, Any]) -> Offload:

@@ -71,7 +71,7 @@ class Offload:
 
     def names(self, units: Iterable[str]) -> bool:
         """Whether all of these units are among its own."""
-        return all(any(has_unit(word, unit) for word in self.units) for unit in units)
+        return all(any(_has_unit(word, unit) for word in self.units) for unit in units)
 
     def __str__(self) -> str:
         if self.units:
@@ -113,7 +113,7 @@ def plain_unit(word: str) -> str:
     return " ".join(word.split()).removeprefix("the ")
 
 
-def has_unit(word: str, unit: str) -> bool:
+def _has_unit(word: str, unit: str) -> bool:
     """Whether a unit is among those that a word such as "embedding", "block 3" or "blocks 0-5" stands for."""
     number = unit.removeprefix("block ")
     return word == unit or (number.isdecimal() and int(number) in _blocks(word))
@@ -121,12 +121,7 @@ def has_unit(word: str, unit: str) -> bool:
 
 def unknown_units(words: Iterable[str], layers: int) -> list[str]:
     """Those of the words that stand for a unit which a model with so many layers does not have."""
-
-    def known(word: str) -> bool:
-        blocks = _blocks(word)
-        return word in (EMBEDDING, HEAD) or 0 < blocks.stop <= layers
-
-    return [word for word in words if not known(word)]
+    return [word for word in words if word not in (EMBEDDING, HEAD) and not 0 < _blocks(word).stop <= layers]
 
 
 def all_units(layers: int) -> str:

@@ -35,7 +35,7 @@ from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search_limits import SearchLimits, refusal
 from megazero.program.error import ProgramError
 
-COLUMNS = tuple(row for row in ROWS.values() if row.tiers)
+COLUMNS = tuple(row for row in ROWS.values() if row.column)
 FIRST = "offload_optimizer"
 """The column that gives way first."""
 SWITCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -137,7 +137,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         able = (Tier.DEVICE, Tier.HOST, *([Tier.DISK] if _has_disks(self.machine) else []))
-        self.tiers = [tuple(tier for tier in able if tier in (Tier.DEVICE, *row.tiers)) for row in COLUMNS]
+        self.tiers = [able] * len(COLUMNS)
         self.counts = [*map(len, self.tiers), *(len(values) for _, values in SWITCHES)]
 
     def run(self) -> None:

@@ -22,7 +22,7 @@ PAGE = "docs/reference/promises.md"
 CODE = re.compile(r"`([^`]+)`")
 TIERS = tuple(tier.value for tier in Tier)
 PARITY = {"zero_stage": "zero", "pipeline_schedule": "schedule", "precision": "numbers"}
-COLUMNS = [row.field for row in ROWS.values() if row.tiers]
+COLUMNS = [row.field for row in ROWS.values() if row.column]
 PARITY |= {column: column.removeprefix("offload_") for column in COLUMNS}
 """Field -> the axis of the layouts that tests/parity trains."""
 
