@@ -7,14 +7,11 @@ from megazero.config.tiers import Offload
 
 
 def ffn_width(model: ModelConfig) -> int:
-    """Width of the feed-forward layer: the field, else 4h; for swiglu 8h/3 rounded up to a multiple of 64.
-
-    A gated layer has three matrices where the plain one has two, so 8h/3 keeps the number of parameters of 4h
-    (Shazeer, arXiv 2002.05202).
-    """
+    """Width of the feed-forward layer: the field, else 4h; for swiglu 8h/3 rounded up to a multiple of 64."""
     if model.ffn_hidden_size is not None:
         return model.ffn_hidden_size
     if model.activation == "swiglu":
+        # three matrices instead of two: 8h/3 keeps the number of parameters of 4h (Shazeer, arXiv 2002.05202)
         return -(-8 * model.hidden_size // (3 * 64)) * 64
     return 4 * model.hidden_size
 
@@ -46,29 +43,23 @@ BUCKET, BUCKET_NCCL, BUCKET_NCCL_PER_REPLICA = 8_388_608, 40_000_000, 1_000_000
 
 
 def bucket_size(parallel: ParallelConfig, replicas: int, *, nccl: bool) -> int:
-    """Most elements of a bucket: the field, else by the backend.
-
-    replicas  number of ranks that share a bucket's reduction: dp x cp
-
-    An all-reduce in a ring has 2 (replicas - 1) steps, each with its latency, and each rank sends a part of 1 /
-    replicas at a time. So buckets grow with the replicas, to keep these parts large. The rule is Megatron's
-    (`DistributedDataParallelConfig.bucket_size`).
-    """
+    """Most elements of a bucket: the field, else by the backend. replicas: ranks that share a bucket's reduction."""
     if parallel.bucket_size is not None:
         return parallel.bucket_size
+    # An all-reduce in a ring has 2 (replicas - 1) steps, each with its latency, and each rank sends a part of 1 /
+    # replicas at a time. So buckets grow with the replicas, to keep these parts large. The rule is Megatron's
+    # (`DistributedDataParallelConfig.bucket_size`).
     return max(BUCKET_NCCL, BUCKET_NCCL_PER_REPLICA * replicas) if nccl else BUCKET
 
 
 def shard_size(run: Run, replicas: int) -> int | None:
     """Number of neighbours that share out model state, as `mpu.axes.Axes` takes it; None where that is all of them.
 
-    replicas  number of ranks that hold the same layers: dp x cp
-
-    Where a size is given, the neighbours are ranks of one stage. They are with sharded parameters, too (ZeRO-3): a tied
-    embedding is gathered for each use, and the stages that hold it use it at different times.
+    replicas: number of ranks that hold the same layers. Where a size is given, the neighbours are ranks of one stage.
     """
     if run.parallel.zero_shard_size is not None:
         return run.parallel.zero_shard_size
+    # neighbours of one stage with ZeRO-3, too: the stages of a tied embedding gather it at different times
     return replicas if shards_parameters(run.parallel, run.offload) else None
 
 
@@ -98,34 +89,28 @@ def uses_disks(run: Run) -> bool:
 
 
 def whole_steps(offload: OffloadConfig) -> bool:
-    """Whether each optimizer step becomes whole on disks: --nvme-checkpoint, where optimizer state rests there. A file
-    may have the field without.
-    """
+    """Whether each optimizer step becomes whole on disks."""
+    # a file may have the field where no optimizer state rests on disks
     return offload.nvme_checkpoint and offload.offload_optimizer.on_disks
 
 
 def micro_batch_order(run: Run) -> str:
-    """The order of a step's computations: the field, else horizontal, but vertical where parameters rest on disks: then
-    each unit is read once for all micro-batches of a pass. Budgets may choose otherwise before the run begins
-    (`plan.order`).
-    """
+    """The order of a step's computations. Budgets may choose otherwise before the run begins (`plan.order`)."""
     if run.parallel.micro_batch_order is not None:
         return run.parallel.micro_batch_order
+    # vertical order reads each unit from disks once for all micro-batches of a pass
     return "vertical" if run.offload.offload_params.on_disks else "horizontal"
 
 
 def moves_in_parts(run: Run) -> bool:
-    """Whether some of the model state moves in parts, which pass through slots in host memory. Parameters that rest
-    there are copied as they are.
-    """
-    in_parts = run.offload.offload_optimizer or run.offload.offload_gradients
-    return bool(in_parts) or run.offload.offload_params.on_disks
+    """Whether some of the model state moves in parts, which pass through slots in host memory."""
+    offload = run.offload  # parameters in host memory are copied as they are
+    return bool(offload.offload_optimizer or offload.offload_gradients) or offload.offload_params.on_disks
 
 
 def shards_parameters(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
-    """Whether parameters are sharded: with ZeRO-3. Those that are brought for each use anyway, because they do not rest
-    on the device, are sharded wherever the optimizer state is.
-    """
+    """Whether parameters are sharded."""
+    # parameters that do not rest on the device are brought for each use anyway: sharded wherever optimizer state is
     return parallel.zero_stage == 3 or (parallel.zero_stage > 0 and bool(offload.offload_params))
 
 
@@ -148,10 +133,7 @@ def position_rows(model: ModelConfig) -> int:
 
 
 def padded_vocab(model: ModelConfig, tp: int) -> int:
-    """Rows of the embedding in memory over all tp ranks.
-
-    The vocabulary is rounded up to a multiple of --make-vocab-size-divisible-by x tp.
-    """
+    """Rows of the embedding in memory over all tp ranks: a multiple of --make-vocab-size-divisible-by x tp."""
     assert model.vocab_size is not None, "the vocabulary is known once the tokenizer is"
     multiple = model.make_vocab_size_divisible_by * tp
     return -(-model.vocab_size // multiple) * multiple

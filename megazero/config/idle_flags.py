@@ -39,14 +39,14 @@ class Effect:
     field    the flag's field
     holds    whether the condition is met, so that the flag can have an effect
     needs    the condition in words, after "has no effect without"
-    reads    further fields that `holds` reads, with blanks between
+    reads    of an error: further fields that `holds` reads, with blanks between. Lines are about valid runs only
     refused  whether a flag without effect is an error; else it is a line in the banner
     """
 
     field: str
     holds: Callable[[CheckContext], bool]
     needs: str
-    reads: str
+    reads: str = ""
     refused: bool = True
 
     def find(self, context: CheckContext) -> Problems:
@@ -90,7 +90,7 @@ def _condition(phrase: str) -> tuple[Option, Callable[[Any], bool]]:
     return known, lambda value: (value.tier.value if isinstance(value, Offload) else str(value)) in values
 
 
-def _of_all(fields: str, holds: Callable[[CheckContext], bool], needs: str, reads: str) -> tuple[Effect, ...]:
+def _of_all(fields: str, holds: Callable[[CheckContext], bool], needs: str, reads: str = "") -> tuple[Effect, ...]:
     """The same effect of several fields."""
     return tuple(Effect(field, holds, needs, reads) for field in fields.split())
 
@@ -132,11 +132,10 @@ def _within(field: str) -> Effect:
         iterations = context.run.schedule.train_iters
         return iterations is None or run_options()[field].value_in(context.run) <= iterations
 
-    return Effect(field, holds, "at least as many --train-iters", "train_length")
+    return Effect(field, holds, "at least as many --train-iters")
 
 
 _OFFLOAD = "offload_optimizer offload_params offload_gradients offload_activations placement"
-_TIED = "tp pp pipeline_schedule virtual_stages untie_embeddings_and_output_weights"
 _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 _FALLS = "a --lr-decay-style that falls, which constant does not"
 _IDS = "--tokenizer: ids are used as they are, and nothing reads"
@@ -184,70 +183,54 @@ TOLD = (
         "host_memory_budget",
         lambda context: _may_leave(context, bool),
         "--offload-optimizer, or the same of params, gradients or activations: nothing rests in host memory",
-        _OFFLOAD,
     ),
     Effect(
         "sample_tokens",
         lambda context: context.run.trainer.sample_prompt is not None or context.run.data.tokenizer is None,
         "--sample-prompt TEXT",
-        "data_path tokenizer sample_prompt",
     ),
     Effect(
         "partition_by",
         lambda context: context.run.parallel.pp * context.run.parallel.virtual_stages > 1,
         "--pp above 1, or --virtual-stages",
-        "pp virtual_stages",
     ),
-    *_of_all("zero_stage zero_quantized_gradients", lambda context: context.shards, _SHARDED, _TIED),
-    Effect("zero_shard_size", lambda context: context.dp != 1, _SHARDED, "tp pp"),
+    *_of_all("zero_stage zero_quantized_gradients", lambda context: context.shards, _SHARDED),
+    Effect("zero_shard_size", lambda context: context.dp != 1, _SHARDED),
     Effect(
         "micro_batch_order",
         lambda context: context.accumulates,
         "several micro-batches in a step: --global-batch-size above --micro-batch-size x dp",
-        "global_batch_size micro_batch_size tp pp",
     ),
     Effect(
         "vertical_group_size",
         lambda context: micro_batch_order(context.run) == "vertical",
         "--micro-batch-order vertical",
-        "micro_batch_order offload_params",
     ),
-    *_of_all("overlap grad_reduce_dtype", lambda context: context.reduces, _SHARDED, f"{_TIED} sequence_parallel"),
-    *_of_all("backend distributed_timeout_minutes", lambda context: context.several, "a second rank", ""),
+    *_of_all("overlap grad_reduce_dtype", lambda context: context.reduces, _SHARDED),
+    *_of_all("backend distributed_timeout_minutes", lambda context: context.several, "a second rank"),
     Effect(
         "shared_memory",
         lambda context: context.several and context.run.parallel.backend in ("auto", "gloo"),
         "several ranks and --backend gloo",
-        "backend",
     ),
-    Effect("rampup_batch_size", _ramps, "a START below --global-batch-size", "global_batch_size"),
+    Effect("rampup_batch_size", _ramps, "a START below --global-batch-size"),
     Effect(
         "init_method_std",
         lambda context: context.run.checkpoint.init_from is None,
         "random initial weights; --init-from gives others",
-        "init_from",
     ),
-    Effect(
-        "eval_interval", _validates, "--valid-instruction-data", "instruction_data valid_instruction_data eval_iters"
-    ),
+    Effect("eval_interval", _validates, "--valid-instruction-data"),
     Effect(
         "eval_iters",
         lambda context: _validates(context) or context.run.trainer.eval_iters == 0,
         "--valid-instruction-data",
-        "instruction_data valid_instruction_data",
     ),
-    Effect(
-        "test_iters",
-        lambda context: not context.run.data.instruction_data,
-        "--split, which divides --data-path",
-        "instruction_data",
-    ),
+    Effect("test_iters", lambda context: not context.run.data.instruction_data, "--split, which divides --data-path"),
     *map(_within, ("save_interval", "eval_interval", "exit_interval")),
     *_of_all(
         "override_opt_param_scheduler override_batch override_data",
         lambda context: context.run.checkpoint.load is not None and not context.run.checkpoint.finetune,
         "--load DIR, to resume from it",
-        "load finetune",
     ),
 )
 """Flags of a script for several runs, which would have an effect in another one. Here they are lines in the banner."""

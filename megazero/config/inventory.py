@@ -158,39 +158,32 @@ def _norm(model: ModelConfig, name: str) -> Shapes:
 class LayerCounts:
     """Numbers of parameters of the layers of a model.
 
-    embedding    word embedding, learned positions, embedding normalisation
-    block        one transformer block
-    head         final normalisation, and the output weight if it is untied
-    output       the output weight, tied or not. With a tied one, a last stage that is not the first holds it too
-    num_layers   number of blocks
+    embedding  word embedding, learned positions, embedding normalisation
+    block      one transformer block
+    head       final normalisation, and the output weight if it is untied
+    output     the output weight, tied or not. With a tied one, a last stage that is not the first holds it too
     """
 
     embedding: int
     block: int
     head: int
     output: int
-    num_layers: int
-
-    @property
-    def total(self) -> int:
-        """Parameters of the whole model. A tied embedding counts once."""
-        return self.embedding + self.num_layers * self.block + self.head
 
 
 def parameters_per_layer(model: ModelConfig) -> LayerCounts:
-    """The counts of a model whose vocabulary is known. BLOOM's total is L (12 h^2 + 13 h) + V h + 4 h."""
+    """The counts of a model whose vocabulary is known."""
     return LayerCounts(
-        embedding=elements(embedding_shapes(model)),
-        block=elements(block_shapes(model)),
-        head=elements(head_shapes(model)),
-        output=elements({WORDS: embedding_shapes(model)[WORDS]}),
-        num_layers=model.num_layers,
+        elements(embedding_shapes(model)),
+        elements(block_shapes(model)),
+        elements(head_shapes(model)),
+        math.prod(_table(model)),
     )
 
 
 def parameters(model: ModelConfig) -> int:
-    """Parameters of the whole model. A tied embedding counts once."""
-    return parameters_per_layer(model).total
+    """Parameters of the whole model: of BLOOM L (12 h^2 + 13 h) + V h + 4 h. A tied embedding counts once."""
+    counts = parameters_per_layer(model)
+    return counts.embedding + model.num_layers * counts.block + counts.head
 
 
 FP8_MULTIPLE = 16
@@ -220,12 +213,12 @@ class Layer:
 
 def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
     """The products of a block's linear layers."""
-    products: dict[str, Layer] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for linear in linears(model):
         n, k = linear.on_rank(tp)
-        before = products[linear.product].n if linear.product in products else 0
-        products[linear.product] = Layer(linear.product, before + n, k)
-    return tuple(products.values())
+        before, _ = sizes.get(linear.product, (0, k))
+        sizes[linear.product] = before + n, k
+    return tuple(Layer(name, n, k) for name, (n, k) in sizes.items())
 
 
 def fp8_layers(run: Run) -> tuple[str, ...]:
