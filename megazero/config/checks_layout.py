@@ -10,15 +10,7 @@ import math
 import os
 
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
-from megazero.config.derive import (
-    ffn_width,
-    head_dim,
-    leaving,
-    moves_in_parts,
-    pipeline_schedule,
-    query_groups,
-    tiers,
-)
+from megazero.config.derive import ffn_width, head_dim, leaving, moves_in_parts, pipeline_schedule, query_groups, tiers
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, all_units, unknown_units
@@ -29,29 +21,26 @@ ZERO_STAGES = (0, 1, 2, 3)
 @reads("hidden_size num_attention_heads num_query_groups kv_channels position_embedding")
 def _heads(context: CheckContext) -> Problems:
     m = context.run.model
-    if m.kv_channels is not None:
-        if m.position_embedding == "rotary" and m.kv_channels % 2:
-            yield (
-                f"--position-embedding rotary turns pairs: --kv-channels {m.kv_channels} must be even; "
-                f"nearest: {nearest_multiples(m.kv_channels, 2)}"
-            )
-    elif m.hidden_size % m.num_attention_heads:
+    hidden, heads, width = m.hidden_size, m.num_attention_heads, m.kv_channels
+    rotary, pairs = m.position_embedding == "rotary", "--position-embedding rotary turns pairs:"
+    if width is not None:
+        if rotary and width % 2:
+            yield f"{pairs} --kv-channels {width} must be even; nearest: {nearest_multiples(width, 2)}"
+    elif hidden % heads:
         yield (
-            f"--num-attention-heads {m.num_attention_heads} does not divide --hidden-size {m.hidden_size}; nearest: "
-            f"--hidden-size {nearest_multiples(m.hidden_size, m.num_attention_heads)}, or --num-attention-heads "
-            f"{nearest(m.num_attention_heads, divisors(m.hidden_size))}, or --kv-channels, the width of a head"
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; nearest: --hidden-size "
+            f"{nearest_multiples(hidden, heads)}, or --num-attention-heads {nearest(heads, divisors(hidden))}, or "
+            "--kv-channels, the width of a head"
         )
-    elif m.position_embedding == "rotary" and m.hidden_size // m.num_attention_heads % 2:
-        width = m.hidden_size // m.num_attention_heads
+    elif rotary and hidden // heads % 2:
         yield (
-            f"--position-embedding rotary turns pairs: --hidden-size {m.hidden_size} / --num-attention-heads "
-            f"{m.num_attention_heads} = {width} "
-            f"must be even; nearest: --hidden-size {nearest_multiples(m.hidden_size, 2 * m.num_attention_heads)}"
+            f"{pairs} --hidden-size {hidden} / --num-attention-heads {heads} = {hidden // heads} must be even; "
+            f"nearest: --hidden-size {nearest_multiples(hidden, 2 * heads)}"
         )
-    if m.num_attention_heads % query_groups(m):
+    if heads % query_groups(m):
         yield (
-            f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads {m.num_attention_heads}; "
-            f"nearest: {nearest(query_groups(m), divisors(m.num_attention_heads))}"
+            f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads {heads}; nearest: "
+            f"{nearest(query_groups(m), divisors(heads))}"
         )
 
 
@@ -90,10 +79,8 @@ def _tp_divides(context: CheckContext) -> Problems:
     wrong = [f"{flag} {size}" for flag, size in sizes.items() if size % tp]
     if wrong:
         valid = divisors(math.gcd(*sizes.values()))
-        yield (
-            f"--tp {tp} does not divide {', '.join(wrong)}; tp can be {', '.join(map(str, valid))}; nearest: "
-            f"{nearest(tp, valid)}"
-        )
+        listed = ", ".join(map(str, valid))
+        yield f"--tp {tp} does not divide {', '.join(wrong)}; tp can be {listed}; nearest: {nearest(tp, valid)}"
 
 
 @reads("tp seq_length sequence_parallel")
@@ -123,12 +110,10 @@ def _partition(context: CheckContext) -> Problems:
     layers, p = context.run.model.num_layers, context.run.parallel
     if p.partition is None:
         return
-    chunks, flag = p.pp * p.virtual_stages, f"--partition {' '.join(map(str, p.partition))}"
-    if len(p.partition) != chunks:
-        yield (
-            f"{flag} has {len(p.partition)} numbers, but --pp {p.pp} x --virtual-stages "
-            f"{p.virtual_stages} = {chunks} chunks"
-        )
+    stages, chunks, flag = p.pp, p.virtual_stages, f"--partition {' '.join(map(str, p.partition))}"
+    if len(p.partition) != stages * chunks:
+        product = f"--pp {stages} x --virtual-stages {chunks} = {stages * chunks}"
+        yield f"{flag} has {len(p.partition)} numbers, but {product} chunks"
     if sum(p.partition) != layers:
         yield f"{flag} adds up to {sum(p.partition)}, but --num-layers is {layers}"
     empty = [i for i, n in enumerate(p.partition[1:-1], 1) if n == 0]
@@ -257,11 +242,8 @@ def _cuda_graphs(context: CheckContext) -> Problems:
             "--cuda-graphs captures a micro-batch on a rank that holds the whole model in one chunk, not with --pp "
             f"{p.pp} and --virtual-stages {p.virtual_stages}; nearest: --pp 1 --virtual-stages 1"
         )
-    elif pipeline_schedule(p) != "1f1b":
-        yield (
-            "--cuda-graphs runs micro-batches one after the other, not by --pipeline-schedule "
-            f"{p.pipeline_schedule}; nearest: 1f1b"
-        )
+    elif (name := pipeline_schedule(p)) != "1f1b":
+        yield f"--cuda-graphs runs micro-batches one after the other, not by --pipeline-schedule {name}; nearest: 1f1b"
     if p.micro_batch_order == "vertical":
         yield (
             "--cuda-graphs replays all layers of a micro-batch at once, and --micro-batch-order vertical computes a "
@@ -305,17 +287,13 @@ def _leaving(run: Run) -> dict[str, Offload]:
 @reads("recompute_num_layers recompute_granularity num_layers activation_memory_budget")
 def _recompute(context: CheckContext) -> Problems:
     p, layers = context.run.parallel, context.run.model.num_layers
+    kind, every = p.recompute_granularity, p.recompute_num_layers
     if p.activation_memory_budget is not None:
         return  # the budget chooses what is computed again: `_activation_budget` refuses these flags
-    if p.recompute_num_layers != 1 and p.recompute_granularity != "full":
-        yield (
-            f"--recompute-num-layers {p.recompute_num_layers} needs --recompute-granularity full, not "
-            f"{p.recompute_granularity}"
-        )
-    elif p.recompute_num_layers > layers:
-        yield (
-            f"--recompute-num-layers {p.recompute_num_layers}: --num-layers is {layers}, so nothing would be recomputed"
-        )
+    if every != 1 and kind != "full":
+        yield f"--recompute-num-layers {every} needs --recompute-granularity full, not {kind}"
+    elif every > layers:
+        yield f"--recompute-num-layers {every}: --num-layers is {layers}, so nothing would be recomputed"
 
 
 @reads("activation_memory_budget recompute_granularity recompute_num_layers")
@@ -400,10 +378,8 @@ def _graphs(context: CheckContext) -> Problems:
         ("gradients", "--offload-gradients", off.offload_gradients),
     ):
         if offload:
-            yield (
-                f"--cuda-graphs needs {column} at fixed addresses, which {flag} {offload} does not have: drop one of "
-                "them"
-            )
+            setting = f"{flag} {offload}"
+            yield f"--cuda-graphs needs {column} at fixed addresses, which {setting} does not have: drop one of them"
     if off.offload_activations:
         yield (
             f"--offload-activations {off.offload_activations} copies between the units of a micro-batch, which "

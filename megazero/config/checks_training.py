@@ -20,20 +20,18 @@ from megazero.system.words import counted, either
 def _batch(context: CheckContext) -> Problems:
     s, dp = context.run.schedule, context.dp
     step = s.micro_batch_size * (dp or 1)
-    shown = f"--micro-batch-size {s.micro_batch_size}" + (f" x dp {dp} = {step}" if dp is not None else "")
+    product = f" x dp {dp} = {step}" if dp is not None else ""
+    uneven = f"is not a multiple of --micro-batch-size {s.micro_batch_size}{product}; nearest:"
     if s.global_batch_size % step:
-        near = nearest_multiples(s.global_batch_size, step)
-        yield f"--global-batch-size {s.global_batch_size} is not a multiple of {shown}; nearest: {near}"
+        yield f"--global-batch-size {s.global_batch_size} {uneven} {nearest_multiples(s.global_batch_size, step)}"
     if s.rampup_batch_size is None or len(s.rampup_batch_size) != 3:
         return
     start, increment, samples = s.rampup_batch_size
     ramp = f"--rampup-batch-size {start} {increment} {samples}"
     if start % step:
-        yield f"{ramp}: START {start} is not a multiple of {shown}; nearest: {nearest_multiples(start, step)}"
+        yield f"{ramp}: START {start} {uneven} {nearest_multiples(start, step)}"
     if increment % step and start != s.global_batch_size:
-        yield (
-            f"{ramp}: INCREMENT {increment} is not a multiple of {shown}; nearest: {nearest_multiples(increment, step)}"
-        )
+        yield f"{ramp}: INCREMENT {increment} {uneven} {nearest_multiples(increment, step)}"
 
 
 @reads("rampup_batch_size global_batch_size")
@@ -66,9 +64,8 @@ def _memory_trace(context: CheckContext) -> Problems:
 
 @reads("report_json")
 def _report_json(context: CheckContext) -> Problems:
-    path = context.run.trainer.report_json
-    if path in ("", "-"):
-        yield f"--report-json {path or repr(path)} names no file: a report is written to a path"
+    if context.run.trainer.report_json == "-":
+        yield "--report-json - names no file: a report is written to a path"
 
 
 @reads("train_length rampup_batch_size global_batch_size")
@@ -88,7 +85,7 @@ def _rate(context: CheckContext) -> Problems:
     if s.lr_decay_style == "constant":
         return
     for measure in (Measure.ITERATIONS, Measure.SAMPLES):
-        run, warmup, decay, fall = (
+        run, rise, decay, fall = (
             length if length is not None and length.measure is measure else None
             for length in (s.train_length, s.lr_warmup, s.lr_decay, s.lr_wsd_decay)
         )
@@ -96,17 +93,14 @@ def _rate(context: CheckContext) -> Problems:
         if longest is None:
             continue
         whole, called = longest.number, longest.behind("--train-length" if decay is None else "--lr-decay")
-        if warmup is not None and warmup.number > whole:
-            yield (
-                f"{warmup.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {whole}"
-            )
+        if rise is not None and rise.number > whole:
+            yield f"{rise.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {whole}"
         if s.lr_decay_style == "wsd" and fall is not None:
-            warmup = warmup or Length(0, measure, by_name=fall.by_name)
-            if fall.number + warmup.number > whole:
-                yield (
-                    f"{fall.behind('--lr-wsd-decay')} + {warmup.behind('--lr-warmup')} is longer than {called}; "
-                    f"nearest: {replace(fall, number=max(whole - warmup.number, 1)).behind('--lr-wsd-decay')}"
-                )
+            rise = rise or Length(0, measure, by_name=fall.by_name)
+            if fall.number + rise.number > whole:
+                valid = replace(fall, number=max(whole - rise.number, 1)).behind("--lr-wsd-decay")
+                both = f"{fall.behind('--lr-wsd-decay')} + {rise.behind('--lr-warmup')}"
+                yield f"{both} is longer than {called}; nearest: {valid}"
 
 
 @reads("precision loss_scale initial_loss_scale min_loss_scale")
@@ -165,18 +159,13 @@ def _number(word: str) -> float:
 @reads("data_path valid_data_path")
 def _data_path(context: CheckContext) -> Problems:
     blend, sets = context.run.data.data_path, context.run.data.valid_data_path
+    form = "a blend is WEIGHT PREFIX WEIGHT PREFIX ..."
     if len(blend) > 1 and len(blend) % 2:
-        yield (
-            f"--data-path has {counted(len(blend), 'word')}: a blend is WEIGHT PREFIX WEIGHT PREFIX ..., so an even "
-            "number"
-        )
+        yield f"--data-path has {counted(len(blend), 'word')}: {form}, so an even number"
     elif len(blend) > 1:
         wrong = [word for word in blend[::2] if not 0 < _number(word) < math.inf]
         if wrong:
-            yield (
-                f"--data-path: {wrong[0]!r} is not a weight, a number above 0; a blend is WEIGHT PREFIX WEIGHT PREFIX "
-                "..."
-            )
+            yield f"--data-path: {wrong[0]!r} is not a weight, a number above 0; {form}"
     if len(sets) % 2:
         yield f"--valid-data-path has {counted(len(sets), 'word')}: NAME PREFIX NAME PREFIX ... is an even number"
     elif len({*sets[::2]}) < len(sets) // 2:
@@ -192,10 +181,8 @@ def _instructions(context: CheckContext) -> Problems:
     if d.data_path:
         yield f"{flag} and --data-path {' '.join(d.data_path)}: a run has one kind of data"
     if d.valid_data_path:
-        yield (
-            f"{flag}: it is validated on --valid-instruction-data, not on --valid-data-path "
-            f"{' '.join(d.valid_data_path)}"
-        )
+        sets = " ".join(d.valid_data_path)
+        yield f"{flag}: it is validated on --valid-instruction-data, not on --valid-data-path {sets}"
     if d.tokenizer is None:
         yield f"{flag} needs --tokenizer, since the files are text"
     if not context.run.model.document_mask:
@@ -243,14 +230,11 @@ def _tokens(context: CheckContext) -> Problems:
     "extend_vocabulary lora_rank data_path instruction_data"
 )
 def _checkpoint(context: CheckContext) -> Problems:
-    c = context.run.checkpoint
+    c, every = context.run.checkpoint, context.run.checkpoint.save_retain_interval
     if c.finetune and c.no_load_optim:
         yield "--finetune loads weights only, so --no-load-optim adds nothing: drop one of them"
-    if c.save_retain_interval is not None and c.save and c.keep_last == 0:
-        yield (
-            f"--save-retain-interval {c.save_retain_interval} has no effect with --keep-last 0, which keeps all: "
-            "drop one of them"
-        )
+    if every is not None and c.save and c.keep_last == 0:
+        yield f"--save-retain-interval {every} has no effect with --keep-last 0, which keeps all: drop one of them"
     if c.async_save and context.run.parallel.backend == "mpi":
         yield (
             "--async-save needs a gloo group, which cannot be created with --distributed-backend mpi; "
