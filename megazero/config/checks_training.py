@@ -136,6 +136,7 @@ def _fp8(context: CheckContext) -> Problems:
             f"--fp8 {o.fp8} multiplies 8-bit copies of 16-bit numbers, and --precision {o.precision} has none; "
             "nearest: --precision bf16"
         )
+    # a shape that does not divide has problems of its own, and no layers whose sizes could be told
     whole = m.hidden_size % m.num_attention_heads == 0 and not any(
         n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m))
     )
@@ -189,7 +190,7 @@ def _instructions(context: CheckContext) -> Problems:
         yield f"{flag}: --no-document-mask would let conversations in one sample attend to each other"
     if d.eod_mask_loss:
         yield f"{flag}: --eod-mask-loss has no effect, since the loss is on completions only"
-    if "split" in context.given:
+    if "split" in context.given:  # every run has a split, by default
         yield f"{flag}: --split {d.split} has no effect; --valid-instruction-data gives the validation data"
 
 
@@ -305,7 +306,7 @@ LARGEST_USUAL_RATE = 0.1
 def warnings(run: Run) -> Problems:
     """A sentence for a long run that hardly saves, and for a rate with which hardly any model learns."""
     schedule, save = run.schedule, run.checkpoint
-    iterations = schedule.train_iters
+    iterations = schedule.train_iters  # None with --epochs too: how many follow from its data is not known here
     if schedule.train_samples is not None:
         iterations = schedule.train_samples // schedule.global_batch_size  # at least; with a ramp there are more
     if iterations is not None and iterations > LONG and save.save_interval is None:

@@ -59,7 +59,7 @@ def shard_size(run: Run, replicas: int) -> int | None:
     """
     if run.parallel.zero_shard_size is not None:
         return run.parallel.zero_shard_size
-    # neighbours of one stage with ZeRO-3, too: the stages of a tied embedding gather it at different times
+    # of one stage with ZeRO-3, too: stages of a tied embedding gather it at different times, and would wait for ever
     return replicas if shards_parameters(run.parallel, run.offload) else None
 
 

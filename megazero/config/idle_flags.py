@@ -1,9 +1,8 @@
 """Flags that would have no effect in a run: the condition of an effect, and what is missing.
 
-Only flags of the command line are checked, and only if their value is not the default. Presets and files may contain
-settings for other runs, and a flag's default takes back what a script has set. A flag without effect is an error if it
-asks for a result that this run cannot have at any size. It is a line in the banner if it would have an effect with
-another size, layout or data, as in a script for several runs. Neither the machine nor the files are known here.
+Only flags of the command line are checked, and only if their value is not the default. A flag without effect is an
+error if it asks for a result that this run cannot have at any size. It is a line in the banner if it would have an
+effect with another size, layout or data, as in a script for several runs. Neither the machine nor the files are known.
 
 What a flag needs is said beside its field (`needs`, an error, and `idle_without`, a line), in the words of the message:
 
@@ -53,6 +52,7 @@ class Effect:
         """The sentence if the flag is given and has no effect."""
         known = run_options()[self.field]
         value = known.value_in(context.run)
+        # a preset or a file may have settings for other runs, and a default takes back what a script has set
         if self.field not in context.given or value in (None, known.default) or self.holds(context):
             return
         if known.kind is bool:

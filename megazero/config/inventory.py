@@ -65,11 +65,6 @@ class Linear:
         """The axis that tp splits (`TP_AXIS`). Row-parallel layers write into the residual stream."""
         return TP_AXIS[self.name]
 
-    @property
-    def weights(self) -> int:
-        """Number of elements of the weight."""
-        return self.outputs * self.inputs
-
     def on_rank(self, tp: int) -> tuple[int, int]:
         """(outputs, inputs) on one of tp ranks."""
         return (self.outputs // tp, self.inputs) if self.tp_axis == 0 else (self.outputs, self.inputs // tp)
@@ -216,6 +211,7 @@ def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
     sizes: dict[str, tuple[int, int]] = {}
     for linear in linears(model):
         n, k = linear.on_rank(tp)
+        # by the product that the layer names, not by the layer before it: down is none of gate and up
         before, _ = sizes.get(linear.product, (0, k))
         sizes[linear.product] = before + n, k
     return tuple(Layer(name, n, k) for name, (n, k) in sizes.items())

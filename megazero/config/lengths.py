@@ -64,41 +64,38 @@ class Length:
     by_name: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.number, int) and not isinstance(self.number, bool)
+        whole = isinstance(self.number, int) and not isinstance(self.number, bool)  # a bool is an int
         fraction = isinstance(self.number, float) and math.isfinite(self.number)
         if not isinstance(self.measure, Measure) or not (fraction if self.measure in FRACTIONS else whole):
             raise ValueError(f"{self.number!r} {self.measure!r} is no length")
 
     @classmethod
     def parsed(cls, text: str, measures: Collection[Measure] = tuple(Measure)) -> Length:
-        """500, 500 iterations, 2000 samples, 2 epochs or 5%. Raises ValueError for other words, with examples of these
-        measures.
-        """
+        """500, 500 iterations, 2000 samples, 2 epochs or 5%. Raises ValueError, with examples of these measures."""
         parts = _PARTS.fullmatch(text)
         measure = _WORDS.get(parts["word"].lower()) if parts else None
         try:
             if parts is None or measure is None:
                 raise ValueError(text)
             if measure is Measure.SHARE:
-                return cls(float(Decimal(parts["number"]) / 100), measure)
-            if measure is Measure.EPOCHS:
-                return cls(float(parts["number"]), measure)
-            return cls(whole_number(parts["number"]), measure)
+                return cls(float(Decimal(parts["number"]) / 100), measure)  # 1.1% is 0.011; 1.1 / 100 is not
+            return cls(float(parts["number"]) if measure is Measure.EPOCHS else whole_number(parts["number"]), measure)
         except (ValueError, ArithmeticError):
             examples = either(_EXAMPLES[known] for known in measures)
             raise ValueError(f"{shown(text)} is not a length, such as {examples}") from None
 
     def __str__(self) -> str:
-        """What `parsed` reads. A share is shifted as a decimal, since a product with 100 may not lead back to it."""
+        """What `parsed` reads."""
         if self.measure is Measure.SHARE:
+            # as a decimal: a product with 100 may not lead back to the share
             return f"{(Decimal(repr(self.number)) * 100).normalize():f}%"
         counted = COUNTED[self.measure]
         return f"{self.plain} {counted.removesuffix('s') if self.number == 1 else counted}"
 
     @property
     def plain(self) -> str:
-        """The number alone. `repr` of a number of epochs leads back to it; 2.0 is shown as 2."""
-        return repr(self.number).removesuffix(".0")
+        """The number alone."""
+        return repr(self.number).removesuffix(".0")  # `repr` of a number of epochs leads back to it
 
     @property
     def as_given(self) -> str:
@@ -114,11 +111,9 @@ class Length:
 
 
 def measured_name(name: str, measure: Measure) -> str:
-    """The name of a length that says what it counts: lr_warmup_iters of lr_warmup, train_iters of train_length. Only a
-    run is counted in epochs, which need no more words.
-    """
+    """The name of a length that says what it counts: lr_warmup_iters of lr_warmup, train_iters of train_length."""
     if measure is Measure.EPOCHS:
-        return measure.value
+        return measure.value  # only a run is counted in epochs
     return f"{name.replace('-', '_').removesuffix('_length')}_{measure.value}"
 
 
@@ -133,13 +128,13 @@ def whole_number(value: str | int | float) -> int:
     return int(number)
 
 
-_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def bytes_of(value: str | int | float) -> int:
     """A number of bytes: 500000, 500KB, 1.5 GB (powers of 1000), 2GiB (of 1024), in any case. Raises ValueError."""
     words = value.strip().lower() if isinstance(value, str) else ""
-    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if words.endswith(unit)), None)
+    unit = next((unit for unit in _UNITS if words.endswith(unit)), None)
     if unit is None:
         return whole_number(value)
     return round(float(words.removesuffix(unit)) * _UNITS[unit])

@@ -78,6 +78,7 @@ def contradictions(source: ConfigSource, run: Run, bad: set[str]) -> Iterator[st
     checkpoint = build_run(source.settings).model
     other_positions = checkpoint.position_embedding != run.model.position_embedding
     for name, value in SHAPE.items():
+        # fields of positions differ with the kind of positions, which is one contradiction and not four
         if name == "vocab_size" or name in bad or (other_positions and name in OF_POSITIONS):
             continue
         theirs, ours = value(checkpoint), value(run.model)

@@ -72,6 +72,7 @@ def unplaced(run: Run) -> Run:
 def as_flags(settings: Mapping[str, Any]) -> str:
     """The flags that give these settings, where they are not the defaults; empty where all are."""
     words = []
+    # the default order follows from where parameters rest
     others = {field: value for field, value in settings.items() if field != ORDER}
     defaults = {ORDER: micro_batch_order(applied(Run(), others))}
     for field, given in settings.items():
@@ -90,7 +91,7 @@ def with_placement(sources: Sequence[ConfigSource]) -> tuple[list[ConfigSource],
         return list(sources), [], []
     below, above = sources[:number], sources[number:]
     if word == AUTO:
-        for source in below:
+        for source in below:  # they give way, as to any flag
             for row in ROWS.values():
                 source.settings.pop(row.field, None)
         return list(sources), [*_contradictions(None, above)], []

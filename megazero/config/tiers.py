@@ -34,9 +34,7 @@ class Offload:
 
     @classmethod
     def parsed(cls, text: str) -> Offload:
-        """The value of a flag: none, cpu, nvme, cpu:0.6, or nvme:embedding,blocks 0-5. Raises ValueError with what is
-        wrong with it. What is no number names units; whether the model has them is not known here.
-        """
+        """The value of a flag: none, cpu, nvme, cpu:0.6, or nvme:embedding,blocks 0-5. Raises ValueError."""
         word, colon, share = text.partition(":")
         tier = next((tier for tier in Tier if tier.value == word), None)
         if tier is None:
@@ -48,17 +46,16 @@ class Offload:
         try:
             number = float(share)
         except ValueError:
-            return cls(tier, units=_units(share, text))
+            return cls(tier, units=_units(share, text))  # `unknown_units` says whether the model has them
         if not 0.0 < number <= 1.0:
             raise ValueError(f"the share {share} is not above 0 and at most 1")
         return cls(tier, number)
 
     @classmethod
     def of_table(cls, tier: object, share: object) -> Offload:
-        """What a file says in two keys. share: None for all of the column. Raises ValueError where the share is no
-        number, for a word there would name a unit.
-        """
+        """What a file says in two keys. share: None for all of the column. Raises ValueError."""
         if isinstance(share, bool) or not isinstance(share, int | float | None):
+            # a word would name a unit, by `parsed`
             raise ValueError(f"the share {shown(share)} is not a number")
         return cls.parsed(f"{tier}" if share is None else f"{tier}:{share}")
 

@@ -25,7 +25,9 @@ def attention_core_flops(model: ModelConfig) -> int:
 
 def block_flops(model: ModelConfig) -> int:
     """Operations of one block: forward, one sample."""
-    return 2 * model.seq_length * sum(linear.weights for linear in linears(model)) + attention_core_flops(model)
+    return 2 * model.seq_length * sum(
+        linear.outputs * linear.inputs for linear in linears(model)
+    ) + attention_core_flops(model)
 
 
 def head_flops(model: ModelConfig) -> int:
