@@ -58,11 +58,7 @@ Problems = Iterator[str]
 
 @dataclass(frozen=True)
 class Check:
-    """A relation between fields.
-
-    find   yields a sentence for each problem
-    reads  the fields that it reads
-    """
+    """A relation between the fields that it reads. `find` yields a sentence for each problem."""
 
     find: Callable[[CheckContext], Problems]
     reads: frozenset[str]
@@ -88,5 +84,5 @@ def nearest(value: int, valid: Iterable[int]) -> str:
 
 
 def nearest_multiples(value: int, of: int) -> str:
-    """The multiples of a number next below and above `value`, as words; 0 is none of them."""
+    """The multiples of a number, 0 aside, next below and above `value`, as words."""
     return nearest(value, [m for m in (value // of * of, (value // of + 1) * of) if m >= of])

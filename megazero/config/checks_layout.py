@@ -349,10 +349,10 @@ def _folders(context: CheckContext) -> Problems:
 def _buffer(context: CheckContext) -> Problems:
     run, least = context.run, least_buffer(context.run)
     if moves_in_parts(run) and run.offload.nvme_buffer_bytes < least:
-        leaving = " ".join(f"{run_options()[field].flag} {offload}" for field, offload in tiers(run).items() if offload)
+        flags = " ".join(f"{run_options()[field].flag} {offload}" for field, offload in tiers(run).items() if offload)
         yield (
             f"--nvme-buffer-bytes {run.offload.nvme_buffer_bytes} does not hold {SLOTS} parts of {ALIGNMENT} elements, "
-            f"which with {leaving} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
+            f"which with {flags} are on their way at a time; nearest: --nvme-buffer-bytes {least}"
         )
 
 

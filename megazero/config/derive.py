@@ -115,9 +115,7 @@ def shards_parameters(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
 
 
 def gathers_parameters(run: Run) -> bool:
-    """Whether some parameters are there for each use only: sharded ones (ZeRO-3), those that do not rest on the device,
-    or frozen ones stored as codes.
-    """
+    """Whether some parameters are there for each use only: sharded, not on the device, or frozen as codes."""
     brought = shards_parameters(run.parallel, run.offload) or bool(run.offload.offload_params)
     return brought or run.lora.lora_base_bits is not None
 

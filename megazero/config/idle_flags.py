@@ -35,7 +35,6 @@ from megazero.config.tiers import Offload
 class Effect:
     """One flag under one condition.
 
-    field    the flag's field
     holds    whether the condition is met, so that the flag can have an effect
     needs    the condition in words, after "has no effect without"
     reads    of an error: further fields that `holds` reads, with blanks between. Lines are about valid runs only
@@ -122,7 +121,7 @@ def _falls_or_warms_up_by_a_share(context: CheckContext) -> bool:
 
 def _ramps(context: CheckContext) -> bool:
     ramp = context.run.schedule.rampup_batch_size
-    return ramp is None or len(ramp) != 3 or ramp[0] < context.run.schedule.global_batch_size
+    return ramp is None or ramp[0] < context.run.schedule.global_batch_size
 
 
 def _within(field: str) -> Effect:

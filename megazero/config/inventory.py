@@ -17,9 +17,7 @@ from megazero.config.tiers import block_unit
 
 WORDS, POSITIONS, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
 TABLES = (WORDS, HEAD)
-"""Tables with one row per token id. In memory they are padded at their end so that tp divides the rows. Padding is
-never stored.
-"""
+"""Tables with a row for each token id, padded in memory so that tp divides the rows. Padding is never stored."""
 EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
@@ -27,9 +25,7 @@ QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "
 _BLOCKS = "blocks."
 
 TP_AXIS: Mapping[str, int] = {QKV: 0, OUTPUT: 1, GATE: 0, UP: 0, DOWN: 1}
-"""Linear layers of a block, in its order -> the axis of the weight [outputs, inputs] that tp splits: 0 is
-column-parallel, 1 row-parallel.
-"""
+"""Linear layers of a block, in its order -> the axis of the weight [outputs, inputs] that tp splits."""
 
 
 def block(number: int | str) -> str:
@@ -127,10 +123,7 @@ def shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tp_axis(name: str) -> int | None:
-    """The axis along which tp splits the parameter of this global name.
-
-    None: the parameter is replicated, or the name is not in this list (those of adapters are not).
-    """
+    """The axis along which tp splits a parameter; None for replicated ones, and for those of adapters."""
     if name in TABLES:
         return 0
     within = name.split(".", 2)[2] if name.startswith(block("")) else ""
@@ -239,9 +232,7 @@ def fp8_exceptions(run: Run) -> list[str]:
 
 
 LORA_TARGETS = tuple(name.rpartition(".")[2] for name in TP_AXIS)
-"""The linear layers of a block that can have adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), by the last part of
-their names.
-"""
+"""The layers of a block that can have adapters (LoRA, arXiv:2106.09685), by the last part of their names."""
 
 
 def adaptable_layers(model: ModelConfig) -> tuple[str, ...]:

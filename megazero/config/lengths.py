@@ -55,7 +55,6 @@ class Length:
     """A number and what it counts.
 
     number   of iterations or samples, or (a float) of epochs; of a share, 0.05 for 5%
-    measure  what it counts
     by_name  whether the name with which it was given says what it counts, as in --lr-warmup-iters 500
     """
 

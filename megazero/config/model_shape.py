@@ -55,10 +55,8 @@ def shape_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
-    """A checkpoint's source below these settings: without its tokenizer, if they give a tokenizer's kind or path, and
-    its disputed fields are problems, unless they set them.
-    """
-    if {"tokenizer", "tokenizer_path"} & above.keys():
+    """A checkpoint's source below these settings: its disputed fields are problems where they do not decide them."""
+    if {"tokenizer", "tokenizer_path"} & above.keys():  # the end of documents is a token of the checkpoint's
         for name in ("tokenizer", "tokenizer_path", "eod_id"):
             source.settings.pop(name, None)
             source.disputed.pop(name, None)

@@ -32,7 +32,6 @@ ORDER = "micro_batch_order"
 class PlacementRow:
     """A line of a placement.
 
-    field   the setting of a run
     column  whether it says where a column rests
     whole   whether a search moves all of the column or nothing where another one leaves too
     """

@@ -36,9 +36,9 @@ class Range:
 
     def __str__(self) -> str:
         low = f"more than {self.low:g}" if self.low_open else f"at least {self.low:g}"
-        return (
-            low if self.high is None else f"{low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
-        )
+        if self.high is None:
+            return low
+        return f"{low} and {'less than' if self.high_open else 'at most'} {self.high:.10g}"
 
 
 def _each(fields: str, bound: Any) -> dict[str, Any]:
