@@ -132,8 +132,8 @@ _UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "
 
 def bytes_of(value: str | int | float) -> int:
     """A number of bytes: 500000, 500KB, 1.5 GB (powers of 1000), 2GiB (of 1024), in any case. Raises ValueError."""
-    words = value.strip().lower() if isinstance(value, str) else ""
-    unit = next((unit for unit in _UNITS if words.endswith(unit)), None)
+    text = value.strip().lower() if isinstance(value, str) else ""
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), None)
     if unit is None:
         return whole_number(value)
-    return round(float(words.removesuffix(unit)) * _UNITS[unit])
+    return round(float(text.removesuffix(unit)) * _UNITS[unit])

@@ -70,16 +70,16 @@ def unplaced(run: Run) -> Run:
 
 def as_flags(settings: Mapping[str, Any]) -> str:
     """The flags that give these settings, where they are not the defaults; empty where all are."""
-    words = []
+    flags = []
     # the default order follows from where parameters rest
     others = {field: value for field, value in settings.items() if field != ORDER}
     defaults = {ORDER: micro_batch_order(applied(Run(), others))}
-    for field, given in settings.items():
+    for field, setting in settings.items():
         known = run_options()[field]
-        value = known.from_value(given)
+        value = known.from_value(setting)
         if value is not None and value != defaults.get(field, known.default):  # None: not given
-            words.append(known.flag if value is True else f"{known.flag} {quote(str(value))}")
-    return " ".join(words)
+            flags.append(known.flag if value is True else f"{known.flag} {quote(str(value))}")
+    return " ".join(flags)
 
 
 def with_placement(sources: Sequence[ConfigSource]) -> tuple[list[ConfigSource], list[str], list[str]]:
@@ -118,10 +118,10 @@ def _contradictions(file: ConfigSource | None, above: Sequence[ConfigSource]) ->
                 conflict = "which chooses it"
             else:
                 conflict = f"where {file.written[field]} is {value}, say different things"
-            yield f"{_said(source, field)} and {_said(above[0], PLACEMENT)}, {conflict}: give one of them"
+            yield f"{_as_written(source, field)} and {_as_written(above[0], PLACEMENT)}, {conflict}: give one of them"
 
 
-def _said(source: ConfigSource, field: str) -> str:
+def _as_written(source: ConfigSource, field: str) -> str:
     """A setting as the user wrote it."""
     value, written = source.settings[field], source.written.get(field, field)
     return written if isinstance(value, bool) and written.startswith("--") else f"{written} {value}"
@@ -168,7 +168,7 @@ def _column(table: Mapping[Any, Any]) -> Offload:
         return Offload.of_table(table["tier"], share)
     if share is not None:
         raise ValueError(f"{shown(dict(table))}: units leave as a whole: give share or units")
-    words = [units] if isinstance(units, str) else units
-    if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+    names = [units] if isinstance(units, str) else units
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"the units {shown(units)} are no names; such as [embedding, blocks 0-5]")
-    return Offload.parsed(f"{table['tier']}:{','.join(map(plain_unit, words))}")
+    return Offload.parsed(f"{table['tier']}:{','.join(map(plain_unit, names))}")

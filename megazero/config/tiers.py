@@ -86,14 +86,14 @@ ALIGNMENT = 1024
 
 def _units(names: str, text: str) -> tuple[str, ...]:
     """The names of units between commas. text: the whole value. Raises ValueError for an empty name."""
-    words = names.split(",")
-    if not all(map(str.strip, words)):
+    units = names.split(",")
+    if not all(map(str.strip, units)):
         raise ValueError(
             f"there is neither a share nor a unit behind the colon of {text!r}"
-            if len(words) == 1
+            if len(units) == 1
             else f"there is no unit between two commas of {text!r}"
         )
-    return tuple(map(plain_unit, words))
+    return tuple(map(plain_unit, units))
 
 
 EMBEDDING, HEAD = "embedding", "head"
