@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megazero.program.instruction import ComputationKey
+from megazero.program.instruction import ComputationKey, Instruction
 
 
 class StateActions(Protocol):
@@ -26,12 +26,6 @@ class StateActions(Protocol):
 
     def ready(self, buckets: Sequence[int]) -> None:
         """Return once the parameters of these buckets can be read: wait for gathers that were launched."""
-
-    def read_parameters(self, bucket: int, part: int) -> None:
-        """Start to read a part of a bucket's parameters from disks."""
-
-    def load(self, bucket: int, part: int) -> None:
-        """Start to copy a bucket's parameters (-1), or a part of them, to the device."""
 
     def gather(self, bucket: int) -> None:
         """Start to gather the whole parameters of a bucket from the ranks' shards."""
@@ -61,44 +55,10 @@ class StateActions(Protocol):
         once all reductions are complete.
         """
 
-    def copy_gradient(self, bucket: int, part: int) -> None:
-        """Start to copy the reduced gradient of a part of a bucket to host memory."""
-
-    def store_gradient(self, bucket: int, part: int) -> None:
-        """Start to copy a step's first reduced gradient of a part to where its sum is, in host memory."""
-
-    def add_gradient(self, bucket: int, part: int) -> None:
-        """Start to add a gradient that was copied to the sum."""
-
-    def count_gradient(self, bucket: int, part: int) -> None:
-        """Start to count the squares of the sum of a bucket (-1), or of a part, for the norm."""
-
-    def read_sum(self, bucket: int, part: int) -> None:
-        """Start to read the sum of a part from disks, to add to it."""
-
-    def write_sum(self, bucket: int, part: int) -> None:
-        """Start to write the sum of a part to disks."""
-
-    def read_gradient(self, bucket: int, part: int) -> None:
-        """Start to read the gradient of a part from disks for its update."""
-
-    def fetch_gradient(self, bucket: int, part: int) -> None:
-        """Start to copy the gradient of a part to the device for its update."""
-
-    def read_state(self, bucket: int, part: int) -> None:
-        """Start to read the optimizer state of a part from disks."""
-
-    def copy_parameters(self, bucket: int, part: int) -> None:
-        """Start to copy the updated parameters of a part from host memory to the device."""
-
-    def store(self, bucket: int, part: int) -> None:
-        """Start to copy the updated weights of a bucket (-1), or of a part, from the device to host memory."""
-
-    def write_parameters(self, bucket: int, part: int) -> None:
-        """Start to write the updated parameters of a part to disks."""
-
-    def write_state(self, bucket: int, part: int) -> None:
-        """Start to write the optimizer state of a part to disks."""
+    def move(self, i: Instruction) -> None:
+        """Start to read, copy, add, count or write what the instruction says of a part of a bucket (-1: all of it), on
+        the instruction's lane. The program waits for nothing.
+        """
 
 
 class StepEnd(Protocol):
@@ -110,7 +70,7 @@ class StepEnd(Protocol):
     def update(self, buckets: Sequence[int], part: int) -> None:
         """Update the ranges of these buckets that this rank owns, or a part of one (-1: all)."""
 
-    def update_host(self, bucket: int, part: int) -> None:
+    def update_host(self, i: Instruction) -> None:
         """Start to update a part of a bucket in host memory."""
 
 
@@ -172,13 +132,8 @@ class NoState:
     def reduce_partial(self, buckets: Sequence[int]) -> None:
         raise AssertionError("there is no training without a model state")
 
-    def copy_gradient(self, bucket: int, part: int) -> None:
+    def move(self, i: Instruction) -> None:
         raise AssertionError("parameters without a model state have no parts")
-
-    read_state = copy_parameters = write_state = copy_gradient
-    store_gradient = add_gradient = count_gradient = copy_gradient
-    read_sum = write_sum = read_gradient = fetch_gradient = copy_gradient
-    read_parameters = load = store = write_parameters = copy_gradient
 
     def run_deferred(self, key: ComputationKey) -> None:
         raise AssertionError("there is no training without a model state")

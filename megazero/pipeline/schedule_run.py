@@ -24,7 +24,7 @@ from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.actions import ActivationActions, KeptGraph, StateActions, StepEnd
 from megazero.pipeline.entry import GraphEntry
 from megazero.program.effects import ParametersRead
-from megazero.program.instruction import ComputationKey, Instruction, Op
+from megazero.program.instruction import STATE_MOVES, ComputationKey, Instruction, Op
 from megazero.program.passes.cut import Pass, units_of
 from megazero.program.shape import RankShape
 
@@ -98,8 +98,6 @@ class ScheduleRun:
             Op.SEND_BACKWARD: self._send,
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
-            Op.READ_PARAMETERS: lambda i: self.state.read_parameters(i.buckets[0], i.part),
-            Op.LOAD: lambda i: self.state.load(i.buckets[0], i.part),
             Op.GATHER: lambda i: self.state.gather(*i.buckets),
             Op.RELEASE: lambda i: self.state.release(*i.buckets),
             Op.REDUCE: lambda i: self.state.reduce(*i.buckets),
@@ -107,20 +105,8 @@ class ScheduleRun:
             Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(i.buckets),
             Op.NORM: self._norm,
             Op.UPDATE: self._update,
-            Op.COPY_GRADIENT: lambda i: self.state.copy_gradient(i.buckets[0], i.part),
-            Op.STORE_GRADIENT: lambda i: self.state.store_gradient(i.buckets[0], i.part),
-            Op.ADD_GRADIENT: lambda i: self.state.add_gradient(i.buckets[0], i.part),
-            Op.COUNT_GRADIENT: lambda i: self.state.count_gradient(i.buckets[0], i.part),
-            Op.READ_SUM: lambda i: self.state.read_sum(i.buckets[0], i.part),
-            Op.WRITE_SUM: lambda i: self.state.write_sum(i.buckets[0], i.part),
-            Op.READ_GRADIENT: lambda i: self.state.read_gradient(i.buckets[0], i.part),
-            Op.FETCH_GRADIENT: lambda i: self.state.fetch_gradient(i.buckets[0], i.part),
-            Op.READ_STATE: lambda i: self.state.read_state(i.buckets[0], i.part),
             Op.UPDATE_HOST: self._update_host,
-            Op.COPY_PARAMETERS: lambda i: self.state.copy_parameters(i.buckets[0], i.part),
-            Op.STORE: lambda i: self.state.store(i.buckets[0], i.part),
-            Op.WRITE_PARAMETERS: lambda i: self.state.write_parameters(i.buckets[0], i.part),
-            Op.WRITE_STATE: lambda i: self.state.write_state(i.buckets[0], i.part),
+            **dict.fromkeys(STATE_MOVES, self.state.move),
             Op.LEAVE: lambda i: self.kept[self._key(i)].leave(),
             Op.FREE: lambda i: self.kept[self._key(i)].free(),
             Op.RETURN: lambda i: self.kept[self._key(i)].come_back(),
@@ -229,7 +215,7 @@ class ScheduleRun:
 
     def _update_host(self, i: Instruction) -> None:
         assert self.end is not None
-        self.end.update_host(i.buckets[0], i.part)
+        self.end.update_host(i)
 
     # --- hidden states and their gradients -------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.shapes import shape_of, updated_layouts
 from megazero.program.instruction import Instruction, Lane, Op
 from megazero.program.passes.loads import loads_of
+from megazero.program.passes.slots import ops_of_part
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import PartShape, RankShape
-from megazero.program.slots import ops_of_part
 from megazero.program.traffic import traffic
 from megazero.zero.offload import pieces_of, run_parts, run_residents
 from megazero.zero.parts import Resident

@@ -118,6 +118,24 @@ _LANES = {
     Op.WRITE_ACTIVATIONS: Lane.TO_DISK,
     Op.READ_ACTIVATIONS: Lane.FROM_DISK,
 }
+READS = Op.READ_PARAMETERS, Op.LOAD
+"""What brings a part of parameters from disks to the device, through a slot of a ring of its own."""
+STATE_MOVES = frozenset(
+    {
+        *(
+            Op.READ_PARAMETERS,
+            Op.LOAD,
+            Op.COPY_PARAMETERS,
+            Op.STORE,
+            Op.WRITE_PARAMETERS,
+            Op.READ_STATE,
+            Op.WRITE_STATE,
+        ),
+        *(Op.COPY_GRADIENT, Op.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM),
+        *(Op.READ_GRADIENT, Op.FETCH_GRADIENT),
+    }
+)
+"""What moves model state between tiers, or sums it there, beside the computation."""
 LOCAL_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST, Lane.FROM_DISK, Lane.TO_DISK})
 """Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""
 
@@ -135,6 +153,8 @@ class Instruction:
                  Of a copy of activations: those of the computation that has kept them
     buckets      of an instruction on model state: the numbers of its buckets (`program.shape.RankShape`)
     part         of an instruction on a part of one bucket: its number (`program.shape.PartShape`); -1: on whole buckets
+    slot         of host memory, through which the part passes (`passes.slots`); -1: none
+    frees_slot   whether another part may take the slot behind this instruction
     """
 
     op: Op
@@ -145,6 +165,13 @@ class Instruction:
     units: Units | None = None
     buckets: tuple[int, ...] = ()
     part: int = -1
+    slot: int = -1
+    frees_slot: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Of an instruction on a part of one bucket: the numbers of both (`program.shape.PartKey`)."""
+        return self.buckets[0], self.part
 
     @property
     def is_backward(self) -> bool:

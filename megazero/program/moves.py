@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.effects import Effects
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import READS, Instruction, Op
+from megazero.program.passes.slots import way_through
 from megazero.program.scope import Scope
 from megazero.program.shape import PartKey
-from megazero.program.slots import Ring, ring_of, way_through
 from megazero.program.values import Thing, Value, describe, of_bucket
 
 
@@ -134,7 +134,8 @@ class Moves:
     away   the pieces that are not at home, and the instruction that moved them last (None: it stands in the list
            before). At home optimizer state and
            parameters rest on their tiers, and all else on the device
-    slots  the parts that have taken a slot of host memory, by its ring and number, until they have left it
+    slots  the parts that have taken a slot of host memory, by its ring (whether it is of parameters that are read) and
+           number, until they have left it
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -143,8 +144,7 @@ class Moves:
         held = scope.held_at_start
         for key in held:
             self.away[Piece.STATE, of_bucket(Thing.SHARD, *key)] = TO_HOST, None
-        self.slots: dict[tuple[Ring, int], PartKey] = {(False, slot): key for slot, key in enumerate(held)}
-        self._turns = {False: len(held), True: 0}
+        self.slots: dict[tuple[bool, int], PartKey] = {(False, slot): key for slot, key in enumerate(held)}
 
     def take(self, i: Instruction, does: Effects) -> None:
         """The next instruction, and what it reads and writes. Raises IllegalMove."""
@@ -210,20 +210,24 @@ class Moves:
         return ON_DEVICE
 
     def _slot(self, i: Instruction) -> None:
-        """Slots are taken in turn. The next one has to be free: the part that had it has gone its whole way."""
-        way, ring, key = way_through(i, self.scope.shape), ring_of(i), (i.buckets[0], i.part)
-        if not way:
+        """A part has one slot of a ring at a time, and keeps it until it has gone its whole way."""
+        way, slot = way_through(i, self.scope.shape), (i.op in READS, i.slot)
+        if not way and i.slot < 0:
             return
-        own = next((slot for slot, taken in self.slots.items() if slot[0] == ring and taken == key), None)
-        if own is None:
-            own = ring, self._turns[ring] % SLOTS
-            if own in self.slots:
-                bucket, part = self.slots[own]
-                raise IllegalMove(f"takes slot {own[1]} of {SLOTS}, which part {part} of bucket {bucket} has not left")
-            self.slots[own] = key
-            self._turns[ring] += 1
-        if i.op is way[-1]:
-            del self.slots[own]
+        if not way or not 0 <= i.slot < SLOTS:
+            raise IllegalMove(f"names slot {i.slot} of {SLOTS}, and needs {'one' if way else 'none'}")
+        if i.frees_slot is not (i.op is way[-1]):
+            does = "frees" if i.frees_slot else "keeps"
+            raise IllegalMove(f"{does} slot {i.slot}; its part is there until {way[-1].value}")
+        holder = self.slots.get(slot)
+        if holder is None and (slot[0], i.key) in {(ring, key) for (ring, _), key in self.slots.items()}:
+            raise IllegalMove(f"takes slot {i.slot}, and its part has another one")
+        if holder is not None and holder != i.key:
+            bucket, part = holder
+            raise IllegalMove(f"takes slot {i.slot} of {SLOTS}, which part {part} of bucket {bucket} has not left")
+        self.slots[slot] = i.key
+        if i.frees_slot:
+            del self.slots[slot]
 
 
 def _named(piece: Piece, where: Value) -> str:

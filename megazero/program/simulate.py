@@ -9,7 +9,7 @@ over, as on a card that runs one at a time.
 
 Where all ranks of a group have the same list (the replicas of a role, the tp indexes of a stage), one of them stands
 for all, so its messages never wait for others. Nor do copies between the device and its host: each has its lane. A part
-that is updated in host memory waits there for a slot (`program.slots`). Lanes of the host's processors slow each other
+that is updated in host memory waits there for its slot (`passes.slots`). Lanes of the host's processors slow each other
 and the computation down where it runs on them too (`program.processors`).
 
 Several steps run one behind the other: the copies and updates at the end of one go on beside the begin of the next. So
@@ -253,13 +253,13 @@ class _Simulation:
         """Work on a lane of the rank's own: it waits for what it reads, the lane and a slot, and nobody for it."""
         before = rank.lanes.get(work.lane)
         free = 0.0 if before is None or before.end is None else before.end
-        start = max(start, free, rank.slots.begins(i, work.way))
+        start = max(start, free, rank.slots.begins(i))
         alone = self.times.per_byte.get(work.lane, 0.0) * work.moved
         end = start + alone
         if work.lane in SHARED_LANES:
             end = rank.processors.end(start, alone)
             rank.processors.take(start, end)
-        rank.slots.ran(i, work.way, end)
+        rank.slots.ran(i, end)
         rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, work.does, message)

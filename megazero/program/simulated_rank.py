@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
-from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
+from megazero.program.instruction import LOCAL_LANES, READS, Instruction, Lane
 from megazero.program.meetings import Message
 from megazero.program.processors import Processors
 from megazero.program.scope import Scope
-from megazero.program.slots import Slots, way_through
 from megazero.program.span import Span
 from megazero.program.traffic import moved_bytes
 from megazero.program.values import Thing, Value
@@ -23,14 +22,40 @@ class RankWork(NamedTuple):
 
     does  what it reads and writes
     lane  where it runs
-    way   what its part does with the slot that it uses (`slots.way_through`)
     moved bytes that it moves on a lane of the rank's own
     """
 
     does: Effects
     lane: Lane
-    way: tuple[Op, ...]
     moved: int
+
+
+class Slots:
+    """When the slots of a rank are free, by ring and number. held: number of those that are taken at the start."""
+
+    def __init__(self, held: int) -> None:
+        self._taken = {(False, slot) for slot in range(held)}
+        self._begins: dict[tuple[bool, int], float] = {}
+        self._over: dict[tuple[bool, int], float] = {}
+
+    def begins(self, i: Instruction) -> float:
+        """The time before which an instruction cannot start, because another part has its slot."""
+        if i.slot < 0:
+            return 0.0
+        slot = i.op in READS, i.slot
+        if slot not in self._taken:
+            self._taken.add(slot)
+            self._begins[slot] = self._over.pop(slot, 0.0)
+        return self._begins.get(slot, 0.0)
+
+    def ran(self, i: Instruction, end: float) -> None:
+        """An instruction ends at this time."""
+        if i.slot < 0:
+            return
+        slot = i.op in READS, i.slot
+        self._over[slot] = max(self._over.get(slot, 0.0), end)
+        if i.frees_slot:
+            self._taken.remove(slot)
 
 
 @dataclass
@@ -65,7 +90,7 @@ class SimulatedRank:
     messages: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.scope.held_at_start)
+        self.slots = Slots(len(self.scope.held_at_start))
 
     @property
     def work(self) -> RankWork:
@@ -73,7 +98,7 @@ class SimulatedRank:
         if self.next == len(self.works):
             i, lane, shape = self.current, self.current.lane, self.scope.shape
             moved = moved_bytes(i, shape) if lane in LOCAL_LANES else 0
-            self.works.append(RankWork(effects(i, self.scope), lane, way_through(i, shape), moved))
+            self.works.append(RankWork(effects(i, self.scope), lane, moved))
         return self.works[self.next]
 
     @property

@@ -16,6 +16,7 @@ from megazero.program.passes.late import place_late_updates
 from megazero.program.passes.leaving import place_leaving
 from megazero.program.passes.loads import place_loads
 from megazero.program.passes.reductions import place_reductions, reducing_passes
+from megazero.program.passes.slots import place_slots
 from megazero.program.passes.updates import place_across, place_norm, updates_of
 from megazero.program.passes.vertical import Groups, VerticalOrder, turn
 from megazero.program.scope import Scope
@@ -94,14 +95,16 @@ def training_step(
         listed = _with_gathers(listed, shape, options)
         listed = listed if owed is False else _with_late_updates(listed, shape, ahead=options.ahead)
     listed = place_leaving(listed, shape, options.leaving, options.disk_buffers) if options.leaving else listed
-    return place_reads_ahead(listed, shape) if options.ahead else listed
+    listed = place_reads_ahead(listed, shape) if options.ahead else listed
+    crosses = shape.read_ahead if options.late and options.ahead else ()
+    return place_slots(listed, shape, held=() if owed is False else crosses, left=crosses)
 
 
 def settling_list(shape: RankShape, *, ahead: bool = False) -> tuple[Instruction, ...]:
     """The list of the updates alone that a step has left, and of the gathers that follow them. ahead: whether the step
     has read the first optimizer state for them.
     """
-    return _updates(shape, ahead=ahead)
+    return place_slots(_updates(shape, ahead=ahead), shape, held=shape.read_ahead if ahead else ())
 
 
 def _updates(shape: RankShape, *, ahead: bool) -> tuple[Instruction, ...]:
@@ -123,9 +126,12 @@ def evaluation_step(
     forwards: Sequence[Instruction], shape: RankShape, options: StepOptions, *, groups: Groups | None = None
 ) -> tuple[Instruction, ...]:
     """The list of an evaluation. forwards: forward passes and their transfers. groups: as in `training_step`."""
-    if groups is not None:
-        return _with_gathers(turn(forwards, shape, groups), shape, options)
-    return _with_gathers(cut(forwards, shape, _cut_forward(forwards, shape, options)), shape, options)
+    in_order = (
+        cut(forwards, shape, _cut_forward(forwards, shape, options))
+        if groups is None
+        else turn(forwards, shape, groups)
+    )
+    return place_slots(_with_gathers(in_order, shape, options), shape)
 
 
 def _cuts(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[Pass]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import ComputationKey
+from megazero.program.instruction import ComputationKey, Instruction, Op
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.host_gradients import HostGradients
 from megazero.zero.host_parts import HostParts
@@ -37,13 +38,9 @@ class BucketActions:
         self.host.ready(buckets)
         self.gatherer.ready(buckets)
 
-    def read_parameters(self, bucket: int, part: int) -> None:
-        """Start to read a part of a bucket's parameters from disks."""
-        self.gatherer.resting.read((bucket, part))
-
-    def load(self, bucket: int, part: int) -> None:
-        """Start to copy a bucket's parameters (-1), or a part of them, to the device, once they are updated."""
-        self.gatherer.load(bucket, part, self.host.arriving(bucket))
+    def move(self, i: Instruction) -> None:
+        """Start what an instruction of `STATE_MOVES` says."""
+        _MOVES[i.op](self, i)
 
     def gather(self, bucket: int) -> None:
         """Start to gather a bucket's parameters, once this rank's shard is updated.
@@ -82,57 +79,9 @@ class BucketActions:
         """Sum partial gradients of buckets, or of all (none named), over tp."""
         self.reducer.sum_partials(buckets)
 
-    def copy_gradient(self, bucket: int, part: int) -> None:
-        """Start to copy the reduced gradient of a part to host memory."""
-        (self.gradients.copy if self.host.sums[bucket] is not Tier.DEVICE else self.host.copy_gradient)((bucket, part))
-
-    def store_gradient(self, bucket: int, part: int) -> None:
-        """Start to copy a step's first gradient of a part to host memory, as its sum."""
-        self.gradients.store((bucket, part))
-
-    def add_gradient(self, bucket: int, part: int) -> None:
-        """Start to add a gradient that was copied to the sum."""
-        self.gradients.add((bucket, part))
-
-    def count_gradient(self, bucket: int, part: int) -> None:
-        """Start to count the squares of a sum."""
-        self.gradients.count(bucket, part)
-
-    def read_sum(self, bucket: int, part: int) -> None:
-        """Start to read the sum of a part from disks."""
-        self.gradients.read_sum((bucket, part))
-
-    def write_sum(self, bucket: int, part: int) -> None:
-        """Start to write the sum of a part to disks."""
-        self.gradients.write_sum((bucket, part))
-
-    def read_gradient(self, bucket: int, part: int) -> None:
-        """Start to read the gradient of a part for its update."""
-        self.gradients.read((bucket, part))
-
-    def fetch_gradient(self, bucket: int, part: int) -> None:
-        """Start to copy the gradient of a part to the device."""
-        self.gradients.fetch((bucket, part))
-
-    def read_state(self, bucket: int, part: int) -> None:
-        """Start to read the optimizer state of a part."""
-        self.host.read((bucket, part))
-
-    def copy_parameters(self, bucket: int, part: int) -> None:
-        """Start to copy the updated parameters of a part to the device."""
-        self.host.copy_parameters((bucket, part))
-
-    def store(self, bucket: int, part: int) -> None:
-        """Start to copy updated weights from the device to where the parameters rest, or on their way there."""
-        self.host.store((bucket, part))
-
-    def write_parameters(self, bucket: int, part: int) -> None:
-        """Start to write the updated parameters of a part to disks."""
-        self.host.write_parameters((bucket, part))
-
-    def write_state(self, bucket: int, part: int) -> None:
-        """Start to write the optimizer state of a part."""
-        self.host.write((bucket, part))
+    def copies_gradient(self, bucket: int) -> HostGradients | HostParts:
+        """What copies a reduced gradient to host memory: to be added to a sum there, or for an update there."""
+        return self.gradients if self.host.sums[bucket] is not Tier.DEVICE else self.host
 
     def arrived(self) -> Arrived:
         """See `GradientReducer.arrived`."""
@@ -141,3 +90,26 @@ class BucketActions:
     def say_arrived(self, arrived: Arrived) -> None:
         """See `GradientReducer.say_arrived`."""
         self.reducer.say_arrived(arrived)
+
+
+_MOVES: Mapping[Op, Callable[[BucketActions, Instruction], object]] = MappingProxyType(
+    {
+        Op.READ_PARAMETERS: lambda of, i: of.gatherer.resting.read(i.key, i.slot),
+        # Once they are updated: what a load waits for is waited for on its lane.
+        Op.LOAD: lambda of, i: of.gatherer.load(*i.key, of.host.arriving(i.buckets[0])),
+        Op.COPY_PARAMETERS: lambda of, i: of.host.copy_parameters(i),
+        Op.STORE: lambda of, i: of.host.store(i),
+        Op.WRITE_PARAMETERS: lambda of, i: of.host.write_parameters(i),
+        Op.READ_STATE: lambda of, i: of.host.read(i),
+        Op.WRITE_STATE: lambda of, i: of.host.write(i),
+        Op.COPY_GRADIENT: lambda of, i: of.copies_gradient(i.buckets[0]).copy_gradient(i),
+        Op.STORE_GRADIENT: lambda of, i: of.gradients.store(i),
+        Op.ADD_GRADIENT: lambda of, i: of.gradients.add(i),
+        Op.COUNT_GRADIENT: lambda of, i: of.gradients.count(i),
+        Op.READ_SUM: lambda of, i: of.gradients.read(i),
+        Op.WRITE_SUM: lambda of, i: of.gradients.write_sum(i),
+        Op.READ_GRADIENT: lambda of, i: of.gradients.read(i),
+        Op.FETCH_GRADIENT: lambda of, i: of.gradients.fetch(i),
+    }
+)
+"""What the instructions of `STATE_MOVES` do."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
@@ -255,7 +256,8 @@ class ParameterGatherer:
         bucket = self.resting.shape.buckets[index]
         for part in bucket.loads if bucket.is_loaded else ():
             if part >= 0:
-                self.resting.read((index, part))
+                # Outside of lists nothing is under way: the parts take the slots in turn.
+                self.resting.read((index, part), part % SLOTS)
             self.load(index, part)
 
 

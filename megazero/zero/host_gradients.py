@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_ops.norm import sum_of_squares
 from megazero.config.tiers import Tier
 from megazero.disk.lanes import Need
-from megazero.program.instruction import Op
+from megazero.program.instruction import Instruction
 from megazero.zero.counted import counted_runs
 from megazero.zero.host_parts import HostParts
 from megazero.zero.parts import Key, Resting, gradient_piece
@@ -64,53 +64,57 @@ class HostGradients:
 
     # --- sums ------------------------------------------------------------------------------------------------------
 
-    def store(self, key: Key) -> None:
+    def store(self, i: Instruction) -> None:
         """Start to copy a step's first gradient of a part to host memory, where it is the sum."""
-        source, to_host = self._leaving(key), self.host.lanes.to_host
+        key, source, to_host = i.key, self._leaving(i.key), self.host.lanes.to_host
         if self.tiers[key[0]] is Tier.HOST:
             copied = to_host.copy(self._resting(key), source, after=self.host.readers.pop(key, ()))
             self._stored[key[0]].append(copied.result)
         else:
-            slot = self.host.taken(key)
+            slot = self.host.taken(i)
             copied = to_host.copy(self.host.sum_in(slot, key), source, after=slot.free)
             slot.arrived.append(copied.result)
-            self.host.passed(key, Op.STORE_GRADIENT, copied.result)
+            self.host.passed(i, copied.result)
         self.leaving.leaves(key[0], source.numel(), copied.result)
 
-    def copy(self, key: Key) -> None:
+    def copy_gradient(self, i: Instruction) -> None:
         """Start to copy a later gradient of a part to its slot."""
-        source, slot = self._leaving(key), self.host.taken(key)
+        source, slot = self._leaving(i.key), self.host.taken(i)
         copied = self.host.lanes.to_host.copy(slot.gradient[: source.numel()], source, after=slot.free)
         slot.arrived.append(copied.result)
-        self.host.passed(key, Op.COPY_GRADIENT, copied.result)
-        self.leaving.leaves(key[0], source.numel(), copied.result)
+        self.host.passed(i, copied.result)
+        self.leaving.leaves(i.buckets[0], source.numel(), copied.result)
 
-    def read_sum(self, key: Key) -> None:
-        """Start to read the sum of a part from disks."""
-        self._read(key, Op.READ_SUM)
+    def read(self, i: Instruction) -> None:
+        """Start to read the sum of a part from disks, to add to it or for its update."""
+        slot = self.host.taken(i)
+        request = self.host.disks.read({gradient_piece(i.key): self.host.sum_in(slot, i.key)}, needs=slot.free)
+        slot.arrived.append(request.wait)
+        self.host.passed(i, request.wait)
 
-    def add(self, key: Key) -> None:
+    def add(self, i: Instruction) -> None:
         """Start to add the gradient of a part that was copied to its sum."""
-        slot = self.host.taken(key)
+        slot, key = self.host.taken(i), i.key
         total = self._resting(key) if self.tiers[key[0]] is Tier.HOST else self.host.sum_in(slot, key)
         needs = *slot.arrived, *self._stored[key[0]]
         added = self.host.lanes.updates.submit(_added, needs, total, slot.gradient[: total.numel()])
         slot.arrived = [added.result]
-        self.host.passed(key, Op.ADD_GRADIENT, added.result)
+        self.host.passed(i, added.result)
         if self.tiers[key[0]] is Tier.HOST:
             self._stored[key[0]].append(added.result)
 
-    def count(self, index: int, part: int) -> None:
+    def count(self, i: Instruction) -> None:
         """Start to count the squares of a bucket's sum (-1), or of a part of it."""
+        index, part = i.key
         counted, others = self._runs[index]
         if part < 0:
             views = [[self.column.view(index, *run) for run in runs] for runs in (counted, others)]
             needs = self._stored.pop(index, [])
             self._squares[index].append(self.host.lanes.updates.submit(_squares, needs, *views))
             return
-        key, slot = (index, part), self.host.taken((index, part))
-        start, stop = self.host.parts[index][part][:2]
-        total = self.host.sum_in(slot, key)
+        slot = self.host.taken(i)
+        start, stop = self._part(i.key)
+        total = self.host.sum_in(slot, i.key)
         views = [
             [
                 total[max(start, first) - start : min(stop, last) - start]
@@ -121,13 +125,13 @@ class HostGradients:
         ]
         made = self.host.lanes.updates.submit(_squares, tuple(slot.arrived), *views)
         self._squares[index].append(made)
-        self.host.passed(key, Op.COUNT_GRADIENT, made.result)
+        self.host.passed(i, made.result)
 
-    def write_sum(self, key: Key) -> None:
+    def write_sum(self, i: Instruction) -> None:
         """Start to write the sum of a part to disks."""
-        slot = self.host.taken(key)
-        request = self.host.disks.write({gradient_piece(key): self.host.sum_in(slot, key)}, needs=slot.arrived)
-        self.host.passed(key, Op.WRITE_SUM, request.wait)
+        slot = self.host.taken(i)
+        request = self.host.disks.write({gradient_piece(i.key): self.host.sum_in(slot, i.key)}, needs=slot.arrived)
+        self.host.passed(i, request.wait)
 
     def squares(self, index: int) -> Squares:
         """The squares of a bucket's gradient. Waits for the count. Raises what has gone wrong on the way of the sum."""
@@ -136,22 +140,19 @@ class HostGradients:
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def read(self, key: Key) -> None:
-        """Start to read the gradient of a part from disks for its update."""
-        self._read(key, Op.READ_GRADIENT)
-
-    def fetch(self, key: Key) -> None:
+    def fetch(self, i: Instruction) -> None:
         """Start to copy the gradient of a part to the device for its update."""
+        key = i.key
         start, stop = self._part(key)
         buffer = self.pool.take(stop - start)
         if self.tiers[key[0]] is Tier.HOST:
             copied = self.host.lanes.to_device.copy(buffer[: stop - start], self._resting(key))
             self.host.readers[key].append(copied.result)
         else:
-            slot = self.host.taken(key)
+            slot = self.host.taken(i)
             source = self.host.sum_in(slot, key)
             copied = self.host.lanes.to_device.copy(buffer[: stop - start], source, after=tuple(slot.arrived))
-            self.host.passed(key, Op.FETCH_GRADIENT, copied.result)
+            self.host.passed(i, copied.result)
         self._fetched[key] = buffer, copied.result
 
     def fetched(self, key: Key, start: int, stop: int) -> Tensor:
@@ -173,12 +174,6 @@ class HostGradients:
         self.host.wait()
 
     # --- one part --------------------------------------------------------------------------------------------------
-
-    def _read(self, key: Key, op: Op) -> None:
-        slot = self.host.taken(key)
-        request = self.host.disks.read({gradient_piece(key): self.host.sum_in(slot, key)}, needs=slot.free)
-        slot.arrived.append(request.wait)
-        self.host.passed(key, op, request.wait)
 
     def _part(self, key: Key) -> tuple[int, int]:
         return self.host.parts[key[0]][key[1]][:2]

@@ -1,9 +1,9 @@
 """Parts of buckets that are updated in host memory, beside the computation.
 
 A part on its way has a slot: host memory for its gradient and its new parameters, and for its optimizer state where
-that rests on disks. There are a few slots, which the parts take in turn. Every step of the way runs on a lane of its
-own and waits there for what it needs, the slot included. So the program only says what has to happen, and waits for
-nothing before it reads the parameters (`ready`).
+that rests on disks. There are a few slots, and an instruction says which one its part has. Every step of the way runs
+on a lane of its own and waits there for what it needs, the slot included. So the program only says what has to happen,
+and waits for nothing before it reads the parameters (`ready`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.lanes import DiskRequest, Need
 from megazero.disk.swap import SwapSpace
-from megazero.program.instruction import Op
-from megazero.program.slots import part_way
+from megazero.program.instruction import Instruction
 from megazero.zero.host_lanes import HostLanes
 from megazero.zero.part_slots import PartSlot, PartTensors, part_slots
 from megazero.zero.parts import Key, Part, Resident, Resting, parameters_piece, resident_piece, state_piece
@@ -52,7 +51,6 @@ class HostParts:
         self.sums, self.state_parts = [own.sums for own in resting], [own.state_parts for own in resting]
         self.state = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
         self._slots = part_slots(columns, resting, residents, self.state_bytes, swap, device)
-        self._turns = 0
         self._under_way: dict[Key, PartSlot] = {}
         self._arriving: dict[int, list[Need]] = defaultdict(list)
         self.readers: dict[Key, list[Need]] = defaultdict(list)
@@ -75,26 +73,26 @@ class HostParts:
 
     # --- what a step's list says -----------------------------------------------------------------------------------
 
-    def read(self, key: Key) -> None:
+    def read(self, i: Instruction) -> None:
         """Start to read a part's optimizer state from disks."""
-        slot = self.taken(key)
-        request = self.disks.read({state_piece(key): self._memory(key, slot)}, needs=slot.free)
+        slot = self.taken(i)
+        request = self.disks.read({state_piece(i.key): self._memory(i.key, slot)}, needs=slot.free)
         slot.arrived.append(request.wait)
-        slot.ends.append(request.wait)
+        self.passed(i, request.wait)
 
-    def copy_gradient(self, key: Key) -> None:
+    def copy_gradient(self, i: Instruction) -> None:
         """Start to copy a part's reduced gradient to host memory."""
-        slot, part = self.taken(key), self._part(key)
-        source = self.columns[Column.GRADIENT].view(key[0], part.start, part.stop)
+        slot, part = self.taken(i), self._part(i.key)
+        source = self.columns[Column.GRADIENT].view(i.buckets[0], part.start, part.stop)
         copied = self.lanes.to_host.copy(slot.gradient[: source.numel()], source, after=slot.free)
         slot.arrived.append(copied.result)
 
-    def update(self, key: Key, make: Callable[[Part, PartTensors], bool]) -> None:
+    def update(self, i: Instruction, make: Callable[[Part, PartTensors], bool]) -> None:
         """Start to update a part.
 
         make: updates these tensors of the part, its parameters among them, and returns whether it has changed any.
         """
-        slot, part = self.taken(key), self._part(key)
+        slot, key, part = self.taken(i), i.key, self._part(i.key)
         tensors = {
             **self._state(key, slot),
             Column.GRADIENT: self._gradient(key, slot),
@@ -106,56 +104,56 @@ class HostParts:
         slot.made = updated.result
         if self.sums[key[0]] is Tier.HOST:
             self.readers[key].append(updated.result)
-        self.passed(key, Op.UPDATE_HOST, updated.result)
+        self.passed(i, updated.result)
         if self.rests[key[0]] is Tier.HOST:
             self._arriving[key[0]].append(updated.result)
 
-    def copy_parameters(self, key: Key) -> None:
+    def copy_parameters(self, i: Instruction) -> None:
         """Start to copy a part's updated parameters to the device."""
-        slot, part = self._under_way[key], self._part(key)
+        slot, part = self.taken(i), self._part(i.key)
         assert slot.made is not None, "parameters are copied before their update"
-        target = self.columns[Column.PARAMETER].view(key[0], part.start, part.stop)
+        target = self.columns[Column.PARAMETER].view(i.buckets[0], part.start, part.stop)
         copied = self.lanes.to_device.copy(target, slot.parameters[: target.numel()], wanted=slot.made)
-        self._arriving[key[0]].append(copied.result)
-        self.passed(key, Op.COPY_PARAMETERS, copied.result)
+        self._arriving[i.buckets[0]].append(copied.result)
+        self.passed(i, copied.result)
 
-    def store(self, key: Key) -> None:
+    def store(self, i: Instruction) -> None:
         """Start to copy weights that were updated on the device to where the parameters rest, or to a slot on their way
         to disks. A part of -1 is the whole bucket.
         """
-        index, number = key
+        index, number = i.key
         weights, parameters = self.columns[Column.MASTER], self.columns[Column.PARAMETER]
         if self.rests[index] is Tier.HOST:
-            own = weights.range_of(index) if number < 0 else self._part(key)[:2]
+            own = weights.range_of(index) if number < 0 else self._part(i.key)[:2]
             target = parameters.view(index, *own)
             copied = self.lanes.to_host.copy(target, weights.view(index, *own))
             self._arriving[index].append(copied.result)
             return
-        slot, part = self.taken(key), self._part(key)
+        slot, part = self.taken(i), self._part(i.key)
         source = weights.view(index, part.start, part.stop)
-        copied = self.lanes.to_host.copy(self._new_parameters(key, slot), source, after=slot.free)
+        copied = self.lanes.to_host.copy(self._new_parameters(i.key, slot), source, after=slot.free)
 
         def made() -> bool:
             copied.result()
             return True
 
         slot.made = made
-        self.passed(key, Op.STORE, copied.result)
+        self.passed(i, copied.result)
 
-    def write_parameters(self, key: Key) -> None:
+    def write_parameters(self, i: Instruction) -> None:
         """Start to write a part's updated parameters to disks."""
-        slot = self._under_way[key]
+        slot = self.taken(i)
         assert slot.made is not None, "parameters are written before their update"
-        piece = {parameters_piece(key): self._new_parameters(key, slot)}
+        piece = {parameters_piece(i.key): self._new_parameters(i.key, slot)}
         request = self.disks.write(piece, needs=[slot.made])
-        self.passed(key, Op.WRITE_PARAMETERS, request.wait)
+        self.passed(i, request.wait)
 
-    def write(self, key: Key) -> None:
+    def write(self, i: Instruction) -> None:
         """Start to write a part's optimizer state to disks."""
-        slot = self._under_way[key]
+        slot = self.taken(i)
         assert slot.made is not None, "state is written before its update"
-        request = self.disks.write({state_piece(key): self._memory(key, slot)}, needs=[slot.made])
-        self.passed(key, Op.WRITE_STATE, request.wait)
+        request = self.disks.write({state_piece(i.key): self._memory(i.key, slot)}, needs=[slot.made])
+        self.passed(i, request.wait)
 
     def arriving(self, index: int) -> tuple[Need, ...]:
         """What to wait for before the updated parameters of a bucket are where they rest."""
@@ -196,9 +194,9 @@ class HostParts:
     def flip(self, step: int, about: Mapping[str, Any]) -> DiskRequest:
         """Start to make what all parts have become a whole step on disks (`disk.swap`), with what is kept about it."""
         assert not self._under_way, f"{', '.join(map(state_piece, self._under_way))} is under way"
-        for one in self.residents:
-            slot = self._next_slot()
-            for end in slot.free:
+        for number, one in enumerate(self.residents):
+            slot = self._slots[number % SLOTS]
+            for end in slot.ends:
                 end()
             for held, there in self._copies(one, slot):
                 there.copy_(held)
@@ -230,25 +228,23 @@ class HostParts:
     def _part(self, key: Key) -> Part:
         return self.parts[key[0]][key[1]]
 
-    def taken(self, key: Key) -> PartSlot:
-        """The slot of a part under way, or else the next one."""
-        if key not in self._under_way:
-            self._under_way[key] = self._next_slot()
-        return self._under_way[key]
-
-    def _next_slot(self) -> PartSlot:
-        """The slot whose turn it is, for another part: what is to wait for before is in `free`."""
-        slot = self._slots[self._turns % SLOTS]
-        self._turns += 1
-        slot.free, slot.arrived, slot.ends = slot.ends, [], []
+    def taken(self, i: Instruction) -> PartSlot:
+        """The slot of an instruction. Its part has taken the slot already, or takes it now: what is to wait for before
+        is in `free`.
+        """
+        assert i.slot >= 0, f"{i} has no slot"
+        slot = self._slots[i.slot]
+        if i.key not in self._under_way:
+            self._under_way[i.key] = slot
+            slot.free, slot.arrived, slot.made, slot.ends = slot.ends, [], None, []
+        assert self._under_way[i.key] is slot, f"{i} has another slot than its part"
         return slot
 
-    def passed(self, key: Key, op: Op, over: Need) -> None:
-        """A step of a part's way has begun. over: waits for its end. The last one gives the slot to the next part."""
-        if key in self._under_way:
-            self._under_way[key].ends.append(over)
-            if op is part_way(op, self._part(key).tier, self.rests[key[0]], self.sums[key[0]])[-1]:
-                del self._under_way[key]
+    def passed(self, i: Instruction, over: Need) -> None:
+        """An instruction has begun that uses a slot. over: waits for its end. The last one gives the slot to others."""
+        self._under_way[i.key].ends.append(over)
+        if i.frees_slot:
+            del self._under_way[i.key]
 
     def _new_parameters(self, key: Key, slot: PartSlot) -> Tensor:
         part = self._part(key)

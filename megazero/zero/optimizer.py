@@ -13,6 +13,7 @@ from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
+from megazero.program.instruction import Instruction
 from megazero.zero.counted import counted_runs
 from megazero.zero.fragment import Fragment, StoredFragment
 from megazero.zero.host_parts import PartTensors
@@ -76,9 +77,9 @@ class ShardedOptimizer:
             if self.state.host.sums[index] is not Tier.DEVICE:
                 self.state.gradients.used((index, part))
 
-    def update_host(self, index: int, part: int, now: UpdateValues) -> None:
+    def update_host(self, i: Instruction, now: UpdateValues) -> None:
         """Start to update a part of a bucket in host memory. It must be under way there (`zero.host_parts`)."""
-        self.state.host.update((index, part), lambda where, tensors: self._update_there(index, where, tensors, now))
+        self.state.host.update(i, lambda part, tensors: self._update_there(i.buckets[0], part, tensors, now))
 
     def end_step(self, skip: Tensor) -> None:
         """Count the step unless it was skipped, and have the next gradients begin new sums. skip: as in `UpdateValues`.

@@ -12,7 +12,7 @@ from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Op
-from megazero.program.slots import ops_of_part
+from megazero.program.passes.slots import ops_of_part
 from megazero.system.streams import host_tensor
 from megazero.zero.parts import Resident, Resting
 from megazero.zero.sharding import Column

@@ -1,7 +1,7 @@
 """Parameters that do not rest on the device, on their way there.
 
 Those in host memory are copied. Those on disks are read into a slot, part by part, and copied from it; there are a few
-slots, which the parts take in turn. Both lanes work beside the computation.
+slots (`program.passes.slots`). Both lanes work beside the computation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class RestingParameters:
         buckets = [bucket for bucket in shape.buckets if bucket.rests is Tier.DISK]
         most = max((part.parameter_bytes for bucket in buckets for part in bucket.parts), default=0)
         self._slots = [_Slot(swap.allocate(most)) for _ in range(SLOTS)] if swap is not None and most else []
-        self._turns = 0
         self._read: dict[Key, tuple[_Slot, Need]] = {}
 
     @property
@@ -54,13 +53,12 @@ class RestingParameters:
         """Bytes of all slots, in host memory."""
         return sum(slot.memory.nbytes for slot in self._slots)
 
-    def read(self, key: Key) -> None:
-        """Start to read a part from disks."""
+    def read(self, key: Key, number: int) -> None:
+        """Start to read a part from disks into the slot of this number."""
         assert self.swap is not None and key not in self._read, f"{parameters_piece(key)} is on its way"
-        slot = self._slots[self._turns % SLOTS]
+        slot = self._slots[number]
         for earlier, (taken, _) in self._read.items():
             assert taken is not slot, f"{parameters_piece(earlier)} has not been loaded, and {key} would overwrite it"
-        self._turns += 1
         request = self.swap.read({parameters_piece(key): self._memory(key, slot)}, needs=slot.ends)
         slot.ends = [request.wait]
         self._read[key] = slot, request.wait

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.optim.clip import clip_coefficient
+from megazero.program.instruction import Instruction
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.owed import UpdateValues
 
@@ -69,10 +70,10 @@ class TrainingStepEnd:
         assert self.values is not None, "an update before the norm, and none is owed"
         self.optimizer.update(buckets, self.values, part)
 
-    def update_host(self, bucket: int, part: int) -> None:
+    def update_host(self, i: Instruction) -> None:
         """Start to update a part of a bucket in host memory."""
         assert self.values is not None, "an update before the norm, and none is owed"
-        self.optimizer.update_host(bucket, part, self.values)
+        self.optimizer.update_host(i, self.values)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,6 @@ class OwedStepEnd:
         """Update the ranges of these buckets that this rank owns, or a part of one."""
         self.optimizer.update(buckets, self.values, part)
 
-    def update_host(self, bucket: int, part: int) -> None:
+    def update_host(self, i: Instruction) -> None:
         """Start to update a part of a bucket in host memory."""
-        self.optimizer.update_host(bucket, part, self.values)
+        self.optimizer.update_host(i, self.values)

@@ -57,6 +57,11 @@ def late_slots(own: list[Instruction]) -> list[Instruction]:
     return [*rest[:at], *reads, *rest[at:]]
 
 
+def slots(change: Callable[[int, Instruction], Instruction]) -> Change:
+    """The list with other slots. change: from the bucket of an instruction with a slot, and it, to another one."""
+    return lambda own: [change(i.buckets[0], i) if i.slot >= 0 else i for i in own]
+
+
 FAULTS = {
     "state is read twice": (
         DISK,
@@ -159,6 +164,36 @@ FAULTS = {
         late_slots,
         "read optimizer state (bucket 6, part 0)",
         "takes slot 0 of 6, which part 0 of bucket 0 has not left",
+    ),
+    "two parts in one slot": (
+        replace(MANY, ahead=True),
+        slots(lambda bucket, i: replace(i, slot=0) if bucket == 2 else i),
+        "read optimizer state (bucket 2, part 0)",
+        "takes slot 0 of 6, which part 0 of bucket 0 has not left",
+    ),
+    "a part in two slots": (
+        MANY,
+        slots(lambda bucket, i: replace(i, slot=5) if i.op is Op.WRITE_STATE and bucket == 7 else i),
+        "write optimizer state (bucket 7, part 0)",
+        "takes slot 5, and its part has another one",
+    ),
+    "a part without a slot": (
+        DISK,
+        slots(lambda bucket, i: replace(i, slot=-1) if i.op is Op.READ_STATE else i),
+        "read optimizer state (bucket 0, part 1)",
+        "names slot -1 of 6, and needs one",
+    ),
+    "a slot beyond the last one": (
+        MANY,
+        slots(lambda bucket, i: replace(i, slot=i.slot + 1)),
+        "read optimizer state (bucket 5, part 0)",
+        "names slot 6 of 6, and needs one",
+    ),
+    "a slot that is free before its part has left": (
+        MANY,
+        slots(lambda bucket, i: replace(i, frees_slot=i.op is Op.UPDATE_HOST)),
+        "update in host memory (bucket 0, part 0)",
+        "frees slot 0; its part is there until write optimizer state",
     ),
 }
 

@@ -1,19 +1,20 @@
-"""Slots in the simulation, and steps that follow each other: times that are counted here by hand."""
+"""Slots in lists and in the simulation, and steps that follow each other: times that are counted here by hand."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.border import LATE, ON_TIME, SETTLING
-from megazero.program.instruction import Lane, Op
+from megazero.program.border import LATE, ON_TIME, SETTLING, Border
+from megazero.program.instruction import READS, Lane, Op
 from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.step import settling_list
 from megazero.program.times import ChunkTimes
-from tests.program.steps import Model, Step, step_of
+from tests.program.steps import Model, Step, drawn, step_of
 
 EIGHT = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(6,), parts=(Tier.DISK,))
 """Embedding, six blocks and a head: eight buckets of 70, six times 90, and 50 bytes, one part each."""
@@ -104,3 +105,41 @@ def test_a_stage_may_have_nothing_to_do() -> None:
     shapes, times = [step.shapes[0, 0], without_state([1])], ChunkTimes((1.0, 1.0), (2.0, 2.0), update=1.0)
     report = simulate([settling_list(shapes[0]), ()], times, shapes, border=SETTLING)
     assert report.spans[1] == () and len(report.ends) == 1
+
+
+def test_slots_are_those_of_a_ring_that_is_worked_off_in_turn() -> None:
+    """Beside a machine that knows no list: it gives each part that comes the next slot when its first instruction
+    comes, and takes the slot back behind its last one.
+    """
+    for seed in range(20):
+        step = step_of(replace(drawn(random.Random(seed)), evaluation=False))
+        for own in step.lists.values():
+            using = [i for i in own if i.slot >= 0]
+            turns: dict[bool, list[int]] = {False: [], True: []}
+            taken: dict[tuple[bool, int], tuple[int, int]] = {}
+            for i in using:
+                ring = i.op in READS
+                if taken.get((ring, i.slot)) != i.key:
+                    assert (ring, i.slot) not in taken, "a slot has one part at a time"
+                    taken[ring, i.slot] = i.key
+                    turns[ring].append(i.slot)
+                if i.frees_slot:
+                    del taken[ring, i.slot]
+            assert not taken or step.border.ahead, "what is left in a slot is used by the next list"
+            for slots in turns.values() if not step.border.ahead else ():
+                assert slots == [turn % SLOTS for turn in range(len(slots))]
+
+
+def test_state_that_is_read_ahead_is_where_the_next_list_expects_it() -> None:
+    """Late updates: the slots at the end of a list are those that the next one, and a list of updates alone, begin
+    with, whatever the list has used before: here gradients that are summed on disks pass through slots, too.
+    """
+    border = Border(owed=True, leaves=True, ahead=True)
+    step = step_of(replace(EIGHT, border=border, ahead=True, sums=Tier.DISK))
+    own, shape = step.lists[0, 0], step.shapes[0, 0]
+    ahead = {i.key: i.slot for i in own if i.op is Op.READ_STATE and i.key in shape.read_ahead}
+    assert ahead == {key: slot for slot, key in enumerate(shape.read_ahead)} and len(ahead) == SLOTS
+    for listed in (own, settling_list(shape, ahead=True)):
+        first = {i.key: i.slot for i in reversed(listed) if i.op is Op.UPDATE_HOST and i.key in ahead}
+        assert first == ahead
+    assert sum(i.frees_slot for i in own) % SLOTS, "else the turns would end where they begin by chance"

@@ -20,6 +20,7 @@ from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
+from megazero.program.instruction import Instruction
 from megazero.report.banner import schedule_lines
 from megazero.report.run_report import gather
 from megazero.train.requirements import swap_bytes
@@ -77,10 +78,10 @@ def fails(flags: list[str], step: int, fault: Callable[[], object]) -> str:
     job, _ = job_on_rank(0, 1, flags)
     write = HostParts.write
 
-    def written(host: HostParts, key: tuple[int, int]) -> None:
-        if job.trainer.position.iteration == step - 1 and key == (len(host.parts) - 1, 0):
+    def written(host: HostParts, i: Instruction) -> None:
+        if job.trainer.position.iteration == step - 1 and i.key == (len(host.parts) - 1, 0):
             fault()
-        write(host, key)
+        write(host, i)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DiskError) as raised:
         patch.setattr(HostParts, "write", written)
@@ -357,13 +358,13 @@ def early_on_rank(rank: int, size: int, flags: list[str], late: int) -> int:
         for _ in range(200 * rank):
             json.dumps(record.last.about)
 
-    def written(host: HostParts, key: tuple[int, int]) -> None:
+    def written(host: HostParts, i: Instruction) -> None:
         under_way = job.trainer.position.iteration + 1 - late
         for other in range(size):
             record = record_of([Path(job.run.offload.nvme_path[0])], CHECKPOINT, other)
             assert under_way <= 1 or (record is not None and record.last.step >= under_way - 1), (under_way, other)
         seen[0] += 1
-        write(host, key)
+        write(host, i)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwapRecord, "write", slow)

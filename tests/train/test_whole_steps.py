@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from megazero.config.parse import ConfigError
+from megazero.program.instruction import Instruction
 from megazero.zero.host_parts import HostParts
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -84,8 +85,8 @@ def bits_on_rank(rank: int, size: int, flags: list[str], infinite: set[int], die
         if dies:
             write, at, made = HostParts.write, job.trainer, [0]
 
-            def written(host: HostParts, key: tuple[int, int]) -> None:
-                write(host, key)
+            def written(host: HostParts, i: Instruction) -> None:
+                write(host, i)
                 made[0] += at.position.iteration == dies - 1
                 if made[0] == 2:
                     raise Died

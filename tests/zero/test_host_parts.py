@@ -9,6 +9,8 @@ import pytest
 
 from megazero.config.tiers import SLOTS
 from megazero.disk.errors import SwapDamaged
+from megazero.program.instruction import Instruction, Op
+from megazero.zero.part_slots import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -21,21 +23,28 @@ def flags_of(words: str, corpus: Path, cache: Path) -> list[str]:
     return [*small_model(3, heads=6), *WORDS.split(), *data_flags(corpus, cache), *words.split()]
 
 
-def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], int, int]:
-    """For each bucket its number of parts; turns of the slots in a run; bytes written to disks."""
+def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], list[int], int]:
+    """For each bucket its number of parts; the slots in the order in which parts have taken them; bytes written."""
     job, _ = job_on_rank(rank, size, flags)
-    host = job.state.model.host
+    host, taken = job.state.model.host, list[int]()
+    take = host.taken
+
+    def watched(i: Instruction) -> PartSlot:
+        taken.extend([i.slot] * (i.key not in host._under_way))
+        return take(i)
+
+    host.taken = watched  # type: ignore[method-assign]
     job.fit()
     assert host.swap is not None
     job.close()
-    return [len(parts) for parts in host.parts], host._turns, host.swap.bytes_written
+    return [len(parts) for parts in host.parts], taken, host.swap.bytes_written
 
 
 @pytest.mark.slow
 def test_the_slots_are_taken_in_turn_and_every_part_is_written(corpus: Path, tmp_path: Path) -> None:
     flags = flags_of(f"--offload-optimizer nvme --nvme-path {tmp_path} {SMALL}", corpus, tmp_path)
-    ((parts, turns, written),) = run_ranks(1, parts_on_rank, 1, flags)
-    assert min(parts) > SLOTS and turns == 6 * sum(parts)
+    ((parts, taken, written),) = run_ranks(1, parts_on_rank, 1, flags)
+    assert min(parts) > SLOTS and taken == 6 * [turn % SLOTS for turn in range(sum(parts))]
     elements = 12 * 1024 * (sum(parts) - len(parts))
     assert written > (1 + 6) * elements  # once when weights are made, and in every step
 
@@ -45,7 +54,7 @@ def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Pat
     job, _ = job_on_rank(0, 1, flags_of("--offload-params cpu", corpus, tmp_path))
     model, waiting = job.state.model, list[str]()
     model.host._arriving[1].append(lambda: waiting.append(current_thread().name))
-    model.actions.load(1, -1)
+    model.actions.move(Instruction(Op.LOAD, buckets=(1,)))
     model.actions.gather(1)
     model.actions.ready([0])
     assert current_thread().name not in waiting
@@ -61,9 +70,9 @@ def test_a_slot_is_not_taken_twice(corpus: Path, tmp_path: Path) -> None:
     job, _ = job_on_rank(0, 1, flags_of(words, corpus, tmp_path))
     resting = job.state.model.resting
     for part in range(SLOTS):
-        resting.read((0, part))
+        resting.read((0, part), part)
     with pytest.raises(AssertionError, match="bucket 0, part 0: parameters has not been loaded"):
-        resting.read((0, SLOTS))
+        resting.read((0, SLOTS), 0)
     job.close()
 
 
@@ -74,9 +83,12 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
     words = f"--offload-gradients nvme --nvme-path {tmp_path} --global-batch-size {2 if what == 'to add to it' else 1}"
     job, _ = job_on_rank(0, 1, flags_of(f"{words} {SMALL}", corpus, tmp_path))
     swap, gradients = job.state.model.host.disks, job.state.model.gradients
-    read = gradients._read
+    op = Op.READ_SUM if what == "to add to it" else Op.READ_GRADIENT
+    read = gradients.read
 
-    def flipped(key: tuple[int, int], op: object) -> None:
+    def flipped(i: Instruction) -> None:
+        key = i.key
+        assert i.op is op
         swap._newest[f"bucket {key[0]}, part {key[1]}: gradient"].request.wait()  # type: ignore[union-attr]
         with swap.paths[0].open("r+b") as file:
             extent = swap._layout.extents(f"bucket {key[0]}, part {key[1]}: gradient", 0)[0]
@@ -84,9 +96,9 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
             byte = file.read(1)[0]
             file.seek(extent.offset)
             file.write(bytes([byte ^ 1]))
-        read(key, op)  # type: ignore[arg-type]
+        read(i)
 
-    gradients._read = flipped  # type: ignore[method-assign]
+    gradients.read = flipped  # type: ignore[method-assign]
     with pytest.raises(SwapDamaged, match=r"part \d+: gradient' of .* bytes has the checksum"):
         job.fit()
     job.close()

@@ -1,7 +1,7 @@
 """Read the first optimizer state before the norm is known.
 
 An update needs the norm, which comes behind the last backward. What the update reads from disks does not. So the slots
-of host memory (`program.slots`) are filled beside the last backward, and the first updates begin with the norm. With
+of host memory (`passes.slots`) are filled beside the last backward, and the first updates begin with the norm. With
 late updates these reads stand in one list, and the updates in the next one or in a list of updates alone
 (`program.border.Border.ahead`).
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.passes.slots import way_through
 from megazero.program.passes.updates import way_of_part
 from megazero.program.shape import RankShape
-from megazero.program.slots import way_through
 
 
 def updates_read_ahead(shape: RankShape) -> tuple[Instruction, ...]:

@@ -1,0 +1,89 @@
+"""Give the instructions on parts of buckets their slots of host memory, as a compiler gives values their registers.
+
+A part on its way needs a slot from the first instruction that uses the slot to the last one. There are two rings of
+slots: of parts that are updated in host memory, or whose new parameters or sums of gradients go to disks
+(`zero.host_parts`), and of parameters that are read (`zero.resting`). Slots of a ring are taken in turn, so a part
+takes the one that has been free for longest.
+
+Slots are numbers in the list. The checker, the simulator and the model state read them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megazero.config.tiers import SLOTS, Tier
+from megazero.program.instruction import READS, Instruction, Op
+from megazero.program.passes.gradients import SUMMING, summing_way
+from megazero.program.passes.updates import way_of
+from megazero.program.shape import PartKey, RankShape
+
+
+def place_slots(
+    instructions: Sequence[Instruction],
+    shape: RankShape,
+    held: Sequence[PartKey] = (),
+    left: Sequence[PartKey] = (),
+) -> tuple[Instruction, ...]:
+    """The list with the slot of each instruction that uses one.
+
+    held  parts that have the first slots already: the list before has read their optimizer state
+    left  parts whose optimizer state this list reads for the list behind it, which expects them in the first slots
+    """
+    if not any(bucket.parts for bucket in shape.buckets):
+        return tuple(instructions)
+    taken = {(False, key): slot for slot, key in enumerate(held)}
+    turns = {False: len(held), True: 0}
+    placed: list[Instruction] = []
+    for i in instructions:
+        way = way_through(i, shape)
+        if not way:
+            placed.append(i)
+            continue
+        ring = i.op in READS
+        if i.op is Op.READ_STATE and left and i.key == left[0]:
+            turns[ring] = 0  # all slots are free here (`passes.ahead`)
+        if (ring, i.key) not in taken:
+            taken[ring, i.key] = turns[ring] % SLOTS
+            turns[ring] += 1
+        is_last = i.op is way[-1]
+        placed.append(replace(i, slot=taken[ring, i.key], frees_slot=is_last))
+        if is_last:
+            del taken[ring, i.key]
+    return tuple(placed)
+
+
+def way_through(i: Instruction, shape: RankShape) -> tuple[Op, ...]:
+    """What a part does with the slot that this instruction uses, the last one included; none: it uses no slot."""
+    if i.part < 0:
+        return ()
+    bucket = shape.buckets[i.buckets[0]]
+    way: tuple[Op, ...] = (
+        READS if i.op in READS else _way_of_part(i.op, bucket.parts[i.part].tier, bucket.rests, bucket.sums)
+    )
+    return way if i.op in way else ()
+
+
+def _way_of_part(op: Op, tier: Tier, rests: Tier, sums: Tier) -> tuple[Op, ...]:
+    """What a part does with a slot of those that are updated in host memory or written, if this is one of it. tier,
+    rests, sums: as in `way_of`.
+    """
+    if op in SUMMING or (op is Op.COPY_GRADIENT and sums is not Tier.DEVICE):
+        later = summing_way(sums, first=False, last=True)
+        return later if sums is Tier.HOST else (Op.STORE_GRADIENT, *later)
+    way = way_of(tier, rests, sums)
+    if tier is not Tier.DEVICE:
+        return way
+    before, after = way[: way.index(Op.UPDATE)], way[way.index(Op.UPDATE) + 1 :]
+    if op in before:
+        return before if sums is Tier.DISK else ()
+    return after if rests is Tier.DISK else ()
+
+
+def ops_of_part(tier: Tier, rests: Tier, sums: Tier) -> frozenset[Op]:
+    """All that a part ever does, but for loads. Arguments as of `way_of`."""
+    ops = {*way_of(tier, rests, sums)}
+    for first in (True, False):
+        ops |= {*summing_way(sums, first=first, last=True)} if sums is not Tier.DEVICE else set()
+    return frozenset(ops)
