@@ -11,7 +11,7 @@ Slots are numbers in the list. The checker, the simulator and the model state re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cache
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.instruction import READS, Instruction, Op
@@ -48,7 +48,8 @@ def place_slots(
             taken[ring, i.key] = turns[ring] % SLOTS
             turns[ring] += 1
         is_last = i.op is way[-1]
-        placed.append(replace(i, slot=taken[ring, i.key], frees_slot=is_last))
+        # Not `replace`, which is slow: a list has thousands of these.
+        placed.append(Instruction(i.op, buckets=i.buckets, part=i.part, slot=taken[ring, i.key], frees_slot=is_last))
         if is_last:
             del taken[ring, i.key]
     return tuple(placed)
@@ -65,6 +66,7 @@ def way_through(i: Instruction, shape: RankShape) -> tuple[Op, ...]:
     return way if i.op in way else ()
 
 
+@cache  # of every instruction of long lists the same few are asked for
 def _way_of_part(op: Op, tier: Tier, rests: Tier, sums: Tier) -> tuple[Op, ...]:
     """What a part does with a slot of those that are updated in host memory or written, if this is one of it. tier,
     rests, sums: as in `way_of`.
