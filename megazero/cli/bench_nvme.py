@@ -10,14 +10,10 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, given_path
 from megazero.config.options import bytes_of, whole_number
-
-if TYPE_CHECKING:
-    from megazero.disk.backend import DiskOptions
 
 DESCRIPTION = """
 What the disk under PATH reads and writes in a second, the way that training uses it: which size of requests and how
@@ -100,13 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """A row of the table.
-
-    way           what moves the bytes
-    request_bytes of one request
-    in_flight     requests at a time
-    read, write   bytes per second
-    """
+    """A row of the table. way: what moves the bytes. in_flight: requests at a time. read, write: bytes per second."""
 
     way: str
     request_bytes: int
@@ -161,49 +151,46 @@ class StepEstimate:
 def run(args: argparse.Namespace) -> None:
     """Measure and print. Raises DiskError."""
     speed = measure(args.path, args.bytes, args.seconds, args.backend)
-    step = None
-    if args.parameters is not None:
-        step = estimate(speed, args.parameters, args.share, OPTIMIZER_BYTES[args.precision])
+    state_bytes = OPTIMIZER_BYTES[args.precision]
+    step = estimate(speed, args.parameters, args.share, state_bytes) if args.parameters is not None else None
     if args.json:
         print(json.dumps(asdict(speed) | {"step": asdict(step) if step else None}))
-    else:
-        print("\n".join(table(speed)))
-        if step is not None:
-            print(sentence(step, args.precision))
+        return
+    print("\n".join(table(speed)))
+    if step is not None:
+        print(sentence(step, args.precision))
 
 
 def measure(path: Path, total: int, seconds: float, backend: str) -> DiskSpeed:
     """Measure for about so many seconds with a file of `total` bytes. Raises DiskError."""
+    from megazero.disk.backend import DiskOptions
     from megazero.disk.measure import TRIAL, DiskTrial
     from megazero.disk.swap_file import remove_leftovers
+
+    def options(request_bytes: int, in_flight: int) -> DiskOptions:
+        return DiskOptions(request_bytes, in_flight, backend, direct_bytes=request_bytes)
 
     remove_leftovers(path, jobs=TRIAL)  # not the state of a training, which may go on from it
     fio = shutil.which("fio")
     grid = [(size, depth) for size in REQUESTS for depth in IN_FLIGHT]
     # Shares of the time: a row has two, both lanes at once two, the plain loop two, fio four.
     each = seconds / (2 * len(grid) + 4 + (4 if fio else 0))
-    with DiskTrial(path, _options(*grid[0], backend), total) as trial:
+    with DiskTrial(path, options(*grid[0]), total) as trial:
         moved_by = trial.words
         trial.fill()
         rows = []
         for size, depth in grid:
-            trial.use(_options(size, depth, backend))
+            trial.use(options(size, depth))
             (read,), (write,) = trial.rates(False, seconds=each), trial.rates(True, seconds=each)
             rows.append(SpeedRow("megazero", size, depth, read, write))
         best = max(rows, key=lambda row: row.both_ways)
-        trial.use(_options(best.request_bytes, best.in_flight, backend))
+        trial.use(options(best.request_bytes, best.in_flight))
         reads_beside, writes_beside = trial.rates(False, True, seconds=2 * each)
         plain = [trial.plain_rate(write, PLAIN_REQUEST, each) for write in (False, True)]
     others = [SpeedRow("plain loop", PLAIN_REQUEST, 1, *plain)]
     if fio:
         others += _fio(fio, path, best, total, each)
     return DiskSpeed(str(path), moved_by, rows, best, others, reads_beside, writes_beside)
-
-
-def _options(request_bytes: int, in_flight: int, backend: str) -> DiskOptions:
-    from megazero.disk.backend import DiskOptions
-
-    return DiskOptions(request_bytes, in_flight, backend, direct_bytes=request_bytes)
 
 
 def _fio(program: str, path: Path, best: SpeedRow, total: int, seconds: float) -> Iterator[SpeedRow]:
@@ -233,9 +220,9 @@ def estimate(speed: DiskSpeed, parameters: int, share: float, state_bytes: int) 
     state_bytes: of a parameter's optimizer state.
     """
     on_disk = round(parameters * share)
-    each_way = on_disk * state_bytes
-    seconds = each_way / min(speed.reads_beside, speed.writes_beside)
-    return StepEstimate(on_disk, each_way, seconds, each_way / seconds * SECONDS_OF_A_DAY)
+    bytes_each_way = on_disk * state_bytes
+    seconds = bytes_each_way / min(speed.reads_beside, speed.writes_beside)
+    return StepEstimate(on_disk, bytes_each_way, seconds, bytes_each_way / seconds * SECONDS_OF_A_DAY)
 
 
 def table(speed: DiskSpeed) -> Iterator[str]:

@@ -8,10 +8,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megazero.cli.parser import command_parser, given_path, given_word, not_positive
 from megazero.cli.shared_flags import (
@@ -20,8 +19,7 @@ from megazero.cli.shared_flags import (
     add_text_flags,
     add_tokenizer_flags,
     checkpoint_of,
-    checkpoint_problems,
-    layout_problems,
+    model_problems,
     no_tokenizer_message,
     reader_of,
     run_on_grid,
@@ -91,25 +89,21 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main(argv: Sequence[str]) -> int:
-    run(parser().parse_args(argv))
-
-
-def run(args: argparse.Namespace) -> NoReturn:
+def main(argv: Sequence[str]) -> NoReturn:
     """Evaluate as this rank, and end its process."""
-    run_on_grid(args, check, evaluate)
+    run_on_grid(parser().parse_args(argv), check, evaluate)
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raise one ConfigError with all problems of the flags."""
-    problems = [*checkpoint_problems(args), *layout_problems(args, world_size, replicas=True)]
+    problems = [*model_problems(args, world_size, replicas=True)]
     problems += not_positive(args, "micro_batch_size", "context", "stride", "limit")
     if not args.data_path and not args.input:
         problems.append("--data-path PREFIX or --input FILE: there is nothing to score")
     if args.no_prefix and args.prefix_id is not None:
         problems.append(f"--no-prefix and --prefix-id {args.prefix_id} exclude each other")
-    if args.output is not None:
-        problems += output_problems(args.output)
+    if args.output is not None and (problem := output_problem(args.output)) is not None:
+        problems.append(f"--output {args.output}: {problem}")
     if problems:
         raise ConfigError(problems)
 
@@ -126,43 +120,37 @@ def output_places(output: Path) -> tuple[Path, Path | None]:
     return finished.with_name(f"{finished.name}.unfinished"), finished
 
 
-def output_problems(output: Path) -> Iterator[str]:
-    """Why the lines of --output cannot be written, as far as is known before hours of scoring."""
-    unfinished, finished = output_places(output)
-    problem = None
+def output_problem(output: Path) -> str | None:
+    """Why the lines of --output cannot be written, as far as is known before hours of scoring; None if they can."""
     if not os.path.isdir(output.parent):
-        problem = f"there is no folder {output.parent}"
-    elif os.path.isdir(output):
-        problem = "is a folder; name a file in it"
-    elif finished is None:
-        problem = None if os.access(unfinished, os.W_OK) else "may not be written"
-    else:
-        # `closed` asks whether a folder can be made. If the file is there, its name fits, and its folder is asked for.
-        place = unfinished.parent if os.path.lexists(unfinished) else unfinished
-        problem = _other_file(finished) or closed(str(place)) or _occupied(unfinished)
-    if problem:
-        yield f"--output {output}: {problem}"
-
-
-def _other_file(output: Path) -> str | None:
-    """What a file is that the lines would replace and that is no earlier result; None if there is none."""
-    try:
-        with open(output, "rb") as file:
-            first = file.readline(FIRST_LINE_BYTES)
-        is_result = not first or "total_loss" in json.loads(first)
-    except OSError:  # there is no file; `_occupied` and `closed` say why a file cannot be written
-        return None
-    except (ValueError, TypeError):  # no JSON; JSON that has no members
-        is_result = False
-    return None if is_result else "is a file of another kind, which is not replaced; name another file"
-
-
-def _occupied(unfinished: Path) -> str | None:
-    """Why a file that an earlier run may have left cannot be written anew; None if it can."""
+        return f"there is no folder {output.parent}"
+    if os.path.isdir(output):
+        return "is a folder; name a file in it"
+    unfinished, finished = output_places(output)
+    if finished is None:
+        return None if os.access(unfinished, os.W_OK) else "may not be written"
+    if not _may_be_replaced(finished):
+        return "is a file of another kind, which is not replaced; name another file"
+    # `closed` asks whether a folder can be made. If the file is there, its name fits, and its folder is asked for.
+    place = unfinished.parent if os.path.lexists(unfinished) else unfinished
+    if (reason := closed(str(place))) is not None:
+        return reason
     if os.path.isdir(unfinished):
         return f"{unfinished}, where lines are written first, is a folder"
     denied = os.path.exists(unfinished) and not os.access(unfinished, os.W_OK)
     return f"{unfinished}, where lines are written first, may not be written" if denied else None
+
+
+def _may_be_replaced(output: Path) -> bool:
+    """Whether a file is an earlier result, or is not there."""
+    try:
+        with open(output, "rb") as file:
+            first = file.readline(FIRST_LINE_BYTES)
+        return not first or "total_loss" in json.loads(first)
+    except OSError:  # there is no file, or none that can be read: `closed` says whether one can be written
+        return True
+    except (ValueError, TypeError):  # no JSON; JSON that has no members
+        return False
 
 
 def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None) -> Windowing:
@@ -221,12 +209,10 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
     unfinished, finished = (None, None) if args.output is None or grid.rank else output_places(args.output)
     most = min(args.limit, sys.maxsize) if args.limit else None  # islice takes no number above
-    with ExitStack() as stack:
-        lines: IO[str] | None = stack.enter_context(open(unfinished, "w", encoding="utf-8")) if unfinished else None
+    with open(unfinished or os.devnull, "w", encoding="utf-8") as lines:
         for score in score_documents(scorer, islice(documents(args, loaded, tokenizer, eod), most), windowing):
             totals.add(score)
-            if lines is not None:
-                lines.write(json.dumps(score.record()) + "\n")
+            lines.write(json.dumps(score.record()) + "\n")
             if grid.rank == 0 and args.limit:  # without it the number of documents is not known in advance
                 progress.reach(totals.documents)
     if totals.tokens == 0:
@@ -241,8 +227,9 @@ def nothing_scored(documents: int) -> str:
     """Why there is no loss, for the number of documents that were read."""
     if documents == 0:
         return "nothing was scored: there are no documents in what was named"
-    which = "the document that was named has" if documents == 1 else f"none of the {documents:,} documents named has"
-    return f"nothing was scored: {which} {'no' if documents == 1 else 'a'} token that another stands before"
+    if documents == 1:
+        return "nothing was scored: the document that was named has no token that another stands before"
+    return f"nothing was scored: none of the {documents:,} documents named has a token that another stands before"
 
 
 def report(args: argparse.Namespace, windowing: Windowing, totals: Totals, seconds: float) -> None:

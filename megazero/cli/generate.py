@@ -16,8 +16,7 @@ from megazero.cli.shared_flags import (
     add_layout_flags,
     add_tokenizer_flags,
     checkpoint_of,
-    checkpoint_problems,
-    layout_problems,
+    model_problems,
     no_tokenizer_message,
     run_on_grid,
     tokenizer_named,
@@ -122,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 def check(args: argparse.Namespace, world_size: int) -> None:
     """Raise one ConfigError with all problems of the flags."""
-    problems = [*checkpoint_problems(args), *layout_problems(args, world_size, replicas=False)]
+    problems = [*model_problems(args, world_size, replicas=False)]
     problems += not_positive(args, "max_new_tokens", "num_samples", "batch_size")
     problems += [*sampling_problems(args), *exclusive_flags(args), *prompt_problems(args)]
     if problems:

@@ -167,8 +167,12 @@ def run_on_grid(
     end_rank(checked_work, (ConversionError, DataError, *mistakes))
 
 
-def layout_problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:
-    """The problems of the flags of ranks and tokenizer. replicas: whether tp x pp ranks may be there several times."""
+def model_problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:
+    """The problems of the flags of a checkpoint, of the ranks that share its model, and of its tokenizer.
+
+    replicas: whether tp x pp ranks may be there several times.
+    """
+    yield from checkpoint_problems(args)
     yield from not_positive(args, "tp", "pp")
     size = args.tp * args.pp
     if min(args.tp, args.pp) > 0 and (world_size % size if replicas else world_size != size):

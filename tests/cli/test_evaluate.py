@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.cli.evaluate import check as check_flags
-from megazero.cli.evaluate import evaluate, parser, run
+from megazero.cli.evaluate import evaluate, main, parser
 from megazero.config.source import ConfigError
 from megazero.convert.loading import open_model
 from megazero.data.indexed import DataError
@@ -72,8 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def command_line(folder: Path, *words: object) -> list[str]:
+    return [str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)]
+
+
 def arguments(folder: Path, *words: object) -> Any:
-    return parser().parse_args([str(folder), "--precision", "fp64", "--device", "cpu", *map(str, words)])
+    return parser().parse_args(command_line(folder, *words))
 
 
 def evaluated(
@@ -296,7 +300,7 @@ def test_a_mistake_that_shows_once_the_model_is_open_has_status_2(
     monkeypatch.setattr("megazero.launch.exit_now", sys.exit)
     monkeypatch.setattr("megazero.launch.launch", lambda *_: nullcontext(single_process_grid()))
     with pytest.raises(SystemExit) as ended:
-        run(arguments(folder, "--data-path", *pairs, "--output", output))
+        main(command_line(folder, "--data-path", *pairs, "--output", output))
     said = capsys.readouterr()
     assert ended.value.code == 2 and "1 problem" in said.err and "no file" in said.err and "Traceback" not in said.err
     assert said.out == "" and not output.exists()
