@@ -116,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "help" and flags and flags[0] not in HELP_WORDS:
         name, *flags = flags[0], "--help", *flags[1:]
     if name in SUBCOMMANDS:
-        if name in MAKE_FILES:
-            open_streams()  # before `status_of`, for which a closed standard output is an error
+        # Before `status_of`, for which a closed standard output is an error, as it is for a help.
+        if name in MAKE_FILES and not {"-h", "--help"} & {*flags}:
+            open_streams()
         return status_of(lambda: load_program(name)(flags))
     if name in HELP_WORDS:
         say(help_text())

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import megazero
-from megazero.cli.main import SUBCOMMANDS, SYNONYMS, main
+from megazero.cli import data_commands
+from megazero.cli.main import ABOUT_DATA, SUBCOMMANDS, SYNONYMS, main
 from megazero.convert.names import FORMATS
 from megazero.convert.registry import format_table
 from tests.data.pairs import write_pair
@@ -49,6 +50,10 @@ def ended(words: list[str]) -> int:
         return main(words)
     except SystemExit as end:  # argparse's way
         return int(end.code or 0)
+
+
+def test_the_commands_about_data_are_those_of_their_module() -> None:
+    assert data_commands.COMMANDS.keys() == ABOUT_DATA
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +146,11 @@ def test_a_reader_that_leaves_ends_a_command_quietly(words: str, unbuffered: str
     assert (process.returncode, said) == (141, b"")
 
 
-TELLING = ("--help", "--version", "help pretrain", "pretrain --help-all", "generate --help", "plan-schedule -h")
+TELLING = (
+    *("--help", "--version", "help pretrain", "pretrain --help-all", "generate --help", "plan-schedule -h"),
+    *("convert --help", "help merge-data"),
+)
+"""Help of every kind. The result of the last two commands is files, so that only their help needs an output."""
 
 
 @pytest.mark.parametrize("words", TELLING)
