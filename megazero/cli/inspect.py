@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,6 @@ MOST_FILES = 16
 """The most files that are listed without --all."""
 
 
-class UsageError(Exception):
-    """A mistake in the arguments."""
-
-
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("inspect", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(parser, metavar="PATH")
@@ -87,11 +84,11 @@ def main(argv: Sequence[str]) -> int:
 
     show = show_one if args.other is None else show_difference
     # ConversionError is a ValueError and a user's mistake; the other ValueErrors say what is damaged.
-    return status_of(lambda: show(args), (UsageError, ConversionError), failures=(CheckpointError, ValueError))
+    return status_of(lambda: show(args), (ConversionError,), failures=(CheckpointError, ValueError))
 
 
 def show_one(args: argparse.Namespace) -> int:
-    """Print one checkpoint and return the status. Raises UsageError, CheckpointError, ValueError, OSError."""
+    """Print one checkpoint and return the status. Raises ConversionError, CheckpointError, ValueError, OSError."""
     record, problems = describe(args)
     print(json.dumps(record | {"problems": problems}) if args.json else format_description(record, args.all))
     for problem in problems:
@@ -128,13 +125,14 @@ class ByteProgress(Progress):
 
 
 def open_inspected(path: Path, format: str | None) -> Inspected:
-    """Open a checkpoint of any format. Raises UsageError, CheckpointError, ValueError, OSError."""
+    """Open a checkpoint of any format. Raises ConversionError, CheckpointError, ValueError, OSError."""
     from megazero.convert.inspection import open_for_inspection
+    from megazero.convert.source import ConversionError
 
     if not os.path.exists(path):
-        raise UsageError(missing_path_message(path))
+        raise ConversionError(missing_path_message(path))
     if format is None and path.is_dir() and not any(path.iterdir()):
-        raise UsageError(f"{path} is empty")
+        raise ConversionError(f"{path} is empty")
     return open_for_inspection(path, format)
 
 
@@ -171,12 +169,14 @@ def describe(args: argparse.Namespace) -> tuple[Record, list[str]]:
 
 
 def _tensors_named(args: argparse.Namespace, inspected: Inspected) -> list[str]:
-    """The tensors that --tensor names. Raises UsageError if there are none."""
+    """The tensors that --tensor names. Raises ConversionError if there are none."""
+    from megazero.convert.source import ConversionError
+
     shapes = inspected.tensors.shapes
     names = [name for name in shapes if name == args.tensor or fnmatchcase(name, args.tensor)]
     if not names:
         hint = did_you_mean(args.tensor, shapes, MOST_SIMILAR)
-        raise UsageError(
+        raise ConversionError(
             f"--tensor {args.tensor}: none of the {len(shapes)} tensors is called so{hint} "
             f"(megazero inspect {args.path} lists them)"
         )
@@ -194,16 +194,10 @@ def _problems(siblings: list[Record], is_repeated: Callable[[str, str], bool]) -
 
 def format_description(record: Record, everything: bool) -> str:
     """The record of a checkpoint as text. everything: include fields at their defaults and all files."""
-    parts = []
-    if record["checkpoints"]:
-        parts.append(_siblings(record["checkpoints"]))
+    parts = [_siblings(record["checkpoints"])] if record["checkpoints"] else []
     if "path" in record:
-        parts += [
-            _summary(record),
-            _config(record["config"], everything),
-            _tensors(record["tensors"]),
-            _files(record["files"], everything),
-        ]
+        parts += [_summary(record), _config(record["config"], everything), _tensors(record["tensors"])]
+        parts.append(_files(record["files"], everything))
         if record["elsewhere"]:
             parts.append(
                 f"{len(record['elsewhere'])} of these files are not here: the checkpoint was saved on the local disks "
@@ -213,16 +207,21 @@ def format_description(record: Record, everything: bool) -> str:
         parts.append(_statistics(record["statistics"]))
     if "verified" in record:
         parts.append(_verdict(record["verified"]))
-        parts += ["\n".join(record["report"])] if "report" in record else []
+    if "report" in record:
+        parts.append("\n".join(record["report"]))
     return "\n\n".join(parts)
 
 
 def _siblings(checkpoints: list[Record]) -> str:
-    rows = []
-    for checkpoint in checkpoints:
-        latest = "latest" if checkpoint["latest"] else ""
-        state = "damaged" if checkpoint["problem"] else "whole"
-        rows.append([checkpoint["name"], latest, size(checkpoint["bytes"]), state])
+    rows = [
+        [
+            checkpoint["name"],
+            "latest" if checkpoint["latest"] else "",
+            size(checkpoint["bytes"]),
+            "damaged" if checkpoint["problem"] else "whole",
+        ]
+        for checkpoint in checkpoints
+    ]
     return table(["checkpoint", "", "bytes", "manifest and headers"], rows, left=2)
 
 
@@ -241,54 +240,55 @@ def _summary(record: Record) -> str:
         for key, value in record["position"].items()
         if value is not None and key != "data_plans"
     ]
-    lines = [("format", record["format"]), *position]
-    lines += [("data order", _order(plans, record["config"]))] if plans else []
-    lines += [("written by", _ranks(layout))] if layout is not None else []
-    parameters, files = totals["parameters"], counted(len(record["files"]), "file")
-    tensors = counted(totals["tensors"], "tensor")
-    lines.append(("parameters", f"{parameters:,} ({count(parameters)}) in {tensors}"))
-    lines.append(("bytes", f"{size(totals['bytes'])} in tensors, {size(totals['file_bytes'])} in {files}"))
-    return f"{record['path']}\n{pairs(lines)}"
+    parameters, tensors = totals["parameters"], counted(totals["tensors"], "tensor")
+    files = counted(len(record["files"]), "file")
+    entries = [
+        ("format", record["format"]),
+        *position,
+        ("data order", _order(plans, record["config"]) if plans else ""),
+        ("written by", _ranks(layout) if layout is not None else ""),
+        ("parameters", f"{parameters:,} ({count(parameters)}) in {tensors}"),
+        ("bytes", f"{size(totals['bytes'])} in tensors, {size(totals['file_bytes'])} in {files}"),
+    ]
+    return f"{record['path']}\n{pairs(entries)}"
 
 
 def _order(plans: list[list[int]], config: Record) -> str:
     """What determines the order of samples. The numbers of a plan depend on the data: see `data.dataset.Samples`."""
     if config["data"]["instruction_data"]:
-        shown = (f"{counted(samples, 'sample')} an epoch, checksum {crc:08x}" for samples, crc in plans)
+        sentences = (f"{counted(samples, 'sample')} an epoch, checksum {crc:08x}" for samples, crc in plans)
     elif config["data"]["data_path"]:
-        shown = (f"{counted(epochs, 'epoch')}, shuffled together up to sample {last:,}" for epochs, last in plans)
+        sentences = (f"{counted(epochs, 'epoch')}, shuffled together up to sample {last:,}" for epochs, last in plans)
     else:
-        shown = (f"numbers {first} and {second} of the program's or the default data" for first, second in plans)
-    return "; ".join(shown)
+        sentences = (f"numbers {first} and {second} of the program's or the default data" for first, second in plans)
+    return "; ".join(sentences)
 
 
 def _ranks(layout: dict[str, int]) -> str:
     """The ranks that wrote a checkpoint: 12 ranks, tp 3 x pp 2 x dp 2."""
     sizes = {axis: layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp")}
-    shown = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if axis != "cp" or ranks > 1)
+    axes = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if axis != "cp" or ranks > 1)
     places = f", on the disks of {layout['places']} nodes" if layout.get("places", 1) > 1 else ""
-    return f"{counted(math.prod(sizes.values()), 'rank')}, {shown}{places}"
+    return f"{counted(math.prod(sizes.values()), 'rank')}, {axes}{places}"
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, list):
-        return " ".join(_plain(item) for item in value) or "none"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _flat(nested: Record, separator: str) -> Record:
+    """The values of a record of records, by both names."""
+    return {f"{outer}{separator}{name}": value for outer, values in nested.items() for name, value in values.items()}
 
 
 def _config(config: Record, everything: bool) -> str:
     from megazero.config.dump import run_dict
     from megazero.config.schema import Run
 
-    defaults = run_dict(Run())
-    fields = [
-        (f"{section}.{name}", str(value))
-        for section, values in config.items()
-        for name, value in values.items()
-        if everything or value != defaults[section][name]
-    ]
+    defaults = _flat(run_dict(Run()), ".")
+    fields = [(name, str(value)) for name, value in _flat(config, ".").items() if everything or value != defaults[name]]
     title = "configuration" if everything else "configuration, where it is not the default (--all: everything)"
     return f"{title}\n{pairs(fields)}"
 
@@ -303,27 +303,22 @@ def _tensors(tensors: Record) -> str:
 
 def _columns(columns: dict[str, str]) -> str:
     """`float32 weight exp_avg exp_avg_sq`; a dtype that repeats is written once."""
-    shown: list[str] = []
-    before = None
-    for column, dtype in columns.items():
-        shown += [dtype] * (dtype != before) + [column]
-        before = dtype
-    return " ".join(shown)
+    groups = groupby(columns, key=columns.__getitem__)
+    return " ".join(f"{dtype} {' '.join(names)}" for dtype, names in groups)
 
 
 def _files(files: dict[str, int], everything: bool) -> str:
-    listed = list(files.items())[: len(files) if everything else MOST_FILES]
-    lines = table(["file", "bytes"], [[name, f"{number:,}"] for name, number in listed])
-    more = len(files) - len(listed)
-    return f"{lines}\nand {more} more (--all)" if more else lines
+    rows = [[name, f"{number:,}"] for name, number in files.items()]
+    listed = rows if everything else rows[:MOST_FILES]
+    more = f"\nand {len(rows) - len(listed)} more (--all)" if len(listed) < len(rows) else ""
+    return table(["file", "bytes"], listed) + more
 
 
 def _statistics(statistics: Record) -> str:
     keys = ["min", "max", "mean", "std", "norm", "zeros", "nan", "inf"]
     rows = [
-        [f"{name} {column}", *(("-" if numbers[key] is None else f"{numbers[key]:.6g}") for key in keys)]
-        for name, columns in statistics.items()
-        for column, numbers in columns.items()
+        [column, *("-" if numbers[key] is None else f"{numbers[key]:.6g}" for key in keys)]
+        for column, numbers in _flat(statistics, " ").items()
     ]
     return table(["statistics", *keys], rows)
 
@@ -332,11 +327,9 @@ def format_difference(record: Record, everything: bool) -> str:
     """The record of a comparison as text. everything: include equal tensors."""
     marked = zip("<>", record["paths"], record["formats"], strict=True)
     parts = ["\n".join(f"{mark} {path} ({name})" for mark, path, name in marked)]
-    fields = [
-        (f"{section}.{name}", two) for section, values in record["config"].items() for name, two in values.items()
-    ]
-    fields += [(f"position.{name}", two) for name, two in record["position"].items()]
-    fields += [("layout", record["layout"])] * (record["layout"] is not None)
+    fields = _flat({**record["config"], "position": record["position"]}, ".")
+    if record["layout"] is not None:
+        fields["layout"] = record["layout"]
     if fields:
         parts.append(f"differs\n{_changes(fields)}")
     for key, title in (("only_in_first", "only in the first"), ("only_in_second", "only in the second")):
@@ -344,38 +337,38 @@ def format_difference(record: Record, everything: bool) -> str:
             parts.append(f"{title} ({len(record[key])})\n" + "\n".join(f"  {name}" for name in record[key]))
     for key in ("shapes", "columns"):
         if record[key]:
-            parts.append(f"other {key}\n{_changes([(f'  {name}', two) for name, two in record[key].items()])}")
+            parts.append(f"other {key}\n{_changes({f'  {name}': two for name, two in record[key].items()})}")
     parts.append(_values(record["tensors"], everything))
     parts.append("the models are the same to the bit" if record["identical"] else _how_they_differ(record))
     return "\n\n".join(parts)
 
 
-def _changes(fields: list[tuple[str, Any]]) -> str:
+def _changes(fields: Record) -> str:
     """Lines of `name  first's value -> second's value`."""
-    return pairs([(name, f"{_plain(first)} -> {_plain(second)}") for name, (first, second) in fields])
+    return pairs([(name, f"{_plain(first)} -> {_plain(second)}") for name, (first, second) in fields.items()])
+
+
+def _differs(numbers: Record) -> bool:
+    return bool(numbers["bit_equal"] != numbers["elements"])
 
 
 def _how_they_differ(record: Record) -> str:
     """The last line of two models that differ. Where the columns of both are equal, it says why they still do."""
-    compared = [numbers for columns in record["tensors"].values() for numbers in columns.values()]
-    equal = all(numbers["bit_equal"] == numbers["elements"] for numbers in compared)
     alone = {column for stored in record["columns"].values() for column in {*stored[0]} ^ {*stored[1]}}
     others = any(record[key] for key in ("only_in_first", "only_in_second", "shapes")) or "model" in record["config"]
-    if equal and alone and not others:
-        return f"the models differ: what both have is the same to the bit, and only one has {', '.join(sorted(alone))}"
-    return "the models differ"
+    if not alone or others or any(map(_differs, _flat(record["tensors"], " ").values())):
+        return "the models differ"
+    return f"the models differ: what both have is the same to the bit, and only one has {', '.join(sorted(alone))}"
 
 
 def _values(tensors: Record, everything: bool) -> str:
     """How far the columns are apart that both models have."""
-    compared = [
-        (f"{name} {column}", numbers) for name, columns in tensors.items() for column, numbers in columns.items()
-    ]
-    differing = [(name, numbers) for name, numbers in compared if numbers["bit_equal"] != numbers["elements"]]
+    compared = _flat(tensors, " ")
+    differing = {name: numbers for name, numbers in compared.items() if _differs(numbers)}
     equal = len(compared) - len(differing)
     summary = f"{equal} of {len(compared)} columns of tensors that both have are equal to the bit"
     rows = []
-    for name, numbers in compared if everything else differing:
+    for name, numbers in (compared if everything else differing).items():
         apart = ["not finite" if numbers[key] is None else f"{numbers[key]:.3g}" for key in ("largest", "relative")]
         rows.append([name, *apart, f"{numbers['bit_equal']:,} of {numbers['elements']:,}"])
     headings = ["tensor", "largest difference", "relative", "equal elements"]
