@@ -84,7 +84,7 @@ class Finding(NamedTuple):
 
 def examine() -> Iterator[Finding]:
     """All findings, the most important first."""
-    for look in (_torch, _processor, _compiler, _kernels, _memory, _devices, _backends, _optional):
+    for look in (_torch, _processor, _kernels, _memory, _devices, _backends, _optional):
         yield from look()
 
 
@@ -102,7 +102,7 @@ def _torch() -> Iterator[Finding]:
 def _processor() -> Iterator[Finding]:
     import torch
 
-    from fused_ops.native.compile import processor_flags
+    from fused_ops.native.compile import CompileError, compiler, compiler_version, processor_flags
     from megazero.system import device
 
     flags = processor_flags()
@@ -111,11 +111,6 @@ def _processor() -> Iterator[Finding]:
     advice = "" if fast else "no unit for bf16 products: bf16 saves memory here, but no time"
     cores = counted(len(os.sched_getaffinity(0)), "core")
     yield Finding("processor", f"{device.name(torch.device('cpu'))}, {cores}, {units}", advice)
-
-
-def _compiler() -> Iterator[Finding]:
-    from fused_ops.native.compile import CompileError, compiler, compiler_version
-
     try:
         yield Finding("C++ compiler", compiler_version(compiler()))
     except CompileError as error:
@@ -225,23 +220,19 @@ def _attention(device: torch.device) -> Iterator[Finding]:
 def _backends() -> Iterator[Finding]:
     import torch.distributed as dist
 
+    from fused_ops.native import library
     from megazero.mpu.shared_memory import lacking
 
     tests = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     names = [name for name, available in tests.items() if available()]
     advice = "" if "gloo" in names else "several ranks on a CPU need gloo"
     yield Finding("backends", ", ".join(names) or "none", advice, fatal=not names)
-    missing = lacking() or ("" if _has_kernels() else "it needs the kernels")
+    kernels = None
+    with suppress(ValueError):  # a wrong MEGAZERO_FUSED, which `_kernels` has reported
+        kernels = library.cpu_library(library.choice())
+    missing = lacking() or ("" if kernels else "it needs the kernels")
     advice = f"{missing}: collectives of ranks on one host go through gloo, up to ten times slower"
     yield Finding("shared memory", "none" if missing else "between ranks of one host", advice if missing else "")
-
-
-def _has_kernels() -> bool:
-    from fused_ops.native import library
-
-    with suppress(ValueError):
-        return library.cpu_library(library.choice()) is not None
-    return False
 
 
 def _optional() -> Iterator[Finding]:

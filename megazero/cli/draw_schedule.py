@@ -132,21 +132,23 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Print the schedule. Problems of the flags end the program through `parser.error`, with status 2."""
     for problem in _problems(args, parser):
         parser.error(problem)
-    name = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
-    virtual = (CHUNKS[name] or 1) if args.virtual_stages is None else args.virtual_stages
+    # These defaults follow from other flags. From here on args has them.
+    args.schedule = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
+    args.virtual_stages = args.virtual_stages or CHUNKS[args.schedule] or 1
     vertical = VerticalOrder(args.vertical_group_size) if _is_vertical(args) else None
     groups = vertical.groups(args.micro_batches) if vertical is not None else None
     try:
         # In vertical order a group of micro-batches takes the place of one.
-        schedule = make_schedule(name, args.pp, args.micro_batches if groups is None else len(groups), virtual)
+        micro_batches = args.micro_batches if groups is None else len(groups)
+        schedule = make_schedule(args.schedule, args.pp, micro_batches, args.virtual_stages)
     except ValueError as error:
         parser.error(str(error))
     if args.forward_only:
         schedule = tuple(forward_only(stage) for stage in schedule)
-    times = _times(args, virtual)
+    times = _times(args)
     shapes, border = [schedule_shape(stage) for stage in schedule], ON_TIME
     if args.zero_stage is not None:
-        shapes, options = _shapes(name, virtual, args), _step_options(name, virtual, args, vertical)
+        shapes, options = _shapes(args), _step_options(args, vertical)
         border = options.border
         make = evaluation_step if args.forward_only else training_step
         stages = zip(schedule, shapes, strict=True)
@@ -158,21 +160,19 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
         return
     report = simulate(schedule, times, shapes, border=border)
-    print("\n".join(_title(name, virtual, groups, args, report)), end="\n\n")
+    print("\n".join(_title(args, groups, report)), end="\n\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
     look = DrawOptions(width, wants_colour(args.color), args.fit, lanes=args.zero_stage is not None)
     print(draw(report, look))
 
 
-def _title(
-    name: str, virtual: int, groups: Sequence[object] | None, args: argparse.Namespace, report: SimulationReport
-) -> Iterator[str]:
+def _title(args: argparse.Namespace, groups: Sequence[object] | None, report: SimulationReport) -> Iterator[str]:
     """The lines above the picture: what is drawn, and its bubble."""
-    chunks = f", {virtual} chunks each" if virtual > 1 else ""
+    chunks = f", {args.virtual_stages} chunks each" if args.virtual_stages > 1 else ""
     zero = f", ZeRO-{args.zero_stage} on {args.dp} replicas" if args.zero_stage is not None else ""
     order = f" in {counted(len(groups), 'group')}, vertical" if groups is not None else ""
     micro_batches = counted(args.micro_batches, "micro-batch", "micro-batches")
-    yield f"{name}: {counted(args.pp, 'stage')}{chunks}, {micro_batches}{order}{zero}"
+    yield f"{args.schedule}: {counted(args.pp, 'stage')}{chunks}, {micro_batches}{order}{zero}"
     bubble = f"{report.bubble:.2%}"
     if report.longest < report.makespan * (1 - 1e-9):  # times are sums of floats, which differ in their last digits
         bubble += f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"
@@ -220,10 +220,10 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         yield f"--zero-shard-size {args.zero_shard_size} does not divide --dp {args.dp}"
 
 
-def _step_options(name: str, virtual: int, args: argparse.Namespace, vertical: VerticalOrder | None) -> StepOptions:
+def _step_options(args: argparse.Namespace, vertical: VerticalOrder | None) -> StepOptions:
     """How a step's list is made from a schedule, as a run with these flags would."""
     # A breadth-first schedule has few chunks with unreduced gradients at a time, so each is reduced once.
-    shards_gradients = args.zero_stage >= 2 and not is_breadth_first(name, virtual)
+    shards_gradients = args.zero_stage >= 2 and not is_breadth_first(args.schedule, args.virtual_stages)
     return StepOptions(
         reduce_every=shards_gradients or args.offload_gradients != Tier.DEVICE.value,
         gathered_bytes=PARAMETER_BYTES * _elements(args) * args.gathered_units,
@@ -233,12 +233,12 @@ def _step_options(name: str, virtual: int, args: argparse.Namespace, vertical: V
     )
 
 
-def _shapes(name: str, virtual: int, args: argparse.Namespace) -> list[RankShape]:
+def _shapes(args: argparse.Namespace) -> list[RankShape]:
     """The model state of every stage. A unit's activations count as one byte."""
     shards = _elements(args)
-    chunks = chunk_map(name, args.pp, virtual)
-    blocks, across = (args.blocks,) * chunks.count, args.dp // shards
-    model = ExampleModel(blocks, args.zero_stage, shards, across, _elements(args), *_tiers(args))
+    chunks = chunk_map(args.schedule, args.pp, args.virtual_stages)
+    blocks = (args.blocks,) * chunks.count
+    model = ExampleModel(blocks, args.zero_stage, shards, args.dp // shards, shards, *_tiers(args))
     shapes = [model.shape(chunks.of(stage)) for stage in range(args.pp)]
     return [shape.keeping([[1] * len(units) for units in shape.units]) for shape in shapes]
 
@@ -254,13 +254,13 @@ def _elements(args: argparse.Namespace) -> int:
     return shards
 
 
-def _times(args: argparse.Namespace, virtual: int) -> ChunkTimes:
+def _times(args: argparse.Namespace) -> ChunkTimes:
     """The times of chunks, with --zero-stage also those of what happens to model state, and of copies."""
     if args.profile:
-        times = profiled_times(args.pp, virtual, *args.profile)
+        times = profiled_times(args.pp, args.virtual_stages, *args.profile)
     else:
         work = args.forward_time, args.backward_time, args.message_time, args.weight_time
-        times = uniform_times(args.pp * virtual, *work)
+        times = uniform_times(args.pp * args.virtual_stages, *work)
     if args.zero_stage is None:
         return times
     elements = _elements(args)

@@ -154,17 +154,16 @@ def sampling_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def exclusive_flags(args: argparse.Namespace) -> Iterator[str]:
     """Flags that contradict each other, or that need another one."""
-    prefix = "--no-prefix" if args.no_prefix else f"--prefix-id {args.prefix_id}"
-    if args.ids and args.tokenizer:
-        yield f"--ids and --tokenizer {args.tokenizer} exclude each other"
-    if args.system is not None and not args.chat:
-        yield "--system: it is a turn of a --chat"
-    if args.chat and args.ids:
-        yield "--chat and --ids exclude each other: a chat is text"
-    if args.chat and (args.prefix_id is not None or args.no_prefix):
-        yield f"--chat and {prefix} exclude each other: the chat template writes what begins a chat"
-    if args.no_prefix and args.prefix_id is not None:
-        yield f"--no-prefix and --prefix-id {args.prefix_id} exclude each other"
+    prefix_id = f"--prefix-id {args.prefix_id}" if args.prefix_id is not None else ""
+    prefix = "--no-prefix" if args.no_prefix else prefix_id
+    problems = {
+        f"--ids and --tokenizer {args.tokenizer} exclude each other": args.ids and args.tokenizer,
+        "--system: it is a turn of a --chat": args.system is not None and not args.chat,
+        "--chat and --ids exclude each other: a chat is text": args.chat and args.ids,
+        f"--chat and {prefix} exclude each other: the chat template writes what begins a chat": args.chat and prefix,
+        f"--no-prefix and {prefix_id} exclude each other": args.no_prefix and prefix_id,
+    }
+    return (problem for problem, holds in problems.items() if holds)
 
 
 def prompt_problems(args: argparse.Namespace) -> Iterator[str]:
