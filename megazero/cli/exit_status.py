@@ -5,20 +5,18 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.system.status import FAILED, INTERRUPTED, MISTAKEN, READER_LEFT
 from megazero.system.unfinished import Ended
-from megazero.telemetry.console import ClosedOutput, Console, OutputLost, open_streams
+from megazero.telemetry.console import Console, Output, OutputLost, open_streams
 
 if TYPE_CHECKING:
     from megazero.launch import Environment
 
 Mistakes = tuple[type[Exception], ...]
 STOPPED = "stopped; nothing was written"
-UNWRITABLE = "the standard output cannot be written: {}"
 
 
 def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failures: Mistakes = ()) -> int:
@@ -113,39 +111,9 @@ def working_folder_is_gone() -> bool:
 def say(text: str) -> None:
     """Print the whole output of a command. If it cannot be written, end the program with status 141 or 1."""
 
-    def work() -> None:
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError as error:  # a stream that is no `_Output` does not name the standard output
-            raise OSError(UNWRITABLE.format(error.strerror)) from error
-
-    status = status_of(work)
+    status = status_of(lambda: print(text, flush=True))
     if status:
         raise SystemExit(status)
-
-
-class _Output(io.TextIOWrapper):
-    """The standard output. Its errors are OutputLost, so that they differ from the errors of other files."""
-
-    def write(self, text: str, /) -> int:
-        with _errors_as_output_lost():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with _errors_as_output_lost():
-            super().flush()
-
-
-@contextmanager
-def _errors_as_output_lost() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputLost(error.errno, error.strerror) from error
 
 
 def _open_streams() -> None:
@@ -156,16 +124,10 @@ def _open_streams() -> None:
     """
     closed = getattr(sys, "stdout", None) is None
     open_streams()
-    if closed:
-        sys.stdout = ClosedOutput(sys.stdout)
+    if type(sys.stdout) is io.TextIOWrapper:  # else a program has put another there, or `Output` is there already
+        sys.stdout = Output(sys.stdout, closed=closed)
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
         sys.stderr = Console(sys.stderr, lambda reason: None)
-    if sys.stdout is sys.__stdout__ and type(sys.stdout) is io.TextIOWrapper:
-        out = sys.stdout
-        # Read before `detach`, after which `out` has none of these.
-        encoding, errors, by_line, through = out.encoding, out.errors, out.line_buffering, out.write_through
-        output = _Output(out.detach(), encoding, errors, line_buffering=by_line, write_through=through)
-        sys.stdout = sys.__stdout__ = output  # type: ignore[misc]
 
 
 def _lost_output(error: OSError) -> str | None:
@@ -182,4 +144,4 @@ def _lost_output(error: OSError) -> str | None:
         if not isinstance(error, OutputLost):  # after an OutputLost the buffer is empty, and a flush succeeds
             return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return UNWRITABLE.format(error.strerror)
+    return f"the standard output cannot be written: {error.strerror}"

@@ -9,8 +9,8 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
@@ -55,19 +55,38 @@ class OutputLost(OSError):
     """The standard output cannot be written. A closed pipe is a BrokenPipeError as before."""
 
 
-class ClosedOutput:
-    """A standard output that the parent process has closed, for a command whose result is what it prints: `write`
-    raises OutputLost, as for a full disk. All other attributes are those of the stream that stands in its place.
+class Output:
+    """The standard output of a command whose result is what it prints. Its errors are OutputLost, so that they differ
+    from the errors of other files. All other attributes are those of the stream.
+
+    closed: whether the parent process has closed it, and the stream stands in its place; `write` raises then
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    def __init__(self, stream: TextIO, *, closed: bool) -> None:
+        self.stream, self._closed = stream, closed
 
     def write(self, text: str) -> int:
-        raise OutputLost(errno.EBADF, os.strerror(errno.EBADF))
+        if self._closed:
+            raise OutputLost(errno.EBADF, os.strerror(errno.EBADF))
+        with _errors_as_output_lost():
+            return self.stream.write(text)
+
+    def flush(self) -> None:
+        with _errors_as_output_lost():
+            self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+@contextmanager
+def _errors_as_output_lost() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputLost(error.errno, error.strerror) from error
 
 
 def open_streams() -> None:
@@ -91,7 +110,7 @@ def survive_lost_console() -> None:
     """Replace stdout and stderr by `Console`s, so that the process goes on when one of them fails."""
     open_streams()
     given: Any = sys.stdout
-    out, err = given.stream if isinstance(given, ClosedOutput) else given, sys.stderr
+    out, err = given.stream if isinstance(given, Output) else given, sys.stderr
 
     def telling(name: str, other: TextIO) -> Callable[[str], None]:
         def tell(reason: str) -> None:
