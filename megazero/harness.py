@@ -13,6 +13,6 @@ if __name__ == "__main__":
 
     sys.exit(main(sys.argv[1:]))
 
-from megazero.cli.harness_model import MegazeroLM
+from megazero.evaluation.harness import MegazeroLM
 
 __all__ = ["MegazeroLM"]

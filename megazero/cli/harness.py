@@ -1,7 +1,4 @@
-"""`megazero harness`: the command line of the LM Evaluation Harness, which knows the model `megazero`.
-
-`harness_model` has that model, in a file of its own because its class is one of lm_eval's.
-"""
+"""`megazero harness`: the command line of the LM Evaluation Harness, which knows the model `megazero`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import ast
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -35,13 +32,13 @@ EXAMPLES = (
     "    --model_args path=hub/bloom-7b1,tp=2,pp=2 --tasks hellaswag",
     "python -m megazero.harness run --model megazero --model_args path=runs/bloom --tasks lambada_openai",
 )
-MODEL = Path(__file__).with_name("harness_model.py")
+MODEL = Path(__file__).parents[1] / "evaluation" / "harness.py"
 
 
 def model_arguments() -> str:
-    """The docstring of the model's class. It is parsed from the source, since an import would import torch."""
-    (model,) = (node for node in ast.parse(MODEL.read_bytes()).body if isinstance(node, ast.ClassDef))
-    return cleandoc(ast.get_docstring(model) or "")
+    """The docstring of `MegazeroLM`. It is parsed from the source, since an import would import torch."""
+    classes = {node.name: node for node in ast.parse(MODEL.read_bytes()).body if isinstance(node, ast.ClassDef)}
+    return cleandoc(ast.get_docstring(classes["MegazeroLM"]) or "")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,16 +66,14 @@ def run() -> NoReturn:
     writes.
     """
     # The import registers the model. It is the first, because its error names the package to install.
-    import megazero.cli.harness_model  # noqa: F401
+    import megazero.evaluation.harness  # noqa: F401
     from megazero.convert.source import ConversionError
     from megazero.data.indexed import DataError
 
     from lm_eval.__main__ import cli_evaluate  # isort: skip
 
     def work(environment: Environment) -> None:
-        with ExitStack() as stack:
-            if environment.rank:
-                stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if environment.rank else sys.stdout):
             cli_evaluate()
 
     end_rank(work, (ConversionError, DataError))

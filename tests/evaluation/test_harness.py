@@ -146,7 +146,7 @@ def test_what_it_has_not_is_refused(folders: dict[str, Path]) -> None:
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    needing = ("megazero.harness", "megazero.cli.harness_model", "megazero.evaluation.harness")
+    needing = ("megazero.harness", "megazero.evaluation.harness")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval" or name in needing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
