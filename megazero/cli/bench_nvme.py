@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,13 +51,10 @@ def _checked(kind: str, read: Callable[[str], float], fits: Callable[[float], bo
     """argparse's type for a number that must be of some kind."""
 
     def read_checked(text: str) -> float:
-        try:
-            number = read(text)
-        except (ValueError, OverflowError):
-            number = math.nan  # which fits no kind, so that both mistakes have one message
-        if not fits(number):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
-        return number
+        with suppress(ValueError, OverflowError):
+            if fits(number := read(text)):
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
 
     return read_checked
 
@@ -112,15 +109,12 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What was measured.
+    """What was measured in the folder `path`.
 
-    path     the folder
     backend  how megazero moves bytes there, and why
-    rows     of megazero: every size and number of requests
-    best     the row of megazero's that moves a byte there and back soonest
+    rows     of megazero: every size and number of requests. best: the row that moves a byte there and back soonest
     others   the plain loop, and fio, beside the best
-    reads_beside, writes_beside
-             bytes per second of the best row's requests while both lanes run at once, as in a step
+    reads_beside, writes_beside: bytes per second of the best row's requests while both lanes run at once, as in a step
     """
 
     path: str
@@ -134,12 +128,9 @@ class DiskSpeed:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """A step of Adam whose optimizer state is read and written once.
+    """A step of Adam with the state of so many parameters on the disk, where it is read and written once.
 
-    parameters     whose state is on the disk
-    bytes_each_way that are read, and that are written
-    seconds        of the disk, reading and writing at once
-    written_a_day  bytes, if one step follows the other
+    seconds: of the disk, reading and writing at once. written_a_day: bytes, if one step follows the other.
     """
 
     parameters: int

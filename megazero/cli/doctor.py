@@ -25,10 +25,7 @@ first use are built now.
 
 Status: 0, or 1 where megazero cannot run.
 """
-EXAMPLES = (
-    "megazero doctor",
-    "python -m megazero.doctor",
-)
+EXAMPLES = "megazero doctor", "python -m megazero.doctor"
 OLDEST_TORCH = (2, 11)
 LARGE_PAGES = {
     "always": "for every program (always)",
@@ -68,13 +65,7 @@ def run() -> int:
 
 
 class Finding(NamedTuple):
-    """One line of the output.
-
-    subject  what the line is about
-    state    what this machine has
-    advice   if something is missing: what to do, or what it costs
-    fatal    whether megazero cannot run
-    """
+    """A line of the output. advice: what to do about what is missing, or what it costs. fatal: megazero cannot run."""
 
     subject: str
     state: str

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megazero.launch import Environment
 
 Mistakes = tuple[type[Exception], ...]
-STOPPED = "stopped; nothing was written"
 
 
 def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failures: Mistakes = ()) -> int:
@@ -46,12 +45,9 @@ def status_of(work: Callable[[], int | None], mistakes: Mistakes = (), *, failur
         lost = _lost_output(error) if isinstance(error, OSError) else None
         print(f"error: {lost or error}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return INTERRUPTED
-    except Ended as ended:
-        print(STOPPED, file=sys.stderr)
-        return int(str(ended.code))
+    except (KeyboardInterrupt, Ended) as stop:
+        print("stopped; nothing was written", file=sys.stderr)
+        return int(str(stop.code)) if isinstance(stop, Ended) else INTERRUPTED
     return status or 0
 
 

@@ -21,11 +21,7 @@ from megazero.telemetry.console import open_streams
 
 
 class Subcommand(NamedTuple):
-    """A subcommand of the table.
-
-    script    how the same program is started in a clone
-    sentence  its description in the help
-    """
+    """A row of the table. script: how the same program is started in a clone. sentence: its line in the help."""
 
     script: str
     sentence: str

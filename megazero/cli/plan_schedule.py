@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -52,7 +51,7 @@ def parse_iterations(text: str) -> list[range]:
 def milestones(progress: StepPlan) -> list[range]:
     """Powers of ten and the last iteration."""
     last = progress.total_iterations or 1
-    numbers = sorted({10**k for k in range(len(str(last))) if 10**k <= last} | {last})
+    numbers = sorted({10**k for k in range(len(str(last)))} | {last})
     return [range(number, number + 1) for number in numbers]
 
 
@@ -66,13 +65,6 @@ def show(schedule: ScheduleConfig, iterations: Sequence[range] | None) -> None:
             print(f"iteration {iteration} lies behind the end of this run, which has {total}", file=sys.stderr)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser for the help only. All flags but one are those of a run."""
-    flags = command_parser("plan-schedule", DESCRIPTION, EXAMPLES)
-    flags.add_argument(FLAG, metavar="LIST", help="numbers and ranges, as 1,100,5-8 (default: powers of ten, the last)")
-    return flags
-
-
 def model_of(path: str) -> ConfigSource:
     """The settings of the checkpoint of --init-from. Only a run with that flag waits for torch."""
     from megazero.train.init_from import model_source
@@ -82,7 +74,11 @@ def model_of(path: str) -> ConfigSource:
 
 def main(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & {*argv}:
-        parser().print_help()
+        # A parser for the help only: all flags but one are those of a run, which `parse_run` reads.
+        flags = command_parser("plan-schedule", DESCRIPTION, EXAMPLES)
+        listed_help = "numbers and ranges, as 1,100,5-8 (default: powers of ten, the last)"
+        flags.add_argument(FLAG, metavar="LIST", help=listed_help)
+        flags.print_help()
         return 0
     listed, run_flags = pop_flag(argv, FLAG)
     problems: list[str] = []
