@@ -165,22 +165,22 @@ def measure(path: Path, total: int, seconds: float, backend: str) -> DiskSpeed:
     fio = shutil.which("fio")
     grid = [(size, depth) for size in REQUESTS for depth in IN_FLIGHT]
     # Shares of the time: a row has two, both lanes at once two, the plain loop two, fio four.
-    each = seconds / (2 * len(grid) + 4 + (4 if fio else 0))
+    seconds_each = seconds / (2 * len(grid) + 4 + (4 if fio else 0))
     with DiskTrial(path, options(*grid[0]), total) as trial:
         moved_by = trial.words
         trial.fill()
         rows = []
         for size, depth in grid:
             trial.use(options(size, depth))
-            (read,), (write,) = trial.rates(False, seconds=each), trial.rates(True, seconds=each)
+            (read,), (write,) = trial.rates(False, seconds=seconds_each), trial.rates(True, seconds=seconds_each)
             rows.append(SpeedRow("megazero", size, depth, read, write))
         best = max(rows, key=lambda row: row.both_ways)
         trial.use(options(best.request_bytes, best.in_flight))
-        reads_beside, writes_beside = trial.rates(False, True, seconds=2 * each)
-        plain = [trial.plain_rate(write, PLAIN_REQUEST, each) for write in (False, True)]
+        reads_beside, writes_beside = trial.rates(False, True, seconds=2 * seconds_each)
+        plain = [trial.plain_rate(write, PLAIN_REQUEST, seconds_each) for write in (False, True)]
     others = [SpeedRow("plain loop", PLAIN_REQUEST, 1, *plain)]
     if fio:
-        others += _fio(fio, path, best, total, each)
+        others += _fio(fio, path, best, total, seconds_each)
     return DiskSpeed(str(path), moved_by, rows, best, others, reads_beside, writes_beside)
 
 

@@ -154,8 +154,9 @@ def inspect(args: argparse.Namespace) -> None:
         raise DataError(f"{flag} needs --seq-length: the tokens of a sample")
     if args.dump is not None:
         check_dump(Path(args.dump), args.first)
-    named = (*parse_data_path(args.data_path).prefixes, *parse_valid_data_path(args.valid_data_path).values())
-    prefixes = list(dict.fromkeys(named))  # each once, in the order of the flags
+    validation_prefixes = parse_valid_data_path(args.valid_data_path).values()
+    # Each once, in the order of the flags: a mixture may have the same pair several times.
+    prefixes = list(dict.fromkeys([*parse_data_path(args.data_path).prefixes, *validation_prefixes]))
     tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path) if args.tokenizer else None
     if tokenizer is not None:
         require_tokenizer(prefixes, tokenizer, args.tokenizer)

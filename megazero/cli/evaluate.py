@@ -158,13 +158,13 @@ def windowing_for(args: argparse.Namespace, loaded: LoadedModel, eod: int | None
     from megazero.evaluation.perplexity import Windowing
     from megazero.evaluation.scorer import longest_context
 
-    model, most = loaded.run.model, longest_context(loaded.run.model)
-    context = args.context or min(model.seq_length, most or model.seq_length)
+    model, positions = loaded.run.model, longest_context(loaded.run.model)
+    context = args.context or min(model.seq_length, positions or model.seq_length)
     stride = args.stride or context
     prefix = None if args.no_prefix else eod if args.prefix_id is None else args.prefix_id
     problems = []
-    if most is not None and context > most:
-        problems.append(f"--context {context}: the model has {most} learned positions")
+    if positions is not None and context > positions:
+        problems.append(f"--context {context}: the model has {positions} learned positions")
     if stride > context:
         problems.append(f"--stride {stride}: tokens would be left out; at most the context of {context}")
     assert model.vocab_size is not None
@@ -208,9 +208,9 @@ def evaluate(args: argparse.Namespace, grid: ProcessGrid) -> None:
     totals, began = Totals(), time.perf_counter()
     progress = Progress(to_stderr, "scoring", float(args.limit or 0), "documents", every=10.0)
     unfinished, finished = (None, None) if args.output is None or grid.rank else output_places(args.output)
-    most = min(args.limit, sys.maxsize) if args.limit else None  # islice takes no number above
+    limit = min(args.limit, sys.maxsize) if args.limit else None  # islice takes no number above
     with open(unfinished or os.devnull, "w", encoding="utf-8") as lines:
-        for score in score_documents(scorer, islice(documents(args, loaded, tokenizer, eod), most), windowing):
+        for score in score_documents(scorer, islice(documents(args, loaded, tokenizer, eod), limit), windowing):
             totals.add(score)
             lines.write(json.dumps(score.record()) + "\n")
             if grid.rank == 0 and args.limit:  # without it the number of documents is not known in advance

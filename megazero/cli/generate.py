@@ -286,8 +286,8 @@ def settings_remarks(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[
     if advice := advised(args, loaded):
         # MAX_LENGTH has no flag: it is shown under the file's own name.
         names = {key: key if key == MAX_LENGTH else flag_of(key) for key in advice}
-        shown = " ".join(f"{names[key]} {value:g}" for key, value in advice.items())
-        yield f"as the model's {file} says, since no flag says otherwise: {shown}"
+        advised_flags = " ".join(f"{names[key]} {value:g}" for key, value in advice.items())
+        yield f"as the model's {file} says, since no flag says otherwise: {advised_flags}"
     if ignored := not_applied(settings):
         yield f"the model's {file} changes the text in ways that are not applied here: {', '.join(ignored)}"
     vocabulary = loaded.run.model.vocab_size or 0

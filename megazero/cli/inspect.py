@@ -63,11 +63,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--exit-code", action="store_true", help="with OTHER: status 1 where tensors or the model's shape differ")
     add("--threads", type=int, default=cores(), help="that hash at once (default: the cores, %(default)s)")
     args = parser.parse_args(argv)
-    named = named_checkpoints(args)
-    if len(named) not in (1, 2):
+    checkpoints = named_checkpoints(args)
+    if len(checkpoints) not in (1, 2):
         either = "name one to look at, or two to compare, as they are or the first by --load"
-        parser.error(f"{len(named)} checkpoints: {either}")
-    args.path, args.other = named[0], named[1] if len(named) == 2 else None
+        parser.error(f"{len(checkpoints)} checkpoints: {either}")
+    args.path, args.other = checkpoints[0], checkpoints[1] if len(checkpoints) == 2 else None
     if args.other is not None and (args.verify or args.tensor):
         parser.error("--verify and --tensor look at one checkpoint: leave OTHER out")
     if args.exit_code and args.other is None:
@@ -188,8 +188,8 @@ def _problems(siblings: list[Record], is_repeated: Callable[[str, str], bool]) -
 
     is_repeated: whether a problem (a checkpoint's name, the problem) is one that is reported of the shown checkpoint.
     """
-    named = ((entry["name"], entry["problem"]) for entry in siblings if entry["problem"])
-    return [f"{name}: {problem}" for name, problem in named if not is_repeated(name, problem)]
+    problems = ((entry["name"], entry["problem"]) for entry in siblings if entry["problem"])
+    return [f"{name}: {problem}" for name, problem in problems if not is_repeated(name, problem)]
 
 
 def format_description(record: Record, everything: bool) -> str:
@@ -309,9 +309,9 @@ def _columns(columns: dict[str, str]) -> str:
 
 def _files(files: dict[str, int], everything: bool) -> str:
     rows = [[name, f"{number:,}"] for name, number in files.items()]
-    listed = rows if everything else rows[:MOST_FILES]
-    more = f"\nand {len(rows) - len(listed)} more (--all)" if len(listed) < len(rows) else ""
-    return table(["file", "bytes"], listed) + more
+    listed_rows = rows if everything else rows[:MOST_FILES]
+    left_out = f"\nand {len(rows) - len(listed_rows)} more (--all)" if len(listed_rows) < len(rows) else ""
+    return table(["file", "bytes"], listed_rows) + left_out
 
 
 def _statistics(statistics: Record) -> str:
@@ -354,11 +354,12 @@ def _differs(numbers: Record) -> bool:
 
 def _how_they_differ(record: Record) -> str:
     """The last line of two models that differ. Where the columns of both are equal, it says why they still do."""
-    alone = {column for stored in record["columns"].values() for column in {*stored[0]} ^ {*stored[1]}}
-    others = any(record[key] for key in ("only_in_first", "only_in_second", "shapes")) or "model" in record["config"]
-    if not alone or others or any(map(_differs, _flat(record["tensors"], " ").values())):
+    unshared = {column for stored in record["columns"].values() for column in {*stored[0]} ^ {*stored[1]}}
+    models_differ = any(record[key] for key in ("only_in_first", "only_in_second", "shapes"))
+    values_differ = any(map(_differs, _flat(record["tensors"], " ").values()))
+    if not unshared or models_differ or values_differ or "model" in record["config"]:
         return "the models differ"
-    return f"the models differ: what both have is the same to the bit, and only one has {', '.join(sorted(alone))}"
+    return f"the models differ: what both have is the same to the bit, and only one has {', '.join(sorted(unshared))}"
 
 
 def _values(tensors: Record, everything: bool) -> str:

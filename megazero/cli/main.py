@@ -96,10 +96,10 @@ def unknown_command_message(name: str) -> str:
     command spelled alike.
     """
     # A script of a clone may be typed with its folder and ending, as in `megazero tools/merge_data.py`.
-    bare = name.removesuffix(".py").rpartition("/")[2].replace("_", "-")
-    scripted = [known for known, command in SUBCOMMANDS.items() if Path(command.script).stem == bare.replace("-", "_")]
-    meant = scripted[0] if scripted else SYNONYMS.get(bare.replace("-", ""))
-    hint = f"; did you mean {meant}?" if meant else did_you_mean(bare, SUBCOMMANDS)
+    name_alone = name.removesuffix(".py").rpartition("/")[2].replace("_", "-")
+    by_script = {Path(command.script).stem.replace("_", "-"): known for known, command in SUBCOMMANDS.items()}
+    suggestion = by_script.get(name_alone) or SYNONYMS.get(name_alone.replace("-", ""))
+    hint = f"; did you mean {suggestion}?" if suggestion else did_you_mean(name_alone, SUBCOMMANDS)
     return f"megazero: there is no command {name!r}{hint} (megazero --help lists them all)"
 
 

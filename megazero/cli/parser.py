@@ -113,10 +113,10 @@ def flag_of(field: str) -> str:
 def pop_flag(argv: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
     """(the value of a flag, the other words). If the flag is repeated, its last value counts; None if it is absent."""
     value, other_words = None, []
-    words = iter(argv)
-    for word in words:
+    remaining = iter(argv)
+    for word in remaining:
         if word == flag:
-            value = next(words, "")
+            value = next(remaining, "")
         elif word.startswith(flag + "="):
             value = word.split("=", 1)[1]
         else:

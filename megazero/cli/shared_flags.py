@@ -48,13 +48,13 @@ def named_checkpoints(args: argparse.Namespace) -> list[Path]:
 
 def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
     """The problems of a command line that must name exactly one checkpoint."""
-    named = named_checkpoints(args)
-    if not named:
+    paths = named_checkpoints(args)
+    if not paths:
         yield "there is no checkpoint: name one, as it is or by --load"
-    elif len(named) > 1:
-        yield f"{len(named)} checkpoints, {' '.join(map(str, named))}: name one; other words follow a --flag"
-    elif not os.path.exists(named[0]):
-        yield missing_path_message(named[0])
+    elif len(paths) > 1:
+        yield f"{len(paths)} checkpoints, {' '.join(map(str, paths))}: name one; other words follow a --flag"
+    elif not os.path.exists(paths[0]):
+        yield missing_path_message(paths[0])
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
@@ -107,16 +107,17 @@ def tokenizer_named(args: argparse.Namespace, loaded: LoadedModel) -> ListedToke
 
     if not args.tokenizer:
         return loaded.tokenizer
-    named = build_tokenizer(args.tokenizer, args.tokenizer_path)
+    tokenizer = build_tokenizer(args.tokenizer, args.tokenizer_path)
     if loaded.tokenizer is not None:
-        asked, known = tokenizer_record(named, args.tokenizer), tokenizer_record(loaded.tokenizer, "one")
-        if asked.hash != known.hash:
+        named_record = tokenizer_record(tokenizer, args.tokenizer)
+        own_record = tokenizer_record(loaded.tokenizer, "one")
+        if named_record.hash != own_record.hash:
             path = f" --tokenizer-path {args.tokenizer_path}" if args.tokenizer_path else ""
             raise DataError(
-                f"--tokenizer {args.tokenizer}{path} is another tokenizer ({asked}) than "
-                f"the model's own ({known}), so its ids would be other text; without the flags the model's counts"
+                f"--tokenizer {args.tokenizer}{path} is another tokenizer ({named_record}) than "
+                f"the model's own ({own_record}), so its ids would be other text; without the flags the model's counts"
             )
-    return named
+    return tokenizer
 
 
 def no_tokenizer_message(args: argparse.Namespace, loaded: LoadedModel) -> str:
