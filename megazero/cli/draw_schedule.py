@@ -135,6 +135,7 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     # These defaults follow from other flags. From here on args has them.
     args.schedule = args.schedule or ("interleaved" if (args.virtual_stages or 1) > 1 else "1f1b")
     args.virtual_stages = args.virtual_stages or CHUNKS[args.schedule] or 1
+    args.zero_shard_size = args.zero_shard_size or args.dp
     vertical = VerticalOrder(args.vertical_group_size) if _is_vertical(args) else None
     groups = vertical.groups(args.micro_batches) if vertical is not None else None
     try:
@@ -145,7 +146,6 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(str(error))
     if args.forward_only:
         schedule = tuple(forward_only(stage) for stage in schedule)
-    times = _times(args)
     shapes, border = [schedule_shape(stage) for stage in schedule], ON_TIME
     if args.zero_stage is not None:
         shapes, options = _shapes(args), _step_options(args, vertical)
@@ -159,7 +159,7 @@ def show(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.list is not None:
         print("\n".join(f"{number:4d}  {instruction}" for number, instruction in enumerate(schedule[args.list])))
         return
-    report = simulate(schedule, times, shapes, border=border)
+    report = simulate(schedule, _times(args), shapes, border=border)
     print("\n".join(_title(args, groups, report)), end="\n\n")
     width = args.width or shutil.get_terminal_size((100, 24)).columns
     look = DrawOptions(width, wants_colour(args.color), args.fit, lanes=args.zero_stage is not None)
@@ -226,7 +226,7 @@ def _step_options(args: argparse.Namespace, vertical: VerticalOrder | None) -> S
     shards_gradients = args.zero_stage >= 2 and not is_breadth_first(args.schedule, args.virtual_stages)
     return StepOptions(
         reduce_every=shards_gradients or args.offload_gradients != Tier.DEVICE.value,
-        gathered_bytes=PARAMETER_BYTES * _elements(args) * args.gathered_units,
+        gathered_bytes=PARAMETER_BYTES * args.zero_shard_size * args.gathered_units,
         late=args.late_update,
         vertical=vertical,
         leaving=args.offload_activations,
@@ -234,8 +234,10 @@ def _step_options(args: argparse.Namespace, vertical: VerticalOrder | None) -> S
 
 
 def _shapes(args: argparse.Namespace) -> list[RankShape]:
-    """The model state of every stage. A unit's activations count as one byte."""
-    shards = _elements(args)
+    """The model state of every stage. A unit has an element for each rank that shares its state, and its activations
+    count as one byte.
+    """
+    shards = args.zero_shard_size
     chunks = chunk_map(args.schedule, args.pp, args.virtual_stages)
     blocks = (args.blocks,) * chunks.count
     model = ExampleModel(blocks, args.zero_stage, shards, args.dp // shards, shards, *_tiers(args))
@@ -248,12 +250,6 @@ def _tiers(args: argparse.Namespace) -> tuple[Tier, Tier, Tier]:
     return Tier(args.offload_optimizer), Tier(args.offload_params), Tier(args.offload_gradients)
 
 
-def _elements(args: argparse.Namespace) -> int:
-    """Elements of a unit: one for each rank that shares its state."""
-    shards: int = args.zero_shard_size or args.dp
-    return shards
-
-
 def _times(args: argparse.Namespace) -> ChunkTimes:
     """The times of chunks, with --zero-stage also those of what happens to model state, and of copies."""
     if args.profile:
@@ -263,7 +259,7 @@ def _times(args: argparse.Namespace) -> ChunkTimes:
         times = uniform_times(args.pp * args.virtual_stages, *work)
     if args.zero_stage is None:
         return times
-    elements = _elements(args)
+    elements = args.zero_shard_size  # of a unit, see `_shapes`
     per_byte = args.gather_time / (PARAMETER_BYTES * elements)
     lanes = dict.fromkeys((Lane.SHARDS, Lane.ACROSS, Lane.TO_HOST, Lane.TO_DEVICE), per_byte)
     if args.offload_activations:  # which are one byte a unit, see `_shapes`

@@ -68,16 +68,8 @@ A_WEEK_OF_MINUTES = 7 * 24 * 60.0
 def parser() -> argparse.ArgumentParser:
     flags = command_parser("generate", DESCRIPTION, EXAMPLES)
     add_checkpoint_flags(flags)
-    _add_prompts(flags)
-    _add_sampling(flags)
-    add_layout_flags(flags)
-    flags.add_argument("--json", action="store_true", help="a line of JSON for each continuation")
-    return flags
-
-
-def _add_prompts(flags: argparse.ArgumentParser) -> None:
-    group = flags.add_argument_group("prompts")
-    add = group.add_argument
+    prompts = flags.add_argument_group("prompts")
+    add = prompts.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     lines = "each line is a prompt of its own; a prompt of several lines is a line of .jsonl, with \\n in its string"
     add("--prompt-file", metavar="FILE", help=f"{lines}; - is the standard input")
@@ -86,13 +78,10 @@ def _add_prompts(flags: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help=chat)
     add("--system", metavar="TEXT", help="what a system's turn in front of a chat says")
     add("--ids", action="store_true", help="prompts and continuations are token ids; no tokenizer is used")
-    add_tokenizer_flags(group, default=" (default: the checkpoint's own)")
+    add_tokenizer_flags(prompts, default=" (default: the checkpoint's own)")
     prefix = "token in front of every prompt (default: as transformers; a checkpoint of a training gets none)"
     add("--prefix-id", type=int, metavar="ID", help=prefix)
     add("--no-prefix", action="store_true", help="nothing in front of prompts")
-
-
-def _add_sampling(flags: argparse.ArgumentParser) -> None:
     defaults = "Defaults are those of the model's generation_config.json, else those in brackets."
     add = flags.add_argument_group("sampling", defaults).add_argument
     add("--max-new-tokens", type=int, metavar="N", help=f"of each continuation ({MOST_TOKENS})")
@@ -110,6 +99,9 @@ def _add_sampling(flags: argparse.ArgumentParser) -> None:
     add("--ignore-eod", action="store_true", help=f"go on behind the token that ends a document, {others}")
     add("--seed", type=int, default=DataConfig.seed, help="of the draws (%(default)s)")
     add("--batch-size", type=int, default=16, metavar="N", help="continuations that are computed at once (%(default)s)")
+    add_layout_flags(flags)
+    flags.add_argument("--json", action="store_true", help="a line of JSON for each continuation")
+    return flags
 
 
 def main(argv: Sequence[str]) -> int:
