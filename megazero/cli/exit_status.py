@@ -106,7 +106,6 @@ def working_folder_is_gone() -> bool:
 
 def say(text: str) -> None:
     """Print the whole output of a command. If it cannot be written, end the program with status 141 or 1."""
-
     status = status_of(lambda: print(text, flush=True))
     if status:
         raise SystemExit(status)
