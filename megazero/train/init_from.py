@@ -1,14 +1,16 @@
-"""`--init-from`: a run that starts with the weights of a checkpoint of any format, on any layout.
+"""Weights of another checkpoint, of any format and on any layout: those that a run starts with (--init-from), and the
+frozen base of adapters (--lora-rank).
 
 The checkpoint's model shape and tokenizer are defaults that the user's own settings override (`model_source`). Each
-rank copies the weights of the parts that it owns (`load_weights`). Optimizer moments, position and everything else
-start anew.
+rank copies the weights of the parts that it owns (`load_weights`, `load_base`). Optimizer moments, position and
+everything else start anew. Checkpoints with adapters get them in PEFT's format too (`peft_files`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -17,21 +19,28 @@ from torch import Tensor
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks, text_of_lowest
 from megazero.checkpoint.format import range_of
-from megazero.checkpoint.manager import CheckpointedState
+from megazero.checkpoint.manager import CheckpointedState, FoundCheckpoint
 from megazero.checkpoint.narrowing import OutOfRange, require_range
+from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.reshard import sub_boxes
 from megazero.config.inventory import TABLES
 from megazero.config.model_shape import shape_settings
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError, ConfigSource, problem_of
+from megazero.convert.lora.peft import names_for, write_adapters
+from megazero.convert.native import NativeSource
 from megazero.convert.registry import open_source
 from megazero.convert.report import ConversionReport
 from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
-from megazero.mpu.parameter import Box, ParameterSpec
+from megazero.mpu.parameter import Box, ParameterSpec, spec_of
 from megazero.system.reading import path_error
 from megazero.zero.fragment import Fragment, FragmentSpec
+from megazero.zero.frozen import FrozenParameters
 
+PEFT = "peft"
+"""The subfolder of a checkpoint that PEFT opens."""
 SHOWN = 3
 """The most keys of a kind that the banner names."""
 ROWS = 4096
@@ -59,8 +68,10 @@ def model_source(path: str) -> ConfigSource:
 
 def _tokenizer(source: Source) -> dict[str, str | int | None]:
     """Settings of the model's tokenizer and separator, if the checkpoint has them."""
-    found, eod_id = tokenizer_files(source), source.run.data.eod_id
-    fields: dict[str, str | int | None] = {} if found is None else {"tokenizer": found[0], "tokenizer_path": found[1]}
+    kind_and_path, eod_id = tokenizer_files(source), source.run.data.eod_id
+    fields: dict[str, str | int | None] = {}
+    if kind_and_path is not None:
+        fields["tokenizer"], fields["tokenizer_path"] = kind_and_path
     return fields if eod_id is None else fields | {"eod_id": eod_id}
 
 
@@ -70,12 +81,84 @@ def _two_separators(source: Source) -> dict[str, str]:
     if named is None or tokenizer is None or tokenizer.eod_id in (None, named):
         return {}
     pieces = {number: piece for piece, number in tokenizer.pieces().items() if number in (named, tokenizer.eod_id)}
-    words = [f"{number} ({pieces.get(number, 'no token of the tokenizer')!r})" for number in (named, tokenizer.eod_id)]
+    first, second = (
+        f"{number} ({pieces.get(number, 'no token of the tokenizer')!r})" for number in (named, tokenizer.eod_id)
+    )
     return {
-        "eod_id": f"--eod-id: of {source.path}, config.json names {words[0]} as eos_token_id, and the tokenizer ends a "
-        f"document with {words[1]}; "
-        f"say which with --eod-id {named} or --eod-id {tokenizer.eod_id}"
+        "eod_id": f"--eod-id: of {source.path}, config.json names {first} as eos_token_id, and the tokenizer ends a "
+        f"document with {second}; say which with --eod-id {named} or --eod-id {tokenizer.eod_id}"
     }
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The checkpoint that adapters belong to.
+
+    path  its absolute path
+    qkv   how its matrices of query, key and value are encoded with --lora-base-bits: one or three
+    """
+
+    path: str
+    qkv: str
+
+
+def base_of(run: Run, resumed: FoundCheckpoint | None) -> AdapterBase | None:
+    """The base of the adapters that a run trains; None without adapters. Opens the base checkpoint.
+
+    The base is --init-from, or else the base that the checkpoint of --load records. If --init-from is the folder of
+    checkpoints that holds the recorded one, the recorded one stays the base, even if a newer one exists now. Encoded
+    matrices stay as the checkpoint of --load has them, or are as the base has its matrices. Raises ConfigError if
+    neither names a base, if the base cannot be opened, or if --save would overwrite it.
+    """
+    if run.lora.lora_rank is None or (run.checkpoint.init_from is None and run.checkpoint.load is None):
+        return None  # adapters without either are refused by the configuration's checks
+    recorded = None if resumed is None else resumed.run.get("checkpoint", {}).get("init_from")
+    base = run.checkpoint.init_from or recorded
+    if base is None:
+        lacks = "has no complete checkpoint" if resumed is None else "does not say it"
+        load = f"--load {run.checkpoint.load}"
+        raise ConfigError(
+            [f"--lora-rank {run.lora.lora_rank}: on which model? {load} {lacks}; name it: --init-from DIR"]
+        )
+    path = Path(base).expanduser().absolute()
+    if recorded is not None and Path(recorded).parent.resolve() == path.resolve():
+        path = Path(recorded)
+    try:
+        with open_source(path) as source:
+            checkpoint, qkv = source.path, "three" if source.separates_qkv else "one"
+    except (ConversionError, OSError) as error:
+        problem = f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"
+        raise ConfigError([problem_of(error, problem)]) from error
+    save = run.checkpoint.save
+    if save is not None and Path(save).expanduser().resolve() in (checkpoint.resolve(), checkpoint.resolve().parent):
+        holds = f"--save {save} holds the model that the adapters belong to, {checkpoint}"
+        raise ConfigError([f"{holds}, and would lose it: name another folder"])
+    encoded = None if resumed is None else resumed.run.get("lora", {}).get("lora_base_qkv")
+    return AdapterBase(str(checkpoint), encoded or qkv)
+
+
+def peft_files(run: Run) -> Callable[[Path], None] | None:
+    """A function that adds the adapters of a complete checkpoint to its folder, in PEFT's format.
+
+    None without adapters. None also if no model family of Hugging Face fits this model; a line on stdout says so. Opens
+    the base checkpoint. Called by one rank; communicates nothing.
+    """
+    base = run.checkpoint.init_from
+    if run.lora.lora_rank is None or base is None or run.checkpoint.save is None:
+        return None
+    with open_source(Path(base)) as source:
+        try:
+            names = names_for(run.model, source)
+        except ConversionError as error:
+            print(f"megazero: checkpoints hold no {PEFT}/, PEFT's form of the adapters: {error}", flush=True)
+            return None
+
+    def write(folder: Path) -> None:
+        (folder / PEFT).mkdir()
+        with NativeSource(folder, read_manifest(folder)) as adapters:
+            write_adapters(adapters, names, base, folder / PEFT)
+
+    return write
 
 
 def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
@@ -105,39 +188,61 @@ def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
     """Fill this rank's weights from the checkpoint at `path`; return a text for the banner.
 
     The text names what was read, and keys that were not used or were filled. If the model has more tokens than the
-    checkpoint, the new rows start as the mean of the others. A collective of the world: `open_on_all_ranks`,
-    `refuse_on_all_ranks`, `raise_on_all_ranks` and the gathers of `after_load`. Raises ConversionError (on the other
-    ranks a CheckpointError with its text) if the checkpoint cannot be read or does not fit the model, and ConfigError
-    for a weight that the precision does not hold.
+    checkpoint, the new rows start as the mean of the others. A collective of the world: `_filled_on_all_ranks`, which
+    says what is raised, and the gathers of `after_load`.
+    """
+
+    portions = state.portions(["weight"])  # before any rank can fail: this may be a collective
+
+    def fill(source: Source) -> str:
+        with closing(portions):
+            _fill(source, state.stored(), portions)
+        return "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
+
+    text = _filled_on_all_ranks(path, grid, fill)
+    state.after_load()
+    return text
+
+
+def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
+    """Fill this rank's frozen parameters from the checkpoint at `path`; return the name of its format.
+
+    A collective of the world: `_filled_on_all_ranks`, which says what is raised.
+    """
+
+    def fill(source: Source) -> str:
+        specs = map(spec_of, frozen.by_name.values())
+        problems = [problem for spec in specs if (problem := _misfit_of_base(source, spec))]
+        if problems:
+            raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems[:20])}")
+        frozen.fill(lambda spec: require_range(source.read(spec.name), frozen.by_name[spec.name].dtype, spec.name))
+        return source.format
+
+    return _filled_on_all_ranks(path, grid, fill)
+
+
+def _filled_on_all_ranks(path: str, grid: ProcessGrid, fill: Callable[[Source], str]) -> str:
+    """Open the checkpoint on all ranks, and return what `fill` says of it on this rank.
+
+    A collective of the world: `open_on_all_ranks`, `text_of_lowest` and `raise_on_all_ranks`. Raises ConversionError
+    (on the other ranks a CheckpointError with its text) if the checkpoint cannot be read or does not fit the model, and
+    ConfigError on all ranks if one has a weight that its precision does not hold.
     """
     failure: Exception | None = None
-    beyond: OutOfRange | None = None
-    told = ""
+    text = ""
     opened = open_on_all_ranks(path, grid)
-    portions = state.portions(["weight"])
     try:
-        with opened as source, closing(portions):
-            _fill(source, state.stored(), portions)
-            told = "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
-    except OutOfRange as error:
-        beyond = error
+        with opened as source:
+            text = fill(source)
     except Exception as error:
         failure = error
-    refuse_on_all_ranks(path, grid, beyond)
+    # The user chose the precision, so a weight beyond it is a mistake in the flags. Any other failure is not.
+    beyond = f"--init-from {path}: {failure.nearest('--precision')}" if isinstance(failure, OutOfRange) else None
+    refusal = text_of_lowest(grid.world, grid.device, beyond)
+    if refusal is not None:
+        raise ConfigError([refusal[1]]) from failure
     raise_on_all_ranks(grid.world, grid.device, failure)
-    state.after_load()
-    return told
-
-
-def refuse_on_all_ranks(path: str, grid: ProcessGrid, error: OutOfRange | None) -> None:
-    """Raise ConfigError on all ranks if one has a weight that its precision does not hold.
-
-    A collective of the world, as `text_of_lowest`.
-    """
-    own = None if error is None else f"--init-from {path}: {error.nearest('--precision')}"
-    told = text_of_lowest(grid.world, grid.device, own)
-    if told is not None:
-        raise ConfigError([told[1]]) from error
+    return text
 
 
 def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
@@ -150,15 +255,15 @@ def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
     ]
     return [
         *unusual,
-        *(f"{r.key}: {r.copies} copies that differed were averaged" for r in report.replicas[:SHOWN]),
+        *(f"{one.key}: {one.copies} copies that differed were averaged" for one in report.replicas[:SHOWN]),
         *report.apart,
         *report.notes,
     ]
 
 
-def _fill(source: Source, held: Sequence[Sequence[FragmentSpec]], portions: Iterable[Sequence[Fragment]]) -> None:
-    """Copy the weights into the portions, one after the other. held: their fragments without values."""
-    specs = {one.spec.name: one.spec for one in chain.from_iterable(held)}
+def _fill(source: Source, stored: Sequence[Sequence[FragmentSpec]], portions: Iterable[Sequence[Fragment]]) -> None:
+    """Copy the weights into the portions, one after the other. stored: their fragments without values."""
+    specs = {fragment.spec.name: fragment.spec for fragment in chain.from_iterable(stored)}
     problems = [problem for spec in specs.values() if (problem := _misfit(source, spec))]
     if problems:
         raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
@@ -168,11 +273,13 @@ def _fill(source: Source, held: Sequence[Sequence[FragmentSpec]], portions: Iter
 
 
 def _copy_all(source: Source, portion: Sequence[Fragment]) -> None:
+    """A function, so that no name holds the last fragment while the next portion comes."""
     for fragment in portion:
         _copy(source, fragment)
 
 
 def _misfit(source: Source, spec: ParameterSpec) -> str | None:
+    """A sentence if the source does not have this parameter."""
     entry = source.entries.get(spec.name)
     if entry is None:
         return f"{spec.name} is missing"
@@ -180,6 +287,14 @@ def _misfit(source: Source, spec: ParameterSpec) -> str | None:
     return (
         None if entry.shape == spec.shape or longer else f"{spec.name} is {list(entry.shape)}, not {list(spec.shape)}"
     )
+
+
+def _misfit_of_base(source: Source, spec: ParameterSpec) -> str | None:
+    """As `_misfit`, for frozen parameters, which get no new rows."""
+    entry = source.entries.get(spec.name)
+    if entry is None:
+        return f"it has no {spec.name}"
+    return None if entry.shape == spec.shape else f"{spec.name} is {list(entry.shape)}, not {list(spec.shape)}"
 
 
 @torch.no_grad()
@@ -204,10 +319,10 @@ def _rows(source: Source, name: str, box: Box) -> Tensor:
     known = max(first, min(last, source.entries[name].shape[0]))
     if known == last:
         return source.read_box(name, box)
-    there = source.read(name)
+    tensor = source.read(name)
     inside = tuple(slice(*bounds) for bounds in columns)
-    mean = _mean_row(there)[inside].to(there.dtype)
-    return torch.cat([there[(slice(first, known), *inside)], mean.expand(last - known, *mean.shape)])
+    mean = _mean_row(tensor)[inside].to(tensor.dtype)
+    return torch.cat([tensor[(slice(first, known), *inside)], mean.expand(last - known, *mean.shape)])
 
 
 def _mean_row(values: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from megazero.report.trace_files import files_of, why_not_a_trace
 from megazero.system.reading import listed, path_error
 from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file
-from megazero.train.adapters import AdapterBase, base_of
+from megazero.train.init_from import AdapterBase, base_of
 from megazero.train.requirements import folder_problems
 
 

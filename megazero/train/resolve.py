@@ -23,8 +23,8 @@ from megazero.plan.bytes import has_nccl
 from megazero.plan.order import leaves_order_to_budgets, order_within_budgets
 from megazero.plan.rates import MachineRates
 from megazero.plan.recompute import RecomputeTable, recompute_table
-from megazero.train.adapters import AdapterBase
 from megazero.train.epochs import Epoch, samples_of
+from megazero.train.init_from import AdapterBase
 from megazero.train.placed import Room, chosen
 
 DEFAULT_TOKENIZER = "gpt2"

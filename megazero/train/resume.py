@@ -20,8 +20,7 @@ from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.engine import PipelineEngine
 from megazero.telemetry.units import transfer
-from megazero.train.adapters import load_base
-from megazero.train.init_from import load_weights
+from megazero.train.init_from import load_base, load_weights
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.swap_files import SwapStart, saying_way_out
 from megazero.zero.initial import initialise_state

@@ -24,7 +24,7 @@ from megazero.mpu.grid import ProcessGrid, background_group
 from megazero.mpu.shared_memory import PeerError
 from megazero.plan.parameter_specs import specs_of
 from megazero.telemetry.units import transfer
-from megazero.train.adapters import peft_files
+from megazero.train.init_from import peft_files
 from megazero.train.logs import as_config_error
 from megazero.train.state import TrainingPosition
 from megazero.zero.layout import owned_fragments
