@@ -10,7 +10,7 @@ from bench.workload import Workload
 from megazero.config.dump import plain_value
 from megazero.config.placement import ROWS
 from megazero.plan.rates import MachineRates
-from megazero.train import resolved_together
+from megazero.train import checked
 from megazero.train.job import Job
 
 
@@ -32,13 +32,13 @@ class Step:
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
     rates: dict[str, float] = {}
-    measure = resolved_together.measured_rates
+    measure = checked.measured_rates
 
     def measured(*of: Any) -> MachineRates:
         result = measure(*of)
         rates.update(result.plain())
         return result
 
-    with patch.object(resolved_together, "measured_rates", measured):
+    with patch.object(checked, "measured_rates", measured):
         job = build_megazero(work, list(layout), replicas)
     return Step(job, rates, job.prepared.resolved.placement)

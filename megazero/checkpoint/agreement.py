@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from megazero.checkpoint.fence import FenceLost
 from megazero.checkpoint.format import CheckpointError, Damaged
+from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce, broadcast
 from megazero.mpu.grid import Group
 
-_KINDS: tuple[type[Exception], ...] = (CheckpointError, Damaged, FenceLost, ValueError)
+_KINDS: tuple[type[Exception], ...] = (CheckpointError, Damaged, FenceLost, ValueError, ConfigError)
 
 
 def raise_on_all_ranks(world: Group, device: torch.device, error: Exception | None) -> None:
@@ -31,7 +33,8 @@ def raise_on_all_ranks(world: Group, device: torch.device, error: Exception | No
     if error is not None and index == world.index:
         raise error
     number, _, text = described.partition(" ")
-    raise _KINDS[int(number)](text) from error
+    raised = _KINDS[int(number)]
+    raise (ConfigError(json.loads(text)) if raised is ConfigError else raised(text)) from error
 
 
 def text_of_lowest(world: Group, device: torch.device, text: str | None) -> tuple[int, str] | None:
@@ -49,15 +52,29 @@ def text_of_lowest(world: Group, device: torch.device, text: str | None) -> tupl
     return index, told
 
 
-def attempt_on_all_ranks(world: Group, device: torch.device, action: Callable[[], Any] | None) -> None:
-    """Run this rank's action, if it has one, then `raise_on_all_ranks`. A collective."""
+def attempt_on_all_ranks(world: Group, device: torch.device, action: Callable[[], Any] | None) -> Any:
+    """Run this rank's action, if it has one, then `raise_on_all_ranks`. Returns what it returned. A collective."""
     failure: Exception | None = None
+    result = None
     try:
         if action is not None:
-            action()
+            result = action()
     except Exception as error:
         failure = error
     raise_on_all_ranks(world, device, failure)
+    return result
+
+
+def found_by_rank_0(world: Group, device: torch.device, find: Callable[[], Any]) -> Any:
+    """What `find` returns on rank 0, in JSON's types (a tuple becomes a list), on all ranks. `find` is called there
+    alone; what it raises is raised as by `raise_on_all_ranks`.
+
+    A collective of the world, if it has several ranks: `attempt_on_all_ranks` and `broadcast_text`.
+    """
+    if world.size == 1:
+        return json.loads(json.dumps(find()))
+    answer = attempt_on_all_ranks(world, device, (lambda: json.dumps(find())) if world.index == 0 else None)
+    return json.loads(broadcast_text(world, device, answer) or "null")
 
 
 def broadcast_text(world: Group, device: torch.device, text: str | None, index: int = 0) -> str | None:
@@ -79,4 +96,6 @@ def broadcast_text(world: Group, device: torch.device, text: str | None, index: 
 
 
 def _describe(error: Exception) -> str:
+    if type(error) is ConfigError:
+        return json.dumps(error.problems)
     return str(error) if type(error) in _KINDS else f"{type(error).__name__}: {error}"

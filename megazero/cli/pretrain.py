@@ -17,9 +17,10 @@ from megazero.cli.exit_status import read_environment, say, working_folder_is_go
 from megazero.cli.parser import pop_flag
 from megazero.config.flags import read_command_line
 from megazero.config.help import requested_help
+from megazero.system.allocator import restart_with_settings
 from megazero.system.status import FAILED, MISTAKEN
+from megazero.telemetry.console import survive_lost_console
 from megazero.telemetry.watchdog import STOPPING, StopSignals
-from megazero.train.start import start_process
 
 if TYPE_CHECKING:
     from megazero.launch import Environment
@@ -56,6 +57,32 @@ def main(argv: Sequence[str]) -> int:
     return run(argv, signals)
 
 
+def start_process(arguments: Sequence[str]) -> StopSignals:
+    """Prepare the process: set up the allocator, make the loss of stdout and stderr harmless, handle stop signals.
+
+    arguments: the command line's flags. To be called before any file is opened, and before torch is imported. Until the
+    first step, a signal ends the process at once.
+    """
+    restart_with_settings()
+    signals = StopSignals(early=lambda name: _end(name, signals))
+    # A check has to tell its result, and an interrupted one has none: a lost output and signals end it as usual.
+    if not read_command_line(arguments).command.starts_nothing:
+        survive_lost_console()
+        signals.__enter__()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # the launcher blocks them until the handlers are installed
+    return signals
+
+
+def _end(name: str, signals: StopSignals) -> None:
+    from megazero.launch import Environment, exit_early
+
+    def leave() -> None:
+        for action in signals.leaving:
+            action()
+
+    exit_early(name, Environment.read(), leave)
+
+
 def ranks_to_start(argv: Sequence[str], environment: Mapping[str, str]) -> int | None:
     """The value of --ranks, if ranks are to be started; else None. The check of all flags reports a wrong value."""
     command = read_command_line(argv).command
@@ -86,7 +113,7 @@ def start_ranks(count: int, command: Sequence[str]) -> int:
     """
     # Below nohup a hangup is ignored, and stays so.
     kinds = [kind for kind in STOPPING if kind is not signal.SIGHUP or signal.getsignal(kind) is not signal.SIG_IGN]
-    signal.pthread_sigmask(signal.SIG_BLOCK, kinds)  # threads and ranks inherit it; a rank unblocks them in `start`
+    signal.pthread_sigmask(signal.SIG_BLOCK, kinds)  # threads and ranks inherit it; see `start_process`
     ranks_ended = threading.Event()
     threading.Thread(target=_pass_on, args=(kinds, ranks_ended), name="signals", daemon=True).start()
     os.environ.setdefault(*SHUTDOWN)

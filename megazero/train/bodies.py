@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from fused_ops.attention.selection import Body, choose
 from fused_ops.registry import COMPILED, describe
-from megazero.checkpoint.agreement import broadcast_text
+from megazero.checkpoint.agreement import broadcast_text, found_by_rank_0
 from megazero.config.derive import RecomputeTable
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
-from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce, broadcast
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
@@ -39,20 +38,15 @@ def recompute_of_all_ranks(run: Run, grid: ProcessGrid) -> RecomputeTable:
 
     The ranks of tp must recompute alike, and under --activation-memory-budget the choice depends on the body of
     attention that a rank has. Raises ConfigError on all ranks where rank 0 cannot keep the budget. With a budget it is
-    a collective of the world: two broadcasts.
+    a collective of the world: `found_by_rank_0`.
     """
-    if run.parallel.activation_memory_budget is None or grid.world.size == 1:
+
+    def table() -> RecomputeTable:
         return recompute_table(run, grid.axes, grid.device.type)
-    choice: dict[str, Sequence[str]] = {}
-    if grid.world.index == 0:
-        try:
-            choice = {"table": recompute_table(run, grid.axes, grid.device.type)}
-        except ConfigError as error:
-            choice = {"problems": error.problems}
-    choice = json.loads(broadcast_text(grid.world, grid.device, json.dumps(choice)) or "{}")
-    if "problems" in choice:
-        raise ConfigError(choice["problems"])
-    return tuple(choice["table"])
+
+    if run.parallel.activation_memory_budget is None:
+        return table()
+    return tuple(found_by_rank_0(grid.world, grid.device, table))
 
 
 def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:

@@ -1,29 +1,36 @@
-"""What a start checks before anything is made: files are opened, the run is resolved, and every problem is collected.
+"""What a start checks: files are opened, the run is resolved, and every problem is collected before anything is made.
+What only ranks that have met can decide is resolved later, in `resolved_on_all_ranks`.
 
-A start and --validate-only make the same call. Data are not read to their end here, and the default corpus is not made:
-`prepare` does that.
+A start and --validate-only make the same calls. Data are not read to their end here, and the default corpus is not
+made: `prepare` does that.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+from megazero.checkpoint.agreement import found_by_rank_0
 from megazero.checkpoint.resume_changes import compare
+from megazero.config.dump import plain_value
 from megazero.config.placement import AUTO
 from megazero.config.schema import Run
-from megazero.config.source import ConfigError
+from megazero.config.source import ConfigError, Decision
 from megazero.data.build import cache_root
-from megazero.data.corpus import EOD_ID, VOCAB_SIZE, Corpus, planned_corpus
+from megazero.data.corpus import EOD_ID, VOCAB_SIZE, planned_corpus
 from megazero.data.indexed import DataError
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
-from megazero.plan.rates import MachineRates, read_rates
+from megazero.mpu.grid import ProcessGrid
+from megazero.plan.rates import read_rates
 from megazero.system import device as devices
 from megazero.train.epochs import Epoch, epoch_of
+from megazero.train.measured_rates import measured_rates
 from megazero.train.path_checks import CheckedPaths, check_paths, of_checkpoint
 from megazero.train.placed import room_here
 from megazero.train.requirements import budget_problems, folder_problems, machine_problems, room_problems
-from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, resolve
+from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, decided, resolve
 from megazero.train.same_data import saved_run
 
 
@@ -86,11 +93,14 @@ def asked_start(
     own_data = own_data or OwnData()
     paths = check_paths(asked, own_data.tokenizer) if reads_files else CheckedPaths()
     facts = _facts(asked, where, own_data, paths, reads_files=reads_files, searches=searches)
-    rates, unresolvable = _given_rates(asked)
+    unresolvable: tuple[str, ...] = ()
+    try:
+        rates = None if asked.offload.placement_rates is None else read_rates(asked.offload.placement_rates)
+    except ConfigError as error:
+        rates, unresolvable = None, error.problems
     if searches and asked.offload.placement == AUTO:
-        facts = replace(
-            facts, rates=rates, room=room_here(asked, len(where.local_ranks)) if where.local_ranks else None
-        )
+        room = room_here(asked, len(where.local_ranks)) if where.local_ranks else None
+        facts = replace(facts, rates=rates, room=room)
     try:
         resolved = resolve(asked, facts)
     except ConfigError as error:
@@ -99,73 +109,48 @@ def asked_start(
     return Asked(resolved, where, own_data, paths, unresolvable, reads_files, searches)
 
 
-def check_start(begun: Asked) -> Problems:
-    """Check a run that is resolved. Writes nothing and communicates nothing."""
-    resolved, where = begun.resolved, begun.where
-    asked, run = resolved.asked, resolved.run
-    problems = [*begun.paths.problems, *begun.own_data.problems(asked), *begun.unresolvable]
-    if begun.reads_files:
-        problems += resume_problems(resolved, begun.paths)
-        if not folder_problems(asked.offload.nvme_path):
-            problems += room_problems(run, where.world_size, where.local_ranks)
-    problems += budget_problems(run, where.world_size, tries_cards=begun.searches, local_ranks=where.local_ranks)
-    return Problems(tuple(machine_problems(run)), tuple(problems))
-
-
 def _facts(
     asked: Run, where: Where, own_data: OwnData, paths: CheckedPaths, *, reads_files: bool, searches: bool
 ) -> Facts:
     """What the files and this machine say, apart from rates."""
     kind = devices.kind(asked.parallel.device)
-    without_data = own_data.train is None and not (asked.data.data_path or asked.data.instruction_data)
-    vocabulary = None
+    names_data = bool(asked.data.data_path or asked.data.instruction_data)
+    takes_default = own_data.train is None and not names_data
+    vocabulary = Vocabulary(VOCAB_SIZE, EOD_ID) if takes_default else None
     if paths.tokenizer is not None:
         vocabulary = Vocabulary(int(paths.tokenizer.vocab_size), paths.tokenizer.eod_id)
-    elif without_data:
-        vocabulary = Vocabulary(VOCAB_SIZE, EOD_ID)
+    corpus = epoch = None
+    # The path is one of this host. A start makes the corpus soon, and need not list its sources twice.
+    if takes_default and where.local_ranks and searches:
+        with suppress(DataError):  # there is no source, which the start says
+            corpus = planned_corpus(cache_root(asked.data))
+    if reads_files and own_data.train is not None:
+        epoch = Epoch(samples=len(own_data.train))
+    elif reads_files and asked.data.data_path:  # the start counts conversations and the default corpus: it reads them
+        with suppress(DataError):  # a problem of the paths
+            epoch = epoch_of(asked, None, silent)
     return Facts(
         where.world_size,
         kind,
         device=kind if where.local_ranks else None,
-        # The path is one of this host. A start makes the corpus soon, and need not list its sources twice.
-        corpus=_planned(asked) if without_data and where.local_ranks and searches else None,
+        corpus=corpus,
         vocabulary=vocabulary,
-        epoch=_quick_epoch(asked, own_data) if reads_files else None,
+        epoch=epoch,
         base=paths.base,
         tries_kernels=searches or kind == "cpu",
     )
 
 
-def _planned(asked: Run) -> Corpus | None:
-    """The default corpus of a run that names no data; None where the corpus has no source, which the start says."""
-    try:
-        return planned_corpus(cache_root(asked.data))
-    except DataError:
-        return None
-
-
-def _quick_epoch(asked: Run, own_data: OwnData) -> Epoch | None:
-    """An epoch of data that say their size in a header. Conversations have to be packed for that, and a default corpus
-    may have to be made: their start counts them.
-    """
-    if own_data.train is not None:
-        return Epoch(samples=len(own_data.train))
-    if not asked.data.data_path:
-        return None
-    try:
-        return epoch_of(asked, None, silent)
-    except DataError:  # a problem of the paths
-        return None
-
-
-def _given_rates(asked: Run) -> tuple[MachineRates | None, tuple[str, ...]]:
-    """The rates of --placement-rates, and what is wrong with the file."""
-    if asked.offload.placement_rates is None:
-        return None, ()
-    try:
-        return read_rates(asked.offload.placement_rates), ()
-    except ConfigError as error:
-        return None, error.problems
+def check_start(begun: Asked) -> Problems:
+    """Check a run that is resolved. Writes nothing and communicates nothing."""
+    where, asked, run = begun.where, begun.resolved.asked, begun.resolved.run
+    problems = [*begun.paths.problems, *begun.own_data.problems(asked), *begun.unresolvable]
+    if begun.reads_files:
+        problems += resume_problems(begun.resolved, begun.paths)
+        if not folder_problems(asked.offload.nvme_path):
+            problems += room_problems(run, where.world_size, where.local_ranks)
+    problems += budget_problems(run, where.world_size, tries_cards=begun.searches, local_ranks=where.local_ranks)
+    return Problems(tuple(machine_problems(run)), tuple(problems))
 
 
 def resume_problems(resolved: ResolvedRun, paths: CheckedPaths) -> list[str]:
@@ -177,3 +162,39 @@ def resume_problems(resolved: ResolvedRun, paths: CheckedPaths) -> list[str]:
     if resumed is None or unknown or not (asked.data.data_path or asked.data.instruction_data):
         return []
     return of_checkpoint(resumed, compare(saved_run(resumed, run), run, resumed.layout, resolved.axes.sizes).problems)
+
+
+def resolved_on_all_ranks(started: ResolvedRun, grid: ProcessGrid, ranks_here: int) -> ResolvedRun:
+    """The final run: what the ranks' files have left open is decided on rank 0, and every rank takes its decisions.
+
+    Left open are the order of micro-batches on cards, and a placement at measured rates. Rank 0 alone decides, because
+    the search for a placement takes seconds of all cores, and because two cards may keep different bytes of attention.
+    ranks_here: the ranks of this host, which share its memory and its disks. If something is open this is a collective
+    of the world: `found_by_rank_0`, and for --placement auto without --placement-rates the measurement
+    (`train.measured_rates`). Raises ConfigError on all ranks if nothing keeps to the budgets.
+    """
+    if not started.left_open:
+        return started
+    facts = facts_together(started, grid, ranks_here)
+
+    def made() -> dict[str, Any]:
+        """The decisions as JSON has them; `config.placement.applied` reads values from their words."""
+        resolved = resolve(started.asked, facts)
+        decisions = [(decision.field, plain_value(decision.value), decision.why) for decision in resolved.decisions]
+        return {"decisions": decisions, "placement": resolved.placement}
+
+    answer = found_by_rank_0(grid.world, grid.device, made)
+    decisions = tuple(Decision(*decision) for decision in answer["decisions"])
+    resolved = decided(started.asked, facts, decisions, tuple(answer["placement"]))
+    assert not resolved.left_open, resolved.left_open
+    return resolved
+
+
+def facts_together(started: ResolvedRun, grid: ProcessGrid, ranks_here: int) -> Facts:
+    """The facts with what the ranks learn when they have met. A collective where rates are measured."""
+    run, facts = started.run, replace(started.facts, tries_kernels=True, nccl=grid.world.is_on_device)
+    if run.offload.placement != AUTO:
+        return facts
+    file = run.offload.placement_rates
+    rates = measured_rates(run, grid) if file is None else read_rates(file)
+    return replace(facts, rates=rates, room=room_here(run, ranks_here))

@@ -26,7 +26,7 @@ from megazero.report.run_report import gather
 from megazero.train.checked import Asked, Problems, Where, asked_start, check_start
 from megazero.train.path_checks import checkpoints_in_the_way, start_position
 from megazero.train.resolve import ResolvedRun, resolve
-from megazero.train.run_memory import trace_of_plan
+from megazero.train.run_memory import write_memory_trace
 
 _STILL_OPEN = {
     "vocab_size": "vocab_size, which the tokenizer says and could not be read",
@@ -68,7 +68,7 @@ def _require_a_placement(resolved: ResolvedRun) -> None:
     """Raise ConfigError if no placement keeps to the budgets. That follows from bytes, whatever the rates are, and is
     not known without a vocabulary.
     """
-    assumed, run = rates.ASSUMED[resolved.kind], resolved.asked
+    assumed, run = rates.ASSUMED[resolved.facts.kind], resolved.asked
     assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
     resolve(run, replace(resolved.facts, rates=assumed))
 
@@ -122,7 +122,7 @@ def _told(resolved: ResolvedRun, given: Mapping[str, Any], notes: Sequence[str],
     """The answer to a run with which nothing is wrong. Writes the files of --memory-trace and --report-json."""
     run, unchecked = resolved.run, [*unchecked]
     steps = StageLists(run, resolved.axes, nccl=has_nccl(run.parallel, resolved.axes))
-    trace = trace_of_plan(steps, resolved.kind)
+    trace = write_memory_trace(steps, resolved.facts.kind)
     report = gather(steps)
     if report.memory.assumed:
         predictions = {"--memory-trace": trace is not None, "memory budgets": has_budgets(run)}

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text, raise_on_all_ranks, text_of_lowest
+from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
 from megazero.checkpoint.format import range_of
 from megazero.checkpoint.manager import CheckpointedState, FoundCheckpoint
 from megazero.checkpoint.narrowing import OutOfRange, require_range
@@ -116,10 +116,8 @@ def base_of(run: Run, resumed: FoundCheckpoint | None) -> AdapterBase | None:
     base = run.checkpoint.init_from or recorded
     if base is None:
         lacks = "has no complete checkpoint" if resumed is None else "does not say it"
-        load = f"--load {run.checkpoint.load}"
-        raise ConfigError(
-            [f"--lora-rank {run.lora.lora_rank}: on which model? {load} {lacks}; name it: --init-from DIR"]
-        )
+        question = f"--lora-rank {run.lora.lora_rank}: on which model?"
+        raise ConfigError([f"{question} --load {run.checkpoint.load} {lacks}; name it: --init-from DIR"])
     path = Path(base).expanduser().absolute()
     if recorded is not None and Path(recorded).parent.resolve() == path.resolve():
         path = Path(recorded)
@@ -168,20 +166,18 @@ def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     name counts: a rank that opened another one opens the one of that name in the same folder instead, if it is there. A
     collective of the world: a broadcast of the name, and two `attempt_on_all_ranks`. Raises as `raise_on_all_ranks`.
     """
-    opened: list[Source] = []
-    attempt_on_all_ranks(grid.world, grid.device, lambda: opened.append(open_source(Path(path).expanduser())))
-    mine = opened[0].path
-    name = broadcast_text(grid.world, grid.device, mine.name)
-    assert name is not None
-    other = mine.with_name(name) if name and mine.name else mine
+    opened: Source = attempt_on_all_ranks(grid.world, grid.device, lambda: open_source(Path(path).expanduser()))
+    name = broadcast_text(grid.world, grid.device, opened.path.name)
+    other = opened.path.with_name(name) if name and opened.path.name else opened.path
 
-    def reopen() -> None:
-        if other != mine and other.exists():
-            opened[0].closing.close()
-            opened[0] = open_source(other)
+    def reopened() -> Source:
+        if other == opened.path or not other.exists():
+            return opened
+        opened.closing.close()
+        return open_source(other)
 
-    attempt_on_all_ranks(grid.world, grid.device, reopen)
-    return opened[0]
+    source: Source = attempt_on_all_ranks(grid.world, grid.device, reopened)
+    return source
 
 
 def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
@@ -224,25 +220,20 @@ def load_base(path: str, frozen: FrozenParameters, grid: ProcessGrid) -> str:
 def _filled_on_all_ranks(path: str, grid: ProcessGrid, fill: Callable[[Source], str]) -> str:
     """Open the checkpoint on all ranks, and return what `fill` says of it on this rank.
 
-    A collective of the world: `open_on_all_ranks`, `text_of_lowest` and `raise_on_all_ranks`. Raises ConversionError
-    (on the other ranks a CheckpointError with its text) if the checkpoint cannot be read or does not fit the model, and
-    ConfigError on all ranks if one has a weight that its precision does not hold.
+    A collective of the world: `open_on_all_ranks` and `attempt_on_all_ranks`. Raises ConversionError (on the other
+    ranks a CheckpointError with its text) if the checkpoint cannot be read or does not fit the model, and ConfigError
+    on all ranks for a weight that its precision does not hold.
     """
-    failure: Exception | None = None
-    text = ""
     opened = open_on_all_ranks(path, grid)
-    try:
+
+    def act() -> str:
         with opened as source:
-            text = fill(source)
-    except Exception as error:
-        failure = error
-    # The user chose the precision, so a weight beyond it is a mistake in the flags. Any other failure is not.
-    beyond = f"--init-from {path}: {failure.nearest('--precision')}" if isinstance(failure, OutOfRange) else None
-    refusal = text_of_lowest(grid.world, grid.device, beyond)
-    if refusal is not None:
-        raise ConfigError([refusal[1]]) from failure
-    raise_on_all_ranks(grid.world, grid.device, failure)
-    return text
+            try:
+                return fill(source)
+            except OutOfRange as error:  # the user chose the precision, so this is a mistake in the flags
+                raise ConfigError([f"--init-from {path}: {error.nearest('--precision')}"]) from error
+
+    return str(attempt_on_all_ranks(grid.world, grid.device, act))
 
 
 def _out_of_the_ordinary(report: ConversionReport) -> list[str]:

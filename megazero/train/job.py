@@ -30,10 +30,10 @@ from megazero.telemetry.watchdog import StopSignals
 from megazero.train.arguments import Callbacks, CallbackSink
 from megazero.train.batches import batches_of
 from megazero.train.bodies import recompute_of_all_ranks
+from megazero.train.checked import resolved_on_all_ranks
 from megazero.train.logs import sinks_of, step_log
 from megazero.train.prepare import Prepared
 from megazero.train.report import announce_kernels, introduce, report, sample_text
-from megazero.train.resolved_together import resolved_on_all_ranks
 from megazero.train.resume import StartPoint, resume, stored_probe
 from megazero.train.run_memory import HostMemory, host_memory_of, keep_budgets, trace_of_run
 from megazero.train.save_policy import SavePolicy, claim_checkpoints

@@ -11,11 +11,12 @@ returns its free memory as soon as it holds more than its account says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
+from megazero.checkpoint.agreement import attempt_on_all_ranks, found_by_rank_0
 from megazero.config.derive import uses_disks
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -39,57 +40,48 @@ def keep_budgets(run: Run, grid: ProcessGrid) -> None:
     torch's allocator. Nothing may be allocated yet.
 
     Elsewhere a run has been refused before any process group exists (`requirements.budget_problems`): what attention
-    keeps depends on its body, which is tried on the rank's own card. A collective of the world: a broadcast of a text.
+    keeps depends on its body, which is tried on the rank's own card. A collective of the world: `found_by_rank_0`.
     """
     if grid.device.type == "cpu" or not (has_budgets(run) or writes_activations(run)):
         return
-    mine = memory_problems(run, grid.world.size, grid.device.type) if grid.rank == 0 else []
-    from_rank_0 = broadcast_text(grid.world, grid.device, "\n".join(mine) or None) if grid.world.size > 1 else None
-    if problems := mine or (from_rank_0.splitlines() if from_rank_0 else []):
+    world, kind = grid.world, grid.device.type
+    if problems := found_by_rank_0(world, grid.device, lambda: memory_problems(run, world.size, kind)):
         raise ConfigError(problems)
     if run.offload.device_memory_budget is not None:
         devices.limit_memory(grid.device, run.offload.device_memory_budget)
 
 
-def write_memory_trace(steps: StageLists, path: Path, kind: str) -> str:
-    """Write the memory of a step, and return a sentence on it. kind: as in `plan.step_memory.stage_trace`. Times are
-    at the rates of --placement-rates, or at assumed ones.
+def write_memory_trace(steps: StageLists, kind: str) -> str | None:
+    """Write the file of --memory-trace, the memory of a step, and return a sentence on it; None without the flag.
 
-    Raises ConfigError if it cannot be written.
+    kind: as in `plan.step_memory.stage_trace`. Times are at the rates of --placement-rates, or at assumed ones. Raises
+    ConfigError if the file cannot be written.
     """
-    file = steps.run.offload.placement_rates
-    traces = timed_traces(steps, kind, ASSUMED[kind] if file is None else read_rates(file))
+    if steps.run.trainer.memory_trace is None:
+        return None
+    path, rates_file = Path(steps.run.trainer.memory_trace), steps.run.offload.placement_rates
+    traces = timed_traces(steps, kind, ASSUMED[kind] if rates_file is None else read_rates(rates_file))
     with as_config_error("--memory-trace"):
         files = write(traces, path)
     peak = traces[0].peak
-    words, assumed = ", ".join(map(str, files)), "; its times are at assumed rates: --placement-rates has yours"
+    assumed = "; its times are at assumed rates: --placement-rates has yours"
     return (
-        f"{words}: the tensors of a step take {size(peak.total)} at most by arithmetic, on {traces[0].rank} during "
-        f"number {peak.number} of its list, {peak.instruction}" + assumed * (file is None and path.suffix == ".html")
+        f"{', '.join(map(str, files))}: the tensors of a step take {size(peak.total)} at most by arithmetic, on "
+        f"{traces[0].rank} during number {peak.number} of its list, {peak.instruction}"
+        + assumed
+        * (rates_file is None and path.suffix == ".html")
     )
 
 
 def trace_of_run(steps: StageLists, grid: ProcessGrid) -> str | None:
-    """Rank 0 writes the file of --memory-trace, if the run has the flag, and gets the sentence. With the flag it is a
-    collective of all ranks, which fail together.
+    """`write_memory_trace` on rank 0, which gets the sentence. With the flag a collective of all ranks, which fail
+    together.
     """
-    path = steps.run.trainer.memory_trace
-    if path is None:
+    if steps.run.trainer.memory_trace is None:
         return None
-    told: list[str] = []
-
-    def act() -> None:
-        told.append(write_memory_trace(steps, Path(path), grid.device.type))
-
-    with as_config_error("--memory-trace"):
-        attempt_on_all_ranks(grid.world, grid.device, act if grid.rank == 0 else None)
-    return told[0] if told else None
-
-
-def trace_of_plan(steps: StageLists, kind: str) -> str | None:
-    """The same in a dry run: for any number of ranks, in this process alone. None without the flag."""
-    path = steps.run.trainer.memory_trace
-    return None if path is None else write_memory_trace(steps, Path(path), kind)
+    write_here = partial(write_memory_trace, steps, grid.device.type) if grid.rank == 0 else None
+    sentence: str | None = attempt_on_all_ranks(grid.world, grid.device, write_here)
+    return sentence
 
 
 GROWTH = 1.25

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from megazero.checkpoint import folder, save_phases
 from megazero.checkpoint.blocks import BlockWriter
-from megazero.cli.pretrain import train
+from megazero.cli.pretrain import start_process, train
 from megazero.disk import pool, record, swap
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap_file import SwapFile
@@ -39,7 +39,6 @@ from megazero.launch import Environment, exit_now, exit_status
 from megazero.mpu import collectives
 from megazero.system import allocator
 from megazero.train.save_policy import SavePolicy
-from megazero.train.start import start_process
 from megazero.train.trainer import Trainer
 from megazero.zero.optimizer import ShardedOptimizer
 from tests.disk.test_backend import forbid_io_uring

@@ -20,12 +20,12 @@ from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
 from megazero.plan.rates import NAMES, MachineRates, read_rates
-from megazero.train import placed, resolved_together
+from megazero.train import checked, placed
+from megazero.train.checked import resolved_on_all_ranks
 from megazero.train.dry_run import dry_run_text
 from megazero.train.job import build_job
 from megazero.train.measured_rates import measured_rates
 from megazero.train.prepare import prepare
-from megazero.train.resolved_together import resolved_on_all_ranks
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
@@ -126,7 +126,7 @@ def measured(rank: int, size: int, folder: str) -> dict[str, float]:
         return rates[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resolved_together, "measured_rates", measure)
+        patch.setattr(checked, "measured_rates", measure)
         told = resolved_on_all_ranks(resolved_for(run, size), grid, size).placement
     assert told[-1].startswith("rates measured now, in a second: {flops: ") or rank > 0
     return rates[0].plain()

@@ -29,7 +29,7 @@ from megazero.convert.native import write_native
 from megazero.data.corpus import Corpus
 from megazero.data.progress import silent
 from megazero.launch import Environment
-from megazero.train import api, resolved_together
+from megazero.train import api, checked
 from megazero.train.arguments import Arguments, Callbacks
 from megazero.train.dry_run import dry_run_text
 from megazero.train.embedded import Rendezvous
@@ -149,7 +149,7 @@ def final(prepared: Prepared, ranks: int) -> dict[str, Any]:
     resolved = prepared.resolved
     if resolved.left_open:
         alone = SimpleNamespace(world=SimpleNamespace(is_on_device=False))
-        resolved = resolve(resolved.asked, resolved_together._asked_together(resolved, alone, ranks))  # type: ignore
+        resolved = resolve(resolved.asked, checked.facts_together(resolved, alone, ranks))  # type: ignore
     assert not resolved.left_open
     return run_dict(resolved.run)
 
