@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megazero.checkpoint.folder import enclosing_checkpoint, list_checkpoints
@@ -40,6 +41,9 @@ from megazero.telemetry.metrics import why_not_a_metrics_file
 from megazero.train.init_from import AdapterBase, base_of
 from megazero.train.requirements import folder_problems
 
+NAMED = 3
+"""Names of a folder's contents in a message."""
+
 
 @dataclass(frozen=True)
 class CheckedPaths:
@@ -64,32 +68,28 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
     """
     problems: list[str] = [*unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
     listed: ListedTokenizer | None = None
-    resumed: FoundCheckpoint | None = None
     with _collected(problems):
         listed = _tokenizer(run)
-    tokenizer = own_tokenizer or listed
     if listed is not None:
         problems += _other_tokenizer(run, listed)
     elif run.data.tokenizer is None and run.model.vocab_size is None and own_tokenizer is None:
         problems += _forgotten_tokenizer(run)
-    before = len(problems)
-    with _collected(problems, f"--load {run.checkpoint.load}: "):
-        complete = (
-            find(run.checkpoint.load) if run.checkpoint.load and not os.path.isfile(run.checkpoint.load) else None
-        )
-        if complete is not None:
-            run_from(complete.run)  # raises Damaged for a manifest whose run has impossible values
-        resumed = complete
-    damaged = len(problems) > before
-    if resumed is None and run.checkpoint.load and os.path.exists(run.checkpoint.load):
-        problems += _other_content(run.checkpoint, Path(run.checkpoint.load))
+    load, resumed, is_damaged = run.checkpoint.load, None, True
+    with _collected(problems, f"--load {load}: "):
+        newest = find(load) if load and not os.path.isfile(load) else None
+        if newest is not None:
+            run_from(newest.run)  # raises Damaged for a manifest whose run has impossible values
+        resumed, is_damaged = newest, False
+    if resumed is None and load and os.path.exists(load):
+        problems += _other_content(run.checkpoint, Path(load))
     problems += _of_another_run(run.checkpoint, resumed)
-    problems += [] if resumed is None else _without_optimizer(run, resumed)
+    if resumed is not None:
+        problems += _without_optimizer(run, resumed)
     base = None
-    if run.checkpoint.init_from or not damaged:  # the checkpoint of --load may say which model the base is
+    if run.checkpoint.init_from or not is_damaged:  # the checkpoint of --load may say which model the base is
         with _collected(problems):
             base = base_of(run, resumed)
-    return CheckedPaths(tokenizer, resumed, base, tuple(problems))
+    return CheckedPaths(own_tokenizer or listed, resumed, base, tuple(problems))
 
 
 def missing_files(run: Run) -> tuple[str, ...]:
@@ -101,8 +101,8 @@ def of_checkpoint(resumed: FoundCheckpoint, problems: Sequence[str]) -> list[str
     """The problems with the checkpoint's path, and where its settings are, if those of the model were forgotten."""
     file = resumed.path.parent / RUN_FILE
     forgotten = len(problems) > 1 and any(problem.endswith(SHAPE_STAYS) for problem in problems)
-    told = [f"{resumed.path}: {problem}" for problem in problems]
-    return told + [f"to go on with all settings of that run: --config {file}"] * (forgotten and file.is_file())
+    sentences = [f"{resumed.path}: {problem}" for problem in problems]
+    return sentences + [f"to go on with all settings of that run: --config {file}"] * (forgotten and file.is_file())
 
 
 def _without_optimizer(run: Run, resumed: FoundCheckpoint) -> Iterator[str]:
@@ -135,42 +135,40 @@ def checkpoints_in_the_way(cfg: CheckpointConfig, iteration: int) -> list[str]:
 
     They are another run's, or the same run's from before it resumed from an earlier checkpoint.
     """
-    later = (
-        [] if cfg.save is None else [path for number, path in list_checkpoints(Path(cfg.save)) if number > iteration]
-    )
-    if not later:
+    checkpoints = [] if cfg.save is None else list_checkpoints(Path(cfg.save))
+    if not checkpoints or checkpoints[-1][0] <= iteration:
         return []
+    newest = checkpoints[-1][1]
     pruned = f", and --keep-last {cfg.keep_last} deletes those it has passed" if cfg.keep_last else ""
     return [
-        f"--save {cfg.save} holds checkpoints up to {later[-1].name}, which this run does not start from: its own take "
-        "the place of those of "
-        f"the same iteration{pruned}; --load {later[-1]} goes on from there"
+        f"--save {cfg.save} holds checkpoints up to {newest.name}, which this run does not start from: its own take "
+        f"the place of those of the same iteration{pruned}; --load {newest} goes on from there"
     ]
 
 
 def _of_another_run(cfg: CheckpointConfig, resumed: FoundCheckpoint | None) -> Iterator[str]:
-    """A problem if --save holds checkpoints and this run starts from none of them: it would replace and delete them."""
+    """A problem if --save holds checkpoints and this run starts from none of them, which would replace and delete them,
+    or if it holds a model of another format.
+    """
     if cfg.save is None or closed(cfg.save) is not None:
         return  # the outputs' checks tell why it is closed
-    there = list_checkpoints(Path(cfg.save))
-    if not there:
-        yield from _beside_another(Path(cfg.save))
-    elif resumed is None or Path(cfg.save).resolve() not in (resumed.path.resolve(), *resumed.path.resolve().parents):
+    save = Path(cfg.save)
+    checkpoints, format = list_checkpoints(save), "megazero"
+    if not checkpoints:
+        with suppress(ConversionError):  # it holds no model
+            format = recognise(save)
+    if format != "megazero":
         yield (
-            f"--save {cfg.save}: holds checkpoints up to {there[-1][1].name} of another run, which this run would "
-            f"replace; to go on from them: --load {cfg.save}, to leave them: another --save"
+            f"--save {save}: holds a checkpoint of the format {format}, and with checkpoints of this run the folder "
+            "could be read as two things: name another folder"
         )
-
-
-def _beside_another(save: Path) -> Iterator[str]:
-    """A problem if --save holds a model of another format: with checkpoints it could be read as two things."""
-    with suppress(ConversionError):
-        format = recognise(save)
-        if format != "megazero":
-            yield (
-                f"--save {save}: holds a checkpoint of the format {format}, and with checkpoints of this run the "
-                "folder could be read as two things: name another folder"
-            )
+    elif checkpoints and (
+        resumed is None or save.resolve() not in (resumed.path.resolve(), *resumed.path.resolve().parents)
+    ):
+        yield (
+            f"--save {cfg.save}: holds checkpoints up to {checkpoints[-1][1].name} of another run, which this run "
+            f"would replace; to go on from them: --load {cfg.save}, to leave them: another --save"
+        )
 
 
 def _other_content(checkpoint: CheckpointConfig, load: Path) -> Iterator[str]:
@@ -180,7 +178,7 @@ def _other_content(checkpoint: CheckpointConfig, load: Path) -> Iterator[str]:
     try:
         format = recognise(load)
     except NoCheckpoint:
-        yield from other_things(checkpoint)
+        yield from _other_things(checkpoint)
         return
     except ConversionError as error:
         yield problem_of(error, f"--load {path_error(load, error)}")
@@ -216,57 +214,46 @@ def _tokenizer(run: Run) -> ListedTokenizer | None:
     return None if kind is None or (path is None and kind != "byte") else build_tokenizer(kind, path)
 
 
-def _pairs(run: Run) -> dict[str, tuple[str, ...]]:
-    """Prefixes of indexed datasets by flag; a flag that cannot be parsed is left out (the configuration's checks report
-    it).
+def _pairs(run: Run) -> list[tuple[str, str]]:
+    """(flag, prefix) of each indexed dataset. A flag that cannot be parsed is left out: the configuration's checks
+    report it.
     """
-    prefixes: dict[str, tuple[str, ...]] = {}
+    pairs: list[tuple[str, str]] = []
     with suppress(DataError):
-        prefixes["--data-path"] = parse_data_path(run.data.data_path).prefixes
+        pairs += [("--data-path", prefix) for prefix in parse_data_path(run.data.data_path).prefixes]
     with suppress(DataError):
-        prefixes["--valid-data-path"] = tuple(parse_valid_data_path(run.data.valid_data_path).values())
-    return prefixes
+        pairs += [("--valid-data-path", prefix) for prefix in parse_valid_data_path(run.data.valid_data_path).values()]
+    return pairs
 
 
 def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
     """A problem for each indexed dataset that records another tokenizer than the run's."""
     problems: list[str] = []
-    named = [
-        (flag, prefix) for flag, prefixes in _pairs(run).items() for prefix in prefixes if path_of(prefix).exists()
-    ]
-    now = tokenizer_record(tokenizer, run.data.tokenizer or "tokenizer") if named else None
-    for flag, prefix in named:
-        assert now is not None
-        with _collected(problems, f"{flag}: "):
-            require_tokenizer_record(prefix, now)
+    recording = [(flag, prefix) for flag, prefix in _pairs(run) if path_of(prefix).exists()]
+    if recording:  # else nobody needs the hash of all tokens
+        record = tokenizer_record(tokenizer, run.data.tokenizer or "tokenizer")
+        for flag, prefix in recording:
+            with _collected(problems, f"{flag}: "):
+                require_tokenizer_record(prefix, record)
     return problems
 
 
-def _forgotten_tokenizer(run: Run) -> Iterator[str]:
+def _forgotten_tokenizer(run: Run) -> list[str]:
     """What the first pair that records its tokenizer says of it, for a run that names neither one nor a vocabulary."""
-    recorded = recorded_flags(_pairs(run).get("--data-path", ()))
-    yield from () if recorded is None else (f"--data-path: {recorded}",)
+    recorded = recorded_flags([prefix for flag, prefix in _pairs(run) if flag == "--data-path"])
+    return [] if recorded is None else [f"--data-path: {recorded}"]
 
 
 def _missing_data(run: Run) -> list[str]:
     problems: list[str] = []
-    data = run.data
-    for flag, prefixes in _pairs(run).items():
-        for prefix in prefixes:
-            with _collected(problems, f"{flag}: "):
-                IndexedDataset(prefix)
-    for flag, names in (
-        ("--instruction-data", data.instruction_data),
-        ("--valid-instruction-data", data.valid_instruction_data),
-    ):
-        for name in names:
-            with _collected(problems, f"{flag}: "):
-                find_files([name])
+    opened: list[tuple[str, Callable[[], object]]]
+    opened = [(flag, partial(IndexedDataset, prefix)) for flag, prefix in _pairs(run)]
+    opened += [("--instruction-data", partial(find_files, [name])) for name in run.data.instruction_data]
+    opened += [("--valid-instruction-data", partial(find_files, [name])) for name in run.data.valid_instruction_data]
+    for flag, find_data in opened:
+        with _collected(problems, f"{flag}: "):
+            find_data()
     return problems
-
-
-NAMED = 3
-"""Names of a folder's contents in a message."""
 
 
 def unusable_places(run: Run) -> list[str]:
@@ -275,45 +262,45 @@ def unusable_places(run: Run) -> list[str]:
     Nothing is written for a trial where a file system says enough: every rank makes these checks, and thousands of
     files at once would burden it. A problem that only a write shows is an error of that write.
     """
-    load, metrics = run.checkpoint.load, run.trainer.metrics_file
-    folders = {"--save": run.checkpoint.save, "--tensorboard-dir": run.trainer.tensorboard_dir}
-    problems = []
-    if metrics and os.path.isdir(metrics):
-        problems.append(f"--metrics-file {metrics}: is a folder; name a file")
-    elif metrics and os.path.exists(metrics):
-        wrong = (
-            why_not_a_metrics_file(metrics) if os.access(metrics, os.R_OK | os.W_OK) else "may not be read and written"
-        )
-        problems += [] if wrong is None else [f"--metrics-file {metrics}: {wrong}"]
-    elif metrics and os.path.islink(metrics):
-        problems.append(f"--metrics-file {metrics}: is a link, and nothing is where it leads")
-    elif metrics:
+    load, save, metrics = run.checkpoint.load, run.checkpoint.save, run.trainer.metrics_file
+    folders, problems = {"--save": save, "--tensorboard-dir": run.trainer.tensorboard_dir}, []
+    if metrics and not os.path.lexists(metrics):
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
+    elif metrics and (wrong := _unusable_metrics_file(metrics)) is not None:
+        problems.append(f"--metrics-file {metrics}: {wrong}")
     problems += [
         f"{flag} {path_error(folder, wrong)}"
         for flag, folder in folders.items()
         if folder and (wrong := closed(folder))
     ]
-    if run.checkpoint.save and (wrong := _inside_a_checkpoint(run.checkpoint.save)) is not None:
-        problems.append(f"--save {run.checkpoint.save}: {wrong}")
+    if save and (wrong := _inside_a_checkpoint(save)) is not None:
+        problems.append(f"--save {save}: {wrong}")
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
-    elif load and _is_missing(load) and not _same_place(load, run.checkpoint.save):
+    elif load and _is_missing(load) and not _same_place(load, save):
         problems.append(
             f"--load {load}: is not there; a run that may have to start from scratch names the same folder as --save"
         )
     return [*problems, *_unusable_predictions(run)]
 
 
-def other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
+def _unusable_metrics_file(path: str) -> str | None:
+    """Why lines cannot be appended to what is there; None if they can."""
+    if os.path.isdir(path):
+        return "is a folder; name a file"
+    if not os.path.exists(path):
+        return "is a link, and nothing is where it leads"
+    return why_not_a_metrics_file(path) if os.access(path, os.R_OK | os.W_OK) else "may not be read and written"
+
+
+def _other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
     """A problem if --load, which holds no checkpoint, holds anything else than a run without one leaves behind: the
     name is a mistake, and the run would begin from scratch. The folder of --save may hold what it likes.
     """
     load = checkpoint.load
     if load is None or not os.path.isdir(load) or _same_place(load, checkpoint.save):
         return
-    inside = sorted(name for name in os.listdir(load) if not name.startswith("."))
-    strange = [name for name in inside if name != RUN_FILE]
+    strange = sorted(name for name in os.listdir(load) if not name.startswith(".") and name != RUN_FILE)
     if strange:
         runs = [os.path.join(load, name) for name in strange if list_checkpoints(Path(load, name))]
         nearest = f"; nearest: --load {' or '.join(runs[:NAMED])}" if runs else ""
@@ -327,9 +314,10 @@ def _inside_a_checkpoint(save: str) -> str | None:
     enclosing = enclosing_checkpoint(place)
     if enclosing is None:
         return None
-    what = "is a checkpoint" if os.path.exists(enclosing) else "has the name of a checkpoint"
-    what = what if enclosing == place else f"lies in the checkpoint {enclosing}"
-    return f"{what}; name a folder of checkpoints, such as {enclosing.parent}"
+    relation = "is a checkpoint" if os.path.exists(enclosing) else "has the name of a checkpoint"
+    if enclosing != place:
+        relation = f"lies in the checkpoint {enclosing}"
+    return f"{relation}; name a folder of checkpoints, such as {enclosing.parent}"
 
 
 def _is_missing(path: str) -> bool:
@@ -341,8 +329,8 @@ def _is_missing(path: str) -> bool:
     return False
 
 
-def _same_place(one: str, other: str | None) -> bool:
-    return other is not None and os.path.realpath(one) == os.path.realpath(other)
+def _same_place(path: str, other: str | None) -> bool:
+    return other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
 def _unusable_predictions(run: Run) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""What a run requires of the machine, the installation and the folders of --nvme-path, checked before anything is
-started.
-"""
+"""What a run requires of the machine, the installation and the folders of --nvme-path, before anything is started."""
 
 from __future__ import annotations
 
@@ -53,15 +51,20 @@ PACKAGES = (
     Package("tensorboard", "--tensorboard-dir", lambda run: bool(run.trainer.tensorboard_dir)),
     Package("sentencepiece", "--tokenizer sentencepiece", lambda run: run.data.tokenizer == "sentencepiece"),
     Package(
-        "zstandard", "data in .zst files", lambda run: any(name.endswith(".zst") for name in _instruction_files(run))
+        "zstandard",
+        "data in .zst files",
+        lambda run: any(
+            name.endswith(".zst") for name in (*run.data.instruction_data, *run.data.valid_instruction_data)
+        ),
     ),
     Package("jinja2", "chats, which a template writes"),
     Package("transformers", "logits compared when a checkpoint is converted with --verify"),
 )
 
 
-def _instruction_files(run: Run) -> tuple[str, ...]:
-    return (*run.data.instruction_data, *run.data.valid_instruction_data)
+def machine_problems(run: Run) -> list[str]:
+    """Why this run cannot run on this machine, one sentence for each reason; empty if it can."""
+    return [*missing_packages(run), *_unusable_bodies(run), *unmet_requirements(run), *_unusable_extensions(run)]
 
 
 def missing_packages(run: Run) -> list[str]:
@@ -73,80 +76,51 @@ def missing_packages(run: Run) -> list[str]:
     ]
 
 
+def _unusable_bodies(run: Run) -> Iterator[str]:
+    """Why ops cannot be computed as the flags say, as far as can be said without running the body of --attention. On a
+    GPU, building the model runs it.
+    """
+    try:
+        library.choice()
+    except ValueError as error:
+        yield str(error)
+        return  # the choice of kernels decides what is compiled, and which bodies there are
+    device = torch.device(devices.kind(run.parallel.device))
+    if compiled_ops(run, device.type) and (reason := try_compiler(device.type)) is not None:
+        yield f"--compile: {reason}; without the flag the same run needs no compiler"
+    if device.type == "cuda" and not devices.cuda_available():  # reported elsewhere
+        return
+    if (reason := problem(run.parallel.attention, attention_workload(run), device)) is not None:
+        yield f"--attention {run.parallel.attention} on {device.type}: {reason}; nearest: --attention auto"
+
+
 def unmet_requirements(run: Run) -> list[str]:
     """Flags that this machine cannot serve, each with the reason."""
     kind = devices.kind(run.parallel.device)
-    on_cuda = kind == "cuda"
-    problems = []
+    on_cuda, no_cuda = kind == "cuda", "torch finds no CUDA device here"
+    reasons = dict[str, str | None]()
     if run.parallel.cuda_graphs and not on_cuda:
-        problems.append("--cuda-graphs: torch finds no CUDA device here, and --device auto is the CPU")
+        reasons["--cuda-graphs"] = f"{no_cuda}, and --device auto is the CPU"
     if run.optimizer.optimizer_impl == "apex":
-        missing = (
-            apex.unavailable_reason()
-            if on_cuda
-            else "torch finds no CUDA device here, and it has kernels for nothing else"
-        )
-        problems += [] if missing is None else [f"--optimizer-impl apex: {missing}"]
-    if run.optimizer.fp8 != "off":
-        missing = fp8.unavailable_reason(kind)
-        problems += (
-            []
-            if missing is None
-            else [f"--fp8 {run.optimizer.fp8}: {missing}; the same run without it computes in bf16"]
-        )
+        elsewhere = f"{no_cuda}, and it has kernels for nothing else"
+        reasons["--optimizer-impl apex"] = apex.unavailable_reason() if on_cuda else elsewhere
+    if run.optimizer.fp8 != "off" and (reason := fp8.unavailable_reason(kind)) is not None:
+        reasons[f"--fp8 {run.optimizer.fp8}"] = f"{reason}; the same run without it computes in bf16"
     if run.trainer.deterministic and on_cuda:
-        wrong = devices.why_not_deterministic()
-        problems += [] if wrong is None else [f"--deterministic: {wrong}"]
-    return problems
-
-
-def machine_problems(run: Run) -> list[str]:
-    """Why this run cannot run on this machine, one sentence for each reason; empty if it can."""
-    kernels = _unknown_kernels() or [*_uncompilable(run), *_impossible_attention(run)]
-    return [*missing_packages(run), *kernels, *unmet_requirements(run), *_unusable_extensions(run)]
+        reasons["--deterministic"] = devices.why_not_deterministic()
+    return [f"{flag}: {reason}" for flag, reason in reasons.items() if reason is not None]
 
 
 def _unusable_extensions(run: Run) -> Iterator[str]:
     """Schedules and sinks of other packages that cannot be loaded. This imports those packages, on every rank."""
-    wanted: list[tuple[str, Callable[[], object]]]
-    wanted = [(f"--lr-decay-style {run.schedule.lr_decay_style}", lambda: style_of(run.schedule.lr_decay_style))]
-    wanted += [(f"--sinks {name}", partial(sink_factory, name)) for name in run.trainer.sinks]
-    for flag, find in wanted:
+    style = run.schedule.lr_decay_style
+    loads: list[tuple[str, Callable[[], object]]] = [(f"--lr-decay-style {style}", partial(style_of, style))]
+    loads += [(f"--sinks {name}", partial(sink_factory, name)) for name in run.trainer.sinks]
+    for flag, load in loads:
         try:
-            find()
+            load()
         except ValueError as error:
             yield f"{flag}: {error}"
-
-
-def _uncompilable(run: Run) -> list[str]:
-    """Why --compile would fail in the first step. Empty if every op has a kernel, since nothing is compiled then."""
-    kind = devices.kind(run.parallel.device)
-    reason = try_compiler(kind) if compiled_ops(run, kind) else None
-    return [] if reason is None else [f"--compile: {reason}; without the flag the same run needs no compiler"]
-
-
-def _impossible_attention(run: Run) -> list[str]:
-    """Why the body of --attention cannot be used on this machine, as far as can be said without running it.
-
-    On a GPU, building the model runs it.
-    """
-    device = torch.device(devices.kind(run.parallel.device))
-    if device.type == "cuda" and not devices.cuda_available():  # reported elsewhere
-        return []
-    against = problem(run.parallel.attention, attention_workload(run), device)
-    return (
-        []
-        if against is None
-        else [f"--attention {run.parallel.attention} on {device.type}: {against}; nearest: --attention auto"]
-    )
-
-
-def _unknown_kernels() -> list[str]:
-    try:
-        library.choice()
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def budget_problems(run: Run, world_size: int, *, tries_cards: bool, local_ranks: range | None = None) -> list[str]:
@@ -161,35 +135,33 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, local_ranks
     if run.model.vocab_size is None:
         return []
     problems = unit_problems(run, axes_of(run, world_size))
-    if run.offload.placement == AUTO:  # the search keeps to them
+    if problems or run.offload.placement == AUTO:  # the search keeps to them
         return problems
-    problems = problems or (memory_problems(run, world_size, kind) if tries_cards or kind == "cpu" else [])
+    if (tries_cards or kind == "cpu") and (problems := memory_problems(run, world_size, kind)):
+        return problems
     local_ranks, limit = range(world_size) if local_ranks is None else local_ranks, host_memory.limit_bytes()
-    if problems or not local_ranks or limit is None:
-        return problems
+    if not local_ranks or limit is None:
+        return []
     memory = HostRoom(limit, devices.memory_bytes(torch.device("cpu")))
     return host_problems(run, world_size, kind, local_ranks, memory)
 
 
 def folder_problems(folders: Sequence[str]) -> list[str]:
     """Why swap files cannot be made in one of these folders, one sentence for each."""
+    checks: dict[str, Callable[[str], bool]] = {
+        "there is no such folder": os.path.lexists,
+        "is no folder": os.path.isdir,
+        "may not be written in": lambda folder: os.access(folder, os.R_OK | os.W_OK | os.X_OK),
+    }
     problems = []
     for folder in folders:
-        wrong = (
-            "there is no such folder"
-            if not os.path.lexists(folder)
-            else "is no folder"
-            if not os.path.isdir(folder)
-            else "may not be written in"
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK)
-            else ""
-        )
-        problems += [f"--nvme-path {folder}: {wrong}"] * bool(wrong)
+        failures = [failure for failure, holds in checks.items() if not holds(folder)]
+        problems += [f"--nvme-path {folder}: {failure}" for failure in failures[:1]]  # the others follow from the first
     return problems
 
 
 def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
-    """A sentence if the swap files of the ranks `here` do not fit into the folders of --nvme-path, which these ranks
+    """A sentence if the swap files of `local_ranks` do not fit into the folders of --nvme-path, which these ranks
     share. Nothing if the vocabulary is not known.
 
     Files that ended processes have left there count as free: opening removes them. That the folders together have
@@ -203,8 +175,8 @@ def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
     if needed <= free:
         return []
     ranks = f"the {len(local_ranks)} ranks" if len(local_ranks) > 1 else "the rank"
-    fits = _largest_that_fits(run, axes, local_ranks, free)
-    nearest = f"; nearest: {as_flags(fits)}, or" if fits else ":"
+    fitting = _largest_that_fits(run, axes, local_ranks, free)
+    nearest = f"; nearest: {as_flags(fitting)}, or" if fitting else ":"
     return [
         f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
         f"free{nearest} a folder more, on another disk"
@@ -234,14 +206,12 @@ def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[st
 
 def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
     """The bytes of the swap files of these ranks."""
-    of_stage, total = dict[int, int](), 0
-    for rank in ranks:
-        at = axes.coordinates(rank)
-        if at.pp not in of_stage:  # the ranks of a stage have as much
+    every, by_stage = [axes.coordinates(rank) for rank in ranks], dict[int, int]()
+    for at in every:
+        if at.pp not in by_stage:  # the ranks of a stage have as much
             pieces = swapped_pieces(run, axes, at, nccl=has_nccl(run.parallel, axes))
-            of_stage[at.pp] = swap_file_bytes(run, pieces) + _activation_bytes(run, axes, at.pp)
-        total += of_stage[at.pp]
-    return total
+            by_stage[at.pp] = swap_file_bytes(run, pieces) + _activation_bytes(run, axes, at.pp)
+    return sum(by_stage[at.pp] for at in every)
 
 
 def _activation_bytes(run: Run, axes: Axes, stage: int) -> int:
@@ -259,5 +229,5 @@ def free_in(folders: Sequence[str], *, checkpoints: bool = False) -> int:
     checkpoints: of those that a run with --nvme-checkpoint takes over or replaces, too.
     """
     systems = {os.stat(folder).st_dev: folder for folder in folders}
-    left = sum(leftover_bytes(folder, checkpoints=checkpoints) for folder in folders)
-    return sum(map(free_bytes, systems.values())) + left
+    leftover = sum(leftover_bytes(folder, checkpoints=checkpoints) for folder in folders)
+    return sum(map(free_bytes, systems.values())) + leftover

@@ -8,7 +8,7 @@ request again. Nothing else changes a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,24 +92,18 @@ class ResolvedRun:
         return axes_of(self.run, self.facts.world_size)
 
     @property
-    def kind(self) -> str:
-        """The kind of device: cpu or cuda."""
-        return self.facts.kind
-
-    @property
     def recompute(self) -> RecomputeTable:
         """What backward computes again of every block. Raises ConfigError if a budget of activations is too small."""
-        return recompute_table(self.run, self.axes, self.kind)
+        return recompute_table(self.run, self.axes, self.facts.kind)
 
     @property
     def left_open(self) -> tuple[str, ...]:
         """The fields that these facts do not decide, by name."""
-        run = self.run
         still_open = {
-            "vocab_size": run.model.vocab_size is None,
-            "train_length": run.schedule.epochs is not None,
-            "micro_batch_order": leaves_order_to_budgets(run) and not self.facts.tries_kernels,
-            "placement": run.offload.placement == AUTO,
+            "vocab_size": self.run.model.vocab_size is None,
+            "train_length": self.run.schedule.epochs is not None,
+            "micro_batch_order": leaves_order_to_budgets(self.run) and not self.facts.tries_kernels,
+            "placement": self.run.offload.placement == AUTO,
         }
         return tuple(field for field, is_open in still_open.items() if is_open)
 
@@ -120,12 +114,20 @@ def resolve(asked: Run, facts: Facts) -> ResolvedRun:
     Raises ConfigError where no decision is possible: epochs that fill no batch, budgets that no placement keeps.
     """
     run, decisions = asked, list[Decision]()
-    for decide in _IN_ORDER:
+    # Each sees the decisions before it: the order of micro-batches depends on bytes, and so on the vocabulary.
+    for decide in (_device, _data, _vocabulary, _base, _samples, _order):
         made = [*decide(run, facts)]
         run = applied(run, {decision.field: decision.value for decision in made})
         decisions += made
-    resolved = ResolvedRun(asked, facts, run, tuple(decisions))
-    return _placed(resolved) if facts.rates is not None and run.offload.placement == AUTO else resolved
+    if run.offload.placement != AUTO or facts.rates is None or run.model.vocab_size is None:
+        return ResolvedRun(asked, facts, run, tuple(decisions))  # without a vocabulary there are no bytes to search by
+    axes = axes_of(run, facts.world_size)
+    nccl = has_nccl(run.parallel, axes) if facts.nccl is None else facts.nccl
+    choice = chosen(run, axes, facts.kind, facts.rates, facts.room, nccl=nccl)
+    settings: dict[str, Any] = {**dict(choice.settings), "placement": FLAGS, "placement_rates": None}
+    why = "the fastest that a search finds under the budgets"
+    decisions += [Decision(field, value, why) for field, value in settings.items()]
+    return decided(asked, facts, tuple(decisions), choice.told)
 
 
 def decided(asked: Run, facts: Facts, decisions: tuple[Decision, ...], placement: tuple[str, ...]) -> ResolvedRun:
@@ -185,30 +187,3 @@ def _order(run: Run, facts: Facts) -> Iterator[Decision]:
     if facts.tries_kernels:
         for field, value in order_within_budgets(run, axes_of(run, facts.world_size), facts.kind).items():
             yield Decision(field, value, "the largest groups that the budgets have room for")
-
-
-_IN_ORDER: tuple[Callable[[Run, Facts], Iterator[Decision]], ...] = (
-    _device,
-    _data,
-    _vocabulary,
-    _base,
-    _samples,
-    _order,
-)
-"""Each decision sees those before it: the order of micro-batches depends on bytes, and so on the vocabulary."""
-
-
-def _placed(resolved: ResolvedRun) -> ResolvedRun:
-    """The run with the placement that a search finds fastest, in place of --placement auto.
-
-    Without a vocabulary there are no bytes, and nothing is searched for.
-    """
-    run, facts, axes = resolved.run, resolved.facts, resolved.axes
-    if run.model.vocab_size is None or facts.rates is None:
-        return resolved
-    nccl = has_nccl(run.parallel, axes) if facts.nccl is None else facts.nccl
-    choice = chosen(run, axes, facts.kind, facts.rates, facts.room, nccl=nccl)
-    why = "the fastest that a search finds under the budgets"
-    settings: dict[str, Any] = {**dict(choice.settings), "placement": FLAGS, "placement_rates": None}
-    made = tuple(Decision(field, value, why) for field, value in settings.items())
-    return decided(resolved.asked, facts, (*resolved.decisions, *made), choice.told)
