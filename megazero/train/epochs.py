@@ -10,15 +10,12 @@ from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, parse_data_path, train_tokens
 from megazero.data.instructions import build_instructions
+from megazero.data.own import OwnSamples
 from megazero.data.packing import PackedDataset
 from megazero.data.progress import Report
 from megazero.data.tokenizer import Tokenizer
 from megazero.system.words import counted
 
-UNTOLD = 0.05
-"""A rest of the samples that fills no batch, up to this share of them, does not change the number of epochs in words:
-0.99 epochs are one. The length beside it is exact.
-"""
 NAMED = 4
 """Up to this many pairs of a blend, the banner gives the epochs of each."""
 
@@ -46,9 +43,20 @@ def epoch_of(run: Run, tokenizer: Tokenizer | None, report: Report) -> Epoch | N
     """
     if run.schedule.epochs is None:
         return None
-    if run.data.instruction_data:
-        return Epoch(samples=_packed_samples(run, tokenizer, report))
-    return Epoch(tokens=sum(train_tokens(run.data)))
+    if not run.data.instruction_data:
+        return Epoch(tokens=sum(train_tokens(run.data)))
+    datasets, _ = instruction_datasets(run, tokenizer, (0, 0), report)
+    assert isinstance(datasets.train, PackedDataset)
+    return Epoch(samples=datasets.train.epoch_samples)
+
+
+def instruction_datasets(
+    run: Run, tokenizer: Tokenizer | None, samples: tuple[int, int], report: Report
+) -> tuple[Datasets, str]:
+    """As `build_instructions`, for the conversations that a run names."""
+    assert tokenizer is not None and run.model.vocab_size is not None, "validated: instruction data has --tokenizer"
+    shape = {"seq_length": run.model.seq_length, "vocab_size": run.model.vocab_size}
+    return build_instructions(run.data, tokenizer, **shape, samples=samples, report=report)
 
 
 def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
@@ -60,9 +68,7 @@ def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
     samples = epoch.samples_in(schedule.epochs, seq_length)
     if samples < first:
-        nearest = ["a smaller --seq-length"]
-        if samples > 0:
-            nearest = _nearest(schedule, lambda epochs: epoch.samples_in(epochs, seq_length), first, dp)
+        nearest = _nearest(schedule, lambda epochs: epoch.samples_in(epochs, seq_length), first, dp)
         raise ConfigError(
             [
                 f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of "
@@ -73,34 +79,30 @@ def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
     return samples
 
 
-def _nearest(schedule: ScheduleConfig, samples_of: Callable[[float], int], first: int, dp: int) -> list[str]:
+def _nearest(schedule: ScheduleConfig, samples_in: Callable[[float], int], first: int, dp: int) -> list[str]:
     """The flags with which the epochs fill a batch: the least whole number of epochs, and the largest batch."""
     assert schedule.epochs is not None
-    samples = samples_of(schedule.epochs)
+    samples = samples_in(schedule.epochs)
+    if samples <= 0:
+        return ["a smaller --seq-length"]
     enough = math.ceil(schedule.epochs * (first + 1) / samples)
-    while enough > 1 and samples_of(enough - 1) >= first:
+    while enough > 1 and samples_in(enough - 1) >= first:
         enough -= 1
     advice = [f"--epochs {enough}"]
     if schedule.rampup_batch_size is None:
         step = schedule.micro_batch_size * dp
-        micro = " --micro-batch-size 1" * (samples < step)
-        batch = samples // (dp if micro else step) * (dp if micro else step)
-        advice += [f"--global-batch-size {batch}{micro}"] * (batch > 0)
+        smaller = ""
+        if samples < step:
+            step, smaller = dp, " --micro-batch-size 1"
+        batch = samples // step * step
+        advice += [f"--global-batch-size {batch}{smaller}"] * (batch > 0)
     return advice
-
-
-def _packed_samples(run: Run, tokenizer: Tokenizer | None, report: Report) -> int:
-    assert tokenizer is not None and run.model.vocab_size is not None, "validated: instruction data has --tokenizer"
-    shape = {"seq_length": run.model.seq_length, "vocab_size": run.model.vocab_size}
-    datasets, _ = build_instructions(run.data, tokenizer, **shape, samples=(0, 0), report=report)
-    assert isinstance(datasets.train, PackedDataset)
-    return datasets.train.epoch_samples
 
 
 def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
     """How often the run reads its data in `samples` samples: '16.5 epochs'; of a blend, for each pair."""
-    if isinstance(datasets.train, PackedDataset):
-        return _words(samples / datasets.train.epoch_samples)
+    if isinstance(datasets.train, PackedDataset | OwnSamples):
+        return _words(samples / datasets.train.plans[0][0])
     blend, tokens = parse_data_path(run.data.data_path), train_tokens(run.data)
     shares: Sequence[float] = [1.0] if blend.shares is None else blend.shares.tolist()
     read = [share * samples * run.model.seq_length / max(count, 1) for share, count in zip(shares, tokens, strict=True)]
@@ -109,16 +111,6 @@ def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
     if len(read) <= NAMED:
         return ", ".join(f"{_words(epochs)} of {prefix}" for epochs, prefix in zip(read, blend.prefixes, strict=True))
     return f"{_number(min(read))} to {_words(max(read))} of {len(read)} pairs"
-
-
-def samples_told(asked: int, used: int) -> int:
-    """The samples that a number of epochs is told of. used: those of whole batches."""
-    return asked if asked > used >= (1 - UNTOLD) * asked else used
-
-
-def own_epochs_text(samples: int, rows: int) -> str:
-    """As `epochs_text`, for data of a program: an epoch is `rows` samples."""
-    return _words(samples / rows)
 
 
 def _number(epochs: float) -> str:

@@ -8,7 +8,6 @@ another way, or lie in the newest checkpoint of the model that a run began with.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,13 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import run_from
 from megazero.config.schema import DataConfig, Run
 from megazero.convert.companions import FOLDER
-from megazero.data.build import parse_data_path
+from megazero.data.build import Datasets, parse_data_path
 from megazero.data.contents import NUMBERS, Contents, contents_of
 from megazero.data.indexed import DataError
+from megazero.data.own import OwnSamples
 from megazero.data.tokenizer import build_tokenizer
 from megazero.data.tokenizer_record import tokenizer_record
+from megazero.system.words import counted
 
 
 def recorded_contents(resumed: FoundCheckpoint) -> Contents | None:
@@ -83,21 +84,85 @@ def _same_data(then: DataConfig, now: DataConfig, recorded: Contents | None, con
     if (then.data_path, then.instruction_data) == (now.data_path, now.instruction_data):
         return True
     try:
-        if _kind(then) != _kind(now):
+        (kind_then, places_then), (kind_now, places_now) = _named(then), _named(now)
+        if kind_then != kind_now:
             return False
-        if _places(then) == _places(now):
-            return True
-        return (recorded or contents_of(then)) == (contents or contents_of(now))
+        return places_then == places_now or (recorded or contents_of(then)) == (contents or contents_of(now))
     except (DataError, OSError):
         return False
 
 
-def _kind(cfg: DataConfig) -> tuple[bool, bool, Sequence[float] | None]:
-    """Which data a run names, and the weights of a blend."""
-    shares = parse_data_path(cfg.data_path).shares if cfg.data_path else None
-    return bool(cfg.data_path), bool(cfg.instruction_data), None if shares is None else shares.tolist()
+def _named(cfg: DataConfig) -> tuple[tuple[object, ...], list[str]]:
+    """Which data a run names, with the weights of a blend; and the places where they lie."""
+    blend = parse_data_path(cfg.data_path) if cfg.data_path else None
+    shares = None if blend is None or blend.shares is None else blend.shares.tolist()
+    prefixes = () if blend is None else blend.prefixes
+    return (bool(cfg.data_path), bool(cfg.instruction_data), shares), list(
+        map(_place, (*prefixes, *cfg.instruction_data))
+    )
 
 
-def _places(cfg: DataConfig) -> list[str]:
-    pairs = parse_data_path(cfg.data_path).prefixes if cfg.data_path else ()
-    return [_place(name) for name in (*pairs, *cfg.instruction_data)]
+def data_problems(
+    run: Run, saved: Run, resumed: FoundCheckpoint, datasets: Datasets, contents: Contents, samples: int
+) -> list[str]:
+    """A problem if data of the same name are not those of the checkpoint, or are read in another order.
+
+    saved: the run of the checkpoint. contents: of the present data. samples: that the datasets are built for.
+    """
+    names = (run.data.data_path, run.data.instruction_data), (saved.data.data_path, saved.data.instruction_data)
+    if run.checkpoint.finetune or run.checkpoint.override_data or names[0] != names[1]:
+        return []  # `compare` reports other names
+    why = _other_documents(run, resumed, contents) or _other_order(run, resumed, datasets, samples)
+    repeated = "so samples would be repeated and left out; to go on all the same: --override-data"
+    return [f"{why}, {repeated}"] if why else []
+
+
+def same_order(resumed: FoundCheckpoint, datasets: Datasets) -> bool:
+    """Whether the order of samples is the checkpoint's. True if the checkpoint does not record one, as those of earlier
+    versions for instruction data.
+    """
+    then = resumed.progress.get("data_plans")
+    return not then or then == [list(plan) for plan in datasets.train.plans]
+
+
+def _other_documents(run: Run, resumed: FoundCheckpoint, contents: Contents) -> str | None:
+    """Which pair holds other documents than then. Their order may be the same by its numbers."""
+    then = recorded_contents(resumed)
+    if run.data.instruction_data or then is None or len(then) != len(contents) or then == contents:
+        return None
+    prefixes = parse_data_path(run.data.data_path).prefixes
+    return "; ".join(
+        f"--data-path {prefix} holds other documents than when the checkpoint was written ({before[0]:,} with "
+        f"{before[1]:,} tokens then, {now[0]:,} with {now[1]:,} now"
+        + ", as their checksum says" * (before[:2] == now[:2])
+        + ")"
+        for prefix, before, now in zip(prefixes, then, contents, strict=True)
+        if before != now
+    )
+
+
+def _other_order(run: Run, resumed: FoundCheckpoint, datasets: Datasets, samples: int) -> str | None:
+    """In which way the order of samples is not the checkpoint's.
+
+    A run of another length may need another number of epochs. Epochs are shuffled together, so all of the order
+    changes. The order of conversations changes if the files have changed.
+    """
+    if same_order(resumed, datasets):
+        return None
+    then, now = resumed.progress["data_plans"], datasets.train.plans
+    if run.data.instruction_data:
+        return (
+            f"--instruction-data {' '.join(run.data.instruction_data)} holds other conversations than when the "
+            f"checkpoint was written ({then[0][0]:,} samples an epoch then, {now[0][0]:,} now)"
+        )
+    if isinstance(datasets.train, OwnSamples):
+        return (
+            f"train_data holds other samples than when the checkpoint was written ({then[0][0]:,} then, {now[0][0]:,} "
+            "now, by number and checksum)"
+        )
+    before, epochs = (" ".join(str(plan[0]) for plan in plans) for plans in (then, now))
+    return (
+        f"--train-iters, --train-samples or other batches: "
+        f"{counted(samples, 'sample takes', 'samples take')} {epochs} "
+        f"epoch{'' if epochs == '1' else 's'} of the data in another order than the checkpoint's {before}"
+    )
