@@ -18,11 +18,11 @@ from megazero.config.source import ConfigError, ConfigSource
 from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
-from megazero.launch import World, world_of
+from megazero.launch import Environment, World, world_of
 from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.arguments import Arguments, Callbacks
-from megazero.train.embedded import Rendezvous, process_groups, rendezvous, result_on_all_ranks, settings_of_torch
+from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks, settings_of_torch
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.path_checks import missing_files
@@ -108,14 +108,13 @@ class Training:
 
     def finish(self) -> None:
         """Make the final evaluations, the last save and the report. A collective of all ranks."""
-        job = self._running()
-        trainer = job.trainer
+        job, trainer = self._running(), self._running().trainer
         trainer.at_the_end()
         job.report()
         loss = None if self._last is None else read_scalars([self._last.loss])[0]
         newest = None if trainer.save_policy is None else trainer.save_policy.newest
-        at, finished = trainer.position, trainer.finished()
-        progress = (at.iteration, at.consumed_samples, at.consumed_tokens)
+        position, finished = trainer.position, trainer.finished()
+        progress = (position.iteration, position.consumed_samples, position.consumed_tokens)
         stopped_by = None if finished else trainer.stopped_by or "its program left the loop"
         self._result = Result(*progress, finished, stopped_by, loss, dict(trainer.losses), newest)
 
@@ -180,19 +179,15 @@ def training(
 @contextmanager
 def _training(run: Given, arguments: Arguments) -> Iterator[Training]:
     """The run of `training`."""
-    callbacks, handle_signals = arguments.callbacks, arguments.handle_signals
     meeting = rendezvous()
-    environment = meeting.environment
-    with settings_of_torch(environment):
-        parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting), meeting)
-        parallel = prepared.run.parallel
-        quantised = parallel.zero_quantized_gradients != "none"
+    with settings_of_torch(meeting.environment):
+        parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting.environment), meeting)
         with (
-            StopSignals() if handle_signals else nullcontext(StopSignals()) as signals,
-            process_groups(world, meeting, shared_memory=parallel.shared_memory, quantised=quantised) as grid,
+            StopSignals() if arguments.handle_signals else nullcontext(StopSignals()) as signals,
+            process_groups(world, meeting, prepared.run.parallel) as grid,
         ):
             with _fields_for_flags():
-                job = build_job(prepared, grid, signals, parsed, callbacks)
+                job = build_job(prepared, grid, signals, parsed, arguments.callbacks)
             under_way = Training(job, signals)
             try:
                 yield under_way
@@ -251,16 +246,14 @@ def pretrain(
     return under_way.result
 
 
-def _prepared(given: Given, arguments: Arguments, meeting: Rendezvous) -> tuple[ParsedArguments, Prepared, World]:
+def _prepared(given: Given, arguments: Arguments, environment: Environment) -> tuple[ParsedArguments, Prepared, World]:
     """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
-    environment, settings = meeting.environment, _settings(given)
-    problems, own_data = arguments.problems(), OwnData()
-    if not problems:
-        own_data = arguments.own_data()
-        if own_data.tokenizer is not None:
-            for name, value in (("vocab_size", own_data.tokenizer.vocab_size), ("eod_id", own_data.tokenizer.eod_id)):
-                if settings.settings.get(name) is None:
-                    settings.put(name, None if value is None else int(value), "tokenizer")
+    settings, problems = _settings(given), arguments.problems()
+    own_data = OwnData() if problems else arguments.own_data()
+    if own_data.tokenizer is not None:
+        for name, value in (("vocab_size", own_data.tokenizer.vocab_size), ("eod_id", own_data.tokenizer.eod_id)):
+            if settings.settings.get(name) is None:
+                settings.put(name, None if value is None else int(value), "tokenizer")
     program = ProgramSettings(settings, arguments.train_data is not None)
     with _fields_for_flags(problems):
         parsed = parse_arguments([], environment.world_size, model_source, missing_files, program)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +63,11 @@ class Arguments:
             problems += _rows_problems("valid_data", self.valid_data)
         if self.tokenizer is not None:
             problems += _tokenizer_problems(self.tokenizer)
-        for known in fields(self.callbacks):
-            problems += _callback_problems(known.name, getattr(self.callbacks, known.name))
+        for name, parameters in CALLBACKS.items():
+            callback = getattr(self.callbacks, name)
+            reason = None if callback is None else why_not_called(callback, *parameters)
+            if reason is not None:
+                problems.append(f"{name}: a function of {' and '.join(parameters)} is needed; {reason}")
         if not isinstance(self.handle_signals, bool):
             problems.append(f"handle_signals is {kind(self.handle_signals)}: it is True or False")
         elif self.handle_signals and threading.current_thread() is not threading.main_thread():
@@ -74,10 +77,9 @@ class Arguments:
     def own_data(self) -> OwnData:
         """The data and the tokenizer. Call it only if `problems` is empty."""
         valid = self.valid_data
+        by_metric = {} if valid is None else {"valid_loss": valid}
         if isinstance(valid, Mapping):
             by_metric = {f"valid_loss/{name}": rows for name, rows in valid.items()}
-        else:
-            by_metric = {} if valid is None else {"valid_loss": valid}
         return OwnData(self.train_data, by_metric, self.tokenizer)
 
 
@@ -97,24 +99,18 @@ def _rows_problems(name: str, rows: object) -> Iterator[str]:
 
 
 def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
-    wrong = []
+    lacking = []
     for name, part in TOKENIZER.items():
         if not hasattr(tokenizer, name):
-            wrong.append(f"{name} ({part.needed})")
+            lacking.append(f"{name} ({part.needed})")
         elif not part.fits(value := getattr(tokenizer, name)):
-            wrong.append(f"{name} ({part.needed}, not {kind(value)})")
+            lacking.append(f"{name} ({part.needed}, not {kind(value)})")
     if isinstance(tokenizer, type):
         yield f"tokenizer is {kind(tokenizer)}: an object of it is needed"
     elif isinstance(tokenizer, str | os.PathLike):
         yield f"tokenizer is {kind(tokenizer)}: an object is needed; the run names one, by data.tokenizer"
-    elif wrong:
-        yield f"tokenizer is {kind(tokenizer)}, which lacks {', '.join(wrong)}"
-
-
-def _callback_problems(name: str, callback: Callable[..., object] | None) -> Iterator[str]:
-    against = None if callback is None else why_not_called(callback, *CALLBACKS[name])
-    if against is not None:
-        yield f"{name}: a function of {' and '.join(CALLBACKS[name])} is needed; {against}"
+    elif lacking:
+        yield f"tokenizer is {kind(tokenizer)}, which lacks {', '.join(lacking)}"
 
 
 @dataclass(frozen=True)
@@ -138,20 +134,19 @@ class CallbackSink:
         self._callbacks, self._signals = callbacks, signals
 
     def step(self, record: StepRecord) -> None:
-        if self._callbacks.on_step is not None:
-            self._hear("on_step", self._callbacks.on_step(record))
+        self._call("on_step", record)
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
-        if self._callbacks.on_evaluation is not None:
-            self._hear("on_evaluation", self._callbacks.on_evaluation(iteration, losses))
+        self._call("on_evaluation", iteration, losses)
 
     def saved(self, folder: Path, iteration: int) -> None:
         """Call `on_checkpoint` for a complete checkpoint."""
-        if self._callbacks.on_checkpoint is not None:
-            self._hear("on_checkpoint", self._callbacks.on_checkpoint(folder, iteration))
+        self._call("on_checkpoint", folder, iteration)
 
-    def _hear(self, name: str, answer: object) -> None:
-        """Request a stop if the answer is True or numpy's True. Any other return value is ignored."""
+    def _call(self, name: str, *values: object) -> None:
+        """Call a callback that there is. True, also numpy's, requests a stop; any other return value is ignored."""
+        callback = getattr(self._callbacks, name)
+        answer = None if callback is None else callback(*values)
         if isinstance(answer, bool | np.bool_) and answer:
             self._signals.ask(f"{name} asked for it")
 

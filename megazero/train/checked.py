@@ -29,21 +29,9 @@ from megazero.train.epochs import Epoch, epoch_of
 from megazero.train.measured_rates import measured_rates
 from megazero.train.path_checks import CheckedPaths, check_paths, of_checkpoint
 from megazero.train.placed import room_here
-from megazero.train.requirements import budget_problems, folder_problems, machine_problems, room_problems
+from megazero.train.requirements import budget_problems, folder_problems, room_problems
 from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, decided, resolve
 from megazero.train.same_data import saved_run
-
-
-@dataclass(frozen=True)
-class Where:
-    """Which ranks of a run this process answers for.
-
-    world_size  number of all ranks
-    local_ranks the ranks of this host, which share its memory and disks; empty: the run is meant for other machines
-    """
-
-    world_size: int
-    local_ranks: range
 
 
 @dataclass(frozen=True)
@@ -51,77 +39,46 @@ class Asked:
     """A run that is resolved as far as it can be before its data are read.
 
     resolved      the run, with the facts that it was resolved from
-    where         the ranks that this process answers for
+    local_ranks   the ranks of this host, which share its memory and disks; empty: the run is meant for other machines
     own_data      data and tokenizer of a program
     paths         what the run names, opened
     unresolvable  why a decision is not possible: epochs that fill no batch, budgets that no placement keeps, rates
                   that cannot be read
     reads_files   False for --skip-files
-    searches      whether this process tries kernels on a card and searches for a placement
     """
 
     resolved: ResolvedRun
-    where: Where
+    local_ranks: range
     own_data: OwnData
     paths: CheckedPaths
     unresolvable: tuple[str, ...]
     reads_files: bool
-    searches: bool
-
-
-@dataclass(frozen=True)
-class Problems:
-    """What is wrong with a run, one sentence for each problem.
-
-    machine  why this machine cannot run it
-    others   everything else
-    """
-
-    machine: tuple[str, ...]
-    others: tuple[str, ...]
 
 
 def asked_start(
-    asked: Run, where: Where, own_data: OwnData | None = None, *, reads_files: bool = True, searches: bool = False
+    asked: Run,
+    world_size: int,
+    local_ranks: range,
+    own_data: OwnData | None = None,
+    *,
+    reads_files: bool = True,
+    searches: bool = False,
 ) -> Asked:
     """Open what the run names, ask this machine, and resolve the run. Writes nothing and communicates nothing.
 
-    own_data: data and tokenizer of a program, used instead of the run's. reads_files: False for --skip-files. searches:
-    whether this process tries kernels on a card and searches for a placement, as a check does; in a start rank 0 does,
-    once the ranks have their cards.
+    local_ranks, own_data, reads_files: as in `Asked`. searches: whether this process tries kernels on a card and
+    searches for a placement, as a check does; in a start rank 0 does, once the ranks have their cards.
     """
     own_data = own_data or OwnData()
     paths = check_paths(asked, own_data.tokenizer) if reads_files else CheckedPaths()
-    facts = _facts(asked, where, own_data, paths, reads_files=reads_files, searches=searches)
-    unresolvable: tuple[str, ...] = ()
-    try:
-        rates = None if asked.offload.placement_rates is None else read_rates(asked.offload.placement_rates)
-    except ConfigError as error:
-        rates, unresolvable = None, error.problems
-    if searches and asked.offload.placement == AUTO:
-        room = room_here(asked, len(where.local_ranks)) if where.local_ranks else None
-        facts = replace(facts, rates=rates, room=room)
-    try:
-        resolved = resolve(asked, facts)
-    except ConfigError as error:
-        unresolvable += error.problems
-        resolved = resolve(asked, replace(facts, epoch=None, rates=None))  # so that everything else is still checked
-    return Asked(resolved, where, own_data, paths, unresolvable, reads_files, searches)
-
-
-def _facts(
-    asked: Run, where: Where, own_data: OwnData, paths: CheckedPaths, *, reads_files: bool, searches: bool
-) -> Facts:
-    """What the files and this machine say, apart from rates."""
-    kind = devices.kind(asked.parallel.device)
     names_data = bool(asked.data.data_path or asked.data.instruction_data)
-    takes_default = own_data.train is None and not names_data
+    takes_default, kind = own_data.train is None and not names_data, devices.kind(asked.parallel.device)
     vocabulary = Vocabulary(VOCAB_SIZE, EOD_ID) if takes_default else None
     if paths.tokenizer is not None:
         vocabulary = Vocabulary(int(paths.tokenizer.vocab_size), paths.tokenizer.eod_id)
-    corpus = epoch = None
+    corpus = epoch = rates = room = None
     # The path is one of this host. A start makes the corpus soon, and need not list its sources twice.
-    if takes_default and where.local_ranks and searches:
+    if takes_default and local_ranks and searches:
         with suppress(DataError):  # there is no source, which the start says
             corpus = planned_corpus(cache_root(asked.data))
     if reads_files and own_data.train is not None:
@@ -129,28 +86,46 @@ def _facts(
     elif reads_files and asked.data.data_path:  # the start counts conversations and the default corpus: it reads them
         with suppress(DataError):  # a problem of the paths
             epoch = epoch_of(asked, None, silent)
-    return Facts(
-        where.world_size,
+    unresolvable: tuple[str, ...] = ()
+    if asked.offload.placement_rates is not None:
+        try:
+            rates = read_rates(asked.offload.placement_rates)
+        except ConfigError as error:
+            unresolvable = error.problems
+    if asked.offload.placement == AUTO and searches and local_ranks:
+        room = room_here(asked, len(local_ranks))
+    facts = Facts(
+        world_size,
         kind,
-        device=kind if where.local_ranks else None,
+        device=kind if local_ranks else None,
         corpus=corpus,
         vocabulary=vocabulary,
         epoch=epoch,
         base=paths.base,
         tries_kernels=searches or kind == "cpu",
+        rates=rates if searches else None,
+        room=room,
     )
+    try:
+        resolved = resolve(asked, facts)
+    except ConfigError as error:
+        unresolvable += error.problems
+        resolved = resolve(asked, replace(facts, epoch=None, rates=None))  # so that everything else is still checked
+    return Asked(resolved, local_ranks, own_data, paths, unresolvable, reads_files)
 
 
-def check_start(begun: Asked) -> Problems:
-    """Check a run that is resolved. Writes nothing and communicates nothing."""
-    where, asked, run = begun.where, begun.resolved.asked, begun.resolved.run
+def check_start(begun: Asked) -> list[str]:
+    """Everything that is wrong with a run that is resolved, apart from the machine (`requirements.machine_problems`).
+    Writes nothing and communicates nothing.
+    """
+    asked, run, facts = begun.resolved.asked, begun.resolved.run, begun.resolved.facts
     problems = [*begun.paths.problems, *begun.own_data.problems(asked), *begun.unresolvable]
     if begun.reads_files:
         problems += resume_problems(begun.resolved, begun.paths)
         if not folder_problems(asked.offload.nvme_path):
-            problems += room_problems(run, where.world_size, where.local_ranks)
-    problems += budget_problems(run, where.world_size, tries_cards=begun.searches, local_ranks=where.local_ranks)
-    return Problems(tuple(machine_problems(run)), tuple(problems))
+            problems += room_problems(run, facts.world_size, begun.local_ranks)
+    budgets = budget_problems(run, facts.world_size, tries_cards=facts.tries_kernels, local_ranks=begun.local_ranks)
+    return [*problems, *budgets]
 
 
 def resume_problems(resolved: ResolvedRun, paths: CheckedPaths) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.checkpoint.format import CheckpointError
-from megazero.checkpoint.manager import FoundCheckpoint, require_sizes
+from megazero.checkpoint.manager import require_sizes
 from megazero.config.dump import dump
 from megazero.config.parse import ParsedArguments
 from megazero.config.placement import AUTO
@@ -23,8 +23,9 @@ from megazero.plan.step_lists import StageLists
 from megazero.report.banner import verdict
 from megazero.report.report_json import write_report
 from megazero.report.run_report import gather
-from megazero.train.checked import Asked, Problems, Where, asked_start, check_start
+from megazero.train.checked import Asked, asked_start, check_start
 from megazero.train.path_checks import checkpoints_in_the_way, start_position
+from megazero.train.requirements import machine_problems
 from megazero.train.resolve import ResolvedRun, resolve
 from megazero.train.run_memory import write_memory_trace
 
@@ -48,65 +49,51 @@ def dry_run_text(parsed: ParsedArguments, ranks_here: int) -> str:
     """
     command = parsed.command
     ranks = command.world_size or command.ranks or ranks_here
-    where = Where(ranks, range(ranks if command.world_size is None else 0))
-    begun = asked_start(parsed.run, where, reads_files=not command.skip_files, searches=True)
-    texts = [_dumped(begun.resolved).rstrip()] if command.print_config else []
+    local_ranks = range(ranks if command.world_size is None else 0)
+    begun = asked_start(parsed.run, ranks, local_ranks, reads_files=not command.skip_files, searches=True)
+    texts = []
+    if command.print_config:
+        open_fields = [f"# not decided here: {_STILL_OPEN[field]}\n" for field in begun.resolved.left_open]
+        texts.append(("".join(open_fields) + dump(begun.resolved.run)).rstrip())
     if command.validate_only:
-        texts.append(_verdict(parsed, begun, check_start(begun)))
+        texts.append(_verdict(parsed, begun))
     elif begun.unresolvable:
         raise ConfigError(begun.unresolvable)
     return "\n\n".join(texts)
 
 
-def _dumped(resolved: ResolvedRun) -> str:
-    """The run as a file for --config. Fields that only a start decides are named in comments."""
-    comments = [f"# not decided here: {_STILL_OPEN[field]}\n" for field in resolved.left_open]
-    return "".join(comments) + dump(resolved.run)
-
-
-def _require_a_placement(resolved: ResolvedRun) -> None:
-    """Raise ConfigError if no placement keeps to the budgets. That follows from bytes, whatever the rates are, and is
-    not known without a vocabulary.
-    """
-    assumed, run = rates.ASSUMED[resolved.facts.kind], resolved.asked
-    assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
-    resolve(run, replace(resolved.facts, rates=assumed))
-
-
-def _verdict(parsed: ParsedArguments, begun: Asked, wrong: Problems) -> str:
-    resolved, problems, left, notes = begun.resolved, [*wrong.others], list[str](), [*parsed.notes]
-    run = resolved.run
-    if begun.where.local_ranks:
-        problems = [*wrong.machine, *problems]
+def _verdict(parsed: ParsedArguments, begun: Asked) -> str:
+    """The answer to a run with which nothing is wrong. Writes the files of --memory-trace and --report-json."""
+    resolved, run = begun.resolved, begun.resolved.run
+    problems, of_machine = check_start(begun), machine_problems(run)
+    notes, unchecked = [*parsed.notes], list[str]()
+    if begun.local_ranks:
+        problems = [*of_machine, *problems]
     else:
-        left += [f"the machines of these ranks; this one would say: {sentence}" for sentence in wrong.machine]
-        left += ["the machines of these ranks, their memory above all"] * (not wrong.machine)
+        unchecked += [f"the machines of these ranks; this one would say: {problem}" for problem in of_machine]
+        unchecked += ["the machines of these ranks, their memory above all"] * (not of_machine)
     if parsed.command.skip_files:
-        left.append("data, tokenizer, checkpoints and places to write into: --skip-files")
+        unchecked.append("data, tokenizer, checkpoints and places to write into: --skip-files")
         if run.model.vocab_size is None:
             problems.append(_UNKNOWN_VOCABULARY.format(run.data.tokenizer))
     else:
         resumed = begun.paths.resumed
         if resumed is not None:
-            problems += _damage(run, resumed)
+            try:  # in a start one rank looks at the sizes of files, because there may be as many ranks
+                require_sizes(resumed)
+            except CheckpointError as error:
+                problems.append(f"--load {run.checkpoint.load}: {error}")
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, resumed)[0])
-        left.append(_unread(parsed.run))
+        unchecked.append(_unread(parsed.run))
     if problems:
         raise ConfigError(problems)
     notes += order_notes(parsed.run, run, micro_batches_of(run, resolved.axes))
     if run.offload.placement == AUTO:
         _require_a_placement(resolved)
-        left.append("--placement auto: the start measures the machine and chooses; with --placement-rates this does")
-    return _told(resolved, parsed.changed_settings(), notes, left)
-
-
-def _damage(run: Run, resumed: FoundCheckpoint) -> list[str]:
-    """A problem of the checkpoint's files. In a start one rank looks at them, because there may be as many ranks."""
-    try:
-        require_sizes(resumed)
-    except CheckpointError as error:
-        return [f"--load {run.checkpoint.load}: {error}"]
-    return []
+        unchecked.append(
+            "--placement auto: the start measures the machine and chooses; with --placement-rates this does"
+        )
+    return _report_of(resolved, parsed.changed_settings(), notes, unchecked)
 
 
 def _unread(run: Run) -> str:
@@ -118,17 +105,28 @@ def _unread(run: Run) -> str:
     return "the default corpus: it is made at the start, where it is not there yet"
 
 
-def _told(resolved: ResolvedRun, given: Mapping[str, Any], notes: Sequence[str], unchecked: Sequence[str]) -> str:
-    """The answer to a run with which nothing is wrong. Writes the files of --memory-trace and --report-json."""
-    run, unchecked = resolved.run, [*unchecked]
+def _require_a_placement(resolved: ResolvedRun) -> None:
+    """Raise ConfigError if no placement keeps to the budgets. That follows from bytes, whatever the rates are, and is
+    not known without a vocabulary.
+    """
+    assumed, run = rates.ASSUMED[resolved.facts.kind], resolved.asked
+    assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
+    resolve(run, replace(resolved.facts, rates=assumed))
+
+
+def _report_of(resolved: ResolvedRun, given: Mapping[str, Any], notes: Sequence[str], unchecked: list[str]) -> str:
+    run = resolved.run
     steps = StageLists(run, resolved.axes, nccl=has_nccl(run.parallel, resolved.axes))
     trace = write_memory_trace(steps, resolved.facts.kind)
     report = gather(steps)
     if report.memory.assumed:
-        predictions = {"--memory-trace": trace is not None, "memory budgets": has_budgets(run)}
-        predictions["--report-json"] = run.trainer.report_json is not None
-        untried = "no card is here to try the bodies of attention"
-        unchecked += [f"{what}: {untried}; {ASSUMED} was assumed" for what, made in predictions.items() if made]
+        predictions = {
+            "--memory-trace": trace is not None,
+            "memory budgets": has_budgets(run),
+            "--report-json": run.trainer.report_json is not None,
+        }
+        untried = f"no card is here to try the bodies of attention; {ASSUMED} was assumed"
+        unchecked += [f"{prediction}: {untried}" for prediction, is_made in predictions.items() if is_made]
     report = replace(
         report,
         given=given,

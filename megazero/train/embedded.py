@@ -96,8 +96,8 @@ def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
     except Exception as error:
         failure = error
         problems = error.problems if isinstance(error, ConfigError) else None
-        words = {"rank": environment.rank, "problems": problems, "error": f"{type(error).__name__}: {error}"}
-        store.compare_set("wrong", "", json.dumps(words))
+        report = {"rank": environment.rank, "problems": problems, "error": f"{type(error).__name__}: {error}"}
+        store.compare_set("wrong", "", json.dumps(report))
     if store.add("arrived", 1) == environment.world_size:
         store.set("all have arrived", "yes")
     store.wait(["all have arrived"], PATIENCE)
@@ -112,10 +112,8 @@ def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
 
 
 @contextmanager
-def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool, quantised: bool) -> Iterator[ProcessGrid]:
+def process_groups(world: World, meeting: Rendezvous, parallel: ParallelConfig) -> Iterator[ProcessGrid]:
     """A context with this rank's grid. Its groups are destroyed at the end of the block; the program's own stay.
-
-    quantised: see `mpu.connect`.
 
     Creating and destroying groups are collectives of the world. A ConfigError that leaves the block must be raised on
     all ranks. After any other exception the groups stay, because destroying them would wait for ranks that may be gone.
@@ -126,9 +124,14 @@ def process_groups(world: World, meeting: Rendezvous, *, shared_memory: bool, qu
     if not meeting.guest:
         environment = meeting.environment
         init_default_group(world, store=meeting.store, rank=environment.rank, world_size=environment.world_size)
-    backend = world.backend if meeting.guest else None
-    grid = build_grid(world.axes, world.device, world.timeout, shared_memory=shared_memory, guest_backend=backend)
-    connect(grid, quantised=quantised)
+    grid = build_grid(
+        world.axes,
+        world.device,
+        world.timeout,
+        shared_memory=parallel.shared_memory,
+        guest_backend=world.backend if meeting.guest else None,
+    )
+    connect(grid, quantised=parallel.zero_quantized_gradients != "none")
     try:
         yield grid
     except ConfigError:

@@ -23,9 +23,10 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.optim.step_plan import StepPlan
 from megazero.system import device as devices
 from megazero.system.words import counted
-from megazero.train.checked import Asked, Where, asked_start, check_start
+from megazero.train.checked import Asked, asked_start, check_start
 from megazero.train.epochs import epoch_of, epochs_text, instruction_datasets
 from megazero.train.path_checks import of_checkpoint, start_position
+from megazero.train.requirements import machine_problems
 from megazero.train.resolve import DEFAULT_TOKENIZER, ResolvedRun, Vocabulary, resolve
 from megazero.train.same_data import data_problems, same_order, saved_run
 
@@ -95,9 +96,8 @@ def prepare(
     if asked.trainer.deterministic:
         devices.use_deterministic_algorithms()
     own_data, local_ranks = own_data or OwnData(), range(world_size) if local_ranks is None else local_ranks
-    begun = asked_start(asked, Where(world_size, local_ranks), own_data)
-    wrong = check_start(begun)
-    if problems := [*wrong.machine, *wrong.others]:
+    begun = asked_start(asked, world_size, local_ranks, own_data)
+    if problems := [*machine_problems(begun.resolved.run), *check_start(begun)]:
         raise ConfigError(problems)
     try:
         prepared = _named_data(begun, report) if own_data.train is None else _own_data(begun)
@@ -154,7 +154,7 @@ def _prepared(
     samples = needed if needed > used >= (1 - UNTOLD) * needed else used
     text = f"{text}; {epochs_text(run, datasets, samples)}"
     saved = None if resumed is None else saved_run(resumed, run, contents)
-    return Prepared(resolved, datasets, tokenizer, text, resumed, saved, len(begun.where.local_ranks), contents)
+    return Prepared(resolved, datasets, tokenizer, text, resumed, saved, len(begun.local_ranks), contents)
 
 
 def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, report: Report) -> tuple[Datasets, str]:

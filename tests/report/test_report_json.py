@@ -24,7 +24,7 @@ from megazero.program.instruction import Lane
 from megazero.program.traffic import traffic
 from megazero.report import report_json
 from megazero.report.run_report import RunReport, gather
-from megazero.train.checked import Where, asked_start
+from megazero.train.checked import asked_start
 from megazero.train.dry_run import dry_run_text
 from megazero.train.path_checks import unusable_places
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -99,7 +99,7 @@ def test_the_numbers_are_those_of_the_plan(tmp_path: Path) -> None:
     found = validated(FULL, tmp_path / "report.json", 8)
     run = parse_run([*MODEL, *FULL.split(), "--report-json", str(tmp_path / "report.json")], 8)
     axes = axes_of(run, 8)
-    resolved = asked_start(run, Where(8, range(0)), reads_files=False, searches=True).resolved
+    resolved = asked_start(run, 8, range(0), reads_files=False, searches=True).resolved
     assert found["settings"] == json.loads(json.dumps(run_dict(resolved.run)))
     assert found["decisions"] == [
         {"field": "eod_id", "value": 0, "why": "the tokenizer's token that ends a document"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megazero.config.schema import Run
-from megazero.train.checked import Where, asked_start, check_start
+from megazero.train.checked import asked_start, check_start
 from megazero.train.resolve import Facts, ResolvedRun, resolve
 
 
 def problems_at_start(run: Run, world_size: int = 1) -> tuple[str, ...]:
     """Everything that is wrong apart from the machine, if all ranks are on this host."""
-    return check_start(asked_start(run, Where(world_size, range(world_size)))).others
+    return tuple(check_start(asked_start(run, world_size, range(world_size))))
 
 
 def resolved_for(run: Run, world_size: int = 1, kind: str = "cpu", *, tries_kernels: bool = True) -> ResolvedRun:

@@ -32,7 +32,6 @@ from megazero.launch import Environment
 from megazero.train import api, checked
 from megazero.train.arguments import Arguments, Callbacks
 from megazero.train.dry_run import dry_run_text
-from megazero.train.embedded import Rendezvous
 from megazero.train.epochs import Epoch
 from megazero.train.init_from import AdapterBase, model_source
 from megazero.train.path_checks import missing_files
@@ -174,8 +173,8 @@ def by_program(words: list[str], ranks: int, rank: int) -> dict[str, Any]:
     given: dict[str, dict[str, Any]] = {}
     for name, value in {**settings, **line.source.settings}.items():
         given.setdefault(run_options()[name].section, {})[name] = plain_value(value)
-    meeting = Rendezvous(Environment(rank, rank, ranks, ranks), None, False)
-    return final(api._prepared(given, Arguments(None, None, None, Callbacks(), False), meeting)[1], ranks)
+    environment = Environment(rank, rank, ranks, ranks)
+    return final(api._prepared(given, Arguments(None, None, None, Callbacks(), False), environment)[1], ranks)
 
 
 @pytest.mark.slow
