@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -35,7 +36,7 @@ from megazero.mpu.collectives import all_reduce, barrier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.head_loss import blocks_of
 from megazero.pipeline.build import attention_support, attention_workload
-from megazero.plan.rates import NAMES, MachineRates, rates_of
+from megazero.plan.rates import MachineRates, rates_of
 from megazero.system import device as devices
 from megazero.system.copy_thread import CopyThread
 from megazero.system.streams import host_tensor
@@ -60,26 +61,25 @@ def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     and less than a step for `product_workspace`. Raises ConfigError on all ranks where one of these folders fails.
     """
     rates = {"workspace": -float(product_workspace(run, grid.device))}  # the largest counts, of all else the smallest
-    barrier(grid.world)
+    barrier(grid.world)  # before each measurement: it counts while all ranks make it
     product = _product(run, grid.device)
-    rates["flops"] = per_second(*product, grid.device)
+    rates["flops"] = per_second(product, grid.device)
     rates |= _copies(grid.device)
     barrier(grid.world)
     update, host = _updates(run.optimizer, grid.device), torch.device("cpu")
-    rates["update"] = rates["update_host"] = per_second(*update, grid.device)
+    rates["update"] = rates["update_host"] = per_second(update, grid.device)
     barrier(grid.world)
     if grid.device.type == "cpu":
         rates["beside"] = _beside(product, rates["flops"], update, rates["update_host"])
     else:
-        rates["update_host"] = per_second(*_updates(run.optimizer, host), host)
+        rates["update_host"] = per_second(_updates(run.optimizer, host), host)
     if run.offload.nvme_path:
         rates |= _disks(run, grid)
     if grid.replicas.size > 1:
         rates["messages"] = _messages(grid)
-    names = [name for name in NAMES if name in rates]
-    slowest = torch.tensor([rates[name] for name in names], dtype=torch.float64, device=grid.device)
+    slowest = torch.tensor([*rates.values()], dtype=torch.float64, device=grid.device)  # in one order on all ranks
     all_reduce(slowest, grid.world, "min").wait()
-    common = dict(zip(names, slowest.tolist(), strict=True))
+    common = dict(zip(rates, slowest.tolist(), strict=True))
     return rates_of({**common, "workspace": -common["workspace"]})
 
 
@@ -90,44 +90,39 @@ class Work(NamedTuple):
     amount: float
 
 
-def per_second(work: Callable[[], object], amount: float, device: torch.device) -> float:
-    """How much is done in a second by work that does `amount` in a call: the fastest of a few trials."""
-    work()
-    best = float("inf")
+def per_second(work: Work, device: torch.device) -> float:
+    """How much is done in a second: in the fastest of a few trials."""
+    work.call()  # not timed: it may compile, and it allocates
+    fastest = float("inf")
     for _ in range(TRIALS):
         devices.synchronize(device)
         start, calls = time.perf_counter(), 0
         while calls == 0 or time.perf_counter() - start < SECONDS:
-            work()
+            work.call()
             devices.synchronize(device)
             calls += 1
-        best = min(best, (time.perf_counter() - start) / calls)
-    return amount / best
+        fastest = min(fastest, (time.perf_counter() - start) / calls)
+    return work.amount / fastest
 
 
 def _beside(product: Work, flops: float, update: Work, updates: float) -> float:
     """What two kinds of work get done on the same processors at a time, above what one of them does alone
     (`MachineRates.beside`). flops, updates: their rates alone.
     """
-    over, calls = threading.Event(), 0
+    products_end, start = threading.Event(), time.perf_counter()
 
-    def go_on() -> tuple[int, float]:
-        """Calls of the update, and the seconds that they take."""
-        start, count = time.perf_counter(), 0
-        while not over.is_set():
-            update.call()
-            count += 1
-        return count, time.perf_counter() - start
+    def rate_until(work: Work, is_over: Callable[[], bool]) -> float:
+        begin, calls = time.perf_counter(), 0
+        while not is_over():
+            work.call()
+            calls += 1
+        return calls * work.amount / (time.perf_counter() - begin)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        other, start = pool.submit(go_on), time.perf_counter()
-        while time.perf_counter() - start < TRIALS * SECONDS:
-            product.call()
-            calls += 1
-        seconds = time.perf_counter() - start
-        over.set()
-        count, took = other.result()
-    together = calls * product.amount / seconds / flops + count * update.amount / took / updates
+        updating = pool.submit(rate_until, update, products_end.is_set)
+        product_rate = rate_until(product, lambda: time.perf_counter() - start >= TRIALS * SECONDS)
+        products_end.set()  # a product may take long, and updates go on beside all of it
+        together = product_rate / flops + updating.result() / updates
     return min(max(together - 1.0, 0.0), 1.0)
 
 
@@ -146,13 +141,12 @@ def _copies(device: torch.device) -> dict[str, float]:
     on_device = torch.randn(ELEMENTS, device=device)
     on_host = host_tensor(ELEMENTS, on_device.dtype, device, "--placement auto")
     thread = CopyThread(device, "rates")
-    try:
-        return {
-            "to_host": per_second(lambda: thread.copy(on_host, on_device).result(), on_host.nbytes, device),
-            "to_device": per_second(lambda: thread.copy(on_device, on_host).result(), on_host.nbytes, device),
-        }
-    finally:
-        thread.close()
+    copies = {
+        "to_host": Work(lambda: thread.copy(on_host, on_device).result(), on_host.nbytes),
+        "to_device": Work(lambda: thread.copy(on_device, on_host).result(), on_host.nbytes),
+    }
+    with closing(thread):
+        return {name: per_second(copy, device) for name, copy in copies.items()}
 
 
 def _updates(cfg: OptimizerConfig, device: torch.device) -> Work:
@@ -160,8 +154,7 @@ def _updates(cfg: OptimizerConfig, device: torch.device) -> Work:
     dtype = state_dtype(cfg.precision)
     weights, gradient, first, second = (torch.rand(ELEMENTS, dtype=dtype, device=device) for _ in range(4))
     parameters = torch.zeros(ELEMENTS, dtype=compute_dtype(cfg.precision), device=device)
-    one = torch.ones((), dtype=torch.float64, device=device)
-    skip = torch.zeros((), dtype=torch.bool, device=device)
+    one, skip = torch.ones((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def update() -> None:
