@@ -328,7 +328,7 @@ MOST_FILES, LEAST_CODE = 25, 40
 FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/report", "megazero/train")
 """Folders in which files are counted and measured. More are to follow."""
 
-FILES = {"megazero/train": 27}
+FILES: dict[str, int] = {}
 """Folders with more than `MOST_FILES`: how many they have. Lower the number with each file that goes."""
 
 SECTION = "a section of the configuration is a file"
@@ -344,7 +344,7 @@ SHORT = {
 TWINS = {
     "megazero/config": {"placement", "source"},
     "megazero/cli": {"convert", "generate", "harness", "inspect"},
-    "megazero/train": {"api", "arguments", "report", "state"},
+    "megazero/train": {"api", "report", "state"},
 }
 """Names of files that are also in a room which imports this one, or which this one imports. Take out what is renamed.
 Programs on the top floor are called like the commands that they are, and sections of the configuration like what they

@@ -197,7 +197,7 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
     from megazero.config.parse import parse_arguments
     from megazero.data.progress import silent, to_stderr
     from megazero.launch import launch
-    from megazero.train.dry_run import dry_run_text
+    from megazero.train.checked import dry_run_text
     from megazero.train.init_from import model_source
     from megazero.train.job import build_job
     from megazero.train.path_checks import missing_files

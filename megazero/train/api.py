@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megazero.config.dump import program_source, read_yaml
 from megazero.config.flags import fields_for_flags
@@ -19,12 +19,15 @@ from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
 from megazero.launch import Environment, World, world_of
+from megazero.system.extensions import why_not_called
+from megazero.system.given import is_whole, kind
+from megazero.system.reading import shown
 from megazero.telemetry.record import StepRecord, StepValues, read_scalars
 from megazero.telemetry.watchdog import StopSignals
-from megazero.train.arguments import Arguments, Callbacks
 from megazero.train.embedded import process_groups, rendezvous, result_on_all_ranks, settings_of_torch
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
+from megazero.train.logs import Callbacks
 from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
 
@@ -140,10 +143,8 @@ class NotBegun(AbstractContextManager[Training]):
     def __enter__(self) -> Training:
         return self._run.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._run.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._run.__exit__(*raised)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -285,3 +286,97 @@ def _settings(given: Given) -> ConfigSource:
     if isinstance(given, Run | Mapping):
         return program_source(given, "the run")
     raise ConfigError([f"run is {type(given).__name__}, not a Run, a mapping or the path of a YAML file"])
+
+
+class _Part(NamedTuple):
+    needed: str
+    fits: Callable[[Any], bool]
+
+
+TOKENIZER = {
+    "vocab_size": _Part("a number from 1 on", lambda value: is_whole(value) and value >= 1),
+    "eod_id": _Part("a number, or None where no token ends a document", lambda value: value is None or is_whole(value)),
+    "encode": _Part("a method: text -> list of ids", callable),
+    "decode": _Part("a method: list of ids -> text", callable),
+}
+"""The attributes that a tokenizer must have: what each must be, and a check of it."""
+CALLBACKS = {
+    "on_step": ("record",),
+    "on_evaluation": ("iteration", "losses"),
+    "on_checkpoint": ("folder", "iteration"),
+}
+"""The arguments with which each callback is called."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments as the caller gave them. They may have any type until `problems` has found nothing."""
+
+    train_data: Any
+    valid_data: Any
+    tokenizer: Any
+    callbacks: Callbacks
+    handle_signals: Any
+
+    def problems(self) -> list[str]:
+        """One sentence for each argument that cannot be used: its name, what it is, and what is needed."""
+        problems = list[str]() if self.train_data is None else [*_rows_problems("train_data", self.train_data)]
+        if isinstance(self.valid_data, Mapping):
+            if not self.valid_data:
+                problems.append("valid_data is an empty mapping, which names no validation set: None stands for none")
+            for name, rows in self.valid_data.items():
+                if not (isinstance(name, str) and name):
+                    problems.append(f"valid_data has the key {shown(name)}: the name of a validation set is a word")
+                problems += _rows_problems(f"valid_data[{name!r}]", rows)
+        elif self.valid_data is not None:
+            problems += _rows_problems("valid_data", self.valid_data)
+        if self.tokenizer is not None:
+            problems += _tokenizer_problems(self.tokenizer)
+        for name, parameters in CALLBACKS.items():
+            callback = getattr(self.callbacks, name)
+            reason = None if callback is None else why_not_called(callback, *parameters)
+            if reason is not None:
+                problems.append(f"{name}: a function of {' and '.join(parameters)} is needed; {reason}")
+        if not isinstance(self.handle_signals, bool):
+            problems.append(f"handle_signals is {kind(self.handle_signals)}: it is True or False")
+        elif self.handle_signals and threading.current_thread() is not threading.main_thread():
+            problems.append("handle_signals: only the main thread of a program can handle signals, and this is another")
+        return problems
+
+    def own_data(self) -> OwnData:
+        """The data and the tokenizer. Call it only if `problems` is empty."""
+        valid = self.valid_data
+        by_metric = {} if valid is None else {"valid_loss": valid}
+        if isinstance(valid, Mapping):
+            by_metric = {f"valid_loss/{name}": rows for name, rows in valid.items()}
+        return OwnData(self.train_data, by_metric, self.tokenizer)
+
+
+def _rows_problems(name: str, rows: object) -> Iterator[str]:
+    needed = "a data set has a length and items by number (__len__ and __getitem__)"
+    if isinstance(rows, str | bytes | os.PathLike):
+        yield f"{name} is {kind(rows)}: {needed}; the run names files, by data.data_path"
+    elif isinstance(rows, Mapping):
+        yield f"{name} is {kind(rows)}, whose items have names: {needed}"
+    elif lacking := [method for method in ("__len__", "__getitem__") if not hasattr(rows, method)]:
+        yield f"{name} is {kind(rows)}: {needed}; it lacks {' and '.join(lacking)}"
+    else:
+        try:
+            len(rows)  # type: ignore[arg-type]
+        except TypeError as error:  # a class, an array without dimensions
+            yield f"{name} is {kind(rows)}: {needed}; its length: {error}"
+
+
+def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
+    lacking = []
+    for name, part in TOKENIZER.items():
+        if not hasattr(tokenizer, name):
+            lacking.append(f"{name} ({part.needed})")
+        elif not part.fits(value := getattr(tokenizer, name)):
+            lacking.append(f"{name} ({part.needed}, not {kind(value)})")
+    if isinstance(tokenizer, type):
+        yield f"tokenizer is {kind(tokenizer)}: an object of it is needed"
+    elif isinstance(tokenizer, str | os.PathLike):
+        yield f"tokenizer is {kind(tokenizer)}: an object is needed; the run names one, by data.tokenizer"
+    elif lacking:
+        yield f"tokenizer is {kind(tokenizer)}, which lacks {', '.join(lacking)}"

@@ -27,11 +27,10 @@ from megazero.plan.step_lists import StageLists
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
-from megazero.train.arguments import Callbacks, CallbackSink
 from megazero.train.batches import batches_of
 from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.checked import resolved_on_all_ranks
-from megazero.train.logs import sinks_of, step_log
+from megazero.train.logs import Callbacks, CallbackSink, sinks_of, step_log
 from megazero.train.prepare import Prepared
 from megazero.train.report import announce_kernels, introduce, report, sample_text
 from megazero.train.resume import StartPoint, resume, stored_probe

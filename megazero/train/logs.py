@@ -1,10 +1,13 @@
-"""The records of a run's steps: log lines, the metrics file, TensorBoard and other sinks."""
+"""The records of a run's steps: log lines, the metrics file, TensorBoard, other sinks, and callbacks of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
@@ -20,9 +23,10 @@ from megazero.plan.flops import recompute_step_flops, step_flops
 from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
-from megazero.telemetry.record import Rates, Sink
+from megazero.telemetry.record import Rates, Sink, StepRecord
 from megazero.telemetry.sinks import NoSink, SinkContext, named_places, open_sinks
 from megazero.telemetry.steplog import StepLog
+from megazero.telemetry.watchdog import StopSignals
 from megazero.train.state import TrainingPosition
 
 
@@ -78,3 +82,50 @@ def _log_lines(run: Run) -> LogLines:
         interval=run.trainer.log_interval,
         seconds_to_deadline=None if minutes is None else 60 * minutes,
     )
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions of a program. Each is called on the ranks that give it; returning True requests a stop of the run.
+
+    on_step        called with the record of each step, at the log interval for all steps since the last
+    on_evaluation  called with the iteration and the losses by metric name
+    on_checkpoint  called with the folder and the iteration of each complete checkpoint
+    """
+
+    on_step: Callable[[StepRecord], object] | None = None
+    on_evaluation: Callable[[int, dict[str, float]], object] | None = None
+    on_checkpoint: Callable[[Path, int], object] | None = None
+
+
+class CallbackSink:
+    """A sink that calls the program's callbacks, and requests a stop if one returns True."""
+
+    def __init__(self, callbacks: Callbacks, signals: StopSignals) -> None:
+        self._callbacks, self._signals = callbacks, signals
+
+    def step(self, record: StepRecord) -> None:
+        self._call("on_step", record)
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        self._call("on_evaluation", iteration, losses)
+
+    def saved(self, folder: Path, iteration: int) -> None:
+        """Call `on_checkpoint` for a complete checkpoint."""
+        self._call("on_checkpoint", folder, iteration)
+
+    def _call(self, name: str, *values: object) -> None:
+        """Call a callback that there is. True, also numpy's, requests a stop; any other return value is ignored."""
+        callback = getattr(self._callbacks, name)
+        answer = None if callback is None else callback(*values)
+        if isinstance(answer, bool | np.bool_) and answer:
+            self._signals.ask(f"{name} asked for it")
+
+    def note(self, text: str) -> None:
+        """Ignored: notes are for the log."""
+
+    def flush(self, durable: bool) -> None:
+        """Nothing to do: callbacks are called at once."""
+
+    def close(self) -> None:
+        """Nothing to do: the program sees the end of its run."""

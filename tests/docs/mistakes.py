@@ -125,7 +125,7 @@ def furnish(folder: Path) -> None:
     """texts/, notes.txt, chats.jsonl, broken.jsonl; my-data and tiny, pairs of bytes; runs/mine, trained on my-data;
     runs/ids, trained on it without a tokenizer.
     """
-    for name in ("convert.loading", "evaluation.scorer", "inference.text_generator", "train.job", "train.dry_run"):
+    for name in ("convert.loading", "evaluation.scorer", "inference.text_generator", "train.job", "train.checked"):
         import_module(f"megazero.{name}")  # here, so that no fork has to
     (folder / "texts").mkdir()
     for number in range(20):

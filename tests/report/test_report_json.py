@@ -24,8 +24,7 @@ from megazero.program.instruction import Lane
 from megazero.program.traffic import traffic
 from megazero.report import report_json
 from megazero.report.run_report import RunReport, gather
-from megazero.train.checked import asked_start
-from megazero.train.dry_run import dry_run_text
+from megazero.train.checked import asked_start, dry_run_text
 from megazero.train.path_checks import unusable_places
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks

@@ -19,8 +19,7 @@ from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.tier_peaks import run_peaks
 from megazero.train import resolve as resolving
-from megazero.train.checked import resolved_on_all_ranks
-from megazero.train.dry_run import dry_run_text
+from megazero.train.checked import dry_run_text, resolved_on_all_ranks
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
 from megazero.train.requirements import room_problems, swap_bytes

@@ -21,8 +21,7 @@ from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
 from megazero.plan.rates import NAMES, MachineRates, read_rates
 from megazero.train import checked, placed
-from megazero.train.checked import resolved_on_all_ranks
-from megazero.train.dry_run import dry_run_text
+from megazero.train.checked import dry_run_text, resolved_on_all_ranks
 from megazero.train.job import build_job
 from megazero.train.measured_rates import measured_rates
 from megazero.train.prepare import prepare

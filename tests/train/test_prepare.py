@@ -26,7 +26,7 @@ from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
 from megazero.system.writable import closed
 from megazero.train import prepare as preparation
-from megazero.train.dry_run import dry_run_text
+from megazero.train.checked import dry_run_text
 from megazero.train.init_from import model_source
 from megazero.train.path_checks import check_paths
 from megazero.train.prepare import Prepared, prepare, validation_samples

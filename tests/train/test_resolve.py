@@ -30,10 +30,11 @@ from megazero.data.corpus import Corpus
 from megazero.data.progress import silent
 from megazero.launch import Environment
 from megazero.train import api, checked
-from megazero.train.arguments import Arguments, Callbacks
-from megazero.train.dry_run import dry_run_text
+from megazero.train.api import Arguments
+from megazero.train.checked import dry_run_text
 from megazero.train.epochs import Epoch
 from megazero.train.init_from import AdapterBase, model_source
+from megazero.train.logs import Callbacks
 from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
 from megazero.train.resolve import Facts, Vocabulary, resolve
