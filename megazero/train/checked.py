@@ -249,7 +249,10 @@ def _verdict(parsed: ParsedArguments, begun: Asked) -> str:
         raise ConfigError(problems)
     notes += order_notes(parsed.run, run, micro_batches_of(run, resolved.axes))
     if run.offload.placement == AUTO:
-        _require_a_placement(resolved)
+        # Bytes say whether any placement keeps to the budgets, whatever the rates are. This raises if none does.
+        assumed = ASSUMED_RATES[resolved.facts.kind]
+        assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
+        resolve(resolved.asked, replace(resolved.facts, rates=assumed))
         unchecked.append(
             "--placement auto: the start measures the machine and chooses; with --placement-rates this does"
         )
@@ -263,15 +266,6 @@ def _unread(run: Run) -> str:
     if run.data.data_path:
         return "each token id, and how many samples there are: the files are read at the start"
     return "the default corpus: it is made at the start, where it is not there yet"
-
-
-def _require_a_placement(resolved: ResolvedRun) -> None:
-    """Raise ConfigError if no placement keeps to the budgets. That follows from bytes, whatever the rates are, and is
-    not known without a vocabulary.
-    """
-    assumed, run = ASSUMED_RATES[resolved.facts.kind], resolved.asked
-    assumed = assumed if run.offload.nvme_path else replace(assumed, read=None, write=None)
-    resolve(run, replace(resolved.facts, rates=assumed))
 
 
 def _report_of(resolved: ResolvedRun, given: Mapping[str, Any], notes: Sequence[str], unchecked: list[str]) -> str:

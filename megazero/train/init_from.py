@@ -8,7 +8,7 @@ everything else start anew. Checkpoints with adapters get them in PEFT's format 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -36,7 +36,7 @@ from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Box, ParameterSpec, spec_of
 from megazero.system.reading import path_error
-from megazero.zero.fragment import Fragment, FragmentSpec
+from megazero.zero.fragment import Fragment
 from megazero.zero.frozen import FrozenParameters
 
 PEFT = "peft"
@@ -192,7 +192,13 @@ def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:
 
     def fill(source: Source) -> str:
         with closing(portions):
-            _fill(source, state.stored(), portions)
+            specs = {fragment.spec.name: fragment.spec for fragment in chain.from_iterable(state.stored())}
+            problems = [problem for spec in specs.values() if (problem := _misfit(source, spec))]
+            if problems:
+                raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
+            for portion in portions:
+                _copy_all(source, portion)
+                del portion  # or its memory would be held while the next one comes
         return "; ".join([f"weights of {source.path} ({source.format})", *_out_of_the_ordinary(source.report)])
 
     text = _filled_on_all_ranks(path, grid, fill)
@@ -252,17 +258,6 @@ def _out_of_the_ordinary(report: ConversionReport) -> list[str]:
     ]
 
 
-def _fill(source: Source, stored: Sequence[Sequence[FragmentSpec]], portions: Iterable[Sequence[Fragment]]) -> None:
-    """Copy the weights into the portions, one after the other. stored: their fragments without values."""
-    specs = {fragment.spec.name: fragment.spec for fragment in chain.from_iterable(stored)}
-    problems = [problem for spec in specs.values() if (problem := _misfit(source, spec))]
-    if problems:
-        raise ConversionError(f"{source.path} does not fit the model: {'; '.join(problems)}")
-    for portion in portions:
-        _copy_all(source, portion)
-        del portion  # or its memory would be held while the next one comes
-
-
 def _copy_all(source: Source, portion: Sequence[Fragment]) -> None:
     """A function, so that no name holds the last fragment while the next portion comes."""
     for fragment in portion:
@@ -274,10 +269,10 @@ def _misfit(source: Source, spec: ParameterSpec) -> str | None:
     entry = source.entries.get(spec.name)
     if entry is None:
         return f"{spec.name} is missing"
-    longer = spec.name in TABLES and entry.shape[0] < spec.shape[0] and entry.shape[1:] == spec.shape[1:]
-    return (
-        None if entry.shape == spec.shape or longer else f"{spec.name} is {list(entry.shape)}, not {list(spec.shape)}"
-    )
+    gets_rows = spec.name in TABLES and entry.shape[0] < spec.shape[0] and entry.shape[1:] == spec.shape[1:]
+    if entry.shape == spec.shape or gets_rows:
+        return None
+    return f"{spec.name} is {list(entry.shape)}, not {list(spec.shape)}"
 
 
 def _misfit_of_base(source: Source, spec: ParameterSpec) -> str | None:

@@ -6,7 +6,6 @@ Nothing is written, tokenized or read to its end; the start of the run does that
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from megazero.convert.source import ConversionError, NoCheckpoint
 from megazero.data.build import parse_data_path, parse_valid_data_path
 from megazero.data.indexed import DataError, IndexedDataset
 from megazero.data.input_files import find_files
-from megazero.data.tokenizer import ListedTokenizer, Tokenizer, build_tokenizer
+from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.data.tokenizer_record import (
     path_of,
     recorded_flags,
@@ -66,14 +65,8 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
 
     run: as the user asks for it. own_tokenizer: the program's tokenizer, used instead of the run's.
     """
-    problems: list[str] = [*unusable_places(run), *folder_problems(run.offload.nvme_path), *_missing_data(run)]
-    listed: ListedTokenizer | None = None
-    with _collected(problems):
-        listed = _tokenizer(run)
-    if listed is not None:
-        problems += _other_tokenizer(run, listed)
-    elif run.data.tokenizer is None and run.model.vocab_size is None and own_tokenizer is None:
-        problems += _forgotten_tokenizer(run)
+    problems = [*unusable_places(run), *folder_problems(run.offload.nvme_path)]
+    tokenizer = _opened_data(run, own_tokenizer, problems)
     load, resumed, is_damaged = run.checkpoint.load, None, True
     with _collected(problems, f"--load {load}: "):
         newest = find(load) if load and not os.path.isfile(load) else None
@@ -89,7 +82,7 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
     if run.checkpoint.init_from or not is_damaged:  # the checkpoint of --load may say which model the base is
         with _collected(problems):
             base = base_of(run, resumed)
-    return CheckedPaths(own_tokenizer or listed, resumed, base, tuple(problems))
+    return CheckedPaths(tokenizer, resumed, base, tuple(problems))
 
 
 def missing_files(run: Run) -> tuple[str, ...]:
@@ -106,14 +99,14 @@ def of_checkpoint(resumed: FoundCheckpoint, problems: Sequence[str]) -> list[str
 
 
 def _without_optimizer(run: Run, resumed: FoundCheckpoint) -> Iterator[str]:
-    """A problem if the checkpoint lacks state of the optimizer that the run would go on with. (Steps on disks may be
-    later than the checkpoint, and take its place.)
-    """
+    """A problem if the checkpoint lacks state of the optimizer that the run would go on with."""
+    # Steps on disks may be later than the checkpoint, and take its place.
     if run.checkpoint.finetune or run.checkpoint.no_load_optim or run.offload.nvme_checkpoint:
         return
-    needed = ("exp_avg",) if run.optimizer.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
-    columns_of_tensors = [tensor.columns for tensor in resumed.manifest.tensors.values()]
-    lacking = [column for column in needed if any(column not in columns for columns in columns_of_tensors)]
+    tensors, needed = resumed.manifest.tensors.values(), ["exp_avg"]
+    if run.optimizer.optimizer != "sgd":
+        needed.append("exp_avg_sq")
+    lacking = [column for column in needed if any(column not in tensor.columns for tensor in tensors)]
     if lacking:
         yield (
             f"--load {run.checkpoint.load}: {resumed.path} is without the optimizer's {' and '.join(lacking)} (saved "
@@ -172,22 +165,29 @@ def _of_another_run(cfg: CheckpointConfig, resumed: FoundCheckpoint | None) -> I
 
 
 def _other_content(checkpoint: CheckpointConfig, load: Path) -> Iterator[str]:
-    """A problem if --load is a model of another format, or holds other things than checkpoints: it would be ignored,
-    and the run would start from scratch.
+    """A problem if --load, which holds no checkpoint, is a model of another format, or holds anything else than a run
+    without one leaves behind: the name is a mistake, and the run would start from scratch.
     """
     try:
         format = recognise(load)
     except NoCheckpoint:
-        yield from _other_things(checkpoint)
-        return
+        format = None
     except ConversionError as error:
         yield problem_of(error, f"--load {path_error(load, error)}")
         return
-    if format != "megazero":
-        yield (
-            f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from {load} "
-            "starts with its weights"
-        )
+    if format is not None:
+        if format != "megazero":
+            yield (
+                f"--load {load}: is a checkpoint of the format {format}, from which no run can go on; --init-from "
+                f"{load} starts with its weights"
+            )
+    elif load.is_dir() and not _same_place(load, checkpoint.save):  # the folder of --save may hold what it likes
+        strange = sorted(name for name in os.listdir(load) if not name.startswith(".") and name != RUN_FILE)
+        runs = [os.path.join(str(checkpoint.load), name) for name in strange if list_checkpoints(load / name)]
+        nearest = f"; nearest: --load {' or '.join(runs[:NAMED])}" if runs else ""
+        more = ", ..." * (len(strange) > NAMED)
+        if strange:
+            yield f"--load {checkpoint.load}: holds no checkpoint, but {listed(strange[:NAMED])}{more}{nearest}"
 
 
 @contextmanager
@@ -203,57 +203,38 @@ def _collected(problems: list[str], before: str = "") -> Iterator[None]:
         problems.append(problem_of(error, f"{before}{error}"))
 
 
-def _tokenizer(run: Run) -> ListedTokenizer | None:
-    """The run's tokenizer; None if its kind or path is not set (the configuration's checks report that).
-
-    Raises DataError, ValueError, OSError or ImportError if it cannot be opened.
+def _opened_data(run: Run, own_tokenizer: Tokenizer | None, problems: list[str]) -> Tokenizer | None:
+    """Open the data that the run names, and return its tokenizer or the program's own; None without one, or if it
+    cannot be opened. What is wrong, and each indexed dataset that records another tokenizer, is added to `problems`.
     """
-    kind, path = run.data.tokenizer, run.data.tokenizer_path
-    if kind is None and path is not None and not os.path.exists(os.path.expanduser(path)):
-        raise DataError(f"--tokenizer-path {path} is missing")
-    return None if kind is None or (path is None and kind != "byte") else build_tokenizer(kind, path)
-
-
-def _pairs(run: Run) -> list[tuple[str, str]]:
-    """(flag, prefix) of each indexed dataset. A flag that cannot be parsed is left out: the configuration's checks
-    report it.
-    """
-    pairs: list[tuple[str, str]] = []
+    data, pairs = run.data, list[tuple[str, str]]()
+    # The configuration's checks report a flag that cannot be parsed, and a tokenizer without its kind or path.
     with suppress(DataError):
-        pairs += [("--data-path", prefix) for prefix in parse_data_path(run.data.data_path).prefixes]
+        pairs += [("--data-path", prefix) for prefix in parse_data_path(data.data_path).prefixes]
     with suppress(DataError):
-        pairs += [("--valid-data-path", prefix) for prefix in parse_valid_data_path(run.data.valid_data_path).values()]
-    return pairs
-
-
-def _other_tokenizer(run: Run, tokenizer: ListedTokenizer) -> list[str]:
-    """A problem for each indexed dataset that records another tokenizer than the run's."""
-    problems: list[str] = []
-    recording = [(flag, prefix) for flag, prefix in _pairs(run) if path_of(prefix).exists()]
-    if recording:  # else nobody needs the hash of all tokens
-        record = tokenizer_record(tokenizer, run.data.tokenizer or "tokenizer")
+        pairs += [("--valid-data-path", prefix) for prefix in parse_valid_data_path(data.valid_data_path).values()]
+    opened: list[tuple[str, Callable[[], object]]] = [(flag, partial(IndexedDataset, prefix)) for flag, prefix in pairs]
+    opened += [("--instruction-data", partial(find_files, [name])) for name in data.instruction_data]
+    opened += [("--valid-instruction-data", partial(find_files, [name])) for name in data.valid_instruction_data]
+    for flag, open_data in opened:
+        with _collected(problems, f"{flag}: "):
+            open_data()
+    kind, path, tokenizer = data.tokenizer, data.tokenizer_path, None
+    with _collected(problems):
+        if kind is None and path is not None and not os.path.exists(os.path.expanduser(path)):
+            raise DataError(f"--tokenizer-path {path} is missing")
+        if kind == "byte" or (kind is not None and path is not None):
+            tokenizer = build_tokenizer(kind, path)
+    recording = [(flag, prefix) for flag, prefix in pairs if path_of(prefix).exists()]
+    if tokenizer is not None and recording:  # without the second nobody needs the hash of all tokens
+        record = tokenizer_record(tokenizer, kind or "tokenizer")
         for flag, prefix in recording:
             with _collected(problems, f"{flag}: "):
                 require_tokenizer_record(prefix, record)
-    return problems
-
-
-def _forgotten_tokenizer(run: Run) -> list[str]:
-    """What the first pair that records its tokenizer says of it, for a run that names neither one nor a vocabulary."""
-    recorded = recorded_flags([prefix for flag, prefix in _pairs(run) if flag == "--data-path"])
-    return [] if recorded is None else [f"--data-path: {recorded}"]
-
-
-def _missing_data(run: Run) -> list[str]:
-    problems: list[str] = []
-    opened: list[tuple[str, Callable[[], object]]]
-    opened = [(flag, partial(IndexedDataset, prefix)) for flag, prefix in _pairs(run)]
-    opened += [("--instruction-data", partial(find_files, [name])) for name in run.data.instruction_data]
-    opened += [("--valid-instruction-data", partial(find_files, [name])) for name in run.data.valid_instruction_data]
-    for flag, find_data in opened:
-        with _collected(problems, f"{flag}: "):
-            find_data()
-    return problems
+    elif tokenizer is None and kind is None and run.model.vocab_size is None and own_tokenizer is None:
+        recorded = recorded_flags([prefix for flag, prefix in pairs if flag == "--data-path"])
+        problems += [] if recorded is None else [f"--data-path: {recorded}"]
+    return own_tokenizer or tokenizer
 
 
 def unusable_places(run: Run) -> list[str]:
@@ -266,15 +247,13 @@ def unusable_places(run: Run) -> list[str]:
     folders, problems = {"--save": save, "--tensorboard-dir": run.trainer.tensorboard_dir}, []
     if metrics and not os.path.lexists(metrics):
         folders["--metrics-file"] = os.path.dirname(metrics) or "."
-    elif metrics and (wrong := _unusable_metrics_file(metrics)) is not None:
-        problems.append(f"--metrics-file {metrics}: {wrong}")
-    problems += [
-        f"{flag} {path_error(folder, wrong)}"
-        for flag, folder in folders.items()
-        if folder and (wrong := closed(folder))
-    ]
-    if save and (wrong := _inside_a_checkpoint(save)) is not None:
-        problems.append(f"--save {save}: {wrong}")
+    elif metrics and (reason := _unusable_metrics_file(metrics)) is not None:
+        problems.append(f"--metrics-file {metrics}: {reason}")
+    for flag, folder in folders.items():
+        if folder and (reason := closed(folder)):
+            problems.append(f"{flag} {path_error(folder, reason)}")
+    if save and (reason := _inside_a_checkpoint(save)) is not None:
+        problems.append(f"--save {save}: {reason}")
     if load and os.path.isfile(load):
         problems.append(f"--load {load}: is a file; name a folder of checkpoints")
     elif load and _is_missing(load) and not _same_place(load, save):
@@ -291,21 +270,6 @@ def _unusable_metrics_file(path: str) -> str | None:
     if not os.path.exists(path):
         return "is a link, and nothing is where it leads"
     return why_not_a_metrics_file(path) if os.access(path, os.R_OK | os.W_OK) else "may not be read and written"
-
-
-def _other_things(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """A problem if --load, which holds no checkpoint, holds anything else than a run without one leaves behind: the
-    name is a mistake, and the run would begin from scratch. The folder of --save may hold what it likes.
-    """
-    load = checkpoint.load
-    if load is None or not os.path.isdir(load) or _same_place(load, checkpoint.save):
-        return
-    strange = sorted(name for name in os.listdir(load) if not name.startswith(".") and name != RUN_FILE)
-    if strange:
-        runs = [os.path.join(load, name) for name in strange if list_checkpoints(Path(load, name))]
-        nearest = f"; nearest: --load {' or '.join(runs[:NAMED])}" if runs else ""
-        more = ", ..." * (len(strange) > NAMED)
-        yield f"--load {load}: holds no checkpoint, but {listed(strange[:NAMED])}{more}{nearest}"
 
 
 def _inside_a_checkpoint(save: str) -> str | None:
@@ -325,11 +289,11 @@ def _is_missing(path: str) -> bool:
     try:
         os.stat(path)
     except OSError as error:
-        return error.errno == errno.ENOENT
+        return isinstance(error, FileNotFoundError)
     return False
 
 
-def _same_place(path: str, other: str | None) -> bool:
+def _same_place(path: str | Path, other: str | None) -> bool:
     return other is not None and os.path.realpath(path) == os.path.realpath(other)
 
 
@@ -346,13 +310,14 @@ def _unusable_predictions(run: Run) -> Iterator[str]:
         if name is None:
             continue
         path = Path(name)
-        if (wrong := closed(str(path.parent))) is not None:
-            yield f"{flag} {path_error(str(path.parent), wrong)}"
+        if (reason := closed(str(path.parent))) is not None:
+            yield f"{flag} {path_error(str(path.parent), reason)}"
             continue
         for file in files_of(path) if flag == "--memory-trace" else (path,):
-            wrong = why_not(file) if not file.is_file() or os.access(file, os.R_OK | os.W_OK) else "may not be read"
+            may_be_read = not file.is_file() or os.access(file, os.R_OK | os.W_OK)
+            reason = why_not(file) if may_be_read else "may not be read"
             if other := taken.get(os.path.abspath(file)):
-                wrong = f"is the file of {other}"
+                reason = f"is the file of {other}"
             taken[os.path.abspath(file)] = flag
-            if wrong is not None:
-                yield f"{flag} {path}: {file} {wrong}" if file != path else f"{flag} {path}: {wrong}"
+            if reason is not None:
+                yield f"{flag} {path}: {file} {reason}" if file != path else f"{flag} {path}: {reason}"

@@ -21,6 +21,7 @@ from megazero.data.own import OwnData, own_datasets
 from megazero.data.progress import Report, without_repeats
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.optim.step_plan import StepPlan
+from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.system.words import counted
 from megazero.train.checked import Asked, asked_start, check_start
@@ -105,8 +106,9 @@ def prepare(
         raise ConfigError([str(error)]) from error
     if problems := prepared.problems():
         raise ConfigError(problems)
-    if prepared.resolved.facts.kind == "cpu":
-        _ = prepared.resolved.recompute  # a budget of activations that cannot be kept is known before ranks meet
+    resolved = prepared.resolved
+    if resolved.facts.kind == "cpu":  # a budget of activations that cannot be kept is known before ranks meet
+        recompute_table(resolved.run, resolved.axes, resolved.facts.kind)
     return prepared
 
 

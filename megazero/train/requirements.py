@@ -206,21 +206,17 @@ def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[st
 
 def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
     """The bytes of the swap files of these ranks."""
-    every, by_stage = [axes.coordinates(rank) for rank in ranks], dict[int, int]()
-    for at in every:
-        if at.pp not in by_stage:  # the ranks of a stage have as much
-            pieces = swapped_pieces(run, axes, at, nccl=has_nccl(run.parallel, axes))
-            by_stage[at.pp] = swap_file_bytes(run, pieces) + _activation_bytes(run, axes, at.pp)
-    return sum(by_stage[at.pp] for at in every)
-
-
-def _activation_bytes(run: Run, axes: Axes, stage: int) -> int:
-    """Those of activations. On a card they are not known before its bodies of attention are tried: opening says so."""
-    kind = devices.kind(run.parallel.device)
-    if not writes_activations(run) or kind != "cpu" or buffer_problems(run, axes, kind):
-        return 0
-    step = StageLists(run, axes, nccl=has_nccl(run.parallel, axes)).of(stage)
-    return activation_pieces(step).file_bytes(len(run.offload.nvme_path))
+    kind, nccl = devices.kind(run.parallel.device), has_nccl(run.parallel, axes)
+    places, by_stage = [axes.coordinates(rank) for rank in ranks], dict[int, int]()
+    for place in places:
+        if place.pp in by_stage:  # the ranks of a stage have as much
+            continue
+        by_stage[place.pp] = swap_file_bytes(run, swapped_pieces(run, axes, place, nccl=nccl))
+        # On a card activations are not known before its bodies of attention are tried: opening says so.
+        if writes_activations(run) and kind == "cpu" and not buffer_problems(run, axes, kind):
+            activations = activation_pieces(StageLists(run, axes, nccl=nccl).of(place.pp))
+            by_stage[place.pp] += activations.file_bytes(len(run.offload.nvme_path))
+    return sum(by_stage[place.pp] for place in places)
 
 
 def free_in(folders: Sequence[str], *, checkpoints: bool = False) -> int:

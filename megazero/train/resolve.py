@@ -8,7 +8,7 @@ request again. Nothing else changes a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,6 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
 from megazero.plan.order import leaves_order_to_budgets, order_within_budgets
 from megazero.plan.rates import MachineRates
-from megazero.plan.recompute import RecomputeTable, recompute_table
 from megazero.train.epochs import Epoch, samples_of
 from megazero.train.init_from import AdapterBase
 from megazero.train.placed import Room, chosen
@@ -92,11 +91,6 @@ class ResolvedRun:
         return axes_of(self.run, self.facts.world_size)
 
     @property
-    def recompute(self) -> RecomputeTable:
-        """What backward computes again of every block. Raises ConfigError if a budget of activations is too small."""
-        return recompute_table(self.run, self.axes, self.facts.kind)
-
-    @property
     def left_open(self) -> tuple[str, ...]:
         """The fields that these facts do not decide, by name."""
         still_open = {
@@ -113,15 +107,16 @@ def resolve(asked: Run, facts: Facts) -> ResolvedRun:
 
     Raises ConfigError where no decision is possible: epochs that fill no batch, budgets that no placement keeps.
     """
-    run, decisions = asked, list[Decision]()
-    # Each sees the decisions before it: the order of micro-batches depends on bytes, and so on the vocabulary.
-    for decide in (_device, _data, _vocabulary, _base, _samples, _order):
-        made = [*decide(run, facts)]
-        run = applied(run, {decision.field: decision.value for decision in made})
-        decisions += made
+    decisions = [*_from_facts(asked, facts)]
+    run = _decided(asked, decisions)
+    axes = axes_of(run, facts.world_size)
+    if facts.tries_kernels:  # budgets decide the order by bytes, and so by the vocabulary
+        why = "the largest groups that the budgets have room for"
+        order = order_within_budgets(run, axes, facts.kind)
+        decisions += [Decision(field, value, why) for field, value in order.items()]
+        run = _decided(asked, decisions)
     if run.offload.placement != AUTO or facts.rates is None or run.model.vocab_size is None:
         return ResolvedRun(asked, facts, run, tuple(decisions))  # without a vocabulary there are no bytes to search by
-    axes = axes_of(run, facts.world_size)
     nccl = has_nccl(run.parallel, axes) if facts.nccl is None else facts.nccl
     choice = chosen(run, axes, facts.kind, facts.rates, facts.room, nccl=nccl)
     settings: dict[str, Any] = {**dict(choice.settings), "placement": FLAGS, "placement_rates": None}
@@ -130,60 +125,37 @@ def resolve(asked: Run, facts: Facts) -> ResolvedRun:
     return decided(asked, facts, tuple(decisions), choice.told)
 
 
+def _decided(asked: Run, decisions: Iterable[Decision]) -> Run:
+    return applied(asked, {decision.field: decision.value for decision in decisions})
+
+
 def decided(asked: Run, facts: Facts, decisions: tuple[Decision, ...], placement: tuple[str, ...]) -> ResolvedRun:
     """The run with decisions that another rank has made."""
-    run = applied(asked, {decision.field: decision.value for decision in decisions})
-    return ResolvedRun(asked, facts, run, decisions, placement)
+    return ResolvedRun(asked, facts, _decided(asked, decisions), decisions, placement)
 
 
-def _device(run: Run, facts: Facts) -> Iterator[Decision]:
-    if run.parallel.device == "auto" and facts.device is not None:
-        why = "a GPU is here" if facts.device == "cuda" else "no GPU is here"
-        yield Decision("device", facts.device, why)
-
-
-def _data(run: Run, facts: Facts) -> Iterator[Decision]:
-    """The default corpus for a run that names no data."""
-    corpus = facts.corpus
-    if corpus is None or run.data.data_path or run.data.instruction_data:
-        return
-    why = "the default corpus, for want of --data-path"
-    yield Decision("data_path", (corpus.prefix,), why)
-    yield Decision("tokenizer", DEFAULT_TOKENIZER, why)
-    yield Decision("tokenizer_path", corpus.tokenizer_path, why)
-    if run.trainer.sample_prompt is None:
-        yield Decision("sample_prompt", DEFAULT_PROMPT, why)
-
-
-def _vocabulary(run: Run, facts: Facts) -> Iterator[Decision]:
-    if facts.vocabulary is None:
-        return
-    if run.model.vocab_size is None:
-        yield Decision("vocab_size", facts.vocabulary.size, "the tokenizer has as many tokens")
-    if run.data.eod_id is None and facts.vocabulary.eod_id is not None:
-        yield Decision("eod_id", facts.vocabulary.eod_id, "the tokenizer's token that ends a document")
-
-
-def _base(run: Run, facts: Facts) -> Iterator[Decision]:
-    if facts.base is None or run.lora.lora_rank is None:
-        return
-    if run.checkpoint.init_from != facts.base.path:
-        yield Decision("init_from", facts.base.path, "the model that the adapters belong to")
-    if run.lora.lora_base_bits is not None and run.lora.lora_base_qkv is None:
-        yield Decision("lora_base_qkv", facts.base.qkv, "as the base has its matrices")
-
-
-def _samples(run: Run, facts: Facts) -> Iterator[Decision]:
-    """--epochs in samples, which a step counts."""
-    if run.schedule.epochs is None or facts.epoch is None:
-        return
-    samples = samples_of(run, facts.epoch, axes_of(run, facts.world_size).dp)
-    length = Length(samples, Measure.SAMPLES, by_name=True)
-    yield Decision("train_length", length, f"--epochs {run.schedule.epochs:g} of the data")
-
-
-def _order(run: Run, facts: Facts) -> Iterator[Decision]:
-    """The order of a step's micro-batches where budgets decide it."""
-    if facts.tries_kernels:
-        for field, value in order_within_budgets(run, axes_of(run, facts.world_size), facts.kind).items():
-            yield Decision(field, value, "the largest groups that the budgets have room for")
+def _from_facts(asked: Run, facts: Facts) -> Iterator[Decision]:
+    """What files, a program and the machine say."""
+    if asked.parallel.device == "auto" and facts.device is not None:
+        yield Decision("device", facts.device, "a GPU is here" if facts.device == "cuda" else "no GPU is here")
+    if facts.corpus is not None and not (asked.data.data_path or asked.data.instruction_data):
+        why = "the default corpus, for want of --data-path"
+        yield Decision("data_path", (facts.corpus.prefix,), why)
+        yield Decision("tokenizer", DEFAULT_TOKENIZER, why)
+        yield Decision("tokenizer_path", facts.corpus.tokenizer_path, why)
+        if asked.trainer.sample_prompt is None:
+            yield Decision("sample_prompt", DEFAULT_PROMPT, why)
+    if facts.vocabulary is not None:
+        if asked.model.vocab_size is None:
+            yield Decision("vocab_size", facts.vocabulary.size, "the tokenizer has as many tokens")
+        if asked.data.eod_id is None and facts.vocabulary.eod_id is not None:
+            yield Decision("eod_id", facts.vocabulary.eod_id, "the tokenizer's token that ends a document")
+    if facts.base is not None and asked.lora.lora_rank is not None:
+        if asked.checkpoint.init_from != facts.base.path:
+            yield Decision("init_from", facts.base.path, "the model that the adapters belong to")
+        if asked.lora.lora_base_bits is not None and asked.lora.lora_base_qkv is None:
+            yield Decision("lora_base_qkv", facts.base.qkv, "as the base has its matrices")
+    if asked.schedule.epochs is not None and facts.epoch is not None:
+        samples = samples_of(asked, facts.epoch, axes_of(asked, facts.world_size).dp)
+        length = Length(samples, Measure.SAMPLES, by_name=True)  # a step counts samples, and no epochs
+        yield Decision("train_length", length, f"--epochs {asked.schedule.epochs:g} of the data")

@@ -63,13 +63,12 @@ def write_memory_trace(steps: StageLists, kind: str) -> str | None:
     traces = timed_traces(steps, kind, ASSUMED[kind] if rates_file is None else read_rates(rates_file))
     with as_config_error("--memory-trace"):
         files = write(traces, path)
-    peak = traces[0].peak
-    assumed = "; its times are at assumed rates: --placement-rates has yours"
+    peak, assumed = traces[0].peak, ""
+    if rates_file is None and path.suffix == ".html":
+        assumed = "; its times are at assumed rates: --placement-rates has yours"
     return (
         f"{', '.join(map(str, files))}: the tensors of a step take {size(peak.total)} at most by arithmetic, on "
-        f"{traces[0].rank} during number {peak.number} of its list, {peak.instruction}"
-        + assumed
-        * (rates_file is None and path.suffix == ".html")
+        f"{traces[0].rank} during number {peak.number} of its list, {peak.instruction}{assumed}"
     )
 
 
