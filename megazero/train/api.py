@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from megazero.config.dump import program_source, read_yaml
 from megazero.config.flags import fields_for_flags
@@ -111,9 +111,9 @@ class Training:
 
     def finish(self) -> None:
         """Make the final evaluations, the last save and the report. A collective of all ranks."""
-        job, trainer = self._running(), self._running().trainer
+        trainer = self._running().trainer
         trainer.at_the_end()
-        job.report()
+        self._running().report()
         loss = None if self._last is None else read_scalars([self._last.loss])[0]
         newest = None if trainer.save_policy is None else trainer.save_policy.newest
         position, finished = trainer.position, trainer.finished()
@@ -232,16 +232,8 @@ def pretrain(
     Raises ConfigError, a ValueError whose `problems` list everything that is wrong, before it makes any process group;
     a problem of one rank is raised on all. After any other error the ranks may be out of step: end the processes.
     """
-    with training(
-        run,
-        train_data=train_data,
-        valid_data=valid_data,
-        tokenizer=tokenizer,
-        on_step=on_step,
-        on_evaluation=on_evaluation,
-        on_checkpoint=on_checkpoint,
-        handle_signals=handle_signals,
-    ) as under_way:
+    callbacks = Callbacks(on_step, on_evaluation, on_checkpoint)
+    with _training(run, Arguments(train_data, valid_data, tokenizer, callbacks, handle_signals)) as under_way:
         for _ in under_way.steps():
             pass
     return under_way.result
@@ -288,16 +280,11 @@ def _settings(given: Given) -> ConfigSource:
     raise ConfigError([f"run is {type(given).__name__}, not a Run, a mapping or the path of a YAML file"])
 
 
-class _Part(NamedTuple):
-    needed: str
-    fits: Callable[[Any], bool]
-
-
-TOKENIZER = {
-    "vocab_size": _Part("a number from 1 on", lambda value: is_whole(value) and value >= 1),
-    "eod_id": _Part("a number, or None where no token ends a document", lambda value: value is None or is_whole(value)),
-    "encode": _Part("a method: text -> list of ids", callable),
-    "decode": _Part("a method: list of ids -> text", callable),
+TOKENIZER: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "vocab_size": ("a number from 1 on", lambda value: is_whole(value) and value >= 1),
+    "eod_id": ("a number, or None where no token ends a document", lambda value: value is None or is_whole(value)),
+    "encode": ("a method: text -> list of ids", callable),
+    "decode": ("a method: list of ids -> text", callable),
 }
 """The attributes that a tokenizer must have: what each must be, and a check of it."""
 CALLBACKS = {
@@ -369,11 +356,11 @@ def _rows_problems(name: str, rows: object) -> Iterator[str]:
 
 def _tokenizer_problems(tokenizer: object) -> Iterator[str]:
     lacking = []
-    for name, part in TOKENIZER.items():
+    for name, (needed, fits) in TOKENIZER.items():
         if not hasattr(tokenizer, name):
-            lacking.append(f"{name} ({part.needed})")
-        elif not part.fits(value := getattr(tokenizer, name)):
-            lacking.append(f"{name} ({part.needed}, not {kind(value)})")
+            lacking.append(f"{name} ({needed})")
+        elif not fits(value := getattr(tokenizer, name)):
+            lacking.append(f"{name} ({needed}, not {kind(value)})")
     if isinstance(tokenizer, type):
         yield f"tokenizer is {kind(tokenizer)}: an object of it is needed"
     elif isinstance(tokenizer, str | os.PathLike):
