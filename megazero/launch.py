@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.config.parse import ConfigError
-from megazero.config.schema import Run
+from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
@@ -93,11 +93,19 @@ def launch(run: Run, environment: Environment) -> Iterator[ProcessGrid]:
         yield build_grid(world.axes, world.device)
         return
     init_default_group(world)
-    grid = build_grid(world.axes, world.device, world.timeout, shared_memory=run.parallel.shared_memory)
-    connect(grid, quantised=run.parallel.zero_quantized_gradients != "none")
-    yield grid
+    yield connected_grid(world, run.parallel)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def connected_grid(world: World, parallel: ParallelConfig, guest_backend: str | None = None) -> ProcessGrid:
+    """This rank's grid, connected as `mpu.connect` says. guest_backend: as in `build_grid`. A collective of the world,
+    which has several ranks.
+    """
+    shared_memory = parallel.shared_memory
+    grid = build_grid(world.axes, world.device, world.timeout, shared_memory=shared_memory, guest_backend=guest_backend)
+    connect(grid, quantised=parallel.zero_quantized_gradients != "none")
+    return grid
 
 
 @dataclass(frozen=True)

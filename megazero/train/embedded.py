@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
-from megazero.launch import Environment, World, agent_serves, init_default_group
+from megazero.launch import Environment, World, agent_serves, connected_grid, init_default_group
 from megazero.mpu import collectives
-from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import threads
 
@@ -124,14 +123,7 @@ def process_groups(world: World, meeting: Rendezvous, parallel: ParallelConfig) 
     if not meeting.guest:
         environment = meeting.environment
         init_default_group(world, store=meeting.store, rank=environment.rank, world_size=environment.world_size)
-    grid = build_grid(
-        world.axes,
-        world.device,
-        world.timeout,
-        shared_memory=parallel.shared_memory,
-        guest_backend=world.backend if meeting.guest else None,
-    )
-    connect(grid, quantised=parallel.zero_quantized_gradients != "none")
+    grid = connected_grid(world, parallel, world.backend if meeting.guest else None)
     try:
         yield grid
     except ConfigError:
