@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.config.schema import Run, ScheduleConfig
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.build import Datasets, parse_data_path, train_tokens
 from megazero.data.instructions import build_instructions
@@ -60,43 +60,33 @@ def instruction_datasets(
 
 
 def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
-    """The samples of --epochs. Raises ConfigError if they are fewer than the first global batch has; dp is for the
-    advice.
+    """The samples of --epochs. Raises ConfigError if they are fewer than the first global batch has, with the least
+    whole number of epochs and the largest batch that fit. dp: for this advice.
     """
     schedule, seq_length = run.schedule, run.model.seq_length
     assert schedule.epochs is not None
     first = schedule.rampup_batch_size[0] if schedule.rampup_batch_size else schedule.global_batch_size
     samples = epoch.samples_in(schedule.epochs, seq_length)
-    if samples < first:
-        nearest = _nearest(schedule, lambda epochs: epoch.samples_in(epochs, seq_length), first, dp)
-        raise ConfigError(
-            [
-                f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of "
-                f"{seq_length:,} tokens, fewer than the first global batch has, {first}; nearest: "
-                f"{', or '.join(nearest)}"
-            ]
-        )
-    return samples
-
-
-def _nearest(schedule: ScheduleConfig, samples_in: Callable[[float], int], first: int, dp: int) -> list[str]:
-    """The flags with which the epochs fill a batch: the least whole number of epochs, and the largest batch."""
-    assert schedule.epochs is not None
-    samples = samples_in(schedule.epochs)
-    if samples <= 0:
-        return ["a smaller --seq-length"]
-    enough = math.ceil(schedule.epochs * (first + 1) / samples)
-    while enough > 1 and samples_in(enough - 1) >= first:
-        enough -= 1
-    advice = [f"--epochs {enough}"]
-    if schedule.rampup_batch_size is None:
-        step = schedule.micro_batch_size * dp
-        smaller = ""
+    if samples >= first:
+        return samples
+    nearest = ["a smaller --seq-length"]
+    if samples > 0:
+        enough = math.ceil(schedule.epochs * (first + 1) / samples)
+        while enough > 1 and epoch.samples_in(enough - 1, seq_length) >= first:
+            enough -= 1
+        nearest = [f"--epochs {enough}"]
+    if samples > 0 and schedule.rampup_batch_size is None:
+        step, smaller = schedule.micro_batch_size * dp, ""
         if samples < step:
             step, smaller = dp, " --micro-batch-size 1"
         batch = samples // step * step
-        advice += [f"--global-batch-size {batch}{smaller}"] * (batch > 0)
-    return advice
+        nearest += [f"--global-batch-size {batch}{smaller}"] * (batch > 0)
+    raise ConfigError(
+        [
+            f"--epochs {schedule.epochs:g} of the data are {counted(max(0, samples), 'sample')} of {seq_length:,} "
+            f"tokens, fewer than the first global batch has, {first}; nearest: {', or '.join(nearest)}"
+        ]
+    )
 
 
 def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
@@ -105,12 +95,13 @@ def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
         return _words(samples / datasets.train.plans[0][0])
     blend, tokens = parse_data_path(run.data.data_path), train_tokens(run.data)
     shares: Sequence[float] = [1.0] if blend.shares is None else blend.shares.tolist()
-    read = [share * samples * run.model.seq_length / max(count, 1) for share, count in zip(shares, tokens, strict=True)]
-    if len(read) == 1:
-        return _words(read[0])
-    if len(read) <= NAMED:
-        return ", ".join(f"{_words(epochs)} of {prefix}" for epochs, prefix in zip(read, blend.prefixes, strict=True))
-    return f"{_number(min(read))} to {_words(max(read))} of {len(read)} pairs"
+    length = run.model.seq_length
+    epochs = [share * samples * length / max(count, 1) for share, count in zip(shares, tokens, strict=True)]
+    if len(epochs) == 1:
+        return _words(epochs[0])
+    if len(epochs) <= NAMED:
+        return ", ".join(f"{_words(number)} of {prefix}" for number, prefix in zip(epochs, blend.prefixes, strict=True))
+    return f"{_number(min(epochs))} to {_words(max(epochs))} of {len(epochs)} pairs"
 
 
 def _number(epochs: float) -> str:

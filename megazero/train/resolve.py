@@ -1,9 +1,8 @@
 """From a run as the user asks for it to the run that is trained: `resolve`, a pure function of the run and of facts.
 
-What a user leaves open follows from the tokenizer, the data, the checkpoint, the machine or a search. All of that is
-asked beforehand and handed in as `Facts`. So the command, --validate-only, --print-config and `megazero.pretrain` make
-the same decisions, and a start that learns more (the data are read, a card has tried its kernels) resolves the same
-request again. Nothing else changes a run.
+What a user leaves open follows from facts, which are asked beforehand (`checked`). So the command, --validate-only,
+--print-config and `megazero.pretrain` make the same decisions, and a start that learns more (the data are read, a card
+has tried its kernels) resolves the same request again. Nothing else changes a run.
 """
 
 from __future__ import annotations
@@ -74,7 +73,6 @@ class ResolvedRun:
     """A run with all that its user left open, as far as the facts reach.
 
     asked      the run as the user asks for it
-    facts      what was known
     run        the run to train
     decisions  every field that the user did not set, and why it has its value
     placement  sentences about a placement that was searched for

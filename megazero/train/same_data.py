@@ -1,8 +1,7 @@
-"""Whether a run that resumes has the tokenizer and the data of the checkpoint, by what they hold and not by their
-paths.
+"""Whether a run that resumes has its checkpoint's tokenizer and data, by what they hold and not by their paths.
 
-A tokenizer is known by its tokens (`data.tokenizer_record`), data by `data.contents`. So files may move, be named in
-another way, or lie in the newest checkpoint of the model that a run began with.
+A tokenizer is known by its tokens (`data.tokenizer_record`), data by `data.contents` and the order of samples. So files
+may move, be named in another way, or lie in the newest checkpoint of the model that a run began with.
 """
 
 from __future__ import annotations
