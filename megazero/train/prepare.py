@@ -57,8 +57,8 @@ class Prepared:
     text: str
     resumed: FoundCheckpoint | None
     saved: Run | None
-    local_world_size: int = 1
-    contents: Contents = ()
+    local_world_size: int
+    contents: Contents
 
     @property
     def run(self) -> Run:
@@ -169,10 +169,13 @@ def _datasets(run: Run, needed: int, tokenizer: Tokenizer | None, report: Report
         return instruction_datasets(run, tokenizer, (needed, valid), report)
     assert run.model.vocab_size is not None, "validated: data without a tokenizer has --vocab-size"
     tested = run.trainer.test_iters * run.schedule.global_batch_size
+    shares = [float(share) for share in run.data.split.split(",")]
+    # Without a validation part in --split a run may validate on named sets only.
+    elsewhere = bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)
     datasets = build_datasets(
         run.data,
         seq_length=run.model.seq_length,
-        samples=(needed, 0 if _validates_elsewhere(run) else valid, tested),
+        samples=(needed, 0 if elsewhere else valid, tested),
         vocab_size=run.model.vocab_size,
         named_samples=valid or None,
         report=report,
@@ -201,9 +204,3 @@ def samples_used(run: Run, resumed: FoundCheckpoint | None) -> int:
 def validation_samples(run: Run) -> int:
     """Samples of one evaluation; each evaluation uses the same ones."""
     return run.trainer.eval_iters * run.schedule.global_batch_size
-
-
-def _validates_elsewhere(run: Run) -> bool:
-    """Whether the run validates on named sets only, because --split leaves no validation part."""
-    shares = [float(share) for share in run.data.split.split(",")]
-    return bool(run.data.valid_data_path) and (len(shares) < 2 or shares[1] == 0)

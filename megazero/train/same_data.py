@@ -95,10 +95,9 @@ def _named(cfg: DataConfig) -> tuple[tuple[object, ...], list[str]]:
     """Which data a run names, with the weights of a blend; and the places where they lie."""
     blend = parse_data_path(cfg.data_path) if cfg.data_path else None
     shares = None if blend is None or blend.shares is None else blend.shares.tolist()
+    kind = bool(cfg.data_path), bool(cfg.instruction_data), shares
     prefixes = () if blend is None else blend.prefixes
-    return (bool(cfg.data_path), bool(cfg.instruction_data), shares), list(
-        map(_place, (*prefixes, *cfg.instruction_data))
-    )
+    return kind, [_place(path) for path in (*prefixes, *cfg.instruction_data)]
 
 
 def data_problems(
