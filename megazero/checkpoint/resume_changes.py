@@ -14,10 +14,10 @@ from typing import Any
 
 from megazero.checkpoint.format import MANIFEST, Damaged
 from megazero.config.derive import lora_alpha, micro_batch_order, pipeline_schedule
-from megazero.config.dump import build_run, run_dict
+from megazero.config.dump import run_dict
 from megazero.config.inventory import adapted
 from megazero.config.model_shape import SHAPE
-from megazero.config.options import Option, run_options, sections
+from megazero.config.options import Option, build_run, run_options, sections
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.optim.lr_schedule import LearningRate

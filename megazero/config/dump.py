@@ -57,14 +57,6 @@ def changed_settings(run: Run, among: Collection[str] | None = None) -> dict[str
     return {section: settings for section, settings in changed.items() if settings}
 
 
-def build_run(settings: Mapping[str, Any]) -> Run:
-    """The run with these settings (field name -> value) and defaults for all other fields. Nothing is checked."""
-    parts: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-    for name, value in settings.items():
-        parts[run_options()[name].section][name] = value
-    return Run(**{section: cls(**parts[section]) for section, cls in sections().items()})
-
-
 def dump(run: Run) -> str:
     """YAML that gives the same run when passed by --config."""
     head = "# A resolved run: --config with this file reproduces it; flags have precedence over it.\n"

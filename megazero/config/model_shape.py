@@ -7,8 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, query_groups
-from megazero.config.dump import build_run
-from megazero.config.options import run_options
+from megazero.config.options import build_run, run_options
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.source import ConfigSource
 

@@ -307,3 +307,11 @@ def run_options() -> Mapping[str, Option]:
             assert option.name not in table, f"{option.name} is a field of two sections"
             table[option.name] = option
     return types.MappingProxyType(table)
+
+
+def build_run(settings: Mapping[str, Any]) -> Run:
+    """The run with these settings (field name -> value) and defaults for all other fields. Nothing is checked."""
+    parts: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for name, value in settings.items():
+        parts[run_options()[name].section][name] = value
+    return Run(**{section: cls(**parts[section]) for section, cls in sections().items()})

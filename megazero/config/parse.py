@@ -16,13 +16,13 @@ from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import world_problem
 from megazero.config.checks_training import warnings
 from megazero.config.deepspeed import DeepSpeedSource, read_deepspeed
-from megazero.config.dump import build_run, changed_settings, dump, read_yaml
+from megazero.config.dump import changed_settings, dump, read_yaml
 from megazero.config.flags import CommandOptions, read_command_line
 from megazero.config.help import requested_help
 from megazero.config.idle_flags import without_effect
 from megazero.config.lengths import Length, Measure
 from megazero.config.model_shape import contradictions, settled
-from megazero.config.options import run_options
+from megazero.config.options import build_run, run_options
 from megazero.config.placement import AUTO, with_placement
 from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
@@ -143,6 +143,7 @@ def parse_arguments(
             if unequal:  # is reported: the other checks of the batch are left out
                 line.source.bad.add("global_batch_size")
     bad, given = _unknown(sources), frozenset(line.source.settings)
+    # From here on a setting is `run.SECTION.FIELD`, by the name of its field: search for that to find its effect.
     run = build_run(_with_defaults(settings, world_size))
     wrong = problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
     problems += _with_ways_to_start(wrong, run, world_size, line.command) if program is None else wrong

@@ -36,7 +36,7 @@ class LearningRate:
         counted = {length.measure for length in lengths if length is not None}
         self.counts_samples = Measure.SAMPLES in counted or config.train_samples is not None
         whole = config.lr_decay or config.train_length
-        # How many samples epochs are is known once the data are read. `train.resolve` puts them in place of the epochs.
+        # The number of samples in an epoch is known once the data are read; `train.resolve` then replaces the epochs.
         self.decay = None if whole is None or whole.measure is Measure.EPOCHS else self._length(whole)
         if self.decay is None and config.lr_warmup is not None and config.lr_warmup.measure is Measure.SHARE:
             raise ValueError(

@@ -16,7 +16,9 @@ from megazero.zero.reducer import Arrived, GradientReducer
 
 class BucketActions:
     """The actions of one rank: reductions by its reducer, gathers by its gatherer, moves to host memory and back by its
-    host parts. owed: updates that a step leaves. gradients: sums of them that are not on the device.
+    host parts. Updates are those of `zero.step_end`.
+
+    owed: updates that a step leaves. gradients: sums of gradients that are not on the device.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, spec_of
-from megazero.zero.device_tier import DeviceTier
+from megazero.zero.device_account import DeviceAccount
 from megazero.zero.gatherer import GATHERED, WholeParameters, make_views
 from megazero.zero.layout import UNSHARED, BucketLayout, Packing, frozen_sizes
 from megazero.zero.layout import pack as pack_buckets
@@ -186,14 +186,14 @@ def coded_column(
     device: torch.device,
     resting: Sequence[Resting],
     disk: Disk,
-    tier: DeviceTier | None = None,
+    account: DeviceAccount | None = None,
 ) -> StoredColumn:
     """The rows of bytes of these buckets on this rank, zeros. resting, disk: as in `storage.parameter_column`."""
     rows = [
         Bucket(replace(layout.numbers, entries=(), numel=layout.nbytes), (), bucket.groups)
         for layout, bucket in zip(layouts, buckets, strict=True)
     ]
-    return parameter_column(sharding, torch.uint8, rows, device, resting, disk, tier, "codes")
+    return parameter_column(sharding, torch.uint8, rows, device, resting, disk, account, "codes")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class CodedParameters(WholeParameters):
         cls, column: StoredColumn, index: int, bucket: Bucket, codes: CodedLayout, dtype: torch.dtype
     ) -> CodedParameters:
         """Make the bucket's parameters views of a flat tensor of `dtype`, which has no memory at first."""
-        column.tier.take(GATHERED, bucket.layout.numel * dtype.itemsize, f"the decoded parameters of bucket {index}")
+        column.account.take(GATHERED, bucket.layout.numel * dtype.itemsize, f"the decoded parameters of bucket {index}")
         whole = torch.empty(bucket.layout.numel, dtype=dtype, device=column.device)
         make_views(bucket, whole)
         found = cls(bucket, column, index, whole, gathered=True, codes=codes)

@@ -12,7 +12,7 @@ from megazero.config.tiers import Tier
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
 from megazero.zero.coded import CodedParameters, FrozenLayouts, coded_column
-from megazero.zero.device_tier import DeviceTier
+from megazero.zero.device_account import DeviceAccount
 from megazero.zero.gatherer import WholeParameters
 from megazero.zero.layout import BucketLayout
 from megazero.zero.resting import DiskColumn, RestingParameters
@@ -57,7 +57,7 @@ class FrozenParameters:
     group_of   the process groups of the ranks that hold a parameter, by its group
     sharding  of the parameter column: sharded with ZeRO-3
     resting    the parameters of the rank that do not rest on the device, in which these buckets come last
-    tier       counts what is allocated on the device
+    account    counts what is allocated on the device
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FrozenParameters:
         dtype: torch.dtype,
         device: torch.device,
         resting: RestingParameters,
-        tier: DeviceTier | None = None,
+        account: DeviceAccount | None = None,
     ) -> None:
         self.by_name, self.layouts = parameters_by_name(chunks, trained=False), layouts
         plain, coded = layouts
@@ -78,11 +78,11 @@ class FrozenParameters:
         buckets = buckets_of(plain, self.by_name, group_of)
         rests = resting.resting[first:then]
         on_disk = DiskColumn(resting, first)
-        self.column = parameter_column(sharding, dtype, buckets, device, rests, on_disk, tier, FROZEN)
+        self.column = parameter_column(sharding, dtype, buckets, device, rests, on_disk, account, FROZEN)
         self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(buckets)]
         buckets = buckets_of([layout.numbers for layout in coded], self.by_name, group_of)
         rests = resting.resting[then:]
-        self.codes = coded_column(coded, buckets, sharding, device, rests, DiskColumn(resting, then), tier)
+        self.codes = coded_column(coded, buckets, sharding, device, rests, DiskColumn(resting, then), account)
         self.parameters += [
             CodedParameters.made(self.codes, index, bucket, layout, dtype)
             for index, (bucket, layout) in enumerate(zip(buckets, coded, strict=True))

@@ -50,7 +50,7 @@ class WholeParameters:
         """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
         gathered, numel = column.is_sharded_in(index) or not column.is_on_device(index), bucket.layout.numel
         if gathered:
-            column.tier.take(GATHERED, numel * column.dtype.itemsize, f"the parameters of bucket {index}")
+            column.account.take(GATHERED, numel * column.dtype.itemsize, f"the parameters of bucket {index}")
         whole = torch.empty(numel, dtype=column.dtype, device=column.device) if gathered else column.held(index)
         make_views(bucket, whole)
         found = cls(bucket, column, index, whole, gathered)
@@ -66,7 +66,7 @@ class WholeParameters:
         """Give a gathered bucket's tensor memory. Its content is undefined."""
         storage = self.whole.untyped_storage()
         assert storage.nbytes() == 0, f"parameters of bucket {self.index} are gathered already"
-        self.column.tier.take(GATHERED, self.nbytes, f"the whole parameters of bucket {self.index}, gathered,")
+        self.column.account.take(GATHERED, self.nbytes, f"the whole parameters of bucket {self.index}, gathered,")
         storage.resize_(self.nbytes)
 
     def free(self) -> None:
@@ -80,7 +80,7 @@ class WholeParameters:
                 "such as an array of .numpy(), was made from it while it was whole (ZeRO-3); make it from a copy: "
                 "parameter.detach().clone().numpy()"
             )
-        self.column.tier.give(GATHERED, storage.nbytes())
+        self.column.account.give(GATHERED, storage.nbytes())
         storage.resize_(0)
 
     @property

@@ -38,8 +38,8 @@ class Part(NamedTuple):
 class Resting(NamedTuple):
     """Where the state of a bucket rests.
 
-    parts  in which it is updated in host memory, its parameters are read from disks, or its gradients leave the device;
-           none: all of its optimizer state and gradients are on the device, and its parameters are in memory
+    parts  how its optimizer state is cut, and where each part of that rests; none: nothing of the bucket moves in
+           parts. All of its optimizer state and gradients are on the device, and its parameters are in memory
     rests  where the parameters rest that the rank stores
     sums   where its gradients are summed, and wait for their update
     """
@@ -133,7 +133,9 @@ def parts_of(
 
 
 def _cuts(ranges: Sequence[Range], offload: Offload, units: Sequence[frozenset[str]]) -> Iterator[int]:
-    """Of each bucket the first element that leaves the device, or its end."""
+    """Of each bucket the first element whose optimizer state leaves the device, or its end if all of it stays. Of a
+    share the first elements of the model stay (`parts_of`).
+    """
     total = sum(stop - start for start, stop in ranges)
     left = total - round(offload.share * total) if offload else total
     for (start, stop), own in zip(ranges, units, strict=True):

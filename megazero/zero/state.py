@@ -16,7 +16,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
 from megazero.zero.actions import BucketActions
 from megazero.zero.coded import Coding, frozen_layouts
-from megazero.zero.device_tier import DeviceTier
+from megazero.zero.device_account import DeviceAccount
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
 from megazero.zero.host_gradients import HostGradients
@@ -85,7 +85,7 @@ class ModelState:
         still = specs_by_unit(chunks, trained=False)
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
-        self.tier = DeviceTier(offloading.cfg.device_memory_budget)
+        self.account = DeviceAccount(offloading.cfg.device_memory_budget)
         widths = state_widths(optimizer, parallel, offloading.cfg)
         ranges = [update_range(own, row) for own in self.buckets]
         trained = run_parts(ranges, layouts, widths, offloading.cfg)
@@ -100,8 +100,9 @@ class ModelState:
         self.columns = self._made_columns(row, dtypes, trained)
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
+        sharding, resting = row[Column.PARAMETER], self.resting
         self.frozen = FrozenParameters(
-            chunks, frozen, grid.state_groups, row[Column.PARAMETER], held.dtype, grid.device, self.resting, self.tier
+            chunks, frozen, grid.state_groups, sharding, held.dtype, grid.device, resting, self.account
         )
         bits, gradient = BITS[parallel.zero_quantized_gradients], self.columns[Column.GRADIENT]
         self.messages = GradientMessages(self.buckets, bits, grid.device, keep=parallel.zero_gradient_error_feedback)
@@ -140,7 +141,7 @@ class ModelState:
             if column is Column.PARAMETER:
                 disk = DiskColumn(self.resting, 0)
                 made[column] = parameter_column(
-                    row[column], dtype, self.buckets, device, resting, disk, self.tier, column.value
+                    row[column], dtype, self.buckets, device, resting, disk, self.account, column.value
                 )
                 continue
             allocate = torch.empty if column is Column.GRADIENT else torch.zeros
@@ -161,7 +162,7 @@ class ModelState:
                 allocate,
                 parts=rests,
                 flag=flag,
-                tier=self.tier,
+                account=self.account,
                 name=column.value,
             )
         return made

@@ -13,7 +13,7 @@ from megazero.config.tiers import Tier
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter
 from megazero.system.streams import host_tensor
-from megazero.zero.device_tier import DeviceTier
+from megazero.zero.device_account import DeviceAccount
 from megazero.zero.layout import BucketLayout
 from megazero.zero.parts import Part, Range, Resting
 from megazero.zero.sharding import Column, Sharding
@@ -68,7 +68,7 @@ class StoredColumn:
     whole     numbers of buckets that are stored whole although the column is sharded
     parts     for each bucket the parts in which it rests in several places (`zero.parts`); none: it is on the device.
               A part on a disk has no tensor here
-    tier      counts what is allocated on the device. name: of the column there
+    account   counts what is allocated on the device. name: of the column there
     disk      takes what such parts are to keep
     flag      what needs host memory, for errors
     """
@@ -84,10 +84,10 @@ class StoredColumn:
         parts: Sequence[Sequence[Part]] = (),
         disk: Disk | None = None,
         flag: str = "--offload-optimizer",
-        tier: DeviceTier | None = None,
+        account: DeviceAccount | None = None,
         name: str = "column",
     ) -> None:
-        self.tier, self.name = tier or DeviceTier(), name
+        self.account, self.name = account or DeviceAccount(), name
         self.sharding, self.dtype, self.device, self._whole = sharding, dtype, device, frozenset(whole)
         self._buckets, self._disk, self._flag = buckets, disk, flag
         self._parts = [
@@ -157,7 +157,7 @@ class StoredColumn:
         numel = part.stop - part.start
         if part.tier is Tier.HOST:
             return host_tensor(numel, self.dtype, self.device, self._flag)
-        self.tier.take(self.name, numel * self.dtype.itemsize, f"a part of the {self.name} column")
+        self.account.take(self.name, numel * self.dtype.itemsize, f"a part of the {self.name} column")
         made: Tensor = allocate(numel, dtype=self.dtype, device=self.device)
         return made
 
@@ -185,11 +185,11 @@ def parameter_column(
     device: torch.device,
     resting: Sequence[Resting],
     disk: Disk,
-    tier: DeviceTier | None = None,
+    account: DeviceAccount | None = None,
     name: str = "parameter",
 ) -> StoredColumn:
-    """A column of parameters, zeros in memory, each bucket where it rests. disk: takes what rests on disks. tier, name:
-    as in `StoredColumn`.
+    """A column of parameters, zeros in memory, each bucket where it rests. disk: takes what rests on disks. account,
+    name: as in `StoredColumn`.
 
     Buckets that are kept whole are so where the others are sharded.
     """
@@ -209,7 +209,7 @@ def parameter_column(
         parts=parts,
         disk=disk,
         flag="--offload-params",
-        tier=tier,
+        account=account,
         name=name,
     )
 
@@ -217,11 +217,11 @@ def parameter_column(
 class BufferPool:
     """Spare flat buffers for whole gradients that live for part of a step, so that they are not allocated each time.
 
-    A buffer's content is undefined. tier: counts them.
+    A buffer's content is undefined. account: counts them.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, tier: DeviceTier) -> None:
-        self.dtype, self.device, self.tier = dtype, device, tier
+    def __init__(self, dtype: torch.dtype, device: torch.device, account: DeviceAccount) -> None:
+        self.dtype, self.device, self.account = dtype, device, account
         self.free: list[Tensor] = []
         self.nbytes = 0
 
@@ -230,7 +230,7 @@ class BufferPool:
         fitting = [i for i, buffer in enumerate(self.free) if buffer.numel() >= numel]
         if fitting:
             return self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
-        self.tier.take("whole gradients", numel * self.dtype.itemsize, "a buffer for the whole gradient of a bucket")
+        self.account.take("whole gradients", numel * self.dtype.itemsize, "a buffer for the whole gradient of a bucket")
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
         self.nbytes += buffer.nbytes
         return buffer

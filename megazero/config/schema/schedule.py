@@ -15,7 +15,9 @@ _OF_A_RATE = (*_COUNTS, Measure.SHARE)
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Batch sizes, lengths and the learning rate. Lengths are all in iterations or all in samples."""
+    """Batch sizes, the learning rate, and lengths: all in iterations or all in samples, or epochs and a share."""
+
+    # Each of a length's `measures` is a flag and a key, too: --lr-warmup-iters, --lr-warmup-samples, --train-samples.
 
     micro_batch_size: int = option(2, common=True)
     "Samples in one forward pass of one rank."

@@ -13,7 +13,7 @@ from megazero.mpu.axes import axes_of
 from megazero.plan.tier_peaks import run_peaks
 from megazero.train import requirements
 from megazero.train.prepare import prepare
-from megazero.zero.device_tier import BudgetExceeded, DeviceTier
+from megazero.zero.device_account import BudgetExceeded, DeviceAccount
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -21,7 +21,7 @@ MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-si
 
 
 def test_the_account() -> None:
-    tier = DeviceTier(100)
+    tier = DeviceAccount(100)
     tier.take("parameter", 60, "a column")
     tier.take("gathered parameters", 40, "bucket 1")
     tier.give("gathered parameters", 40)
@@ -43,8 +43,8 @@ def counted_on_rank(rank: int, size: int, flags: list[str]) -> tuple[dict[str, i
     job, _ = job_on_rank(rank, size, flags)
     job.trainer.fit()
     job.state.model.wait_parameters()
-    held, columns, tier = dict(job.state.model.tier.held), job.state.model.bytes(), job.state.model.tier
-    tier.budget = tier.nbytes
+    held, columns, account = dict(job.state.model.account.held), job.state.model.bytes(), job.state.model.account
+    account.budget = account.nbytes
     try:
         job.trainer.train_step(stop=False)
         told = ""

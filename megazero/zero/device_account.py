@@ -13,7 +13,7 @@ class BudgetExceeded(RuntimeError):
     """An allocation would exceed the device's budget."""
 
 
-class DeviceTier:
+class DeviceAccount:
     """The bytes of a model state on the device, by kind. budget: the most that they may be together; None: any number.
 
     On a CUDA device the allocator has a limit too, which counts activations as well (`system.device.limit_memory`).
