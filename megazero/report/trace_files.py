@@ -15,6 +15,7 @@ from typing import Any
 
 from megazero.config.schema.trainer import TRACE_SUFFIXES
 from megazero.program.memory import MemoryColumn, Sample, UnitKey
+from megazero.program.span import Span
 from megazero.program.trace import LANES, MemoryTrace, TimedStep
 from megazero.report.memory_picture import html, svg
 from megazero.report.tier_picture import TIERS
@@ -90,11 +91,13 @@ def trace_events(process: int, rank: str, step: TimedStep) -> Iterator[dict[str,
 
     yield named("process_name", 0, name=rank)
     yield named("process_sort_index", 0, sort_index=process)
-    for thread, (lane, spans) in enumerate(step.lanes.items(), 1):
+    rows = [(lane, row) for lane, spans in step.lanes.items() for row in _rows(spans)]
+    for thread, (lane, row) in enumerate(rows, 1):
         yield named("thread_name", thread, name=LANES[lane])
         yield named("thread_sort_index", thread, sort_index=thread)
-        for span in spans:
-            times = {"ts": _microseconds(span.start), "dur": _microseconds(span.end - span.start)}
+        for span in row:
+            start, end = _microseconds(span.start), _microseconds(span.end)  # both rounded, so that neighbours touch
+            times = {"ts": start, "dur": round(end - start, 3)}
             # Perfetto colours by name: all forwards are alike, and which one it is stands in the arguments.
             event = {"ph": "X", "name": span.instruction.op.value, "cat": LANES[lane], "pid": process, "tid": thread}
             yield {**event, **times, "args": {"of": span.instruction.where}}
@@ -106,6 +109,18 @@ def trace_events(process: int, rank: str, step: TimedStep) -> Iterator[dict[str,
                 counter = {"ph": "C", "name": name, "pid": process, "ts": _microseconds(moment.start)}
                 yield {**counter, "args": {"bytes": nbytes}}
             before = nbytes
+
+
+def _rows(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans of a lane in rows in which none overlaps another: messages to and from two stages are on one lane."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        row = next((row for row in rows if row[-1].end <= span.start), None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows
 
 
 def _microseconds(seconds: float) -> float:

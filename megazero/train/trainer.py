@@ -21,7 +21,7 @@ from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.steplog import StepLog, StepValues
-from megazero.telemetry.watchdog import StopSignals, parent_alive
+from megazero.telemetry.watchdog import StopSignals, parent_alive, started_by_torchrun
 from megazero.train.batches import Batches
 from megazero.train.run_memory import HostMemory
 from megazero.train.save_policy import SavePolicy, unsaved
@@ -289,7 +289,9 @@ class Trainer:
 
         The step's reduction has carried the requests of all ranks. Raises RuntimeError if the launcher has died.
         """
-        if not parent_alive():
+        # One rank that was started by hand has no launcher: its parent is a shell, which it may outlive (nohup).
+        launched = started_by_torchrun() or self.grid.world.size > 1
+        if launched and not parent_alive():
             raise RuntimeError("the launcher of this rank has died; stopping without saving")
         if self.is_at(self.run.trainer.exit_interval):
             return f"--exit-interval {self.run.trainer.exit_interval}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -147,3 +148,32 @@ def test_time_is_up(flags: list[object], tmp_path: Path) -> None:
     told = whole(2, [*flags, "--zero-stage", 2, "--exit-duration-in-mins", 0.02], tmp_path)
     assert "stopping: --exit-duration-in-mins 0.02 has passed" in told
     check_saved(told, tmp_path)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process has not ended. Its parent is gone; nobody may have asked for its status yet."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_run_that_was_started_by_hand_outlives_its_shell(flags: list[object], tmp_path: Path) -> None:
+    """`nohup megazero pretrain ... &`, and then the shell ends: one rank has no launcher that could have died. The
+    shell is killed while the run trains, and the run goes on until it is told to stop.
+    """
+    output = tmp_path / "output"
+    shell = start(["bash", "-c", f"{shlex.join(command(1, flags))} & wait"], output)
+    wait_until(lambda: lines_in(tmp_path / "m") >= 1, shell, output)
+    (run,) = children(shell.pid)
+    shell.kill()
+    shell.wait()
+    written, deadline = lines_in(tmp_path / "m"), time.monotonic() + 120
+    while lines_in(tmp_path / "m") < written + 20:
+        assert _runs(run) and time.monotonic() < deadline, output.read_text()
+        time.sleep(0.01)
+    os.kill(run, signal.SIGTERM)
+    while _runs(run):
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.01)
+    check_saved(output.read_text(), tmp_path)

@@ -41,7 +41,12 @@ def by_process(document: dict[str, Any], phase: str) -> dict[int, list[dict[str,
     return events
 
 
-@pytest.mark.parametrize(("flags", "ranks"), [("", 1), ("--pp 2 --offload-optimizer cpu", 2), (DISKS, 1)])
+BOTH_WAYS = "--pp 2 --virtual-stages 2 --pipeline-schedule zb-v --num-layers 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"), [("", 1), ("--pp 2 --offload-optimizer cpu", 2), (DISKS, 1), (BOTH_WAYS, 2)]
+)
 def test_a_process_is_a_rank_and_a_thread_a_lane(flags: str, ranks: int, tmp_path: Path) -> None:
     document, _ = written(flags, ranks, tmp_path)
     names = {
@@ -55,9 +60,11 @@ def test_a_process_is_a_rank_and_a_thread_a_lane(flags: str, ranks: int, tmp_pat
         }
         assert {event["tid"] for event in events} == set(threads), "each thread has a name, and each name a thread"
         assert all(event["cat"] == threads[event["tid"]] for event in events)
+        if flags == BOTH_WAYS:  # a receive may travel beside a send
+            assert list(threads.values()).count("stages") == 2
         for thread in threads:
             times = [(event["ts"], event["dur"]) for event in events if event["tid"] == thread]
-            assert all(start + length <= later + 0.002 for (start, length), (later, _) in pairwise(times))
+            assert all(start + length <= later + 1e-6 for (start, length), (later, _) in pairwise(times))
 
 
 def test_computations_are_those_of_the_list_and_last_as_their_operations(tmp_path: Path) -> None:
