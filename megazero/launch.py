@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -33,12 +34,17 @@ WAIT_FOR_OTHERS = 60.0
 """Seconds in which a rank that got a signal waits for the other ranks to get it. Each rank imports torch first, all on
 one host.
 """
-WRONG = "megazero/configuration"
-"""A key in the launcher's store: set when rank 0 has printed the problems of the configuration. KEY/RANK is set when
-that rank has seen it.
+WAIT_FOR_RANK_0 = 5.0
+"""Seconds in which a rank whose configuration is wrong waits for rank 0 to report it, before it does so itself."""
+WAIT_FOR_CHECKS = 10.0
+"""Seconds in which a rank that has reported what is wrong waits for the other ranks to end their checks."""
+FIRST_REPORT = "megazero/first report"
+"""A key in the launcher's store, set by the first rank that has reported why the run ends: a list in JSON of its rank,
+its exit status, and a sentence for the other ranks.
 """
+NOTHING_WRONG = "nothing wrong"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-RANK_0_SAYS = "the configuration is wrong; rank 0 says how"
+SAYS_HOW = "the configuration is wrong; rank {} says how"
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,7 @@ def launch(run: Run, environment: Environment) -> Iterator[ProcessGrid]:
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
         return
+    _nothing_wrong(environment)
     init_default_group(world)
     yield connected_grid(world, run.parallel)
     dist.barrier()
@@ -169,7 +176,8 @@ def _backend_for(device: torch.device, environment: Environment) -> str:
 def exit_status(main: Callable[[], None], environment: Environment) -> int:
     """Run `main` and return the exit status: 0, a ConfigError's, 130 for KeyboardInterrupt, 1 for any other error.
 
-    A ConfigError is printed once, by rank 0. Of other errors, the first rank to fail prints its traceback.
+    A ConfigError is printed once, by rank 0 if it has the same one (`_report_once`). Of other errors, the first rank to
+    fail prints its traceback.
     """
     try:
         main()
@@ -204,23 +212,23 @@ def exit_early(signal: str, environment: Environment, leave: Callable[[], None] 
     """End this process because of a signal before the first step, when there is nothing to save.
 
     The status is 0 if all ranks got the signal, as from launchers and schedulers. If only some ranks got it, they end
-    with status 1, so that the launcher ends the others, which would wait for them. If rank 0 has reported a wrong
-    configuration, the launcher sends the signal after the first rank has ended, and the status is rank 0's. leave:
-    called before. Communicates through the launcher's store, if there is one.
+    with status 1, so that the launcher ends the others, which would wait for them. If a rank has reported why the run
+    ends, the launcher sends the signal after that rank has ended, and the status is that rank's. leave: called before.
+    Communicates through the launcher's store, if there is one.
     """
     world, told = environment.world_size, environment.world_size
     if agent_serves():
         with suppress(Exception):  # the launcher, and its store with it, may be gone once a rank has ended
             store, deadline = _store(environment), time.monotonic() + WAIT_FOR_OTHERS
-            if store.check([WRONG]):
-                if environment.rank:
-                    _record(RANK_0_SAYS, first=False)
-                leave()
-                exit_now(int(store.get(WRONG)))
             told = store.add("megazero/told to stop", 1)
-            while told < world and time.monotonic() < deadline:
+            while told < world and not store.check([FIRST_REPORT]) and time.monotonic() < deadline:
                 time.sleep(0.05)
                 told = store.add("megazero/told to stop", 0)
+            if store.check([FIRST_REPORT]):
+                _, status, reason = json.loads(store.get(FIRST_REPORT))
+                _record(reason, first=False)
+                leave()
+                exit_now(status)
     if told < world:
         _say_last(
             f"rank {environment.rank} stopped: {signal} came before the first step, and to {told} of {world} ranks "
@@ -240,15 +248,53 @@ def agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def attempt() -> str:
+    """A prefix of keys in the launcher's store. torchrun's store still has the keys of ranks that it has restarted."""
+    return f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
 def _store(environment: Environment) -> dist.Store:
-    """The launcher's key-value store, before any process group exists."""
-    return dist.TCPStore(
+    """The launcher's key-value store, before any process group exists. Without a launcher's, rank 0 serves one."""
+    if dist.is_initialized() and not agent_serves():
+        return dist.distributed_c10d._get_default_store()
+    store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         environment.world_size,
         is_master=environment.rank == 0 and not agent_serves(),
         timeout=timedelta(seconds=30),
+        wait_for_workers=False,  # rank 0 has something to say, whether or not all others come
     )
+    return dist.PrefixStore(attempt(), store)
+
+
+def _are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
+    """Wait until all these keys are set, and return whether they are."""
+    deadline = time.monotonic() + seconds  # `Store.wait` would write lines about a timeout to stderr
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _checks_of(rank: int) -> str:
+    """A key of the launcher's store, set when that rank's checks have ended: to `NOTHING_WRONG`, or to its exit status
+    after it has reported what is wrong. Checks that ranks make together, when they have met, have a key of their own.
+    """
+    return f"megazero/checks {'together' if dist.is_initialized() else 'alone'}/{rank}"
+
+
+def _nothing_wrong(environment: Environment) -> None:
+    """Tell the ranks that have found something wrong that this rank has not, and waits for them to meet."""
+    if agent_serves():  # else rank 0 would have to serve a store first
+        with suppress(Exception):  # where the store is gone, the ranks do not meet either
+            _store(environment).set(_checks_of(environment.rank), NOTHING_WRONG)
+
+
+def _first_report(store: dist.Store, rank: int, status: int, reason: str) -> int:
+    """Note that a rank has reported why the run ends, unless another was before. Returns the rank that is noted."""
+    return int(json.loads(store.compare_set(FIRST_REPORT, "", json.dumps([rank, status, reason])))[0])
 
 
 def _say_last(message: str, *, first: bool) -> None:
@@ -261,40 +307,47 @@ def _record(message: str, *, first: bool) -> None:
     """Write a message into the file that torchrun reads when a rank has failed. torchrun's summary then ends with it.
 
     torchrun takes the earliest failure, by the timestamps in these files, as the root cause. first: False if another
-    rank's failure is the cause.
+    rank's failure is the cause; such a message does not replace one that this rank has recorded before.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path and (first or not Path(path).exists()):
         more = {"py_callstack": message, "timestamp": str(int(time.time()) + (not first))}
         with suppress(OSError):  # its folder may be full or gone
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
 def _report_once(message: str, status: int, environment: Environment) -> None:
-    """Print a message on rank 0. The other ranks wait for it, because the launcher kills all ranks once one has ended.
+    """Print what is wrong with the configuration once, before the launcher kills all ranks because one has ended.
 
-    status: that of the program after it. Communicates through the launcher's store.
+    status: that of the program after it. Usually all ranks have the same message. Then rank 0 prints it, and the others
+    wait for that. A rank whose message rank 0 does not have prints it: at once if rank 0 has found nothing wrong, else
+    after `WAIT_FOR_RANK_0`, as rank 0 may read long data. No two ranks print the same message. A rank that has printed
+    lets the others end their checks, so that different messages of several ranks are all printed. Communicates through
+    the launcher's store.
     """
-    if environment.world_size == 1:
-        _say_last(message, first=True)
+    rank, told_by, store = environment.rank, environment.rank, None
+    if environment.world_size > 1:
+        with suppress(Exception):
+            store = _store(environment)
+    if store is None:
+        _say_last(f"rank {rank}: {message}" if rank else message, first=True)
         return
-    store = None
+    with suppress(Exception):  # the store may be gone, and rank 0 with it: then the message is this rank's to print
+        if rank and _are_set(store, [_checks_of(0)], WAIT_FOR_RANK_0):
+            told_by = rank if store.get(_checks_of(0)) == NOTHING_WRONG.encode() else 0
+        if told_by == rank:
+            key = f"megazero/message {hashlib.sha256(message.encode()).hexdigest()}"
+            told_by = int(store.compare_set(key, "", str(rank)))
+    if told_by == rank:
+        _say_last(f"rank {rank}: {message}" if rank else message, first=True)
+    else:
+        _record(SAYS_HOW.format(told_by), first=False)
     with suppress(Exception):
-        store = _store(environment)
-    if environment.rank == 0:
-        _say_last(message, first=True)
-        if store is not None:
-            store.set(WRONG, str(status))
-            with suppress(Exception):
-                store.wait([f"{WRONG}/{rank}" for rank in range(1, environment.world_size)], timedelta(seconds=10))
-        return
-    try:
-        assert store is not None
-        store.wait([WRONG], timedelta(seconds=30))
-        _record(RANK_0_SAYS, first=False)
-        store.set(f"{WRONG}/{environment.rank}", "seen")
-    except Exception:  # rank 0 has found no problem, or is gone: the problem is this rank's
-        _say_last(f"rank {environment.rank}: {message}", first=True)
+        _first_report(store, told_by, status, SAYS_HOW.format(told_by))
+        store.set(_checks_of(rank), str(status))
+        if told_by == rank:
+            others = (other for other in range(environment.world_size) if other != rank)
+            _are_set(store, [*map(_checks_of, others)], WAIT_FOR_CHECKS)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:
@@ -304,8 +357,7 @@ def _report_failure(trace: str, environment: Environment) -> None:
     """
     first = environment.rank
     with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store(environment)
-        first = int(store.compare_set("megazero/failure", "", str(environment.rank)))
+        first = _first_report(_store(environment), first, FAILED, f"rank {first} failed first")
     if first == environment.rank:
         _say_last(f"rank {environment.rank} of {environment.world_size} failed:\n{trace}", first=True)
     else:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
-from megazero.launch import Environment, World, agent_serves, connected_grid, init_default_group
+from megazero.launch import Environment, World, agent_serves, attempt, connected_grid, init_default_group
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import threads
@@ -66,9 +66,8 @@ def rendezvous() -> Rendezvous:
             [f"WORLD_SIZE is {environment.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
         )
     # Restarted ranks count their calls from one again, but torchrun's store still has the counts of the last attempt.
-    base = f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    number = store.add(f"{base}/calls of rank {environment.rank}", 1)
-    return Rendezvous(environment, dist.PrefixStore(f"{base}/call {number}", store), guest)
+    number = store.add(f"{attempt()}/calls of rank {environment.rank}", 1)
+    return Rendezvous(environment, dist.PrefixStore(f"{attempt()}/call {number}", store), guest)
 
 
 @cache
