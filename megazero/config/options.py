@@ -23,7 +23,7 @@ from megazero.config.lengths import COUNTED, FRACTIONS, Length, Measure, bytes_o
 from megazero.config.schema import Run
 from megazero.config.tiers import Offload
 from megazero.system import extensions
-from megazero.system.reading import shown
+from megazero.system.reading import fault_of_path, shown
 from megazero.system.words import either
 
 _WORDS = {
@@ -174,6 +174,8 @@ class Option:
         if self.kind in (str, Offload):
             if value == "":  # from an unset shell variable: --save "$DIR" would train and save nothing
                 raise ValueError("is empty")
+            if fault := fault_of_path(str(value)):  # nearly all words are paths, and no other word needs one of these
+                raise ValueError(f"{shown(value)} {fault}")
             return str(value) if self.kind is str else Offload.parsed(str(value))
         try:
             if self.size:

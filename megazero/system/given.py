@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from megazero.system.reading import shown
+from megazero.system.reading import fault_of_path, shown
 
 
 def kind(value: object) -> str:
@@ -27,11 +27,15 @@ def is_whole(value: object) -> bool:
 
 
 def given_path(name: str, value: Any) -> Path:
-    """The path, with ~ resolved. Raises TypeError, and ValueError for an empty one, which Path takes for "."."""
+    """The path, with ~ resolved. Raises TypeError, and ValueError for one that no file can have, and for an empty one,
+    which Path takes for ".".
+    """
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name} is {kind(value)}: a path is needed, as str or pathlib.Path")
     if not os.fspath(value):
         raise ValueError(f"{name} is empty: a path is needed")
+    if fault := fault_of_path(os.fspath(value)):
+        raise ValueError(f"{name} is {shown(os.fspath(value))}, which {fault}: a path is needed")
     return Path(value).expanduser()
 
 

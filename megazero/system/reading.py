@@ -140,6 +140,8 @@ def read_bytes(path: Path, most: int, *, piped: bool = False) -> bytes:
 
 def _opened(path: Path) -> BinaryIO:
     """Open a file without waiting, also a pipe without a writer."""
+    if fault := fault_of_path(str(path)):
+        raise Unreadable(f"{shown(str(path))} {fault}")
     try:
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
@@ -254,6 +256,17 @@ _SHORT.maxlevel = 3
 def shown(value: object) -> str:
     """The repr of a value for a message; a long one is shortened."""
     return _SHORT.repr(value)
+
+
+def fault_of_path(path: str) -> str | None:
+    """Why no file can have this path; None if one can. Such a path comes from a file of settings, or from a program."""
+    if "\0" in path:
+        return "holds a NUL byte"
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # "\\ud800" in JSON or YAML
+        return "holds half of a character"
+    return None
 
 
 def listed(names: Iterable[object]) -> str:

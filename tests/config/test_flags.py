@@ -5,13 +5,16 @@ That each does something: tests/effects.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megazero.config.options import Option, run_options
 from megazero.config.parse import ConfigError, parse_run
 
 # Words after each flag of the contract, and the flags without which it would have no effect.
@@ -188,6 +191,19 @@ def test_an_empty_word_is_no_value(flag: str) -> None:
     """What an unset variable of a script leaves must not train for days and keep nothing."""
     with pytest.raises(ConfigError, match=f"{flag}: is empty"):
         parse_run([flag, "", "--vocab-size", "9"], 1)
+
+
+WORDS = [option for option in run_options().values() if option.kind is str and option.choices is None]
+
+
+@pytest.mark.parametrize("option", WORDS, ids=lambda option: option.name)
+@pytest.mark.parametrize(("value", "reason"), [("a\0b", "holds a NUL byte"), ("\ud800", "holds half of a character")])
+def test_what_no_path_can_hold(option: Option, value: str, reason: str, tmp_path: Path) -> None:
+    """The command line of a process cannot hold it, but a file can."""
+    (tmp_path / "run.yaml").write_text(json.dumps({option.section: {option.name: [value] if option.many else value}}))
+    with pytest.raises(ConfigError) as told:
+        parse_run(["--config", str(tmp_path / "run.yaml")], 1)
+    assert f"{tmp_path}/run.yaml: {option.section}.{option.name}: {value!r} {reason}" in told.value.problems
 
 
 @pytest.mark.parametrize("value", ["4XB", "GB", "-", "1e400GB", "nan"])

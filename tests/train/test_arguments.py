@@ -147,9 +147,15 @@ def test_a_run_begins_with_its_block() -> None:
 def test_a_path_that_is_none() -> None:
     with pytest.raises(ConfigError, match="run is empty: a Run, a mapping or the path"):
         megazero.pretrain("")
+    with pytest.raises(ConfigError, match=r"run 'a\\x00b' holds a NUL byte"):
+        megazero.pretrain("a\0b")
+    with pytest.raises(ConfigError, match=r"checkpoint.save: 'a\\x00b' holds a NUL byte"):
+        megazero.pretrain({"checkpoint": {"save": Path("a\0b")}})
     for wrong, error in ((None, TypeError), (3, TypeError), (["runs/a"], TypeError), ("", ValueError)):
         with pytest.raises(error, match=r"^path is .*a path is needed"):
             megazero.load(wrong)
+    with pytest.raises(ValueError, match=r"^path is 'a\\x00b', which holds a NUL byte"):
+        megazero.load("a\0b")
 
 
 def test_fields_stand_for_flags() -> None:
