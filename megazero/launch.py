@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -85,10 +85,13 @@ class Environment:
 
 
 @contextmanager
-def launch(run: Run, environment: Environment) -> Iterator[ProcessGrid]:
+def launch(
+    run: Run, environment: Environment, agree: Callable[[dist.Store], object] = lambda store: None
+) -> Iterator[ProcessGrid]:
     """A context with this rank's process grid, in a process that exists for this run only.
 
-    dp is world size / (tp * pp).
+    dp is world size / (tp * pp). agree: called with the ranks' key-value store before there are process groups, in a
+    world of several ranks.
     Entering and leaving are collectives of the world. A world of one makes no process group. After a failure the groups
     are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does.
     """
@@ -99,7 +102,10 @@ def launch(run: Run, environment: Environment) -> Iterator[ProcessGrid]:
         yield build_grid(world.axes, world.device)
         return
     _nothing_wrong(environment)
-    init_default_group(world)
+    meeting = dist.rendezvous("env://", environment.rank, environment.world_size, timeout=world.timeout)
+    store, _, _ = next(meeting)
+    agree(dist.PrefixStore("before groups", store))
+    init_default_group(world, dist.PrefixStore("default group", store), environment)
     yield connected_grid(world, run.parallel)
     dist.barrier()
     dist.destroy_process_group()
@@ -158,13 +164,20 @@ def world_of(run: Run, environment: Environment) -> World:
     return World(axes, device, backend, timeout)
 
 
-def init_default_group(world: World, **store: Any) -> None:
-    """Create torch's default group through the launcher's environment or the given store. A collective of the world."""
+def init_default_group(world: World, store: dist.Store, environment: Environment) -> None:
+    """Create torch's default group through a store. A collective of the world."""
     # Without device_id: with one, torch splits the world's communicator for every further group (ncclCommSplit), which
     # waits for all ranks of the world. But a rank makes only its own groups, and uses them in its own order
     # (pytorch/pytorch#134314).
     options = stream_options(world.backend, world.timeout)
-    dist.init_process_group(world.backend, timeout=world.timeout, pg_options=options, **store)
+    dist.init_process_group(
+        world.backend,
+        timeout=world.timeout,
+        pg_options=options,
+        store=store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+    )
 
 
 def _backend_for(device: torch.device, environment: Environment) -> str:
@@ -182,7 +195,7 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     try:
         main()
     except ConfigError as error:
-        _report_once(str(error), error.status, environment)
+        _report_once(str(error), error.status, environment, together=error.of_all_ranks or dist.is_initialized())
         return error.status
     except PeerError as error:  # a consequence: the rank that failed first prints the reason, if it can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
@@ -263,6 +276,7 @@ def _store(environment: Environment) -> dist.Store:
         environment.world_size,
         is_master=environment.rank == 0 and not agent_serves(),
         timeout=timedelta(seconds=30),
+        multi_tenant=True,  # the process of rank 0 may serve the ranks' meeting already
         wait_for_workers=False,  # rank 0 has something to say, whether or not all others come
     )
     return dist.PrefixStore(attempt(), store)
@@ -278,11 +292,11 @@ def _are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def _checks_of(rank: int) -> str:
+def _checks_of(rank: int, *, together: bool = False) -> str:
     """A key of the launcher's store, set when that rank's checks have ended: to `NOTHING_WRONG`, or to its exit status
-    after it has reported what is wrong. Checks that ranks make together, when they have met, have a key of their own.
+    after it has reported what is wrong. together: of the checks that ranks make when they have met.
     """
-    return f"megazero/checks {'together' if dist.is_initialized() else 'alone'}/{rank}"
+    return f"megazero/checks {'together' if together else 'alone'}/{rank}"
 
 
 def _nothing_wrong(environment: Environment) -> None:
@@ -316,10 +330,10 @@ def _record(message: str, *, first: bool) -> None:
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
-def _report_once(message: str, status: int, environment: Environment) -> None:
+def _report_once(message: str, status: int, environment: Environment, *, together: bool) -> None:
     """Print what is wrong with the configuration once, before the launcher kills all ranks because one has ended.
 
-    status: that of the program after it. Usually all ranks have the same message. Then rank 0 prints it, and the others
+    status: that of the program after it. together: whether the ranks have met. Usually all ranks have the same message. Then rank 0 prints it, and the others
     wait for that. A rank whose message rank 0 does not have prints it: at once if rank 0 has found nothing wrong, else
     after `WAIT_FOR_RANK_0`, as rank 0 may read long data. No two ranks print the same message. A rank that has printed
     lets the others end their checks, so that different messages of several ranks are all printed. Communicates through
@@ -333,8 +347,9 @@ def _report_once(message: str, status: int, environment: Environment) -> None:
         _say_last(f"rank {rank}: {message}" if rank else message, first=True)
         return
     with suppress(Exception):  # the store may be gone, and rank 0 with it: then the message is this rank's to print
-        if rank and _are_set(store, [_checks_of(0)], WAIT_FOR_RANK_0):
-            told_by = rank if store.get(_checks_of(0)) == NOTHING_WRONG.encode() else 0
+        of_rank_0 = _checks_of(0, together=together)
+        if rank and _are_set(store, [of_rank_0], WAIT_FOR_RANK_0):
+            told_by = rank if store.get(of_rank_0) == NOTHING_WRONG.encode() else 0
         if told_by == rank:
             key = f"megazero/message {hashlib.sha256(message.encode()).hexdigest()}"
             told_by = int(store.compare_set(key, "", str(rank)))
@@ -344,10 +359,10 @@ def _report_once(message: str, status: int, environment: Environment) -> None:
         _record(SAYS_HOW.format(told_by), first=False)
     with suppress(Exception):
         _first_report(store, told_by, status, SAYS_HOW.format(told_by))
-        store.set(_checks_of(rank), str(status))
+        store.set(_checks_of(rank, together=together), str(status))
         if told_by == rank:
             others = (other for other in range(environment.world_size) if other != rank)
-            _are_set(store, [*map(_checks_of, others)], WAIT_FOR_CHECKS)
+            _are_set(store, [_checks_of(other, together=together) for other in others], WAIT_FOR_CHECKS)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:

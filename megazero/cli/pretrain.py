@@ -23,6 +23,8 @@ from megazero.telemetry.console import survive_lost_console
 from megazero.telemetry.watchdog import STOPPING, StopSignals
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from megazero.launch import Environment
 
 RANKS = "--ranks"
@@ -198,10 +200,12 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
     from megazero.data.progress import silent, to_stderr
     from megazero.launch import launch
     from megazero.train.checked import dry_run_text
+    from megazero.train.embedded import Rendezvous
     from megazero.train.init_from import model_source
     from megazero.train.job import build_job
     from megazero.train.path_checks import missing_files
     from megazero.train.prepare import prepare
+    from megazero.train.same_run import require_same_run
 
     parsed = parse_arguments(arguments, environment.world_size, model_source, missing_files)
     parsed = replace(parsed, notes=(*parsed.notes, *alone_among_tasks(os.environ)))
@@ -212,8 +216,12 @@ def train(arguments: Sequence[str], environment: Environment, signals: StopSigna
         return
     report = to_stderr if environment.local_rank == 0 else silent
     prepared = prepare(parsed.run, environment.world_size, report, local_ranks=environment.ranks_here)
+
+    def agree(store: dist.Store) -> None:
+        require_same_run(prepared, Rendezvous(environment, store, guest=False))
+
     with (
-        launch(prepared.run, environment) as grid,
+        launch(prepared.run, environment, agree) as grid,
         closing(build_job(prepared, grid, signals, parsed)) as job,
     ):
         job.fit()

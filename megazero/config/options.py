@@ -35,6 +35,9 @@ _WORDS = {
     Length: "a length",
 }
 
+_PLACE = re.compile(r"(NAME )?(DIR|FILE|PATH|PREFIX)(\.\w+)?")
+"""The name of a value that is the name of a file or folder."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -74,6 +77,11 @@ class Option:
         """The choices, with those that installed packages add."""
         added = () if self.extended_by is None else extensions.names(self.extended_by)
         return (*(self.choices or ()), *(name for name in added if name not in (self.choices or ())))
+
+    @property
+    def is_place(self) -> bool:
+        """Whether the value names files or folders of a host, as the name of the value in the help says."""
+        return self.kind is str and _PLACE.fullmatch(self.metavar or "") is not None
 
     @property
     def shown_default(self) -> str:

@@ -26,8 +26,10 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, in one message. notes: where values in it come from.
 
     status: that of the program. With damage among the problems it is 1: what the checkpoint would have said is not
-    known, and other problems may be for want of it.
+    known, and other problems may be for want of it. of_all_ranks: whether every rank raises it, in one agreement.
     """
+
+    of_all_ranks = False
 
     def __init__(self, problems: Sequence[str], notes: Sequence[str] = ()) -> None:
         self.problems, self.notes = tuple(problems), tuple(notes)

@@ -30,6 +30,7 @@ from megazero.train.job import Job, build_job
 from megazero.train.logs import Callbacks
 from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
+from megazero.train.same_run import require_same_run
 
 Given = Run | Mapping[str, Any] | str | os.PathLike[str]
 """The forms of a run that `pretrain` takes."""
@@ -183,6 +184,8 @@ def _training(run: Given, arguments: Arguments) -> Iterator[Training]:
     meeting = rendezvous()
     with settings_of_torch(meeting.environment):
         parsed, prepared, world = result_on_all_ranks(lambda: _prepared(run, arguments, meeting.environment), meeting)
+        with _fields_for_flags():
+            require_same_run(prepared, meeting)
         with (
             StopSignals() if arguments.handle_signals else nullcontext(StopSignals()) as signals,
             process_groups(world, meeting, prepared.run.parallel) as grid,

@@ -79,15 +79,20 @@ def _launchers_store(address: str, port: int, environment: Environment) -> dist.
     )
 
 
-def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
+def result_on_all_ranks(
+    find: Callable[[], T], meeting: Rendezvous, occasion: str = "begin", patience: timedelta = PATIENCE
+) -> T:
     """Call `find` on every rank, and return its result on this rank if no rank has failed.
+
+    occasion: for what the ranks meet; a run may have each occasion once. patience: how long ranks wait for each other.
 
     Raises what `find` raises here. If it failed only on other ranks, raises a ConfigError with the problems of one of
     them, or a RuntimeError with its error. Each rank sets and reads a few keys of the store, at any world size.
     """
-    store, environment = meeting.store, meeting.environment
-    if store is None:
+    environment = meeting.environment
+    if meeting.store is None:
         return find()
+    store = dist.PrefixStore(occasion, meeting.store)
     failure: Exception | None = None
     try:
         result = find()
@@ -98,13 +103,17 @@ def result_on_all_ranks(find: Callable[[], T], meeting: Rendezvous) -> T:
         store.compare_set("wrong", "", json.dumps(report))
     if store.add("arrived", 1) == environment.world_size:
         store.set("all have arrived", "yes")
-    store.wait(["all have arrived"], PATIENCE)
+    store.wait(["all have arrived"], patience)
     if failure is not None:
+        if isinstance(failure, ConfigError):
+            failure.of_all_ranks = True
         raise failure
     if store.check(["wrong"]):
         wrong = json.loads(store.get("wrong"))
         if wrong["problems"] is not None:
-            raise ConfigError([f"rank {wrong['rank']}: {problem}" for problem in wrong["problems"]])
+            problem_of_another = ConfigError([f"rank {wrong['rank']}: {problem}" for problem in wrong["problems"]])
+            problem_of_another.of_all_ranks = True
+            raise problem_of_another
         raise RuntimeError(f"rank {wrong['rank']} could not begin: {wrong['error']}")
     return result
 
@@ -120,8 +129,8 @@ def process_groups(world: World, meeting: Rendezvous, parallel: ParallelConfig) 
         yield build_grid(world.axes, world.device)
         return
     if not meeting.guest:
-        environment = meeting.environment
-        init_default_group(world, store=meeting.store, rank=environment.rank, world_size=environment.world_size)
+        assert meeting.store is not None, "several ranks have a store"
+        init_default_group(world, meeting.store, meeting.environment)
     grid = connected_grid(world, parallel, world.backend if meeting.guest else None)
     try:
         yield grid

@@ -72,9 +72,17 @@ def masks(process: int, mask: str, kind: signal.Signals) -> bool:
     return bool(int(bits, 16) >> (kind - 1) & 1)
 
 
-def run(ranks: int, flags: Sequence[object], *, timeout: float = 600, status: int = 0, launcher: bool = False) -> str:
+def run(
+    ranks: int,
+    flags: Sequence[object],
+    *,
+    timeout: float = 600,
+    status: int = 0,
+    launcher: bool = False,
+    script: str = "pretrain_gpt.py",
+) -> str:
     """Run the program to its end and return what it printed; its status must be `status`."""
-    words, both, place = command(ranks, flags, launcher=launcher), subprocess.STDOUT, environment()
+    words, both, place = command(ranks, flags, launcher=launcher, script=script), subprocess.STDOUT, environment()
     done = subprocess.run(
         words, env=place, stdout=subprocess.PIPE, stderr=both, text=True, timeout=timeout, check=False
     )

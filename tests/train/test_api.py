@@ -323,7 +323,7 @@ def one_is_wrong(rank: int, size: int, what: str) -> str:
 
     data: Any = rows_of(10)
     if rank == 1:
-        data = [[1, 2, 3]] if what == "configuration" else Broken()
+        data = {"configuration": [[1, 2, 3]], "program": Broken(), "rows": rows_of(10, seed=2)}[what]
     try:
         megazero.pretrain(changed(trainer={"eval_iters": 0}), train_data=data)
     except Exception as error:
@@ -335,12 +335,15 @@ def one_is_wrong(rank: int, size: int, what: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["configuration", "program"])
+@pytest.mark.parametrize("what", ["configuration", "program", "rows"])
 def test_what_is_wrong_on_one_rank_is_told_on_all(what: str) -> None:
     zero, one = run_ranks(2, one_is_wrong, 2, what)
     if what == "configuration":
         assert one.startswith("ConfigError: ") and "train_data[0] is int64 of shape [3], not 9 integers" in one
         assert zero.startswith("ConfigError: ") and "rank 1: train_data[0] is int64 of shape [3]" in zero
+    elif what == "rows":
+        told = "another run than that of rank 0: epochs of training data [[10, "
+        assert one.startswith("ConfigError: ") and zero.startswith("ConfigError: ") and told in one and told in zero
     else:
         assert one == "KeyError: 'no length today'"
         assert zero == "RuntimeError: rank 1 could not begin: KeyError: 'no length today'"

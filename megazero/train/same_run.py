@@ -1,0 +1,116 @@
+"""Whether all ranks begin the same run: its settings, its data, and the versions that train it.
+
+Every rank reads the command line and the files of its own host. A node with an old file of --config would train with
+another learning rate or seed, and no collective would fail: the gradients would be a mixture of two runs. So the ranks
+compare what they have resolved before they make process groups, whose number depends on the settings, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megazero import __version__
+from megazero.config.dump import plain_value
+from megazero.config.options import Option, run_options
+from megazero.config.schema import Run
+from megazero.config.source import ConfigError
+from megazero.data.build import parse_data_path
+from megazero.data.indexed import DataError
+from megazero.system.words import counted
+from megazero.train.embedded import Rendezvous, result_on_all_ranks
+from megazero.train.prepare import Prepared
+
+_KEY = "run of rank 0"
+NAMED = 5
+"""Settings of which a message gives both values."""
+_REASON = "all ranks need the same, and a file or an installation on this rank's host may be an old one"
+
+
+def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
+    """Raise ConfigError on all ranks if one of them has another run than rank 0.
+
+    Compared are all settings, the contents and the order of the data, and the versions of megazero and torch. A place
+    may have another name on each host: of a place the ranks compare whether it is named at all.
+
+    Called by all ranks, before they make process groups. Rank 0 puts a few kilobytes into the store; every other rank
+    reads these, and adds to one key, at any world size.
+    """
+    store, rank = meeting.store, meeting.environment.rank
+    if store is None:
+        return
+    patience = timedelta(minutes=prepared.run.parallel.distributed_timeout_minutes)
+    # as JSON has it: a tuple of this rank is a list of rank 0
+    mine = json.dumps(_identity(prepared))
+    if rank == 0:
+        store.set(_KEY, mine)
+
+    def compare() -> None:
+        store.wait([_KEY], patience)
+        difference = _difference(json.loads(mine), json.loads(store.get(_KEY)))
+        if difference is not None:
+            raise ConfigError([f"another run than that of rank 0: {difference}; {_REASON}"])
+
+    result_on_all_ranks(compare, meeting, "same run", patience)
+
+
+def _identity(prepared: Prepared) -> dict[str, Any]:
+    """What must be equal on all ranks, as JSON has it."""
+    run, datasets = prepared.run, prepared.datasets
+    return {
+        "versions": {"megazero": __version__, "torch": torch.__version__},
+        "settings": {option.name: _value(run, option) for option in run_options().values()},
+        "data": {
+            "training data (documents, tokens, checksum)": prepared.contents,
+            "epochs of training data": datasets.train.plans,
+            "epochs of validation data": datasets.valid.plans,
+            "epochs of named validation sets": {name: samples.plans for name, samples in datasets.named_valid.items()},
+        },
+    }
+
+
+def _value(run: Run, option: Option) -> Any:
+    """The value of a field as JSON has it. Of a place, whether it is named, and the weights in a blend of data."""
+    value = option.value_in(run)
+    if not option.is_place:
+        return plain_value(value)
+    shares = None
+    if option.name == "data_path":
+        with suppress(DataError):  # without data
+            shares = parse_data_path(value).shares
+    return ["a place" if value else "none", *([] if shares is None else shares.tolist())]
+
+
+def _difference(mine: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
+    """In what this rank's run differs from that of rank 0, with both values; None if they are equal.
+
+    Another version may have other settings, and from other settings follow other data: only the cause is told.
+    """
+    for name, version in first["versions"].items():
+        if mine["versions"][name] != version:
+            return f"{name} {mine['versions'][name]}, where rank 0 has {version}"
+    options, settings = run_options(), (mine["settings"], first["settings"])
+    differing = [name for name in options if settings[0][name] != settings[1][name]]
+    if differing:
+        values = [(options[name].flag, *(_words(each[name]) for each in settings)) for name in differing[:NAMED]]
+        text = ", ".join(f"{flag} {value}, where rank 0 has {first_value}" for flag, value, first_value in values)
+        others = differing[NAMED:]
+        return text + f"; and {counted(len(others), 'other setting')}: {', '.join(others)}" * bool(others)
+    for name, value in first["data"].items():
+        if mine["data"][name] != value:
+            return f"{name} {mine['data'][name]}, where rank 0 has {value}"
+    return None
+
+
+def _words(value: Any) -> str:
+    """A value of JSON as a person writes it."""
+    if isinstance(value, list):
+        return " ".join(map(_words, value))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)
