@@ -44,7 +44,7 @@ from megazero.train.measured_rates import measured_rates
 from megazero.train.path_checks import CheckedPaths, check_paths, checkpoints_in_the_way, of_checkpoint, start_position
 from megazero.train.placed import room_here
 from megazero.train.requirements import budget_problems, folder_problems, machine_problems, room_problems
-from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, decided, resolve
+from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, contradictions, decided, resolve
 from megazero.train.run_memory import write_memory_trace
 from megazero.train.same_data import saved_run
 
@@ -70,7 +70,7 @@ class Asked:
     own_data      data and tokenizer of a program
     paths         what the run names, opened
     unresolvable  why a decision is not possible: epochs that fill no batch, budgets that no placement keeps, rates
-                  that cannot be read
+                  that cannot be read, decided values that contradict settings
     reads_files   False for --skip-files
     """
 
@@ -138,6 +138,7 @@ def asked_start(
     except ConfigError as error:
         unresolvable += error.problems
         resolved = resolve(asked, replace(facts, epoch=None, rates=None))  # so that everything else is still checked
+    unresolvable += tuple(contradictions(resolved))
     return Asked(resolved, local_ranks, own_data, paths, unresolvable, reads_files)
 
 

@@ -28,7 +28,7 @@ from megazero.train.checked import Asked, asked_start, check_start
 from megazero.train.epochs import epoch_of, epochs_text, instruction_datasets
 from megazero.train.path_checks import of_checkpoint, start_position
 from megazero.train.requirements import machine_problems
-from megazero.train.resolve import DEFAULT_TOKENIZER, ResolvedRun, Vocabulary, resolve
+from megazero.train.resolve import DEFAULT_TOKENIZER, ResolvedRun, Vocabulary, contradictions, resolve
 from megazero.train.same_data import data_problems, same_order, saved_run
 
 UNTOLD = 0.05
@@ -135,6 +135,8 @@ def _named_data(begun: Asked, report: Report) -> Prepared:
     if asked.schedule.epochs is not None and facts.epoch is None:
         facts = replace(facts, epoch=epoch_of(resolve(asked, facts).run, tokenizer, report))
     resolved = begun.resolved if facts == begun.resolved.facts else resolve(asked, facts)
+    if problems := contradictions(resolved):
+        raise ConfigError(problems)
     run = resolved.run
     needed, used = samples_asked(run, resumed), samples_used(run, resumed)
     datasets, instructions_text = _datasets(run, needed, tokenizer, report)

@@ -7,15 +7,18 @@ has tried its kernels) resolves the same request again. Nothing else changes a r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megazero.config.lengths import Length, Measure
+from megazero.config.options import run_options
 from megazero.config.placement import AUTO, FLAGS, applied
 from megazero.config.schema import Run
 from megazero.config.source import Decision
+from megazero.config.validate import problems_of
 from megazero.data.corpus import Corpus
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
@@ -121,6 +124,24 @@ def resolve(asked: Run, facts: Facts) -> ResolvedRun:
     why = "the fastest that a search finds under the budgets"
     decisions += [Decision(field, value, why) for field, value in settings.items()]
     return decided(asked, facts, tuple(decisions), choice.told)
+
+
+def contradictions(resolved: ResolvedRun) -> list[str]:
+    """Which decided values contradict the user's settings: the samples of --epochs a warm-up that is longer, the number
+    of the tokenizer's tokens an --eod-id that is no token. Each sentence ends with why the value was decided.
+
+    The kind of device is left out: `requirements.machine_problems` says what a machine cannot do.
+    """
+    asked, world_size = resolved.asked, resolved.facts.world_size
+    decisions = [decision for decision in resolved.decisions if decision.field != "device"]
+    known = {*problems_of(asked, world_size, own_data=True)}
+    problems = list[str]()
+    for problem in problems_of(_decided(asked, decisions), world_size, own_data=True):
+        if problem not in known:
+            flags = {flag: decision.why for decision in decisions for flag in run_options()[decision.field].flags}
+            reasons = [f"{flag}: {why}" for flag, why in flags.items() if re.search(rf"{flag}(?![\w-])", problem)]
+            problems.append(f"{problem} ({'; '.join(reasons)})")
+    return problems
 
 
 def _decided(asked: Run, decisions: Iterable[Decision]) -> Run:

@@ -37,7 +37,7 @@ from megazero.train.init_from import AdapterBase, model_source
 from megazero.train.logs import Callbacks
 from megazero.train.path_checks import missing_files
 from megazero.train.prepare import Prepared, prepare
-from megazero.train.resolve import Facts, Vocabulary, resolve
+from megazero.train.resolve import Facts, Vocabulary, contradictions, resolve
 from tests.convert.sources import made
 from tests.corpus import write_corpus
 from tests.train.starts import resolved_for
@@ -57,7 +57,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "--init-from {model} --data-path {few} --lora-rank 2",
         "--init-from {model} --data-path {few} --lora-rank 2 --lora-base-bits 4",
     ),
-    "length": ("--train-iters 4", "--epochs 2", "--epochs 3.5", "--train-samples 90", "--epochs 0.001", ""),
+    "length": (
+        *("--train-iters 4", "--epochs 2", "--epochs 3.5", "--train-samples 90", "--epochs 0.001", ""),
+        "--epochs 0.5 --lr-warmup '500 samples'",
+    ),
+    "end": (*[""] * 5, "--eod-id 300"),
     "batch": ("", "--global-batch-size 8", "--global-batch-size 12 --micro-batch-size 3"),
     "zero": ("", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3"),
     "precision": ("", "--precision fp32", "--precision fp64"),
@@ -195,7 +199,7 @@ def test_every_way_to_begin_resolves_to_one_run(ranks: int, place: Place, monkey
             still_open = checked.pop("left open")
             assert set(still_open) <= {"train_length"} and checked.pop("resolved") is True, request
             if still_open and not isinstance(command, dict):  # conversations are packed, and so counted, at the start
-                assert [problem.startswith("schedule.epochs") for problem in command] == [True], request
+                assert all("schedule.epochs" in problem for problem in command), request
                 continue
             if still_open and isinstance(command, dict):
                 checked["schedule"]["train_length"] = command["schedule"]["train_length"]
@@ -277,3 +281,31 @@ def test_facts_that_are_not_known_leave_a_field_open() -> None:
     open_run = resolve(asked, Facts(1, "cuda"))
     assert open_run.left_open == ("vocab_size", "train_length", "micro_batch_order")
     assert open_run.run == asked and open_run.decisions == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            "--epochs 0.4 --lr-warmup-samples 300 --lr-decay-style linear",
+            "--lr-warmup-samples 300 is longer than --train-samples 24, which counts the warm-up in; nearest: 24 "
+            "(--train-samples: --epochs 0.4 of the data)",
+        ),
+        (
+            "--epochs 0.4 --lr-wsd-decay-samples 20 --lr-warmup-samples 6 --lr-decay-style wsd",
+            "--lr-wsd-decay-samples 20 + --lr-warmup-samples 6 is longer than --train-samples 24; nearest: "
+            "--lr-wsd-decay-samples 18 (--train-samples: --epochs 0.4 of the data)",
+        ),
+        (
+            "--eod-id 77",
+            "--eod-id 77 is no token of --vocab-size 77; nearest: 76 (--vocab-size: the tokenizer has as many tokens)",
+        ),
+        ("--eod-id 76 --epochs 0.4 --lr-warmup-samples 24", None),
+        # the machine's checks tell this
+        ("--optimizer-impl apex --precision fp32", None),
+    ],
+)
+def test_decided_values_are_checked_as_given_ones_are(words: str, problem: str | None) -> None:
+    asked = parse_run([*SHAPE.split(), "--global-batch-size", "8", *words.split()], 1)
+    facts = replace(FACTS, world_size=1, device="cpu", kind="cpu", base=None, epoch=Epoch(tokens=1001))
+    assert contradictions(resolve(asked, facts)) == ([] if problem is None else [problem])
