@@ -125,7 +125,8 @@ OTHER_RUNS = {
     "megazero.train.resolve": "the one place",
     "megazero.train.requirements": "smaller shares that would fit, for a message",
     "megazero.train.same_data": "the run of a checkpoint, with the present names of its data",
-    "megazero.train.swap_files": "two runs that are compared without the sections that may differ",
+    "megazero.train.checked": "the run of a checkpoint, with what is not known yet of the present one",
+    "megazero.train.whole_steps": "two runs that are compared without the sections that may differ",
     "megazero.plan": "runs that a search tries",
     "megazero.convert": "models of other programs",
 }

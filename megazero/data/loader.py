@@ -1,4 +1,5 @@
-"""Micro-batches of one data-parallel rank, prepared ahead of the step by background threads.
+"""Micro-batches of one data-parallel rank, prepared ahead of the step by background threads: a loader of a dataset, and
+the loaders of a run.
 
 The number of consumed samples is the only state: micro-batch m of rank r has samples consumed + (m * dp + r) * b + j.
 So a global batch has the same samples for every dp and micro-batch size, and a resumed run continues with the next
@@ -7,17 +8,21 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megazero.config.schema import Run
+from megazero.data.build import Datasets
 from megazero.data.dataset import PackedSample, Samples
 from megazero.data.indexed import DataError
 from megazero.model.batch import MicroBatch
+from megazero.mpu.grid import ProcessGrid
 from megazero.system.streams import SideStreamCopies
 
 TRAVELS = ("tokens", "labels", "loss_mask", "samples", "documents", "positions")
@@ -173,3 +178,54 @@ def within_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The loaders of this rank. Those of evaluations are keyed by metric: valid_loss, valid_loss/NAME, test_loss."""
+
+    train: TrainLoader
+    valid: Mapping[str, TrainLoader]
+    test: Mapping[str, TrainLoader]
+
+    def close(self) -> None:
+        """Stop the loaders' threads."""
+        for loader in (self.train, *self.valid.values(), *self.test.values()):
+            loader.close()
+
+
+def batches_of(run: Run, datasets: Datasets, grid: ProcessGrid, validation_samples: int) -> Batches:
+    """The loaders of a run on this rank. validation_samples: of one evaluation; a set with fewer is not evaluated.
+
+    Raises DataError if a mask needs the separator token and the run has no --eod-id.
+    """
+    train = _loader(run, grid, datasets.train, run.data.num_workers)
+    test = {"test_loss": _loader(run, grid, datasets.test, workers=0)} if run.trainer.test_iters else {}
+    return Batches(train, _validation(run, datasets, grid, validation_samples), test)
+
+
+def _validation(run: Run, datasets: Datasets, grid: ProcessGrid, least: int) -> dict[str, TrainLoader]:
+    """Loaders of the validation sets that have `least` samples for an evaluation."""
+    if run.trainer.eval_iters == 0:
+        return {}
+    sets = {"valid_loss": datasets.valid}
+    sets |= {f"valid_loss/{name}": dataset for name, dataset in datasets.named_valid.items()}
+    return {name: _loader(run, grid, dataset, workers=0) for name, dataset in sets.items() if len(dataset) >= least}
+
+
+def _loader(run: Run, grid: ProcessGrid, dataset: Samples, workers: int) -> TrainLoader:
+    return TrainLoader(
+        dataset,
+        dp_rank=grid.at.dp,
+        dp_size=grid.axes.dp,
+        micro_batch_size=run.schedule.micro_batch_size,
+        seq_length=run.model.seq_length,
+        eod_id=run.data.eod_id,
+        eod_mask_loss=run.data.eod_mask_loss,
+        # Conversations are packed with a mask of their own, by their places in the sample.
+        document_mask=run.model.document_mask and not run.data.instruction_data,
+        # ALiBi and rotary angles are differences of positions, which are the same from any start.
+        restart_positions=run.model.position_embedding == "learned",
+        num_workers=workers,
+        device=grid.device,
+    )

@@ -16,6 +16,7 @@ from megazero.checkpoint.agreement import found_by_rank_0
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.manager import require_sizes
 from megazero.checkpoint.resume_changes import compare
+from megazero.config.derive import whole_steps
 from megazero.config.dump import dump, plain_value
 from megazero.config.parse import ParsedArguments
 from megazero.config.placement import AUTO
@@ -47,6 +48,7 @@ from megazero.train.requirements import budget_problems, folder_problems, machin
 from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, contradictions, decided, resolve
 from megazero.train.run_memory import write_memory_trace
 from megazero.train.same_data import saved_run
+from megazero.train.whole_steps import left_problems
 
 _STILL_OPEN = {
     "vocab_size": "vocab_size, which the tokenizer says and could not be read",
@@ -157,14 +159,22 @@ def check_start(begun: Asked) -> list[str]:
 
 
 def resume_problems(resolved: ResolvedRun, paths: CheckedPaths) -> list[str]:
-    """Why the run may not resume from its checkpoint, by comparison of the two configurations. Nothing where a part of
-    the run is not known yet: `prepare` compares again.
+    """Why the run may not resume from its checkpoint, by comparison of the two configurations. What is not known yet
+    of the run is not compared: `prepare` compares again.
     """
-    asked, run, resumed = resolved.asked, resolved.run, paths.resumed
-    unknown = (paths.tokenizer is None and asked.data.tokenizer is not None) or run.schedule.epochs is not None
-    if resumed is None or unknown or not (asked.data.data_path or asked.data.instruction_data):
+    run, resumed = resolved.run, paths.resumed
+    if resumed is None:
         return []
-    return of_checkpoint(resumed, compare(saved_run(resumed, run), run, resumed.layout, resolved.axes.sizes).problems)
+    saved = saved_run(resumed, run)
+    if not (run.data.data_path or run.data.instruction_data) or (
+        paths.tokenizer is None and resolved.asked.data.tokenizer is not None
+    ):
+        # of a program, of the default corpus that the start makes, or with a tokenizer that is a problem of its own
+        names = "data_path", "instruction_data", "tokenizer", "tokenizer_path", "eod_id"
+        saved = replace(saved, data=replace(saved.data, **{name: getattr(run.data, name) for name in names}))
+    if run.schedule.epochs is not None:
+        saved = replace(saved, schedule=replace(saved.schedule, train_length=run.schedule.train_length))
+    return of_checkpoint(resumed, compare(saved, run, resumed.layout, resolved.axes.sizes).problems)
 
 
 def resolved_on_all_ranks(started: ResolvedRun, grid: ProcessGrid, ranks_here: int) -> ResolvedRun:
@@ -244,6 +254,9 @@ def _verdict(parsed: ParsedArguments, begun: Asked) -> str:
                 require_sizes(resumed)
             except CheckpointError as error:
                 problems.append(f"--load {run.checkpoint.load}: {error}")
+        if whole_steps(run.offload) and not problems:  # without their folders there are none
+            nccl = has_nccl(run.parallel, resolved.axes)
+            problems += left_problems(run, resolved.axes, begun.local_ranks, resumed, nccl=nccl)
         notes += checkpoints_in_the_way(run.checkpoint, start_position(run, resumed)[0])
         unchecked.append(_unread(parsed.run))
     if problems:

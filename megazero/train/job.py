@@ -12,6 +12,7 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.config.derive import uses_disks
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
+from megazero.data.loader import batches_of
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.p2p import Channels
@@ -27,19 +28,19 @@ from megazero.plan.step_lists import StageLists
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
-from megazero.train.batches import batches_of
 from megazero.train.bodies import recompute_of_all_ranks
 from megazero.train.checked import resolved_on_all_ranks
 from megazero.train.logs import Callbacks, CallbackSink, sinks_of, step_log
-from megazero.train.prepare import Prepared
+from megazero.train.prepare import Prepared, validation_samples
 from megazero.train.report import announce_kernels, introduce, report, sample_text
 from megazero.train.resume import StartPoint, resume, stored_probe
 from megazero.train.run_memory import HostMemory, host_memory_of, keep_budgets, trace_of_run
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
-from megazero.train.swap_files import DiskUse, WholeSteps, activation_disks, offloading, swap_backends
+from megazero.train.swap_files import DiskUse, activation_disks, offloading, swap_backends
 from megazero.train.trainer import Trainer
+from megazero.train.whole_steps import WholeSteps
 from megazero.zero.state import ModelState
 
 
@@ -108,7 +109,7 @@ def build_job(
         stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
         state = build_state(run, grid, stages, offloaded)
         engines = build_engines(run, grid, stages, state.model, activation_swap, memory)
-        batches = batches_of(run, prepared.datasets, grid)
+        batches = batches_of(run, prepared.datasets, grid, validation_samples(run))
         checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.resumed)
         deadline = deadline_of(run)  # counted from here, when the kernels are compiled
         start = resume(run, state, checkpoints, engines.probe, grid, swap_start)

@@ -22,7 +22,7 @@ from megazero.pipeline.engine import PipelineEngine
 from megazero.telemetry.units import transfer
 from megazero.train.init_from import load_base, load_weights
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.swap_files import SwapStart, saying_way_out
+from megazero.train.whole_steps import SwapStart, saying_way_out
 from megazero.zero.initial import initialise_state
 from megazero.zero.portions import gather_parameters, round_weights
 

@@ -1,335 +1,35 @@
-"""Swap files of a run on this rank, for model state and for activations. They are opened before anything else is built.
-
-With --nvme-checkpoint each optimizer step is whole on disks: where the swap files of an earlier process lead, and how a
-step of this one is recorded once all of its state is durable.
-"""
+"""Swap files of a run on this rank, for model state and for activations. They are opened before all else is built."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
-from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
+from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.checkpoint.manager import FoundCheckpoint
-from megazero.checkpoint.resume_changes import Change, compare, run_from
-from megazero.checkpoint.resume_changes import record_of as record_of_run
 from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
-from megazero.disk.errors import DiskError, SwapDamaged
-from megazero.disk.lanes import DiskRequest
-from megazero.disk.opening import open_swap, record_of, record_of_others, remove_unused
-from megazero.disk.record import SwapRecord
+from megazero.disk.opening import open_swap, remove_unused
 from megazero.disk.swap import SwapSpace
-from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
+from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.plan.leaving_disks import activation_pieces, writes_activations
 from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
-from megazero.plan.swap_contents import swap_contents
-from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error
-from megazero.train.path_checks import start_position
 from megazero.train.prepare import Prepared
-from megazero.train.same_data import with_present_names
-from megazero.train.state import TrainingPosition, TrainState
-from megazero.zero.host_parts import HostParts
+from megazero.train.whole_steps import SwapStart, swap_start
 from megazero.zero.offload import Offloading
-
-NONE, FAR = -1, 2**62
-"""A number of a step that is none, and one that no step has."""
-
-
-@dataclass(frozen=True)
-class SwapStart:
-    """Where the swap files of an earlier process lead.
-
-    about  what is kept with every step of these files: `run`, `layout`, `contents` of this rank's pieces, `job` (a
-           token of the run that has begun them), `begun` (the iteration from which it has)
-    step   the iteration from which this run goes on; None: the files begin anew
-    progress  of that step, as `TrainState.record` returned it
-    """
-
-    about: Mapping[str, Any]
-    step: int | None = None
-    progress: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def position(self) -> TrainingPosition:
-        """Of the step from which this run goes on."""
-        return TrainingPosition.read(self.progress)
-
-    def words(self, folders: Sequence[str], resumed: FoundCheckpoint | None) -> str:
-        """What the run starts from, for the banner. resumed: the checkpoint of --load, which is earlier."""
-        later = "" if resumed is None else f" (later than {resumed.path})"
-        return f"swap files in {' '.join(folders)}, iteration {self.step}{later}"
-
-    def opened(self, folders: Sequence[Path], pieces: Mapping[str, int], rank: int) -> SwapSpace:
-        """The swap files of a rank: at that step, or begun anew. Raises DiskError."""
-        with saying_way_out(folders):
-            return open_swap(folders, pieces, job=CHECKPOINT, rank=rank, resume=self.step is not None, step=self.step)
-
-
-@dataclass(frozen=True)
-class _Left:
-    """What a rank finds: a record, and whether it is its own. first: it tells of the first step of its files."""
-
-    path: Path
-    record: SwapRecord
-    own: bool
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        return self.record.last.about
-
-    @property
-    def first(self) -> bool:
-        return self.record.last.step == int(self.about["begun"]) + 1
-
-
-def swap_start(
-    run: Run,
-    grid: ProcessGrid,
-    pieces: Mapping[str, int],
-    token: str,
-    resumed: FoundCheckpoint | None,
-    plans: Sequence[Sequence[int]],
-) -> SwapStart:
-    """Where the swap files in the folders of --nvme-path lead: to the latest step that all ranks have whole, if it is
-    later than the checkpoint of --load.
-
-    pieces  of this rank. token: of a run that begins anew. resumed: the checkpoint. plans: the order of samples
-
-    A collective of the world: two all-reduces of a few int64, and a broadcast. Raises DiskError on all ranks where the
-    files are another run's, or not those of all ranks.
-    """
-    folders = [Path(folder) for folder in run.offload.nvme_path]
-    (begins,) = _least(grid, [start_position(run, resumed)[0]])
-    fresh = {
-        "run": record_of_run(run),
-        "layout": grid.axes.sizes,
-        "contents": swap_contents(run, grid.axes, grid.at, nccl=grid.world.is_on_device),
-        "job": token,
-        "begun": begins,
-        "data_plans": [list(plan) for plan in plans],
-    }
-    left: _Left | None = None
-
-    def look() -> None:
-        nonlocal left
-        left = _left(folders, grid.rank) if pieces else None
-        if left is not None:
-            _assert_continues(left, run, fresh, newer=left.record.last.step > begins)
-
-    attempt_on_all_ranks(grid.world, grid.device, look)
-    common = _Common.of(left, grid, bool(pieces))
-    # What the files have is in the checkpoint, or all ranks begin the first step again, whose files some have not.
-    if common.latest <= begins or common.only_first:
-        return SwapStart(fresh)
-    attempt_on_all_ranks(grid.world, grid.device, lambda: common.check(left, folders, grid.rank, bool(pieces)))
-    if common.step <= begins:
-        return SwapStart(fresh)
-    of_holder = left.record.back_to(common.step).last.about if left and grid.rank == common.holder else None
-    about = json.loads(broadcast_text(grid.world, grid.device, json.dumps(of_holder), common.holder) or "")
-    return SwapStart({**fresh, "job": about["job"], "begun": about["begun"]}, common.step, about["progress"])
-
-
-class _Common(NamedTuple):
-    """What all ranks find together.
-
-    step        the least of their last steps; NONE: a rank with pieces has no record of its own
-    holder      the first rank with a record of its own
-    latest      the last step of which any record tells
-    only_first  whether a rank has none and no record tells of more than the first step: the ranks were killed before
-                all of them had flipped for the first time
-    one_run     whether all records are of one run
-    """
-
-    step: int
-    holder: int
-    latest: int
-    only_first: bool
-    one_run: bool
-
-    @classmethod
-    def of(cls, left: _Left | None, grid: ProcessGrid, has_pieces: bool) -> _Common:
-        """A collective of the world."""
-        has_record = left is not None and left.own
-        last = NONE if left is None else left.record.last.step
-        job = None if left is None else int(left.about["job"], 16)
-        # A negative number stands where the most is wanted: one all-reduce finds all of them.
-        step, holder, latest, later, least_job, most_job = _least(
-            grid,
-            [
-                last if has_record else NONE if has_pieces else FAR,
-                grid.rank if has_record else FAR,
-                -last,
-                -int(left is not None and not left.first),
-                FAR if job is None else job,
-                FAR if job is None else -job,
-            ],
-        )
-        return cls(step, holder, -latest, step == NONE and not later, least_job == -most_job)
-
-    def check(self, left: _Left | None, folders: Sequence[Path], rank: int, has_pieces: bool) -> None:
-        """Raise SwapDamaged if this rank does not have the step."""
-        if not has_pieces:
-            return
-        if left is None or not left.own:
-            path = folders[0] / f"{stem_of(CHECKPOINT, rank)}.json"
-            raise SwapDamaged(f"{path}: is missing, and other ranks have step {self.latest}; {way_out(folders)}")
-        if not self.one_run:
-            raise SwapDamaged(f"{left.path}: the ranks have swap files of different runs; {way_out(folders)}")
-        if self.step != NONE and self.step not in left.record.steps:
-            has = " and ".join(map(str, left.record.steps))
-            raise SwapDamaged(f"{left.path}: has no step {self.step} as another rank, but {has}; {way_out(folders)}")
-
-
-def _least(grid: ProcessGrid, numbers: Sequence[int]) -> list[int]:
-    """The least of each number over all ranks. A collective: an all-reduce of int64."""
-    least = torch.tensor(numbers, dtype=torch.int64, device=grid.device)
-    collectives.all_reduce(least, grid.world, "min").wait()
-    return [int(number) for number in least.tolist()]
-
-
-def _left(folders: Sequence[Path], rank: int) -> _Left | None:
-    """The record of this rank; without one that of another rank, which tells whose the files are."""
-    with saying_way_out(folders):
-        own = record_of(folders, CHECKPOINT, rank)
-        other = None if own is not None else record_of_others(folders, CHECKPOINT)
-    if own is not None:
-        return _Left(folders[0] / f"{stem_of(CHECKPOINT, rank)}.json", own, own=True)
-    return None if other is None else _Left(*other, own=False)
-
-
-def _assert_continues(left: _Left, run: Run, now: Mapping[str, Any], *, newer: bool) -> None:
-    """Raise DiskError if this run cannot go on from a step that it would lose otherwise. newer: the step is later than
-    the checkpoint from which the run begins.
-    """
-    about, folders = left.about, [Path(folder) for folder in run.offload.nvme_path]
-    # What a flag may allow of a checkpoint comes out as a change, and is refused below: a step goes on as it was begun.
-    as_saved = replace(
-        run.checkpoint, finetune=False, override_batch=True, override_data=True, override_opt_param_scheduler=True
-    )
-    then, today = with_present_names(run_from(about["run"]), run), replace(run, checkpoint=as_saved)
-    comparison = compare(then, today, about["layout"], now["layout"])
-    what, differs = "another model", list(comparison.problems)
-    if not differs and newer:
-        allowed = [replace(change, allowed_by=None) for change in comparison.changes if change.allowed_by]
-        what, differs = "other settings", [*map(str, [*allowed, *_other_base(then, run)])]
-    if not differs and newer and about["data_plans"] != now["data_plans"]:
-        differs = ["another order of samples"]
-    if not differs and newer and left.path.parent != folders[0]:
-        now_in = " ".join(map(str, folders))
-        what, differs = "other folders", [f"nvme-path {' '.join(then.offload.nvme_path)} -> {now_in}"]
-    same = about["contents"] == now["contents"] if left.own else about["layout"] == now["layout"]
-    if not differs and newer and not same:
-        buffers = Change("nvme-buffer-bytes", then.offload.nvme_buffer_bytes, run.offload.nvme_buffer_bytes)
-        what, differs = "another layout", [str(one) for one in (*comparison.changes, buffers) if one.old != one.new]
-        # A value that was given then and is left open now is no change (`resume_changes`).
-        differs = differs or [
-            "its parts have other sizes: --bucket-size, for one, may have been given then or now only"
-        ]
-    if differs:
-        raise DiskError(
-            f"{left.path}: has iteration {left.record.last.step} of a run with {what} ({'; '.join(differs)}). To go on "
-            f"from there: the command of that run with --save DIR, then this one with --load DIR. Or {way_out(folders)}"
-        )
-
-
-def _other_base(then: Run, now: Run) -> list[Change]:
-    """Other weights from which the run has begun, which do not show in its settings."""
-    pairs = {
-        name: (getattr(then.checkpoint, name), getattr(now.checkpoint, name))
-        for name in ("init_from", *(("load",) if now.checkpoint.finetune else ()))
-    }
-    return [Change(name.replace("_", "-"), old, new) for name, (old, new) in pairs.items() if old != new]
-
-
-@contextmanager
-def saying_way_out(folders: Sequence[Path | str]) -> Iterator[None]:
-    """Say of files that are damaged how a run begins without them."""
-    try:
-        yield
-    except SwapDamaged as error:
-        raise SwapDamaged(f"{error}; {way_out(folders)}") from error
-
-
-def way_out(folders: Sequence[Path | str]) -> str:
-    """How a run begins without the files in these folders."""
-    files = " ".join(f"{folder}/{PREFIX}{CHECKPOINT}-*" for folder in folders)
-    return f"to begin without these files: delete {files}"
-
-
-class WholeSteps:
-    """Has every step become whole in this rank's swap files, one behind the other.
-
-    host   what this rank updates in host memory
-    start  where the files lead; None: no step becomes whole on disks
-    late   whether a step's updates are made in the next one (--late-update)
-
-    No rank may write over a step while another one still stands before the flip behind it. So every rank waits (`wait`)
-    for its flips ahead of the reduction of the norm, which all of them enter, and behind which the next states are
-    written.
-    """
-
-    def __init__(self, host: HostParts, start: SwapStart | None, *, late: bool) -> None:
-        self._host, self._start, self._late = host, start, late
-        self._left: tuple[int, dict[str, Any]] | None = None
-        self._flip: DiskRequest | None = None
-        self._over = False
-
-    def leave(self, state: TrainState, position: TrainingPosition, log: StepLog) -> None:
-        """A step is over. It becomes whole now, or with late updates at the next `wait`, when they are made.
-
-        Its metrics are written first, because a run that goes on from the step does not repeat it. Waits for the
-        device. A collective of all ranks, as `StepLog.flush` is.
-        """
-        if self._start is None:
-            return
-        assert self._left is None, "the step before has not become whole"
-        log.flush()
-        self._left = position.iteration, state.record(position)
-        if not self._late:
-            self._flip_left()
-
-    def wait(self) -> None:
-        """Return when all steps whose updates are made are whole on this rank's disks. Raises DiskError."""
-        self._flip_left()
-        if self._flip is not None:
-            self._flip.wait()
-
-    def end(self, position: TrainingPosition, log: StepLog, *, needed: bool) -> None:
-        """The loop has ended well. needed: whether a run may have to go on from its last step."""
-        self._over = not needed
-        if needed and self._start is not None:
-            log.note(f"swap files keep iteration {position.iteration}: the same command goes on from there")
-
-    @property
-    def kept(self) -> bool:
-        """Whether the files stay: they have a whole step, and the loop has not ended without need for it."""
-        return (
-            not self._over and self._start is not None and (swap := self._host.swap) is not None and bool(swap.record)
-        )
-
-    def _flip_left(self) -> None:
-        if self._left is not None and self._host.swap is not None and self._start is not None:
-            iteration, progress = self._left
-            self._flip = self._host.flip(iteration, {**self._start.about, "progress": progress})
-        self._left = None
-
 
 DAY = 86_400
 """Seconds."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.data.loader import TrainLoader
+from megazero.data.loader import Batches, TrainLoader
 from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
 from megazero.mpu.fp8 import Fp8
@@ -22,12 +22,11 @@ from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive, started_by_torchrun
-from megazero.train.batches import Batches
 from megazero.train.run_memory import HostMemory
 from megazero.train.save_policy import SavePolicy, unsaved
 from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.train.swap_files import WholeSteps
+from megazero.train.whole_steps import WholeSteps
 from megazero.zero.owed import UpdateValues
 from megazero.zero.step_end import OwedStepEnd, TrainingStepEnd
 

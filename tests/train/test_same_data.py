@@ -97,6 +97,17 @@ def test_by_another_name(here: Path) -> None:
         assert prepared(*words, *resume("text")).resumed is not None
 
 
+def test_what_is_not_known_yet_hides_no_other_problem(here: Path) -> None:
+    """The default corpus is made at the start, and so is the number of the samples of --epochs."""
+    model, lr = f"{MODEL} {BATCH} --vocab-size 290 --load text --save text".split(), ["--lr", "0.5"]
+    run = parse_run([*model, "--train-iters", "2"], 1)
+    assert problems_at_start(run) == ()
+    (problem,) = problems_at_start(parse_run([*model, *lr, "--train-iters", "2"], 1))
+    assert problem.startswith("text/iter_0000001: --lr: 0.001 in the checkpoint, 0.5 now")
+    assert problems_at_start(parse_run([*model, "--epochs", "2"], 1)) == ()
+    assert problems_at_start(parse_run([*model, *lr, "--epochs", "2"], 1)) == (problem,)
+
+
 def test_moved(here: Path) -> None:
     moved("away", "bpe", "d")
     words = [*SPLIT, "--tokenizer-path", "away/bpe", "--data-path", "away/d", *resume("text")]

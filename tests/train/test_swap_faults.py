@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.parse import ConfigError, parse_run
+from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.disk import swap
 from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap, record_of
@@ -23,6 +23,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Instruction
 from megazero.report.banner import schedule_lines
 from megazero.report.run_report import gather
+from megazero.train.checked import dry_run_text
 from megazero.train.requirements import swap_bytes
 from megazero.zero.host_parts import HostParts
 from tests.disks import fill, remount, small_disk
@@ -179,7 +180,7 @@ def test_a_damaged_record(flags: list[str], disks: Path) -> None:
     left(flags)
     text = (disks / RECORD).read_text()
     (disks / RECORD).write_text(text.replace('"step": 3', '"step": 2', 1))
-    said = begin_fails(flags)
+    said = other_settings(flags)
     assert f"{disks}/{RECORD}: its checksum is not that of its" in said and WAY_OUT.format(folder=disks) in said
 
 
@@ -193,8 +194,19 @@ def test_a_read_only_disk(corpus: Path, tmp_path: Path, straight: Bits) -> None:
         goes_on(flags, straight, 3)
 
 
+def check_says(flags: list[str]) -> str:
+    """The answer of --validate-only."""
+    try:
+        return dry_run_text(parse_arguments([*flags, "--validate-only"], 1), 1)
+    except ConfigError as error:
+        return str(error)
+
+
 def other_settings(flags: list[str], *words: str) -> str:
-    return begin_fails([*flags, *words])
+    """What a start says, and --validate-only beforehand."""
+    problem = check_says([*flags, *words])
+    assert begin_fails([*flags, *words]) == problem
+    return problem
 
 
 def test_another_run(flags: list[str], disks: Path, corpus: Path, tmp_path: Path, straight: Bits) -> None:
@@ -214,8 +226,9 @@ def test_another_run(flags: list[str], disks: Path, corpus: Path, tmp_path: Path
     unsaid = other_settings(flags, "--bucket-size", "5000")  # given now only, so the settings show no difference
     assert head + "another layout (its parts have other sizes: --bucket-size, for one" in unsaid, unsaid
     (tmp_path / "more").mkdir()
-    found = begin_fails([*flags_of(corpus, tmp_path, WORDS), *whole(tmp_path / "more", disks)])
+    found = other_settings([*flags_of(corpus, tmp_path, WORDS), *whole(tmp_path / "more", disks)])
     assert f"other folders (nvme-path {disks} -> {tmp_path}/more {disks})" in found
+    assert "OK: " in check_says(flags)
     goes_on(flags, straight, 3)
 
 
@@ -232,6 +245,7 @@ def test_a_later_checkpoint_counts_more(flags: list[str], disks: Path, tmp_path:
     left([*flags, *saves], dies=4)
     record = record_of([disks], CHECKPOINT, 0)
     assert record is not None and record.last.step == 3
+    assert "OK: " in check_says([*flags, *saves, "--nvme-buffer-bytes", "600KB"])
     goes_on([*flags, *saves, "--nvme-buffer-bytes", "600KB"], straight, 3)
     assert list(disks.iterdir()) == []
 
