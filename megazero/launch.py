@@ -333,11 +333,11 @@ def _record(message: str, *, first: bool) -> None:
 def _report_once(message: str, status: int, environment: Environment, *, together: bool) -> None:
     """Print what is wrong with the configuration once, before the launcher kills all ranks because one has ended.
 
-    status: that of the program after it. together: whether the ranks have met. Usually all ranks have the same message. Then rank 0 prints it, and the others
-    wait for that. A rank whose message rank 0 does not have prints it: at once if rank 0 has found nothing wrong, else
-    after `WAIT_FOR_RANK_0`, as rank 0 may read long data. No two ranks print the same message. A rank that has printed
-    lets the others end their checks, so that different messages of several ranks are all printed. Communicates through
-    the launcher's store.
+    status: that of the program after it. together: whether the ranks have met. Usually all ranks have the same
+    message. Then rank 0 prints it, and the others wait for that. A rank whose message rank 0 does not have prints it:
+    at once if rank 0 has found nothing wrong, else after `WAIT_FOR_RANK_0`, as rank 0 may read long data. No two
+    ranks print the same message. A rank that has printed lets the others end their checks, so that different messages
+    of several ranks are all printed. Communicates through the launcher's store.
     """
     rank, told_by, store = environment.rank, environment.rank, None
     if environment.world_size > 1:
