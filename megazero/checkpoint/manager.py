@@ -24,6 +24,7 @@ from megazero.checkpoint.reader import check_files, check_inventory, check_sizes
 from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
 from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
 from megazero.config.schema import CheckpointConfig
+from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
 from megazero.zero.fragment import StoredFragment
@@ -117,6 +118,9 @@ def _with_offer(error: Damaged, path: Path) -> Damaged:
     return Damaged(f"checkpoint {path} is damaged: {error}. {offer}")
 
 
+_ALL_NODES = "every node needs all of the folder, or its own files of it: bring the folders of all nodes together"
+
+
 @dataclass(frozen=True)
 class LoadStatistics:
     """bytes: read from files by all ranks together. seconds: wall time of the load on this rank."""
@@ -125,16 +129,18 @@ class LoadStatistics:
     seconds: float
 
 
-def _nothing_here(load: Path) -> None:
-    """Raise Damaged if this rank sees a checkpoint although rank 0 sees none.
+def _require_as_on_rank_0(load: Path, newest: Path | None, rank: int) -> None:
+    """Raise ConfigError if rank 0 finds a checkpoint that this rank does not see, or if this rank alone sees one.
 
-    The run would otherwise start from scratch, with its checkpoints on the local disks of some nodes.
+    The run would otherwise start from scratch on some ranks. load: the folder. newest: what rank 0 finds in it.
     """
-    path = folders.newest_checkpoint(load)
-    if path is not None:
-        raise Damaged(
-            f"{path} is there on {host_name()}, but rank 0 finds no checkpoint: bring the folders of all nodes together"
-        )
+    here = folders.newest_checkpoint(load) if newest is None else newest
+    if here is None or (newest is not None and newest.is_dir()):
+        return
+    sees = (
+        f"finds {here.name} there, and rank 0 none" if newest is None else f"does not see {here.name}, as rank 0 does"
+    )
+    raise ConfigError([f"--load {load}: rank {rank} on {host_name()} {sees}; {_ALL_NODES}"])
 
 
 class Checkpoints:
@@ -241,27 +247,29 @@ class Checkpoints:
 
         Rank 0 lists the candidates and broadcasts their paths: if every rank looked, one could miss a checkpoint that
         an older run is just publishing. On local disks, a crash may have left the newest checkpoint on some nodes only;
-        the result then is the newest one that all ranks have. Raises Damaged, and ValueError for another format
-        version, on all ranks.
+        the result then is the newest one that all ranks have. Raises Damaged, ValueError for another format version,
+        and ConfigError if only some ranks see a checkpoint, on all ranks.
         """
         load, grid = self._cfg.load, self._grid
         if load is None:
             return None
+        folder = Path(load)
         mine: list[Path] = []
 
         def look() -> None:
-            newest = folders.newest_checkpoint(Path(load))
+            newest = folders.newest_checkpoint(folder)
             if newest is not None:
-                mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == Path(load) else ())])
+                mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == folder else ())])
 
         self._attempt_on_all_ranks(look if grid.rank == 0 else None)
         names = broadcast_text(grid.world, grid.device, json.dumps([str(path) for path in mine]))
         assert names is not None
         paths = [Path(name) for name in json.loads(names)]
-        if not paths:
-            self._attempt_on_all_ranks(lambda: _nothing_here(Path(load)))
+        path = next((path for path in paths if self._all_have(path)), None)
+        if path is None:
+            newest = paths[0] if paths else None
+            self._attempt_on_all_ranks(lambda: _require_as_on_rank_0(folder, newest, grid.rank))
             return None
-        path = next((path for path in paths if self._all_have(path)), paths[0])
         found: list[FoundCheckpoint] = []
         self._attempt_on_all_ranks(lambda: found.append(open_checkpoint(path)))
         return found[0]

@@ -129,8 +129,9 @@ def test_a_node_with_an_empty_disk_is_no_new_run(nodes: list[str], lost: int) ->
     run_ranks(4, saves, nodes, LAYOUT, [1], False)
     shutil.rmtree(Path(nodes[lost]) / RUN)
     for said in run_ranks(4, loads, nodes, LAYOUT):
-        assert said.startswith("Damaged"), said
-        assert ("rank 0 finds no checkpoint" if lost == 0 else "it is not there") in said
+        assert said.startswith("ConfigError") and "Damaged" not in said, said
+        sees = "finds iter_0000001 there, and rank 0 none" if lost == 0 else "does not see iter_0000001, as rank 0 does"
+        assert f"--load {RUN}: rank 2 on " in said and sees in said
 
 
 @pytest.mark.slow
