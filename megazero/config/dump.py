@@ -13,13 +13,15 @@ import yaml
 
 from megazero.config.flags import option_called
 from megazero.config.lengths import Length
-from megazero.config.options import did_you_mean_key, run_options, sections
+from megazero.config.options import did_you_mean, did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
 from megazero.config.tiers import Offload
 from megazero.system.reading import Unreadable, json_type, shown
 from megazero.system.yaml_file import load_yaml
 
+NAMED = 3
+"""Fields of a section that a message names."""
 RUN_FILE = "run.yaml"
 """Name of the file of a run in the folder of its checkpoints."""
 RESOLVED = "resolved"
@@ -124,7 +126,8 @@ def _read_settings(source: ConfigSource, content: dict[Any, Any]) -> None:
 def _read_section(source: ConfigSource, section: str, value: object) -> None:
     if not isinstance(value, dict):
         if value is not None:
-            source.problems.append(f"{source.name}: {section} holds no fields, but {shown(value)}")
+            held = f"holds no fields, but {shown(value)}"
+            source.problems.append(f"{source.name}: {section} {held}{_in_section(section)}")
         return
     for key, item in value.items():
         _read_key(source, str(key), item, section)
@@ -135,10 +138,8 @@ def _read_key(source: ConfigSource, key: str, value: object, section: str | None
     place = key if section is None else f"{section}.{key}"
     known = option_called(key)
     if known is None:
-        names = [name for name, option in run_options().items() if section in (None, option.section)]
-        hint = did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(
-            key, run_options()
-        )
+        hint = _sections_of(key, value, section) if isinstance(value, dict) else ""
+        hint = hint or _did_you_mean(key, section)
         source.problems.append(f"{source.name}: there is no {place if len(place) <= 80 else shown(place)}{hint}")
         return
     if section not in (None, known.section, known.earlier):
@@ -152,3 +153,26 @@ def _read_key(source: ConfigSource, key: str, value: object, section: str | None
     except ValueError as reason:
         source.problems.append(f"{source.name}: {place}: {reason}")
         source.bad.add(known.name)
+
+
+def _in_section(section: str) -> str:
+    """What stands in a section, for a message about one that holds something else."""
+    if section in run_options():  # who leaves out the sections means the field of that name
+        around = run_options()[section].section
+        return f"; {section} is a key of the section {around}: {{{around}: {{{section}: ...}}}}"
+    names = [name for name, option in run_options().items() if option.section == section]
+    return f"; fields of it are {', '.join(names[:NAMED])}, ..."
+
+
+def _did_you_mean(key: str, section: str | None) -> str:
+    """A hint for an unknown key: a similar field of its section, else one of any section."""
+    names = [name for name, option in run_options().items() if section in (None, option.section)]
+    return did_you_mean_key(key, names if section else [*names, *sections()]) or did_you_mean_key(key, run_options())
+
+
+def _sections_of(key: str, fields_in_it: dict[Any, Any], section: str | None) -> str:
+    """A hint for a key that is no section, but holds fields: a similar section, and where the fields belong."""
+    similar = did_you_mean(key, sections()) if section is None else ""
+    options = list(dict.fromkeys(filter(None, map(option_called, map(str, fields_in_it)))))[:NAMED]
+    places = [f"{option.name} belongs to {option.section}" for option in options]
+    return f"{similar}; {', '.join(places)}" if places else similar

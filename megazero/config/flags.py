@@ -123,14 +123,12 @@ def fields_for_flags(text: str) -> str:
 
 
 def _is_flag(word: str) -> bool:
+    """Whether a word is a flag, and not the value of the flag before it."""
     if not word.startswith("-") or word == "-":
         return False
-    try:
-        for number in word.split(","):  # a list, as in --split -1,1,1, is a value too, whose check says what is wrong
-            float(number)
-    except ValueError:
-        return True
-    return False
+    rest = word[1:].lstrip()
+    # No flag begins with a number. What is wrong with -1, -5%, -2 samples or the list -1,1,1 is said as of a value.
+    return not rest[:2].lstrip(".")[:1].isdigit() and rest.lower() not in ("inf", "infinity", "nan")
 
 
 def _cut(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:

@@ -120,8 +120,10 @@ def _beside(product: Work, flops: float, update: Work, updates: float) -> float:
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         updating = pool.submit(rate_until, update, products_end.is_set)
-        product_rate = rate_until(product, lambda: time.perf_counter() - start >= TRIALS * SECONDS)
-        products_end.set()  # a product may take long, and updates go on beside all of it
+        try:
+            product_rate = rate_until(product, lambda: time.perf_counter() - start >= TRIALS * SECONDS)
+        finally:  # also where a product fails: the pool waits for the updates, which go on beside all products
+            products_end.set()
         together = product_rate / flops + updating.result() / updates
     return min(max(together - 1.0, 0.0), 1.0)
 

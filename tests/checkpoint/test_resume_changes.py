@@ -215,6 +215,19 @@ def test_a_longer_run_changes_a_decay_that_is_as_long_as_the_run():
     assert "warm-up (5 iterations there, 10 iterations now) and decay (100 iterations there, 200 " in problem
 
 
+@pytest.mark.parametrize(
+    ("percent", "run", "shown"),
+    [(5, 104, "5.2 iterations"), (7, 100, "7 iterations"), (0.1, 10**9, "1000000 iterations")],
+)
+def test_a_share_of_a_run_is_told_as_people_write_it(percent: float, run: int, shown: str) -> None:
+    """5% of 104 iterations are 5.2, and not 5.2000000000000002; 7% of 100 are not another warm-up than 7 iterations."""
+    base = changed(BASE, schedule__train_length=iterations(run), schedule__lr_warmup=share(percent / 100))
+    (problem,) = compare(base, changed(base, schedule__train_length=iterations(2 * run))).problems
+    assert f"warm-up ({shown} there, " in problem
+    if percent == 7:
+        assert compare(base, changed(base, schedule__lr_warmup=iterations(7))).problems == ()
+
+
 @pytest.mark.parametrize("style", ["cosine", "wsd"])
 def test_both_ways_of_a_longer_run_are_accepted_as_they_are_told(style: str) -> None:
     """Also where the warm-up and the fall follow from the decay, each way is one flag."""

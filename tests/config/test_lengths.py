@@ -186,3 +186,26 @@ def test_files_and_programs_have_both_names(tmp_path: Path) -> None:
     assert fields_for_flags("--lr-warmup-iters 6 is longer than --lr-decay 5 iterations") == (
         "schedule.lr_warmup_iters 6 is longer than schedule.lr_decay 5 iterations"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--train-length", "-1 epochs"], "--train-length -1 epochs: must be more than 0 and at most 1000000000"),
+        (["--train-length", "-1", "epochs"], "--train-length -1 epochs: must be more than 0 and at most 1000000000"),
+        (["--train-length", "-5 iterations"], "--train-length -5 iterations: must be at least 1"),
+        (["--train-length", "- 5 iterations"], "--train-length: '- 5 iterations' is not a length, such as "),
+        (["--train-length", "-5 minutes"], "--train-length: '-5 minutes' is not a length, such as "),
+        (["--epochs", "-1 epochs"], "--epochs: '-1 epochs' is not a number"),
+        (["--epochs", "-.5"], "--epochs -0.5: must be more than 0"),
+        (["--lr-warmup", "-5%"], "--lr-warmup -5%: must be 0% to 100%"),
+        (["--lr-warmup-fraction", "-5%"], "--lr-warmup-fraction: '-5%' is not a number"),
+        (["--lr-decay", "-2 samples"], "--lr-decay -2 samples: must be at least 1"),
+        (["--device-memory-budget", "-5GB"], "--device-memory-budget -5000000000: must be more than 0"),
+    ],
+)
+def test_a_value_below_zero_is_no_flag(words: list[str], problem: str) -> None:
+    """It begins with a dash: it was told as a flag without a value, and as an unknown flag."""
+    with pytest.raises(ConfigError) as told:
+        parse_run(words, 1)
+    assert [text[: len(problem)] for text in told.value.problems] == [problem]

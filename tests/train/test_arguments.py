@@ -137,6 +137,16 @@ def test_values_of_a_program_are_values(tmp_path: Path) -> None:
         assert len([*training.steps()]) == 1 and training.run.model != model
 
 
+def test_a_flat_key_may_be_the_name_of_a_section() -> None:
+    """Keys may be without their section, but where a section has a field of its own name."""
+    with pytest.raises(ConfigError) as told:
+        megazero.pretrain({"optimizer": "adam", "lr": 1e-3})
+    assert told.value.problems == (
+        "the run: optimizer holds no fields, but 'adam'; optimizer is a key of the section optimizer: "
+        "{optimizer: {optimizer: ...}}",
+    )
+
+
 def test_a_run_begins_with_its_block() -> None:
     made = megazero.training({"train_iters": 1})
     for name in ("steps", "run", "result", "evaluate"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megazero.plan.rates import NAMES, MachineRates, read_rates
 from megazero.train import checked, placed
 from megazero.train.checked import dry_run_text, resolved_on_all_ranks
 from megazero.train.job import build_job
-from megazero.train.measured_rates import measured_rates
+from megazero.train.measured_rates import Work, _beside, measured_rates
 from megazero.train.prepare import prepare
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -137,6 +138,23 @@ def test_all_ranks_get_the_rates_of_the_slowest(tmp_path: Path) -> None:
     assert first == other and set(first) == set(NAMES)
     assert 0 <= first.pop("beside") <= 1 and first.pop("workspace") >= 0 and min(first.values()) > 0
     assert list(tmp_path.iterdir()) == [], "files of the measurement are removed"
+
+
+@pytest.mark.parametrize("fails", ["product", "update"])
+def test_a_measurement_that_fails_beside_another_ends_both(fails: str) -> None:
+    """The updates went on for ever, because the product that failed did not come to its end."""
+    updates = 0
+
+    def work(name: str) -> Any:
+        nonlocal updates
+        updates += name == "update"
+        time.sleep(0.001)
+        if name == fails or updates >= 1000:
+            raise MemoryError(name)
+
+    with pytest.raises(MemoryError, match=fails):
+        _beside(Work(lambda: work("product"), 1.0), 1.0, Work(lambda: work("update"), 1.0), 1.0)
+    assert updates < 1000
 
 
 def banner_of(flags: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
