@@ -15,8 +15,13 @@ is written, READ_ACTIVATIONS.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from megazero.config.tiers import Tier
 
 Units = tuple[int, int]
 """The units [start, stop) of a model chunk, by their numbers within the chunk."""
@@ -90,6 +95,59 @@ _BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_W
 _COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
 _TRANSFERS = (*_SENDS, Op.RECV_FORWARD, Op.RECV_BACKWARD)
+
+
+class Piece(Enum):
+    """What leaves a tier: parts of buckets of the model state, or what a forward has kept."""
+
+    STATE = "master weights and moments"
+    GRADIENTS = "gradients"
+    SUMS = "sums of gradients"
+    PARAMETERS = "parameters"
+    ACTIVATIONS = "activations"
+
+    __hash__ = object.__hash__
+
+
+class Move(NamedTuple):
+    """A copy of a piece from one tier to another. Its lane, its bytes and its colour in pictures follow from these."""
+
+    piece: Piece
+    source: Tier
+    destination: Tier
+
+
+MOVES: Mapping[Op, Move] = MappingProxyType(
+    {
+        Op.READ_PARAMETERS: Move(Piece.PARAMETERS, Tier.DISK, Tier.HOST),
+        Op.LOAD: Move(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
+        Op.COPY_PARAMETERS: Move(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
+        Op.STORE: Move(Piece.PARAMETERS, Tier.DEVICE, Tier.HOST),
+        Op.WRITE_PARAMETERS: Move(Piece.PARAMETERS, Tier.HOST, Tier.DISK),
+        Op.READ_STATE: Move(Piece.STATE, Tier.DISK, Tier.HOST),
+        Op.WRITE_STATE: Move(Piece.STATE, Tier.HOST, Tier.DISK),
+        Op.COPY_GRADIENT: Move(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
+        Op.STORE_GRADIENT: Move(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
+        Op.READ_SUM: Move(Piece.SUMS, Tier.DISK, Tier.HOST),
+        Op.WRITE_SUM: Move(Piece.SUMS, Tier.HOST, Tier.DISK),
+        Op.READ_GRADIENT: Move(Piece.SUMS, Tier.DISK, Tier.HOST),
+        Op.FETCH_GRADIENT: Move(Piece.SUMS, Tier.HOST, Tier.DEVICE),
+        Op.LEAVE: Move(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST),
+        Op.RETURN: Move(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE),
+        Op.WRITE_ACTIVATIONS: Move(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK),
+        Op.READ_ACTIVATIONS: Move(Piece.ACTIVATIONS, Tier.DISK, Tier.HOST),
+    }
+)
+"""What each copy between tiers moves. Two of the same move are told apart by when they stand: LOAD before a use and
+COPY_PARAMETERS after an update, STORE_GRADIENT for the first sum, READ_SUM to add and READ_GRADIENT to update.
+"""
+_LANE_BETWEEN = {
+    (Tier.DEVICE, Tier.HOST): Lane.TO_HOST,
+    (Tier.HOST, Tier.DEVICE): Lane.TO_DEVICE,
+    (Tier.DISK, Tier.HOST): Lane.FROM_DISK,
+    (Tier.HOST, Tier.DISK): Lane.TO_DISK,
+}
+_IN_HOST_MEMORY = (Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.UPDATE_HOST)
 _LANES = {
     **dict.fromkeys(_TRANSFERS, Lane.STAGES),
     Op.GATHER: Lane.SHARDS,
@@ -97,44 +155,22 @@ _LANES = {
     Op.REDUCE_ACROSS: Lane.ACROSS,
     Op.REDUCE_PARTIAL: Lane.TENSOR,
     Op.NORM: Lane.WORLD,
-    Op.READ_PARAMETERS: Lane.FROM_DISK,
-    Op.LOAD: Lane.TO_DEVICE,
-    Op.COPY_GRADIENT: Lane.TO_HOST,
-    Op.STORE_GRADIENT: Lane.TO_HOST,
-    Op.ADD_GRADIENT: Lane.HOST,
-    Op.COUNT_GRADIENT: Lane.HOST,
-    Op.READ_SUM: Lane.FROM_DISK,
-    Op.WRITE_SUM: Lane.TO_DISK,
-    Op.READ_GRADIENT: Lane.FROM_DISK,
-    Op.FETCH_GRADIENT: Lane.TO_DEVICE,
-    Op.READ_STATE: Lane.FROM_DISK,
-    Op.UPDATE_HOST: Lane.HOST,
-    Op.COPY_PARAMETERS: Lane.TO_DEVICE,
-    Op.STORE: Lane.TO_HOST,
-    Op.WRITE_PARAMETERS: Lane.TO_DISK,
-    Op.WRITE_STATE: Lane.TO_DISK,
-    Op.LEAVE: Lane.TO_HOST,
-    Op.RETURN: Lane.TO_DEVICE,
-    Op.WRITE_ACTIVATIONS: Lane.TO_DISK,
-    Op.READ_ACTIVATIONS: Lane.FROM_DISK,
+    **dict.fromkeys(_IN_HOST_MEMORY, Lane.HOST),
+    **{op: _LANE_BETWEEN[move.source, move.destination] for op, move in MOVES.items()},
 }
+
+
+def moves_of(*pieces: Piece) -> frozenset[Op]:
+    """The copies that move one of these pieces."""
+    return frozenset(op for op, move in MOVES.items() if move.piece in pieces)
+
+
 READS = Op.READ_PARAMETERS, Op.LOAD
 """What brings a part of parameters from disks to the device, through a slot of a ring of its own."""
-STATE_MOVES = frozenset(
-    {
-        *(
-            Op.READ_PARAMETERS,
-            Op.LOAD,
-            Op.COPY_PARAMETERS,
-            Op.STORE,
-            Op.WRITE_PARAMETERS,
-            Op.READ_STATE,
-            Op.WRITE_STATE,
-        ),
-        *(Op.COPY_GRADIENT, Op.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM),
-        *(Op.READ_GRADIENT, Op.FETCH_GRADIENT),
-    }
-)
+STATE_MOVES = moves_of(*(piece for piece in Piece if piece is not Piece.ACTIVATIONS)) | {
+    Op.ADD_GRADIENT,
+    Op.COUNT_GRADIENT,
+}
 """What moves model state between tiers, or sums it there, beside the computation."""
 LOCAL_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST, Lane.FROM_DISK, Lane.TO_DISK})
 """Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megazero.program.effects import Scope
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op, Piece, moves_of
 from megazero.program.memory import MemoryAccount, MemoryColumn, Place, kept_place
 from megazero.program.step_bytes import StepBytes
 
-COPIES = frozenset({Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS})
-"""The instructions that move activations."""
+COPIES = moves_of(Piece.ACTIVATIONS) | {Op.FREE, Op.FREE_HOST}
+"""The instructions that move activations, and free what was moved."""
 
 
 class ActivationCopies:

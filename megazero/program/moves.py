@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.effects import Effects
-from megazero.program.instruction import READS, Instruction, Op
+from megazero.program.instruction import READS, Instruction, Op, Piece
 from megazero.program.passes.slots import way_through
 from megazero.program.scope import Scope
 from megazero.program.shape import PartKey
@@ -52,18 +52,6 @@ _TIERS = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.DISK: 
 ON_DEVICE, ON_HOST, ON_DISK = (Standing(Doing.RESTS, tier) for tier in Tier)
 TO_DEVICE, TO_HOST, TO_DISK = (Standing(Doing.MOVES, tier) for tier in Tier)
 USED_ON_DEVICE, USED_ON_HOST = Standing(Doing.COMPUTES, Tier.DEVICE), Standing(Doing.COMPUTES, Tier.HOST)
-
-
-class Piece(Enum):
-    """The kinds of piece: of a part of a bucket, or what a forward has kept."""
-
-    STATE = "master weights and moments"
-    GRADIENTS = "gradients"
-    SUMS = "sums of gradients"
-    PARAMETERS = "parameters"
-    ACTIVATIONS = "activations"
-
-    __hash__ = object.__hash__
 
 
 _ADDERS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 
-from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
-from megazero.program.shape import RankShape
+from megazero.program.instruction import LOCAL_LANES, MOVES, Instruction, Lane, Op, Piece
+from megazero.program.shape import PartShape, RankShape
 
-PARAMETER_MOVES = frozenset({Op.COPY_PARAMETERS, Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS})
-"""Those instructions on lanes of the rank's own that move parameters."""
+_BYTES_OF_A_PART: Mapping[Piece, Callable[[PartShape], int]] = {
+    Piece.PARAMETERS: attrgetter("parameter_bytes"),
+    Piece.STATE: attrgetter("state_bytes"),
+    Piece.GRADIENTS: attrgetter("gradient_bytes"),
+    Piece.SUMS: attrgetter("gradient_bytes"),
+}
 
 
 def message_bytes(i: Instruction, shape: RankShape) -> int:
@@ -31,7 +36,8 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
 
 def moved_bytes(i: Instruction, shape: RankShape) -> int:
     """Bytes that an instruction on a lane of the rank's own moves; of an update in host memory its gradient's."""
-    if i.op in (Op.LEAVE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.READ_ACTIVATIONS):
+    move = MOVES.get(i.op)
+    if move is not None and move.piece is Piece.ACTIVATIONS:
         return shape.kept_by(i.chunk, i.units)
     bucket = shape.buckets[i.buckets[0]]
     if i.op is Op.COUNT_GRADIENT:
@@ -39,9 +45,7 @@ def moved_bytes(i: Instruction, shape: RankShape) -> int:
     if i.part < 0:
         return bucket.stored_bytes
     part = bucket.parts[i.part]
-    if i.op in PARAMETER_MOVES:
-        return part.parameter_bytes
-    return part.state_bytes if i.op in (Op.READ_STATE, Op.WRITE_STATE) else part.gradient_bytes
+    return part.gradient_bytes if move is None else _BYTES_OF_A_PART[move.piece](part)
 
 
 def updated_bytes(shape: RankShape, number: int, part: int) -> float:

@@ -8,7 +8,7 @@ from math import ceil
 from types import MappingProxyType
 from xml.sax.saxutils import escape
 
-from megazero.program.instruction import Op
+from megazero.program.instruction import Op, Piece, moves_of
 from megazero.telemetry.units import size
 
 WIDTH, LEFT = 1200, 96
@@ -21,22 +21,15 @@ KINDS: Mapping[str, tuple[str, frozenset[Op]]] = MappingProxyType(
         "update": ("#aa3377", frozenset({Op.UPDATE, Op.UPDATE_HOST})),
         "parameters": (
             "#66ccee",
-            frozenset(
-                {Op.GATHER, Op.READ_PARAMETERS, Op.LOAD, Op.COPY_PARAMETERS, Op.STORE, Op.WRITE_PARAMETERS},
-            ),
+            moves_of(Piece.PARAMETERS) | {Op.GATHER},
         ),
         "gradients": (
             "#ccbb44",
-            frozenset(
-                {
-                    *(Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.COPY_GRADIENT, Op.STORE_GRADIENT),
-                    *(Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM, Op.READ_GRADIENT),
-                    Op.FETCH_GRADIENT,
-                }
-            ),
+            moves_of(Piece.GRADIENTS, Piece.SUMS)
+            | {Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.ADD_GRADIENT, Op.COUNT_GRADIENT},
         ),
-        "optimizer state": ("#228833", frozenset({Op.READ_STATE, Op.WRITE_STATE})),
-        "activations": ("#999999", frozenset({Op.LEAVE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.READ_ACTIVATIONS})),
+        "optimizer state": ("#228833", moves_of(Piece.STATE)),
+        "activations": ("#999999", moves_of(Piece.ACTIVATIONS)),
         _OTHER: ("#7d6b5a", frozenset()),
     }
 )

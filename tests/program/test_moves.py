@@ -15,8 +15,8 @@ from megazero.config.tiers import Tier
 from megazero.program.border import LATE
 from megazero.program.effects import effects
 from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
-from megazero.program.moves import LEGAL, Doing, IllegalMove, Moves, Piece, Standing
+from megazero.program.instruction import Instruction, Op, Piece
+from megazero.program.moves import LEGAL, Doing, IllegalMove, Moves, Standing
 from megazero.program.scope import Scope
 from tests.program.faults import again, drop, find, move
 from tests.program.steps import Model, changed, checked, drawn, step_of
