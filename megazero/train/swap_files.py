@@ -46,7 +46,7 @@ from megazero.train.prepare import Prepared
 from megazero.train.same_data import with_present_names
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.zero.host_parts import HostParts
-from megazero.zero.offload import Offloading
+from megazero.zero.offload import OpenSwap
 
 NONE, FAR = -1, 2**62
 """A number of a step that is none, and one that no step has."""
@@ -336,18 +336,19 @@ DAY = 86_400
 
 
 @contextmanager
-def offloading(
+def state_disks(
     run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals
-) -> Iterator[tuple[Offloading, SwapStart | None]]:
-    """A context with how a run's model state is offloaded, and with --nvme-checkpoint where its swap files lead. If its
-    block fails, or a signal ends the process before the first step, swap files without a whole step are removed.
+) -> Iterator[tuple[OpenSwap | None, SwapStart | None]]:
+    """A context with what opens the swap files of a run's model state, None where nothing of it rests on disks, and
+    with --nvme-checkpoint where the files lead. If its block fails, or a signal ends the process before the first step,
+    swap files without a whole step are removed.
 
     Where some of the state goes to disks, entering is a collective of the world: a broadcast of the name of the job's
     files, what `swap_start` communicates, and an agreement on whether all ranks have opened theirs. Raises ConfigError
     on all ranks if one has not.
     """
     if not uses_disks(run):
-        yield Offloading(run.offload), None
+        yield None, None
         return
     pieces = swapped_pieces(run, grid.axes, grid.at, nccl=grid.world.is_on_device)
     token, spaces = new_token(grid.world, grid.device)[:12], list[SwapSpace]()
@@ -372,7 +373,7 @@ def offloading(
                     spaces.append(open_swap(folders, pieces, job=token, rank=grid.rank, slots=1))
 
             attempt_on_all_ranks(grid.world, grid.device, act)
-        yield Offloading(run.offload, opened), start
+        yield opened, start
     except BaseException:
         for space in spaces:
             space.close(remove=space.record is None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig
@@ -32,22 +31,15 @@ OpenSwap = Callable[[Mapping[str, int]], SwapSpace]
 """From the bytes of each piece, by name, to swap files with these pieces."""
 
 
-@dataclass(frozen=True)
-class Offloading:
-    """What of a model state leaves the device. open_swap: opens this rank's swap files; None where nothing needs any"""
-
-    cfg: OffloadConfig
-    open_swap: OpenSwap | None = None
-
-    def opened(self, pieces: Mapping[str, int]) -> SwapSpace | None:
-        """The swap files of a rank with these pieces (`pieces_of`); None if there are none."""
-        if not pieces:
-            return None
-        assert self.open_swap is not None, "validated: state on disks has --nvme-path"
-        return self.open_swap(pieces)
+NOTHING_LEAVES = OffloadConfig()
 
 
-NO_OFFLOADING = Offloading(OffloadConfig())
+def opened_swap(open_swap: OpenSwap | None, pieces: Mapping[str, int]) -> SwapSpace | None:
+    """The swap files of a rank with these pieces (`pieces_of`); None if there are none."""
+    if not pieces:
+        return None
+    assert open_swap is not None, "validated: state on disks has --nvme-path"
+    return open_swap(pieces)
 
 
 def most_elements(widths: StateWidths, cfg: OffloadConfig) -> int:
