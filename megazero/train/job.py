@@ -38,7 +38,7 @@ from megazero.train.run_memory import HostMemory, host_memory_of, keep_budgets, 
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
-from megazero.train.swap_files import DiskUse, activation_disks, offloading, swap_backends
+from megazero.train.swap_files import DiskUse, activation_disks, state_disks, swap_backends
 from megazero.train.trainer import Trainer
 from megazero.train.whole_steps import WholeSteps
 from megazero.zero.state import ModelState
@@ -103,11 +103,12 @@ def build_job(
     memory = host_memory_of(run, grid)  # before anything of the model is allocated
     keep_budgets(run, grid)
     with ExitStack() as opened:  # swap files, which are removed if a later part fails
-        offloaded, swap_start = opened.enter_context(offloading(run, grid, prepared, signals))
+        disks = opened.enter_context(state_disks(run, grid, prepared, signals))
         activation_swap = opened.enter_context(activation_disks(run, grid, signals))
         # On the meta device: the model state allocates its columns, and parameters are views of these.
         stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
-        state = build_state(run, grid, stages, offloaded)
+        state = build_state(run, grid, stages, None if disks is None else disks.open)
+        swap_start = None if disks is None else disks.start
         engines = build_engines(run, grid, stages, state.model, activation_swap, memory)
         batches = batches_of(run, prepared.datasets, grid, validation_samples(run))
         checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.resumed)

@@ -22,59 +22,71 @@ from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.plan.leaving_disks import activation_pieces, writes_activations
-from megazero.plan.offloaded import swapped_pieces
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error
 from megazero.train.prepare import Prepared
 from megazero.train.whole_steps import SwapStart, swap_start
-from megazero.zero.offload import Offloading
 
 DAY = 86_400
 """Seconds."""
 
 
-@contextmanager
-def offloading(
-    run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals
-) -> Iterator[tuple[Offloading, SwapStart | None]]:
-    """A context with how a run's model state is offloaded, and with --nvme-checkpoint where its swap files lead. If its
-    block fails, or a signal ends the process before the first step, swap files without a whole step are removed.
+class StateDisks:
+    """The swap files of a run's model state on this rank.
 
-    Where some of the state goes to disks, entering is a collective of the world: a broadcast of the name of the job's
-    files, what `swap_start` communicates, and an agreement on whether all ranks have opened theirs. Raises ConfigError
-    on all ranks if one has not.
+    token    the name of the job's files, the same on all ranks
+    leaving  called if a signal ends the process before the first step
+    spaces   the files, once `open` has opened them
+    start    with --nvme-checkpoint where the files lead, once `open` knows
+    """
+
+    def __init__(self, run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> None:
+        self.run, self.grid, self.prepared, self.leaving = run, grid, prepared, signals.leaving
+        self.token = new_token(grid.world, grid.device)[:12]
+        self.spaces: list[SwapSpace] = []
+        self.start: SwapStart | None = None
+
+    def open(self, pieces: Mapping[str, int]) -> SwapSpace | None:
+        """The files with these pieces, by name their bytes; None without any.
+
+        A collective of the world: what `swap_start` communicates, and an agreement on whether all ranks have opened
+        theirs. Raises ConfigError on all ranks if one has not.
+        """
+        folders = [Path(folder) for folder in self.run.offload.nvme_path]
+        with as_config_error(f"--nvme-path {' '.join(self.run.offload.nvme_path)}"):
+            if whole_steps(self.run.offload):
+                plans = self.prepared.datasets.train.plans
+                self.start = swap_start(self.run, self.grid, pieces, self.token, self.prepared.resumed, plans)
+            attempt_on_all_ranks(self.grid.world, self.grid.device, lambda: self._open(folders, pieces))
+        return self.spaces[0] if self.spaces else None
+
+    def _open(self, folders: Sequence[Path], pieces: Mapping[str, int]) -> None:
+        job, rank = self.token if self.start is None else CHECKPOINT, self.grid.rank
+        self.leaving.append(lambda: remove_unused(folders, job, rank))
+        if pieces and self.start is not None:
+            self.spaces.append(self.start.opened(folders, pieces, rank))
+        elif pieces:
+            self.spaces.append(open_swap(folders, pieces, job=job, rank=rank, slots=1))
+
+
+@contextmanager
+def state_disks(run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> Iterator[StateDisks | None]:
+    """A context with the swap files of a run's model state, which the model state opens; None where nothing of it rests
+    on disks. If the block fails, or a signal ends the process before the first step, files without a whole step are
+    removed.
+
+    Where some of the state goes to disks, entering is a collective of the world: a broadcast of `StateDisks.token`.
     """
     if not uses_disks(run):
-        yield Offloading(run.offload), None
+        yield None
         return
-    pieces = swapped_pieces(run, grid.axes, grid.at, nccl=grid.world.is_on_device)
-    token, spaces = new_token(grid.world, grid.device)[:12], list[SwapSpace]()
-    folders = [Path(folder) for folder in run.offload.nvme_path]
-
-    def opened(wanted: Mapping[str, int]) -> SwapSpace:
-        assert dict(wanted) == pieces, "the files are opened for other pieces than the model state has"
-        return spaces[0]
-
+    disks = StateDisks(run, grid, prepared, signals)
     try:
-        with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
-            start = None
-            if whole_steps(run.offload):
-                start = swap_start(run, grid, pieces, token, prepared.resumed, prepared.datasets.train.plans)
-
-            def act() -> None:
-                job = token if start is None else CHECKPOINT
-                signals.leaving.append(lambda: remove_unused(folders, job, grid.rank))
-                if pieces and start is not None:
-                    spaces.append(start.opened(folders, pieces, grid.rank))
-                elif pieces:
-                    spaces.append(open_swap(folders, pieces, job=token, rank=grid.rank, slots=1))
-
-            attempt_on_all_ranks(grid.world, grid.device, act)
-        yield Offloading(run.offload, opened), start
+        yield disks
     except BaseException:
-        for space in spaces:
+        for space in disks.spaces:
             space.close(remove=space.record is None)
         raise
 

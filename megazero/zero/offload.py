@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig
@@ -28,26 +27,11 @@ from megazero.zero.parts import (
 from megazero.zero.shape import StateWidths
 from megazero.zero.sharding import Sharding
 
-OpenSwap = Callable[[Mapping[str, int]], SwapSpace]
-"""From the bytes of each piece, by name, to swap files with these pieces."""
+OpenSwap = Callable[[Mapping[str, int]], SwapSpace | None]
+"""From the bytes of each piece, by name, to swap files with these pieces; None without any. May be a collective."""
 
 
-@dataclass(frozen=True)
-class Offloading:
-    """What of a model state leaves the device. open_swap: opens this rank's swap files; None where nothing needs any"""
-
-    cfg: OffloadConfig
-    open_swap: OpenSwap | None = None
-
-    def opened(self, pieces: Mapping[str, int]) -> SwapSpace | None:
-        """The swap files of a rank with these pieces (`pieces_of`); None if there are none."""
-        if not pieces:
-            return None
-        assert self.open_swap is not None, "validated: state on disks has --nvme-path"
-        return self.open_swap(pieces)
-
-
-NO_OFFLOADING = Offloading(OffloadConfig())
+NOTHING_LEAVES = OffloadConfig()
 
 
 def most_elements(widths: StateWidths, cfg: OffloadConfig) -> int:

@@ -25,8 +25,8 @@ from megazero.zero.host_parts import HostParts
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.messages import BITS, KEPT, GradientMessages
 from megazero.zero.offload import (
-    NO_OFFLOADING,
-    Offloading,
+    NOTHING_LEAVES,
+    OpenSwap,
     frozen_parts,
     frozen_ranges,
     pieces_of,
@@ -61,11 +61,12 @@ class ModelState:
             memory of their own (`frozen`), without gradient and optimizer state
     grid    a bucket is reduced and sharded over the groups of what its parameters name (`mpu.parameter.StateGroup`)
     base    how frozen matrices are encoded (`zero.coded`); None: they are stored as they are
-    offloading  what of it leaves the device
+    offload what of it leaves the device
+    open_swap  opens this rank's swap files; None where nothing rests on disks
 
     `actions` is what the engine calls, and `shape` is what the lists of a step are made from. After construction all
-    weights are zero: `zero.initial` or a checkpoint sets them. Construction communicates nothing. Raises ValueError for
-    an unknown ZeRO stage.
+    weights are zero: `zero.initial` or a checkpoint sets them. Construction communicates what `open_swap` does. Raises
+    ValueError for an unknown ZeRO stage.
     """
 
     def __init__(
@@ -75,26 +76,29 @@ class ModelState:
         optimizer: OptimizerConfig,
         parallel: ParallelConfig,
         base: Coding | None = None,
-        offloading: Offloading = NO_OFFLOADING,
+        offload: OffloadConfig = NOTHING_LEAVES,
+        open_swap: OpenSwap | None = None,
     ) -> None:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
-        row, dtypes = shardings(parallel, offloading.cfg), run_columns(optimizer, parallel, offloading.cfg)
-        packing, sizes = packing_on(grid, parallel, offloading.cfg), group_sizes(grid.axes, grid.at)
+        row, dtypes = shardings(parallel, offload), run_columns(optimizer, parallel, offload)
+        packing, sizes = packing_on(grid, parallel, offload), group_sizes(grid.axes, grid.at)
         layouts = pack(specs_by_unit(chunks, trained=True), sizes, packing)
         still = specs_by_unit(chunks, trained=False)
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
-        self.account = DeviceAccount(offloading.cfg.device_memory_budget)
-        widths = state_widths(optimizer, parallel, offloading.cfg)
+        self.account = DeviceAccount(offload.device_memory_budget)
+        widths = state_widths(optimizer, parallel, offload)
         ranges = [update_range(own, row) for own in self.buckets]
-        trained = run_parts(ranges, layouts, widths, offloading.cfg)
-        residents = run_residents(ranges, trained, widths, offloading.cfg)
+        trained = run_parts(ranges, layouts, widths, offload)
+        residents = run_residents(ranges, trained, widths, offload)
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: _place(grid, group))
-        every = [*trained, *frozen_parts(frozen, stored, widths, offloading.cfg)]
+        every = [*trained, *frozen_parts(frozen, stored, widths, offload)]
         at = state_groups(grid.axes, grid.at)
         self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, every)
-        swap, lanes = offloading.opened(pieces_of(self.shape, residents, widths.state)), HostLanes.of(grid.device)
+        pieces, lanes = pieces_of(self.shape, residents, widths.state), HostLanes.of(grid.device)
+        assert open_swap is not None or not pieces, "validated: state on disks has --nvme-path"
+        swap = None if open_swap is None else open_swap(pieces)
         self.rests_on_disks = swap is not None
         self.resting = RestingParameters(self.shape, every, swap, lanes.to_device)
         self.columns = self._made_columns(row, dtypes, trained)

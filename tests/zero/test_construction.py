@@ -1,5 +1,7 @@
 """A model is made shard by shard: what building takes at most, seen by torch's allocator."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -7,12 +9,12 @@ from fused_ops.blocks import block_elements
 from megazero.config.parse import parse_run
 from megazero.config.schema import ParallelConfig
 from megazero.disk.opening import open_swap
+from megazero.disk.swap import SwapSpace
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.mpu.grid import Group, ProcessGrid, StateGroups, single_process_grid
 from megazero.mpu.parameter import StateGroup, spec_of
 from megazero.pipeline.build import build_stages
 from megazero.zero.initial import initialise_state
-from megazero.zero.offload import Offloading
 from megazero.zero.state import ModelState
 from tests.plan.meter import metered
 
@@ -54,10 +56,12 @@ def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     small = ["--nvme-path", str(tmp_path), "--nvme-buffer-bytes", "4MB", "--vocab-size", "24000"]
     run = parse_run([*SHAPE.split(), *words.split(), *small], 1)
     grid = single_process_grid()
-    rests = Offloading(run.offload, lambda pieces: open_swap([tmp_path], pieces, job="job", rank=0, slots=1))
+
+    def opened(pieces: Mapping[str, int]) -> SwapSpace:
+        return open_swap([tmp_path], pieces, job="job", rank=0, slots=1)
 
     stages = build_stages(run, grid, allocate=False)
-    state = ModelState(stages, grid, run.optimizer, run.parallel, offloading=rests)
+    state = ModelState(stages, grid, run.optimizer, run.parallel, offload=run.offload, open_swap=opened)
     _, taken = metered(lambda: initialise_state(state, 7))
     embedding = max(p.numel() for bucket in state.buckets for p in bucket.parameters)
     part = max(stop - start for parts in state.host.parts for start, stop, _ in parts)
