@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from megazero.disk.errors import DiskError
-from megazero.disk.transport import Transport
+from megazero.disk.transports import Transport
 
 Work = Callable[[Transport], list[int]]
 """What a lane executes on its thread; it returns the checksums of pieces."""
@@ -120,11 +120,11 @@ def _execute(jobs: SimpleQueue[_Job | None], transport: Transport, closing: thre
             if closing.is_set():
                 raise DiskError("the swap files were closed before this was done")
             job.request.sums = job.work(transport)
-        except BaseException as error:  # whoever waits must be told, and the thread goes on
+        except BaseException as error:  # whoever waits must know, and the thread goes on
             job.request.end(error)
         else:
             job.request.end()
-        del job  # with the tensors
+        del job  # else the thread keeps its tensors until the next one comes
 
 
 def _close(process: int, lanes: Sequence[_Lane], closing: threading.Event) -> None:
