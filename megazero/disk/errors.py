@@ -13,8 +13,13 @@ class DiskError(OSError):
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message)  # without the errno, which would become a part of its text
         self.code = code
+
+    @classmethod
+    def of(cls, message: str, error: OSError) -> DiskError:
+        """The message, and what the system says."""
+        return cls(f"{message}: {reason(error.errno or 0)}", error.errno)
 
 
 class SwapDamaged(DiskError):

@@ -65,6 +65,7 @@ class _Lane:
         self.transports = transports
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.threads = [
+            # A function of no object: a thread that refers to its lanes would keep them from being collected.
             threading.Thread(target=_execute, args=(self.jobs, transport, closing), name=f"disk-{name}", daemon=True)
             for transport in transports
         ]
@@ -131,12 +132,12 @@ def _close(process: int, lanes: Sequence[_Lane], closing: threading.Event) -> No
     """End the threads: what has begun is finished, what waits fails."""
     if os.getpid() != process:
         return
-    closing.set()
+    closing.set()  # before the ends of the queues: what stands there in between fails
     for lane in lanes:
         for _ in lane.threads:
             lane.jobs.put(None)
     for lane in lanes:
         for thread, transport in zip(lane.threads, lane.transports, strict=True):
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread():  # which may drop the last reference to the lanes
                 thread.join()
             transport.close()

@@ -63,6 +63,7 @@ def shared(count: int, weights: Sequence[float]) -> list[int]:
     True
     """
     blocks = count / BLOCK / sum(weights)
+    # Ends are rounded, not parts: rounded parts would not add up to `count`.
     ends = [min(count, round(end * blocks) * BLOCK) for end in accumulate(weights)]
     ends[-1] = count
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -146,6 +147,7 @@ def moves(parts: Sequence[PieceMemory], buffer_bytes: int, direct_bytes: int) ->
                 path_moves.append(
                     Move(extent.path, extent.offset + start, address + first, count, piece, first // BLOCK, needs_none)
                 )
+    # (the share of its path that is done at a move's middle, the move)
     shares = [((number + 0.5) / len(path), move) for path in of_path.values() for number, move in enumerate(path)]
     return [move for _, move in sorted(shares, key=lambda share: share[0])]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.disk.errors import DiskError, SwapDamaged, reason
+from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.system.durable import replace_file
 from megazero.system.reading import BOUNDS, raised_as, read_text
 
@@ -80,10 +80,7 @@ class SwapRecord:
         try:
             replace_file(path, f"{_digest(text)}\n{text}\n".encode(), str(os.getpid()))
         except OSError as error:
-            raise DiskError(
-                f"{path}: the record of step {self.last.step} cannot be written: {reason(error.errno or 0)}",
-                error.errno,
-            ) from error
+            raise DiskError.of(f"{path}: the record of step {self.last.step} cannot be written", error) from error
 
     @classmethod
     def read(cls, path: Path) -> SwapRecord:

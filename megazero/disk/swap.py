@@ -109,6 +109,7 @@ class SwapSpace:
         names = list(tensors)
 
         def work(transport: Transport) -> list[int]:
+            # Before the read, which is pointless if the write of a piece has failed.
             wanted = [Version(version.slot, version.sum) for version in versions]
             sums = run_moves(transport, False, plan, memory, names, self._files)
             for name, version, read_sum in zip(names, wanted, sums, strict=True):
@@ -137,6 +138,7 @@ class SwapSpace:
         def work(transport: Transport) -> list[int]:
             return run_moves(transport, True, plan, memory, names, self._files)
 
+        # Who waits for this write waits for these readers too, so that they can be forgotten.
         after = [reader for name in names for reader in self._reading.pop(name, [])]
         after += [version.request for name in names if isinstance(version := self._newest.get(name), _Written)]
         request = self._submit_change(work, [*after, *self._flips], needs)
@@ -152,14 +154,14 @@ class SwapSpace:
         the writes.
         """
         about = json.loads(json.dumps(about or {}))  # a value that is none of JSON fails here
-        self._whole = dict(self._newest)
-        versions = dict(self._whole)
+        # At once: what is written from now on takes the other slots, and waits for this request.
+        versions = self._whole = dict(self._newest)
 
         def work(transport: Transport) -> list[int]:
             if self._layout.slots == 1:
                 return []  # the next step is written over this one, so no record could be true
             for file in self._files:
-                if not file.path.exists():
+                if not file.path.exists():  # its handle still takes all writes
                     raise SwapDamaged(f"{file.path}: has been removed while step {step} was written")
                 file.sync()
             flipped = {name: Version(version.slot, version.sum) for name, version in versions.items()}

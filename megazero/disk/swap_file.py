@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megazero.disk.buffers import own_pages
-from megazero.disk.errors import DiskError, SwapDamaged, reason
+from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.layout import HEADER_BYTES
 from megazero.system.durable import sync_folder
 from megazero.system.names import is_plain_file_name
@@ -65,7 +65,7 @@ class SwapFile:
         except DiskError:
             raise
         except OSError as error:
-            raise DiskError(f"{path}: cannot be opened: {reason(error.errno or 0)}", error.errno) from error
+            raise DiskError.of(f"{path}: cannot be opened", error) from error
         try:
             self._adopt() if adopt else self._start(stale)
         except BaseException:
@@ -74,7 +74,7 @@ class SwapFile:
 
     def _start(self, stale: Sequence[Path]) -> None:
         try:
-            for path in stale:
+            for path in stale:  # first: no record may tell of bytes that are gone
                 path.unlink(missing_ok=True)
             os.ftruncate(self.handle, 0)
             _allocate(self.handle, self.size)
@@ -86,19 +86,16 @@ class SwapFile:
             free = free_bytes(self.path.parent)
             with suppress(OSError):
                 self.path.unlink()
-            raise DiskError(
-                f"{self.path}: {self.size:,} bytes are needed, {free:,} are free: {reason(error.errno or 0)}",
-                error.errno,
-            ) from error
+            raise DiskError.of(f"{self.path}: {self.size:,} bytes are needed, {free:,} are free", error) from error
 
     def _adopt(self) -> None:
         size = os.fstat(self.handle).st_size
         if size != self.size:
             raise SwapDamaged(f"{self.path}: has {size:,} bytes, not the {self.size:,} with which it was made")
-        header = header_of(self.path)
-        if header is None:
+        content_id = _content_id(self.path)
+        if content_id is None:
             raise SwapDamaged(f"{self.path}: its first {HEADER_BYTES:,} bytes are no header of a swap file")
-        self.id = header["id"]
+        self.id = content_id
         self._use_direct()
 
     def _use_direct(self) -> None:
@@ -126,9 +123,7 @@ class SwapFile:
         try:
             getattr(os, "fdatasync", os.fsync)(self.handle)
         except OSError as error:
-            raise DiskError(
-                f"{self.path}: its writes cannot be made durable: {reason(error.errno or 0)}", error.errno
-            ) from error
+            raise DiskError.of(f"{self.path}: its writes cannot be made durable", error) from error
 
     def close(self, remove: bool) -> None:
         """Close the file, which releases its lock."""
@@ -185,12 +180,12 @@ def leftover_bytes(folder: Path | str, *, checkpoints: bool = False) -> int:
     return total
 
 
-def header_of(path: Path) -> dict[str, str] | None:
-    """What the header of a swap file says; None if it is no header."""
+def _content_id(path: Path) -> str | None:
+    """The id in the header of a swap file; None if it is no header."""
     with suppress(OSError, ValueError), path.open("rb") as file:
         header = json.loads(file.read(HEADER_BYTES).rstrip(b"\0"))
         if isinstance(header, dict) and header.get("magic") == MAGIC and isinstance(header.get("id"), str):
-            return header
+            return str(header["id"])
     return None
 
 
