@@ -10,12 +10,10 @@ from fused_ops.native import library
 from fused_ops.native.binding import Library
 from megazero.disk.buffers import AlignedBuffers
 from megazero.disk.checksum import BLOCK, copier
-from megazero.disk.errors import DiskError
+from megazero.disk.errors import Broken, DiskError, Failure
 from megazero.disk.layout import HEADER_BYTES, Move
-from megazero.disk.pool import ThreadTransport
-from megazero.disk.ring import REFUSED, RingTransport
 from megazero.disk.swap_file import SwapFile
-from megazero.disk.transport import Broken, Failure, Transport
+from megazero.disk.transports import REFUSED, RingTransport, ThreadTransport, Transport
 
 AUTO, IO_URING, THREADS = CHOICES = "auto", "io_uring", "threads"
 
@@ -73,8 +71,11 @@ def open_backend(options: DiskOptions, files: Sequence[SwapFile]) -> Backend:
     kernels = library.host_library(library.choice())
     buffered = next((file.buffered for file in files if file.buffered), "")
     direct = "the page cache" if buffered else "O_DIRECT"
-    why = buffered
-    if options.backend != THREADS and not (buffered and options.backend == AUTO):
+    if options.backend == THREADS:
+        why = "asked for"
+    elif options.backend == AUTO and buffered:
+        why = buffered
+    else:
         rings, why = _rings(options, files[0], kernels)
         if rings:
             known = "registered" if all(ring.registered for ring in rings) else "unregistered"
@@ -83,34 +84,30 @@ def open_backend(options: DiskOptions, files: Sequence[SwapFile]) -> Backend:
             return Backend(rings[: options.workers], rings[options.workers :], words)
         if options.backend == IO_URING:
             raise DiskError(f"io_uring was asked for: {why}")
-    elif options.backend == THREADS:
-        why = "asked for"
-    reads, writes = (
-        [
-            ThreadTransport(copier(kernels), options.depth // options.workers, options.buffer_bytes, options.seconds)
-            for _ in range(options.workers)
-        ]
-        for _ in range(2)
-    )
-    return Backend(reads, writes, f"threads with {direct} ({why})")
+    pools = [
+        ThreadTransport(copier(kernels), options.depth // options.workers, options.buffer_bytes, options.seconds)
+        for _ in range(2 * options.workers)
+    ]
+    return Backend(pools[: options.workers], pools[options.workers :], f"threads with {direct} ({why})")
 
 
 def _rings(options: DiskOptions, file: SwapFile, kernels: Library | None) -> tuple[list[RingTransport], str]:
     """Rings for both lanes, or why there are none. Each reads the header of a file as a trial."""
     if kernels is None:
         return [], "no io_uring: the compiled kernels are missing"
-    made: list[RingTransport] = []
+    rings: list[RingTransport] = []
     trial = AlignedBuffers(1, HEADER_BYTES)
     try:
         for _ in range(2 * options.workers):
             depth = options.depth // options.workers
-            made.append(RingTransport(kernels, depth, options.buffer_bytes, options.seconds))
-            made[-1].run(False, [Move(file.handle, 0, trial.at(0), HEADER_BYTES, 0, 0)], 1, trial)
+            rings.append(RingTransport(kernels, depth, options.buffer_bytes, options.seconds))
+            # A filter of system calls may allow to make a ring and forbid to use it.
+            rings[-1].run(False, [Move(file.handle, 0, trial.at(0), HEADER_BYTES, 0, 0)], 1, trial)
     except (Failure, Broken) as error:
-        for ring in made:
+        for ring in rings:
             ring.close()
         code = error.code if isinstance(error, Failure) else 0
         return [], f"no io_uring: {REFUSED.get(code, str(error))} (errno {code})"
     finally:
         trial.close()
-    return made, ""
+    return rings, ""

@@ -1,4 +1,4 @@
-"""Aligned buffers that a disk can read and write directly."""
+"""Aligned memory that disks read and write directly. A child of a fork has none of it: the kernel may write there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def own_pages(count: int) -> mmap.mmap:
-    """Pages of this process alone, large ones where the kernel has them."""
+    """Pages of this process alone with so many bytes, large ones where the kernel has them."""
     memory = mmap.mmap(-1, count)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
@@ -21,9 +21,8 @@ def own_pages(count: int) -> mmap.mmap:
 
 
 class DirectMemory:
-    """Memory that a disk reads and writes itself, without a buffer in between: it is aligned, and forks do not have it.
-
-    It is kept as long as this object, or a tensor in it.
+    """Memory that a disk reads and writes itself, without a buffer in between. It is kept as long as this object, or a
+    tensor in it.
     """
 
     def __init__(self) -> None:
@@ -32,10 +31,10 @@ class DirectMemory:
 
     def allocate(self, count: int) -> Tensor:
         """uint8 [count] with zeros, at the start of a page."""
-        made = torch.frombuffer(own_pages(max(count, 1)), dtype=torch.uint8)[:count]
-        self._kept.append(made)
-        self._ranges.append((made.data_ptr(), made.data_ptr() + count))
-        return made
+        memory = torch.frombuffer(own_pages(max(count, 1)), dtype=torch.uint8)[:count]
+        self._kept.append(memory)
+        self._ranges.append((memory.data_ptr(), memory.data_ptr() + count))
+        return memory
 
     def has(self, tensor: Tensor) -> bool:
         """Whether all of a tensor's bytes are in it; the tensor is contiguous."""
@@ -44,10 +43,7 @@ class DirectMemory:
 
 
 class AlignedBuffers:
-    """`count` buffers of `size` bytes each, in pages of their own. All pages exist from the start.
-
-    A child of a fork does not have them: the kernel may be writing into them.
-    """
+    """`count` buffers of `size` bytes each. All pages exist from the start."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size

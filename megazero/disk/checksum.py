@@ -61,10 +61,11 @@ def _plain(to: int, source: int, count: int, block: int) -> int:
 def checksum(data: Any, block: int = 0) -> int:
     """What bytes (uint8 [n]) add to the checksum of their piece, of which the first is in block number `block`."""
     total, whole = 0, len(data) // BLOCK * BLOCK
-    for first, part in ((0, data[:whole].reshape(-1, BLOCK)), (whole // BLOCK, data[whole:].reshape(1, -1))):
-        if part.size:
-            numbers = np.arange(first + block + 1, first + block + 1 + len(part), dtype=np.uint64)
-            total += int(_mixed(_mixed(_hashes(part) ^ numbers * STEP)).sum(dtype=np.uint64))
+    # The last block may be shorter, and an array has rows of one length.
+    for first, blocks in ((0, data[:whole].reshape(-1, BLOCK)), (whole // BLOCK, data[whole:].reshape(1, -1))):
+        if blocks.size:
+            numbers = np.arange(first + block + 1, first + block + 1 + len(blocks), dtype=np.uint64)
+            total += int(_mixed(_mixed(_hashes(blocks) ^ numbers * STEP)).sum(dtype=np.uint64))
     return total & MASK
 
 

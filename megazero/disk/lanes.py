@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from megazero.disk.errors import DiskError
-from megazero.disk.transport import Transport
+from megazero.disk.transports import Transport
 
 Work = Callable[[Transport], list[int]]
 """What a lane executes on its thread; it returns the checksums of pieces."""
@@ -65,6 +65,7 @@ class _Lane:
         self.transports = transports
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self.threads = [
+            # A function of no object: a thread that refers to its lanes would keep them from being collected.
             threading.Thread(target=_execute, args=(self.jobs, transport, closing), name=f"disk-{name}", daemon=True)
             for transport in transports
         ]
@@ -120,23 +121,23 @@ def _execute(jobs: SimpleQueue[_Job | None], transport: Transport, closing: thre
             if closing.is_set():
                 raise DiskError("the swap files were closed before this was done")
             job.request.sums = job.work(transport)
-        except BaseException as error:  # whoever waits must be told, and the thread goes on
+        except BaseException as error:  # whoever waits must know, and the thread goes on
             job.request.end(error)
         else:
             job.request.end()
-        del job  # with the tensors
+        del job  # else the thread keeps its tensors until the next one comes
 
 
 def _close(process: int, lanes: Sequence[_Lane], closing: threading.Event) -> None:
     """End the threads: what has begun is finished, what waits fails."""
     if os.getpid() != process:
         return
-    closing.set()
+    closing.set()  # before the ends of the queues: what stands there in between fails
     for lane in lanes:
         for _ in lane.threads:
             lane.jobs.put(None)
     for lane in lanes:
         for thread, transport in zip(lane.threads, lane.transports, strict=True):
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread():  # which may drop the last reference to the lanes
                 thread.join()
             transport.close()

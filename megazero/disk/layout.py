@@ -63,6 +63,7 @@ def shared(count: int, weights: Sequence[float]) -> list[int]:
     True
     """
     blocks = count / BLOCK / sum(weights)
+    # Ends are rounded, not parts: rounded parts would not add up to `count`.
     ends = [min(count, round(end * blocks) * BLOCK) for end in accumulate(weights)]
     ends[-1] = count
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -96,16 +97,16 @@ class SwapLayout:
     @cached_property
     def _placed(self) -> tuple[dict[tuple[str, int], tuple[Extent, ...]], tuple[int, ...]]:
         """(extents by piece and slot, the end of each file)."""
-        at, found = [HEADER_BYTES] * len(self.weights), {}
+        ends, slots = [HEADER_BYTES] * len(self.weights), {}
         for slot in range(self.slots):
             for name, count in self.pieces.items():
-                parts, first, made = shared(count, self.weights), 0, []
-                for path, part in enumerate(parts):
+                first, extents = 0, list[Extent]()
+                for path, part in enumerate(shared(count, self.weights)):
                     if part:
-                        made.append(Extent(path, at[path], first, part))
-                    at[path], first = at[path] + padded(part), first + part
-                found[name, slot] = tuple(made)
-        return found, tuple(at)
+                        extents.append(Extent(path, ends[path], first, part))
+                    ends[path], first = ends[path] + padded(part), first + part
+                slots[name, slot] = tuple(extents)
+        return slots, tuple(ends)
 
     def extents(self, piece: str, slot: int) -> tuple[Extent, ...]:
         """The parts of a slot, one on each path that has some of it."""
@@ -138,14 +139,17 @@ def moves(parts: Sequence[PieceMemory], buffer_bytes: int, direct_bytes: int) ->
     of_path: dict[int, list[Move]] = {}
     for piece, (extents, address, direct) in enumerate(parts):
         for extent in extents:
-            own = of_path.setdefault(extent.path, [])
-            for at, count, needs_none in _cuts(extent, direct and address % ALIGNMENT == 0, buffer_bytes, direct_bytes):
-                first = extent.first + at
-                own.append(
-                    Move(extent.path, extent.offset + at, address + first, count, piece, first // BLOCK, needs_none)
+            path_moves = of_path.setdefault(extent.path, [])
+            for start, count, needs_none in _cuts(
+                extent, direct and address % ALIGNMENT == 0, buffer_bytes, direct_bytes
+            ):
+                first = extent.first + start
+                path_moves.append(
+                    Move(extent.path, extent.offset + start, address + first, count, piece, first // BLOCK, needs_none)
                 )
-    placed = [((number + 0.5) / len(own), move) for own in of_path.values() for number, move in enumerate(own)]
-    return [move for _, move in sorted(placed, key=lambda one: one[0])]
+    # (the share of its path that is done at a move's middle, the move)
+    shares = [((number + 0.5) / len(path), move) for path in of_path.values() for number, move in enumerate(path)]
+    return [move for _, move in sorted(shares, key=lambda share: share[0])]
 
 
 def _cuts(extent: Extent, direct: bool, buffer_bytes: int, direct_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -153,8 +157,8 @@ def _cuts(extent: Extent, direct: bool, buffer_bytes: int, direct_bytes: int) ->
     no whole page: they take a buffer, from the begin of their block on.
     """
     whole = extent.bytes if extent.bytes % ALIGNMENT == 0 else extent.bytes // BLOCK * BLOCK
-    ends = whole if direct else 0
-    for at in range(0, ends, direct_bytes):
-        yield at, min(direct_bytes, ends - at), 1
-    for at in range(ends, extent.bytes, buffer_bytes):
-        yield at, min(buffer_bytes, extent.bytes - at), 0
+    direct_end = whole if direct else 0
+    for start in range(0, direct_end, direct_bytes):
+        yield start, min(direct_bytes, direct_end - start), 1
+    for start in range(direct_end, extent.bytes, buffer_bytes):
+        yield start, min(buffer_bytes, extent.bytes - start), 0

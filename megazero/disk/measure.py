@@ -1,24 +1,28 @@
-"""What a path reads and writes in a second: its share among several paths, and the figures of `megazero bench-nvme`."""
+"""What a folder reads and writes in a second: its share among several folders, the rates of `--placement auto`, and a
+step's own pattern for `megazero bench-nvme`.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
+from typing import NamedTuple
 
-from megazero.disk.backend import DiskOptions, open_backend
-from megazero.disk.buffers import AlignedBuffers, DirectMemory
+import torch
+from torch import Tensor
+
+from megazero.config.tiers import SLOTS
+from megazero.disk.backend import DiskOptions
 from megazero.disk.checksum import BLOCK
-from megazero.disk.lanes import DiskLanes, DiskRequest
-from megazero.disk.layout import Extent, PieceMemory, SwapLayout, moves, padded
-from megazero.disk.requests import run_moves
+from megazero.disk.lanes import Need
+from megazero.disk.layout import HEADER_BYTES, SwapLayout, padded
+from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import SwapFile, stem_of
-from megazero.disk.transport import Transport
 
 TRIAL = "trial-"
 """What the name of its job begins with."""
@@ -30,103 +34,106 @@ AREAS = 2
 """Parts of the file: one is written while the other is read."""
 
 
+class UpdatedPieces(NamedTuple):
+    """What a step reaches. rate: bytes read in a second, and as many written. updating: the share of the time in which
+    the processor updated them.
+    """
+
+    rate: float
+    updating: float
+
+
 class DiskTrial:
-    """A file of its own in a folder, which is written and read to measure. It is removed at the end.
+    """A swap file of its own in a folder, whose pieces are read and written to measure. It is removed at the end.
 
-    words  which way of moving bytes runs
-    bytes  of one of the two areas
+    backend      which way of moving bytes runs, in words
+    piece_bytes  of a piece: as given, but no more than half of `total`
 
-    Reads and writes take their turns within an area, `piece_bytes` in a call, from memory that differs in every block:
-    a disk may compress zeros. Raises DiskError.
+    Pieces are floats as those of a training, and pass through as many slots of memory: a disk may compress zeros, and
+    memory that is used again and again stays in a cache. Raises DiskError.
     """
 
     def __init__(self, folder: Path, options: DiskOptions, total: int, piece_bytes: int = 64 << 20) -> None:
-        self.bytes = max(total // AREAS, options.buffer_bytes)
-        self._lanes: DiskLanes | None = None
-        self._piece, self._options = min(piece_bytes, self.bytes), options
-        direct = DirectMemory()
-        self._memory = [direct.allocate(self._piece).random_(256) for _ in range(AREAS)]
-        layout = SwapLayout({"trial": self.bytes}, (1.0,))
-        self._extents = [layout.extents("trial", area)[0] for area in range(AREAS)]
-        self._file = SwapFile(folder / f"{stem_of(f'{TRIAL}{os.getpid()}', 0)}.bin", layout.file_bytes[0])
+        area_bytes = max(total // AREAS, options.buffer_bytes)
+        self.piece_bytes = min(piece_bytes, padded(area_bytes))
+        count = area_bytes // self.piece_bytes or 1
+        stem = stem_of(f"{TRIAL}{os.getpid()}", 0)
+        # Before the layout, which has an entry for each piece: a size that the disk does not have is an error at once.
+        self._file = SwapFile(folder / f"{stem}.bin", HEADER_BYTES + AREAS * count * padded(self.piece_bytes))
         try:
-            self.use(options)
+            self._areas = [[f"{area}.{number}" for number in range(count)] for area in range(AREAS)]
+            layout = SwapLayout(dict.fromkeys(chain(*self._areas), self.piece_bytes), slots=1)
+            self._space = SwapSpace([self._file], folder / f"{stem}.json", layout, options, None)
         except BaseException:
             self._file.close(remove=True)
             raise
-
-    def use(self, options: DiskOptions) -> None:
-        """Go on with these options."""
-        if self._lanes is not None:
-            self._lanes.close()
-        backend = open_backend(options, [self._file])
-        self.words, self._options = backend.words, options
-        self._lanes = DiskLanes(backend.reads, backend.writes)
+        self.backend = self._space.backend
+        self._memory = [self._space.allocate(self.piece_bytes) for _ in range(SLOTS)]
+        for memory in self._memory:
+            memory.view(torch.float32).uniform_()
 
     def __enter__(self) -> DiskTrial:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._lanes is not None:
-            self._lanes.close()
-        self._file.close(remove=True)
+        self._space.close(remove=True)
 
     def fill(self) -> None:
-        """Write both areas once, so that every byte can be read."""
-        for area in range(AREAS):
-            for at in range(0, self.bytes - self._piece + 1, self._piece):
-                self._submit(True, area, at).wait()
+        """Write all pieces once, so that every one can be read."""
+        for name in chain(*self._areas):
+            self._space.write({name: self._memory[0]}).wait()
         self._file.sync()
-
-    def plain_rate(self, write: bool, request_bytes: int, seconds: float) -> float:
-        """Bytes per second of a loop with one request at a time, from one buffer and without checksums."""
-        start, moved, buffers = time.perf_counter(), 0, AlignedBuffers(1, request_bytes)
-        ctypes.memmove(buffers.at(0), self._memory[0].data_ptr(), min(request_bytes, self._piece))
-        first, last = self._extents[int(write)].offset, self.bytes // request_bytes * request_bytes
-        with buffers.view(0) as view:
-            while time.perf_counter() - start < seconds:
-                offset = first + moved % last
-                moved += (
-                    os.pwrite(self._file.handle, view, offset)
-                    if write
-                    else os.preadv(self._file.handle, [view], offset)
-                )
-        buffers.close()
-        if write:
-            self._file.sync()
-        return moved / (time.perf_counter() - start)
 
     def rates(self, *lanes: bool, seconds: float) -> list[float]:
         """Bytes per second of each lane (True: writes, False: reads) while all of them run side by side.
 
         Writes count when they are durable: the time that this takes is included.
         """
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            return list(pool.map(lambda lane: self._drive(lane, seconds), lanes))
 
-    def _drive(self, write: bool, seconds: float) -> float:
-        """Three requests stand on the lane at any time, so that its threads never wait for this one."""
-        start, moved, turns = time.perf_counter(), 0, cycle(range(0, self.bytes - self._piece + 1, self._piece))
-        under_way = deque(self._submit(write, int(write), next(turns)) for _ in range(3))
+        def rate(write: bool) -> float:
+            # Half of the slots for each lane, of which two are moved: the lane's threads never wait for this one.
+            names, slots = cycle(self._areas[write]), cycle(self._memory[write::2])
+            begin = self._space.write if write else self._space.read
+            return self._rate(lambda: begin({next(names): next(slots)}).wait, SLOTS // 2, seconds, changes=write)
+
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            return list(pool.map(rate, lanes))
+
+    def step(self, update: Callable[[Tensor], object], seconds: float) -> UpdatedPieces:
+        """Read, update and write piece after piece for so many seconds, as a step does with the parts of its state.
+
+        update: changes the bytes of a piece, on a thread of its own.
+        """
+        names, slots, updates = cycle(chain(*self._areas)), cycle(self._memory), list[float]()
+
+        def updated(arrived: Need, memory: Tensor) -> None:
+            arrived()
+            begin = time.perf_counter()
+            update(memory)
+            updates.append(time.perf_counter() - begin)
+
+        def submitted() -> Need:
+            """As in `zero.host_parts`: a piece gets its slot once the piece before it in the slot is written."""
+            name, memory = next(names), next(slots)
+            arrived = self._space.read({name: memory}).wait
+            return self._space.write({name: memory}, needs=[host.submit(updated, arrived, memory).result]).wait
+
+        with ThreadPoolExecutor(1) as host:
+            rate = self._rate(submitted, SLOTS, seconds, changes=True)
+        return UpdatedPieces(rate, sum(updates) * rate / (len(updates) * self.piece_bytes))
+
+    def _rate(self, submitted: Callable[[], Need], count: int, seconds: float, *, changes: bool) -> float:
+        """Bytes per second of pieces of which `count` are under way at any time. submitted: begins the next."""
+        start, moved = time.perf_counter(), 0
+        under_way = deque(submitted() for _ in range(count))
         while under_way:
-            under_way.popleft().wait()
-            moved += self._piece
+            under_way.popleft()()
+            moved += self.piece_bytes
             if time.perf_counter() - start < seconds:
-                under_way.append(self._submit(write, int(write), next(turns)))
-        if write:
+                under_way.append(submitted())
+        if changes:
             self._file.sync()
         return moved / (time.perf_counter() - start)
-
-    def _submit(self, write: bool, area: int, at: int) -> DiskRequest:
-        part = Extent(0, self._extents[area].offset + at, 0, self._piece)
-        memory = PieceMemory([part], self._memory[area].data_ptr(), direct=True)
-        plan = moves([memory], self._options.buffer_bytes, self._options.direct_bytes)
-
-        def work(transport: Transport) -> list[int]:
-            return run_moves(transport, write, plan, self._memory, [self._file.path.name], [self._file])
-
-        assert self._lanes is not None
-        return self._lanes.submit(write, work)
 
 
 def weights_of(folders: Sequence[Path], options: DiskOptions, held_bytes: int) -> tuple[float, ...]:

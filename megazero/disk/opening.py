@@ -47,8 +47,8 @@ def open_swap(
             remove_leftovers(folder, jobs=job)
     stem = stem_of(job, rank)
     record_path = folders[0] / f"{stem}.json"
-    found = record_of(folders, job, rank) if resume else None
-    record = None if found is None else _back_to(found, step, record_path)
+    newest = record_of(folders, job, rank) if resume else None
+    record = None if newest is None else _back_to(newest, step, record_path)
     if record is not None:
         _assert_fits(record, pieces, len(folders), record_path)
         weights = record.weights
@@ -59,9 +59,9 @@ def open_swap(
             files.append(SwapFile(folder / f"{stem}.bin", size, adopt=record is not None, stale=[record_path]))
         if record is not None and record.ids != tuple(file.id for file in files):
             raise SwapDamaged(f"{record_path}: is the record of other swap files than those beside it")
-        for half in folders[0].glob(f".{record_path.name}-*"):
-            half.unlink()  # of a process that was killed while it wrote a record
-        if record is not None and record != found:
+        for unfinished in folders[0].glob(f".{record_path.name}-*"):
+            unfinished.unlink()  # of a process that was killed while it wrote a record
+        if record is not None and record != newest:
             record.write(record_path)  # before the slots of the later step are written
         return SwapSpace(files, record_path, layout, options, record)
     except BaseException:
@@ -75,9 +75,9 @@ def remove_unused(folders: Sequence[Path], job: str, rank: int) -> None:
     stem = stem_of(job, rank)
     if (folders[0] / f"{stem}.json").exists():
         return
-    own = (os.getpid(),) if job == CHECKPOINT else (os.getpid(), None)  # other jobs have names of their own
+    owners = (os.getpid(),) if job == CHECKPOINT else (os.getpid(), None)  # other jobs have names of their own
     for path in (folder / f"{stem}.bin" for folder in folders):
-        if owner_of(path) in own:
+        if owner_of(path) in owners:
             path.unlink(missing_ok=True)
 
 
@@ -104,6 +104,6 @@ def _assert_fits(record: SwapRecord, pieces: Mapping[str, int], folders: int, pa
     if len(record.weights) != folders:
         raise DiskError(f"{path}: its step lies in {len(record.weights)} folders, not in {folders}")
     if list(record.pieces.items()) != list(pieces.items()):
-        other = sorted(set(record.pieces.items()) ^ set(pieces.items()))
-        named = ", ".join(f"{name} ({count:,} bytes)" for name, count in other[:4]) or "the order"
+        differing = sorted(set(record.pieces.items()) ^ set(pieces.items()))
+        named = ", ".join(f"{name} ({count:,} bytes)" for name, count in differing[:4]) or "the order"
         raise DiskError(f"{path}: its step has other pieces than this run; they differ in {named}")

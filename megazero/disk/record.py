@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megazero.disk.errors import DiskError, SwapDamaged, reason
+from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.system.durable import replace_file
 from megazero.system.reading import BOUNDS, raised_as, read_text
 
@@ -38,9 +38,9 @@ class WholeStep:
     about: Mapping[str, Any]
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> WholeStep:
+    def of(cls, fields: Mapping[str, Any]) -> WholeStep:
         """From JSON."""
-        return cls(found["step"], {name: Version(*pair) for name, pair in found["versions"].items()}, found["about"])
+        return cls(fields["step"], {name: Version(*pair) for name, pair in fields["versions"].items()}, fields["about"])
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SwapRecord:
     @property
     def steps(self) -> list[int]:
         """The numbers of the whole steps, the last one first."""
-        return [one.step for one in (self.last, self.earlier) if one is not None]
+        return [whole.step for whole in (self.last, self.earlier) if whole is not None]
 
     def back_to(self, step: int | None) -> SwapRecord:
         """The record whose last step is this one; None: itself. Raises KeyError if there is no such step."""
@@ -80,10 +80,7 @@ class SwapRecord:
         try:
             replace_file(path, f"{_digest(text)}\n{text}\n".encode(), str(os.getpid()))
         except OSError as error:
-            raise DiskError(
-                f"{path}: the record of step {self.last.step} cannot be written: {reason(error.errno or 0)}",
-                error.errno,
-            ) from error
+            raise DiskError.of(f"{path}: the record of step {self.last.step} cannot be written", error) from error
 
     @classmethod
     def read(cls, path: Path) -> SwapRecord:
@@ -92,11 +89,11 @@ class SwapRecord:
             digest, _, text = read_text(path, BOUNDS.index).partition("\n")
         if digest != _digest(text.rstrip("\n")):
             raise SwapDamaged(f"{path}: its checksum is not that of its {len(text):,} characters")
-        found = json.loads(text)
-        if found.pop("version") != VERSION:
+        fields = json.loads(text)
+        if fields["version"] != VERSION:
             raise SwapDamaged(f"{path}: was written by another version of megazero")
-        last, earlier = WholeStep.of(found["last"]), found["earlier"] and WholeStep.of(found["earlier"])
-        return cls(tuple(found["ids"]), tuple(found["weights"]), found["pieces"], last, earlier)
+        last, earlier = WholeStep.of(fields["last"]), fields["earlier"] and WholeStep.of(fields["earlier"])
+        return cls(tuple(fields["ids"]), tuple(fields["weights"]), fields["pieces"], last, earlier)
 
 
 def _digest(text: str) -> str:

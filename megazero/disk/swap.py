@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,12 @@ from torch import Tensor
 
 from megazero.disk.backend import DiskOptions, open_backend
 from megazero.disk.buffers import DirectMemory
-from megazero.disk.errors import DiskError, SwapDamaged
+from megazero.disk.errors import Broken, DiskError, Failure, SwapDamaged, reason
 from megazero.disk.lanes import DiskLanes, DiskRequest, Need, Work
 from megazero.disk.layout import Move, PieceMemory, SwapLayout, moves, padded
 from megazero.disk.record import SwapRecord, Version, WholeStep
-from megazero.disk.requests import run_moves
 from megazero.disk.swap_file import SwapFile
-from megazero.disk.transport import Transport
+from megazero.disk.transports import Transport
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,12 @@ class SwapSpace:
         names = list(tensors)
 
         def work(transport: Transport) -> list[int]:
+            # Before the read, which is pointless if the write of a piece has failed.
             wanted = [Version(version.slot, version.sum) for version in versions]
             sums = run_moves(transport, False, plan, memory, names, self._files)
-            for name, version, found in zip(names, wanted, sums, strict=True):
-                if found != version.sum:
-                    raise self._differs(name, version, found)
+            for name, version, read_sum in zip(names, wanted, sums, strict=True):
+                if read_sum != version.sum:
+                    raise self._differs(name, version, read_sum)
             return sums
 
         after = [version.request for version in versions if isinstance(version, _Written)]
@@ -136,12 +138,13 @@ class SwapSpace:
         def work(transport: Transport) -> list[int]:
             return run_moves(transport, True, plan, memory, names, self._files)
 
+        # Who waits for this write waits for these readers too, so that they can be forgotten.
         after = [reader for name in names for reader in self._reading.pop(name, [])]
         after += [version.request for name in names if isinstance(version := self._newest.get(name), _Written)]
         request = self._submit_change(work, [*after, *self._flips], needs)
         self.bytes_written += sum(padded(move.bytes) for move in plan)
-        for at, (name, slot) in enumerate(zip(names, slots, strict=True)):
-            self._newest[name] = _Written(slot, request, at)
+        for index, (name, slot) in enumerate(zip(names, slots, strict=True)):
+            self._newest[name] = _Written(slot, request, index)
         return request
 
     def flip(self, step: int, about: Mapping[str, Any] | None = None) -> DiskRequest:
@@ -150,25 +153,25 @@ class SwapSpace:
         about: JSON values that are kept with the step. The request raises DiskError. With one slot it only waits for
         the writes.
         """
-        kept = json.loads(json.dumps(about or {}))  # a value that is none of JSON fails here
-        self._whole = dict(self._newest)
-        versions = dict(self._whole)
+        about = json.loads(json.dumps(about or {}))  # a value that is none of JSON fails here
+        # At once: what is written from now on takes the other slots, and waits for this request.
+        versions = self._whole = dict(self._newest)
 
         def work(transport: Transport) -> list[int]:
+            if self._layout.slots == 1:
+                return []  # the next step is written over this one, so no record could be true
             for file in self._files:
-                if not file.path.exists():
+                if not file.path.exists():  # its handle still takes all writes
                     raise SwapDamaged(f"{file.path}: has been removed while step {step} was written")
                 file.sync()
             flipped = {name: Version(version.slot, version.sum) for name, version in versions.items()}
             layout, ids = self._layout, tuple(file.id for file in self._files)
             earlier = self.record.last if self.record else None
-            record = SwapRecord(ids, layout.weights, layout.pieces, WholeStep(step, flipped, kept), earlier)
+            record = SwapRecord(ids, layout.weights, layout.pieces, WholeStep(step, flipped, about), earlier)
             record.write(self._record_path)
             self.record = record
             return []
 
-        if self._layout.slots == 1:
-            work = _nothing  # the next step is written over this one, so no record could be true
         request = self._submit_change(work, [*self._changes, *self._flips])
         self._flips, self._changes = [request], []
         return request
@@ -188,12 +191,12 @@ class SwapSpace:
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         for name, tensor in tensors.items():
-            wanted = self._layout.pieces.get(name)
-            if wanted is None:
+            count = self._layout.pieces.get(name)
+            if count is None:
                 raise ValueError(f"there is no piece {name!r}")
-            if tensor.nbytes != wanted or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            if tensor.nbytes != count or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise ValueError(
-                    f"piece {name!r} has {wanted:,} bytes; the tensor has {tensor.nbytes:,}, on {tensor.device}, "
+                    f"piece {name!r} has {count:,} bytes; the tensor has {tensor.nbytes:,}, on {tensor.device}, "
                     f"{'' if tensor.is_contiguous() else 'not '}contiguous"
                 )
         return list(tensors.values())
@@ -221,14 +224,51 @@ class SwapSpace:
             self._failed = error
             raise
 
-    def _differs(self, name: str, version: Version, found: int) -> SwapDamaged:
+    def _differs(self, name: str, version: Version, read_sum: int) -> SwapDamaged:
         extents = self._layout.extents(name, version.slot)
-        places = ", ".join(f"{self._files[one.path].path} at byte {one.offset:,}" for one in extents)
+        places = ", ".join(f"{self._files[extent.path].path} at byte {extent.offset:,}" for extent in extents)
         return SwapDamaged(
-            f"{places}: piece {name!r} of {self._layout.pieces[name]:,} bytes has the checksum {found:016x}; "
+            f"{places}: piece {name!r} of {self._layout.pieces[name]:,} bytes has the checksum {read_sum:016x}; "
             f"{version.sum:016x} was written"
         )
 
 
-def _nothing(transport: Transport) -> list[int]:
-    return []
+def run_moves(
+    transport: Transport,
+    write: bool,
+    plan: Sequence[Move],
+    memory: object,
+    names: Sequence[str],
+    files: Sequence[SwapFile],
+) -> list[int]:
+    """Execute moves, whose files are indices of `files`; return the checksums of the pieces, whose names these are.
+
+    memory: what keeps the moves' addresses valid.
+
+    Raises DiskError, or SwapDamaged for a file that ends early.
+    """
+    try:
+        handed = [move._replace(file=files[move.file].handle) for move in plan]
+        return transport.run(write, handed, len(names), memory)
+    except Failure as failure:
+        move = plan[failure.number]
+        raise _explained(failure, write, move, names[move.piece], files[move.file]) from failure.__cause__
+    except Broken as error:
+        what = "writing" if write else "reading"
+        raise DiskError(f"{files[plan[0].file].path}: {what} piece {names[0]!r}: {error}") from error
+
+
+def _explained(failure: Failure, write: bool, move: Move, name: str, file: SwapFile) -> DiskError:
+    what, verb = ("writing", "written") if write else ("reading", "read")
+    where = (
+        f"{file.path}: {what} piece {name!r}: {failure.done:,} of {padded(move.bytes):,} bytes at byte {move.offset:,}"
+    )
+    if failure.code:
+        return DiskError(f"{where} were {verb}: {reason(failure.code)}", failure.code)
+    if failure.__cause__ is not None:
+        return DiskError(f"{where} were {verb}: {failure.__cause__!r}")
+    size = -1
+    with suppress(OSError):
+        size = os.fstat(file.handle).st_size
+    ends = f"the file has {size:,} bytes, not the {file.size:,} with which it was made"
+    return SwapDamaged(f"{where} were {verb}: {ends}")

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megazero.disk.buffers import AlignedBuffers
-from megazero.disk.errors import DiskError, SwapDamaged, reason
+from megazero.disk.buffers import own_pages
+from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.layout import HEADER_BYTES
 from megazero.system.durable import sync_folder
 from megazero.system.names import is_plain_file_name
@@ -65,7 +65,7 @@ class SwapFile:
         except DiskError:
             raise
         except OSError as error:
-            raise DiskError(f"{path}: cannot be opened: {reason(error.errno or 0)}", error.errno) from error
+            raise DiskError.of(f"{path}: cannot be opened", error) from error
         try:
             self._adopt() if adopt else self._start(stale)
         except BaseException:
@@ -74,7 +74,7 @@ class SwapFile:
 
     def _start(self, stale: Sequence[Path]) -> None:
         try:
-            for path in stale:
+            for path in stale:  # first: no record may tell of bytes that are gone
                 path.unlink(missing_ok=True)
             os.ftruncate(self.handle, 0)
             _allocate(self.handle, self.size)
@@ -86,57 +86,44 @@ class SwapFile:
             free = free_bytes(self.path.parent)
             with suppress(OSError):
                 self.path.unlink()
-            raise DiskError(
-                f"{self.path}: {self.size:,} bytes are needed, {free:,} are free: {reason(error.errno or 0)}",
-                error.errno,
-            ) from error
+            raise DiskError.of(f"{self.path}: {self.size:,} bytes are needed, {free:,} are free", error) from error
 
     def _adopt(self) -> None:
-        found = os.fstat(self.handle).st_size
-        if found != self.size:
-            raise SwapDamaged(f"{self.path}: has {found:,} bytes, not the {self.size:,} with which it was made")
-        header = header_of(self.path)
-        if header is None:
+        size = os.fstat(self.handle).st_size
+        if size != self.size:
+            raise SwapDamaged(f"{self.path}: has {size:,} bytes, not the {self.size:,} with which it was made")
+        content_id = _content_id(self.path)
+        if content_id is None:
             raise SwapDamaged(f"{self.path}: its first {HEADER_BYTES:,} bytes are no header of a swap file")
-        self.id = header["id"]
+        self.id = content_id
         self._use_direct()
 
     def _use_direct(self) -> None:
         """Set O_DIRECT, and try it with a read of the header."""
-        flags, buffers = fcntl.fcntl(self.handle, fcntl.F_GETFL), AlignedBuffers(1, HEADER_BYTES)
+        flags = fcntl.fcntl(self.handle, fcntl.F_GETFL)
         if not O_DIRECT:
             self.buffered = "this system has no O_DIRECT"
         try:
             fcntl.fcntl(self.handle, fcntl.F_SETFL, flags | O_DIRECT)
-            with buffers.view(0) as view:
-                os.preadv(self.handle, [view], 0)
+            with own_pages(HEADER_BYTES) as page:  # some file systems take the flag and refuse the read
+                os.preadv(self.handle, [page], 0)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
                 raise
             fcntl.fcntl(self.handle, fcntl.F_SETFL, flags)
             self.buffered = f"the file system of {self.path.parent} refuses O_DIRECT"
-        finally:
-            buffers.close()
 
     def _write_header(self) -> None:
-        about = {"magic": MAGIC, "id": self.id}
-        buffers = AlignedBuffers(1, HEADER_BYTES)
-        try:
-            with buffers.view(0) as view:
-                text = json.dumps(about).encode()
-                view[: len(text)] = text
-                os.pwrite(self.handle, view, 0)
-        finally:
-            buffers.close()
+        with own_pages(HEADER_BYTES) as page:
+            page.write(json.dumps({"magic": MAGIC, "id": self.id}).encode())
+            os.pwrite(self.handle, page, 0)
 
     def sync(self) -> None:
         """Return when all that was written survives a power failure. Raises DiskError."""
         try:
             getattr(os, "fdatasync", os.fsync)(self.handle)
         except OSError as error:
-            raise DiskError(
-                f"{self.path}: its writes cannot be made durable: {reason(error.errno or 0)}", error.errno
-            ) from error
+            raise DiskError.of(f"{self.path}: its writes cannot be made durable", error) from error
 
     def close(self, remove: bool) -> None:
         """Close the file, which releases its lock."""
@@ -155,14 +142,15 @@ def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> l
     locks nothing is removed.
     """
     removed: list[str] = []
-    kept = {keep} if jobs == CHECKPOINT else {keep, CHECKPOINT}
+    kept_jobs = {keep} if jobs == CHECKPOINT else {keep, CHECKPOINT}
     with suppress(OSError), _alone_in(folder):
-        found = [(read[1], read[2], name) for name in os.listdir(folder) if (read := NAME.fullmatch(name))]
-        for stem in sorted({stem for stem, job, _ in found if job not in kept and job.startswith(jobs)}):
+        files = [(match[1], match[2], name) for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
+        for stem in sorted({stem for stem, job, _ in files if job not in kept_jobs and job.startswith(jobs)}):
             with suppress(OSError):  # in use, another user's, or gone by now
+                # A record without its file is left over too; the file is made, so that there is a lock.
                 handle = _locked(folder / f"{stem}.bin", create=True, must_lock=True)
                 try:
-                    for name in [name for other, _, name in found if other == stem and not name.endswith(".bin")]:
+                    for name in [name for other, _, name in files if other == stem and not name.endswith(".bin")]:
                         (folder / name).unlink(missing_ok=True)
                     (folder / f"{stem}.bin").unlink()
                     removed.append(f"{stem}.bin")
@@ -179,8 +167,8 @@ def leftover_bytes(folder: Path | str, *, checkpoints: bool = False) -> int:
     total = 0
     with suppress(OSError), _alone_in(Path(folder)):
         for entry in os.scandir(folder):
-            read = NAME.fullmatch(entry.name)
-            if read is None or read[3] != "bin" or (read[2] == CHECKPOINT and not checkpoints):
+            match = NAME.fullmatch(entry.name)
+            if match is None or match[3] != "bin" or (match[2] == CHECKPOINT and not checkpoints):
                 continue
             with suppress(OSError):  # in use, another user's, or gone by now
                 handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -192,12 +180,12 @@ def leftover_bytes(folder: Path | str, *, checkpoints: bool = False) -> int:
     return total
 
 
-def header_of(path: Path) -> dict[str, str] | None:
-    """What the header of a swap file says; None if it is no header."""
+def _content_id(path: Path) -> str | None:
+    """The id in the header of a swap file; None if it is no header."""
     with suppress(OSError, ValueError), path.open("rb") as file:
-        found = json.loads(file.read(HEADER_BYTES).rstrip(b"\0"))
-        if isinstance(found, dict) and found.get("magic") == MAGIC and isinstance(found.get("id"), str):
-            return found
+        header = json.loads(file.read(HEADER_BYTES).rstrip(b"\0"))
+        if isinstance(header, dict) and header.get("magic") == MAGIC and isinstance(header.get("id"), str):
+            return str(header["id"])
     return None
 
 
@@ -214,8 +202,8 @@ def _locked_soon(path: Path, *, create: bool) -> int:
         except BlockingIOError as error:
             owner = owner_of(path)
             if (owner is not None and Path(f"/proc/{owner}").exists()) or time.monotonic() > end:
-                said = "another process" if owner is None else f"process {owner}"
-                raise DiskError(f"{path}: {said} uses it", error.errno) from error
+                user = "another process" if owner is None else f"process {owner}"
+                raise DiskError(f"{path}: {user} uses it", error.errno) from error
         time.sleep(0.005)
 
 
@@ -252,11 +240,11 @@ def _locked(path: Path, *, create: bool, must_lock: bool = False) -> int:
             except OSError as error:
                 if must_lock or error.errno not in NO_LOCKS:
                     raise
-            own = os.fstat(handle)
+            opened = os.fstat(handle)
             with suppress(FileNotFoundError):
-                there = os.stat(path, follow_symlinks=False)
-                if (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino):
-                    if not stat.S_ISREG(own.st_mode):
+                named = os.stat(path, follow_symlinks=False)
+                if (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino):
+                    if not stat.S_ISREG(opened.st_mode):
                         raise DiskError(f"{path}: is no plain file")
                     return handle
         except BaseException:
@@ -268,11 +256,12 @@ def _locked(path: Path, *, create: bool, must_lock: bool = False) -> int:
 def owner_of(path: Path) -> int | None:
     """The process that has locked the file; None if this host's kernel does not say."""
     with suppress(OSError, ValueError):
-        number = path.stat().st_ino
+        inode = path.stat().st_ino
         for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(number):
-                return int(words[4])
+            # "1: FLOCK  ADVISORY  WRITE 4711 fe:00:INODE 0 EOF"
+            _, kind, _, _, process, file, *_ = line.split()
+            if kind == "FLOCK" and file.rpartition(":")[2] == str(inode):
+                return int(process)
     return None
 
 
@@ -296,7 +285,7 @@ def _allocate(handle: int, size: int) -> None:
 def free_bytes(folder: Path | str) -> int:
     """Bytes that this user may still write to the file system of a folder; 0 if it does not say."""
     try:
-        found = os.statvfs(folder)
+        file_system = os.statvfs(folder)
     except OSError:
         return 0
-    return found.f_bavail * found.f_frsize
+    return file_system.f_bavail * file_system.f_frsize

@@ -6,8 +6,8 @@ import pytest
 
 from fused_ops.native import library
 from megazero.disk.backend import IO_URING, THREADS, DiskOptions
-from megazero.disk.ring import RingTransport
-from megazero.disk.transport import Failure
+from megazero.disk.errors import Failure
+from megazero.disk.transports import RingTransport
 
 WAYS = "ring", "threads", "plain"
 """io_uring; threads with the compiled copy; threads without any compiled kernel."""

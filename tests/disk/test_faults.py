@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megazero.disk import pool, swap_file
+from megazero.disk import swap_file, transports
 from megazero.disk.backend import DiskOptions
 from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.opening import open_swap
@@ -203,7 +203,7 @@ def interrupted(real: Callable[..., int], counts: list[int]) -> Callable[..., in
     def some(file: int, memory: Any, offset: int) -> int:
         counts.append(offset)
         whole = 4096 * (1 + len(counts) % 2)
-        moved = real(file, memory[:whole], offset)
+        moved = real(file, memoryview(memory)[:whole], offset)
         return moved - 100 if len(counts) % 3 == 0 and moved == 8192 else moved
 
     return some
@@ -211,7 +211,7 @@ def interrupted(real: Callable[..., int], counts: list[int]) -> Callable[..., in
 
 def test_short_reads_and_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(pool, "_read", interrupted(pool._read, counts))
+    monkeypatch.setattr(transports, "_read", interrupted(transports._read, counts))
     monkeypatch.setattr(os, "pwrite", interrupted(os.pwrite, counts))
     with one_step(tmp_path, DiskOptions(BUFFER, 4, "threads")) as space:
         assert same(read_all(space, PIECES), contents(PIECES, 1))
@@ -220,7 +220,7 @@ def test_short_reads_and_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = pool._read, []
+    real, calls = transports._read, []
 
     def read(file: int, memory: Any, offset: int) -> int:
         calls.append(offset)
@@ -229,7 +229,7 @@ def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return real(file, memory, offset)
 
     with one_step(tmp_path, DiskOptions(BUFFER, 2, "threads")) as space:
-        monkeypatch.setattr(pool, "_read", read)
+        monkeypatch.setattr(transports, "_read", read)
         with pytest.raises(
             DiskError, match=r"reading piece '\w+': 0 of .* were read: the disk reports an error"
         ) as caught:
@@ -240,13 +240,13 @@ def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, answer = pool._read, threading.Event()
+    real, answer = transports._read, threading.Event()
 
     def read(file: int, memory: Any, offset: int) -> int:
         answer.wait()
         return real(file, memory, offset)
 
-    monkeypatch.setattr(pool, "_read", read)
+    monkeypatch.setattr(transports, "_read", read)
     with one_step(tmp_path, DiskOptions(BUFFER, 1, "threads", seconds=1)) as space:
         with pytest.raises(DiskError, match="no answer for 1 s, with 1 requests under way"):
             space.read(empty(PIECES)).wait()

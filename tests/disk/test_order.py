@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megazero.disk import pool
+from megazero.disk import transports
 from megazero.disk.backend import DiskOptions
 from megazero.disk.lanes import DiskRequest
 from megazero.disk.record import SwapRecord
@@ -60,8 +60,8 @@ def test_a_write_after_a_flip_waits_until_the_record_is_there(
 
 def test_a_write_waits_for_the_read_of_what_it_replaces(space: SwapSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     space.write(contents(PIECES, 1)).wait()
-    gate = Gate(pool._read)
-    monkeypatch.setattr(pool, "_read", gate)
+    gate = Gate(transports._read)
+    monkeypatch.setattr(transports, "_read", gate)
     memory = empty(PIECES)
     read, write = space.read(memory), space.write(contents(PIECES, 2))
     other = space.write(contents(PIECES, 3))
@@ -76,12 +76,12 @@ def test_a_write_waits_for_the_read_of_what_it_replaces(space: SwapSpace, monkey
 def test_a_write_waits_for_every_read(space: SwapSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two is slow, the second is over."""
     space.write(contents(PIECES, 1)).wait()
-    gate, real = Gate(pool._read), pool._read
-    monkeypatch.setattr(pool, "_read", gate)
+    gate, real = Gate(transports._read), transports._read
+    monkeypatch.setattr(transports, "_read", gate)
     first, second = empty(PIECES, ["a"]), empty(PIECES, ["a"])
     slow = space.read(first)
     assert waits(slow)
-    monkeypatch.setattr(pool, "_read", real)
+    monkeypatch.setattr(transports, "_read", real)
     space.read(second).wait()
     write = space.write(contents(PIECES, 2))
     assert waits(write)
@@ -93,8 +93,8 @@ def test_a_write_waits_for_every_read(space: SwapSpace, monkeypatch: pytest.Monk
 
 def test_a_read_waits_for_the_write_before_it(space: SwapSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     space.write(contents(PIECES, 1)).wait()
-    gate = Gate(pool.os.pwrite)
-    monkeypatch.setattr(pool.os, "pwrite", gate)
+    gate = Gate(transports.os.pwrite)
+    monkeypatch.setattr(transports.os, "pwrite", gate)
     space.write(contents({"a": PIECES["a"]}, 2))
     memory, other = empty(PIECES, ["a"]), empty(PIECES, ["b"])
     read = space.read(memory)
@@ -106,9 +106,9 @@ def test_a_read_waits_for_the_write_before_it(space: SwapSpace, monkeypatch: pyt
 
 
 def test_a_flip_waits_for_every_write(space: SwapSpace, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(pool.os.pwrite)
+    gate = Gate(transports.os.pwrite)
     synced: list[SwapFile] = []
-    monkeypatch.setattr(pool.os, "pwrite", gate)
+    monkeypatch.setattr(transports.os, "pwrite", gate)
     monkeypatch.setattr(SwapFile, "sync", lambda file: synced.append(file))
     space.write(contents({"b": PIECES["b"]}))
     flip = space.flip(4)

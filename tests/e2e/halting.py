@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megazero.checkpoint import folder, save_phases
 from megazero.checkpoint.blocks import BlockWriter
 from megazero.cli.pretrain import start_process, train
-from megazero.disk import pool, record, swap
+from megazero.disk import record, swap, transports
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap_file import SwapFile
 from megazero.launch import Environment, exit_now, exit_status
@@ -165,7 +165,7 @@ def short_reads(halt: Halt) -> None:
     """No point: the rank's disks are read and written a page or two at a time, by threads."""
     counts: list[int] = []
     forbid_io_uring()
-    pool._read = interrupted(pool._read, counts)
+    transports._read = interrupted(transports._read, counts)
     os.pwrite = interrupted(os.pwrite, counts)
 
 
