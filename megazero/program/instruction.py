@@ -109,7 +109,7 @@ class Piece(Enum):
     __hash__ = object.__hash__
 
 
-class Move(NamedTuple):
+class TierMove(NamedTuple):
     """A copy of a piece from one tier to another. Its lane, its bytes and its colour in pictures follow from these."""
 
     piece: Piece
@@ -117,25 +117,25 @@ class Move(NamedTuple):
     destination: Tier
 
 
-MOVES: Mapping[Op, Move] = MappingProxyType(
+MOVES: Mapping[Op, TierMove] = MappingProxyType(
     {
-        Op.READ_PARAMETERS: Move(Piece.PARAMETERS, Tier.DISK, Tier.HOST),
-        Op.LOAD: Move(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
-        Op.COPY_PARAMETERS: Move(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
-        Op.STORE: Move(Piece.PARAMETERS, Tier.DEVICE, Tier.HOST),
-        Op.WRITE_PARAMETERS: Move(Piece.PARAMETERS, Tier.HOST, Tier.DISK),
-        Op.READ_STATE: Move(Piece.STATE, Tier.DISK, Tier.HOST),
-        Op.WRITE_STATE: Move(Piece.STATE, Tier.HOST, Tier.DISK),
-        Op.COPY_GRADIENT: Move(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
-        Op.STORE_GRADIENT: Move(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
-        Op.READ_SUM: Move(Piece.SUMS, Tier.DISK, Tier.HOST),
-        Op.WRITE_SUM: Move(Piece.SUMS, Tier.HOST, Tier.DISK),
-        Op.READ_GRADIENT: Move(Piece.SUMS, Tier.DISK, Tier.HOST),
-        Op.FETCH_GRADIENT: Move(Piece.SUMS, Tier.HOST, Tier.DEVICE),
-        Op.LEAVE: Move(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST),
-        Op.RETURN: Move(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE),
-        Op.WRITE_ACTIVATIONS: Move(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK),
-        Op.READ_ACTIVATIONS: Move(Piece.ACTIVATIONS, Tier.DISK, Tier.HOST),
+        Op.READ_PARAMETERS: TierMove(Piece.PARAMETERS, Tier.DISK, Tier.HOST),
+        Op.LOAD: TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
+        Op.COPY_PARAMETERS: TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
+        Op.STORE: TierMove(Piece.PARAMETERS, Tier.DEVICE, Tier.HOST),
+        Op.WRITE_PARAMETERS: TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DISK),
+        Op.READ_STATE: TierMove(Piece.STATE, Tier.DISK, Tier.HOST),
+        Op.WRITE_STATE: TierMove(Piece.STATE, Tier.HOST, Tier.DISK),
+        Op.COPY_GRADIENT: TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
+        Op.STORE_GRADIENT: TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
+        Op.READ_SUM: TierMove(Piece.SUMS, Tier.DISK, Tier.HOST),
+        Op.WRITE_SUM: TierMove(Piece.SUMS, Tier.HOST, Tier.DISK),
+        Op.READ_GRADIENT: TierMove(Piece.SUMS, Tier.DISK, Tier.HOST),
+        Op.FETCH_GRADIENT: TierMove(Piece.SUMS, Tier.HOST, Tier.DEVICE),
+        Op.LEAVE: TierMove(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST),
+        Op.RETURN: TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE),
+        Op.WRITE_ACTIVATIONS: TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK),
+        Op.READ_ACTIVATIONS: TierMove(Piece.ACTIVATIONS, Tier.DISK, Tier.HOST),
     }
 )
 """What each copy between tiers moves. Two of the same move are told apart by when they stand: LOAD before a use and
