@@ -282,7 +282,7 @@ def _store(environment: Environment) -> dist.Store:
     return dist.PrefixStore(attempt(), store)
 
 
-def _are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
+def are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
     """Wait until all these keys are set, and return whether they are."""
     deadline = time.monotonic() + seconds  # `Store.wait` would write lines about a timeout to stderr
     while not store.check(keys):
@@ -348,7 +348,7 @@ def _report_once(message: str, status: int, environment: Environment, *, togethe
         return
     with suppress(Exception):  # the store may be gone, and rank 0 with it: then the message is this rank's to print
         of_rank_0 = _checks_of(0, together=together)
-        if rank and _are_set(store, [of_rank_0], WAIT_FOR_RANK_0):
+        if rank and are_set(store, [of_rank_0], WAIT_FOR_RANK_0):
             told_by = rank if store.get(of_rank_0) == NOTHING_WRONG.encode() else 0
         if told_by == rank:
             key = f"megazero/message {hashlib.sha256(message.encode()).hexdigest()}"
@@ -362,7 +362,7 @@ def _report_once(message: str, status: int, environment: Environment, *, togethe
         store.set(_checks_of(rank, together=together), str(status))
         if told_by == rank:
             others = (other for other in range(environment.world_size) if other != rank)
-            _are_set(store, [_checks_of(other, together=together) for other in others], WAIT_FOR_CHECKS)
+            are_set(store, [_checks_of(other, together=together) for other in others], WAIT_FOR_CHECKS)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:

@@ -9,7 +9,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
-from megazero.launch import Environment, World, agent_serves, attempt, connected_grid, init_default_group
+from megazero.launch import Environment, World, agent_serves, are_set, attempt, connected_grid, init_default_group
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import threads
@@ -28,6 +28,8 @@ from megazero.system import threads
 T = TypeVar("T")
 PATIENCE = timedelta(minutes=ParallelConfig().distributed_timeout_minutes)
 """How long ranks wait for each other until they agree on the configuration, which has a time limit of its own."""
+WAIT_AFTER_FAILURE = 5.0
+"""Seconds in which a rank that has failed waits for the others, so that those that fail too do so together."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,9 @@ def result_on_all_ranks(
 
     occasion: for what the ranks meet; a run may have each occasion once. patience: how long ranks wait for each other.
 
-    Raises what `find` raises here. If it failed only on other ranks, raises a ConfigError with the problems of one of
-    them, or a RuntimeError with its error. Each rank sets and reads a few keys of the store, at any world size.
+    Raises what `find` raises here, after `WAIT_AFTER_FAILURE` at the latest: other ranks may prepare data for minutes.
+    If it failed only on other ranks, raises a ConfigError with the problems of one of them, or a RuntimeError with its
+    error. Each rank sets and reads a few keys of the store, at any world size.
     """
     environment = meeting.environment
     if meeting.store is None:
@@ -103,6 +106,11 @@ def result_on_all_ranks(
         store.compare_set("wrong", "", json.dumps(report))
     if store.add("arrived", 1) == environment.world_size:
         store.set("all have arrived", "yes")
+    serves = environment.rank == 0 and not agent_serves()  # then the others need this process to know of the failure
+    if failure is not None and not serves:
+        with suppress(Exception):  # rank 0 may serve the store, and has ended
+            are_set(store, ["all have arrived"], WAIT_AFTER_FAILURE)
+        raise failure
     store.wait(["all have arrived"], patience)
     if failure is not None:
         if isinstance(failure, ConfigError):

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 import megazero
-from megazero.config.parse import parse_run
+from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
+from megazero.launch import Environment
 from megazero.system import threads
 from megazero.telemetry.record import StepRecord
+from megazero.train import embedded
 from megazero.train.prepare import prepare
 from tests.parity.training import Outcome, data_flags, job_on_rank
 from tests.ranks import run_ranks
@@ -347,6 +351,43 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(what: str) -> None:
     else:
         assert one == "KeyError: 'no length today'"
         assert zero == "RuntimeError: rank 1 could not begin: KeyError: 'no length today'"
+
+
+def raised(wrong: dict[int, Exception], seconds: float) -> dict[int, tuple[str, float]]:
+    """What each of two ranks, as threads, is told when, if the checks of the rank that is not wrong take so long."""
+    store, told = dist.HashStore(), dict[int, tuple[str, float]]()
+
+    def rank(number: int) -> None:
+        def find() -> None:
+            if number in wrong:
+                raise wrong[number]
+            time.sleep(seconds)
+
+        begin = time.monotonic()
+        with pytest.raises((ConfigError, RuntimeError)) as caught:
+            embedded.result_on_all_ranks(find, embedded.Rendezvous(Environment(number, number, 2, 2), store, False))
+        told[number] = str(caught.value), time.monotonic() - begin
+
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "torchrun", "soon"), [(1, False, True), (1, True, True), (0, True, True), (0, False, False)]
+)
+def test_what_is_wrong_on_one_rank_is_raised_there_soon(
+    wrong: int, torchrun: bool, soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may prepare data for minutes. Rank 0 waits for them if its process serves their store."""
+    monkeypatch.setattr(embedded, "WAIT_AFTER_FAILURE", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(torchrun))
+    told = raised({wrong: ConfigError(["--lr 0"])}, 2.0)
+    assert (told[wrong][1] < 1.9) is soon and told[wrong][0].endswith("1. --lr 0")
+    assert told[1 - wrong][0].endswith(f"1. rank {wrong}: --lr 0")
 
 
 def stopped_by_one(rank: int, size: int) -> tuple[int, str | None]:
