@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from megazero.config.flags import CommandOptions
 from megazero.config.lengths import Length
 from megazero.config.options import Option, options_of, run_options, sections
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 
 COMMAND = "command"
 """The section of what is no configuration: --config, --validate-only, ..."""
-_KINDS = {int: "whole number", float: "number", str: "word", Offload: "word", Length: "length", bool: "switch"}
+_KINDS = {int: "whole number", float: "number", str: "word", TierShare: "word", Length: "length", bool: "switch"}
 
 
 def all_options() -> Sequence[Option]:

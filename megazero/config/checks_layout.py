@@ -13,7 +13,7 @@ from megazero.config.checks import CheckContext, Problems, divisors, nearest, ne
 from megazero.config.derive import ffn_width, head_dim, leaving, moves_in_parts, pipeline_schedule, query_groups, tiers
 from megazero.config.options import run_options
 from megazero.config.schema import Run
-from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, all_units, unknown_units
+from megazero.config.tiers import ALIGNMENT, SLOTS, TierShare, all_units, unknown_units
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -279,7 +279,7 @@ def least_buffer(run: Run) -> int:
     return SLOTS * ALIGNMENT * (state + parameter + on_disk + read + sums)
 
 
-def _leaving(run: Run) -> dict[str, Offload]:
+def _leaving(run: Run) -> dict[str, TierShare]:
     """Flag -> what of the column of model state, or of the activations, leaves the device."""
     return {run_options()[field].flag: offload for field, offload in leaving(run).items()}
 

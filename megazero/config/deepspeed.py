@@ -18,7 +18,7 @@ from megazero.config.deepspeed_keys import DETAILS, FIELDS, TRANSLATED, UNBUILT,
 from megazero.config.lengths import Length
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Offload, Tier
+from megazero.config.tiers import Tier, TierShare
 from megazero.system.reading import BOUNDS, Unreadable, json_type, read_json, shown
 
 _OFFLOADED = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_params"}
@@ -276,10 +276,10 @@ def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, fi
         source.refuse(f"{key} {shown(device)} is not one of none, cpu, nvme", field)
         return
     if device in (None, Tier.DEVICE.value) or ratio == 0:
-        _put(source, key, field, Offload())
+        _put(source, key, field, TierShare())
         return
     try:
-        offload = Offload.of_table(device, None if ratio == 1 else ratio)
+        offload = TierShare.of_table(device, None if ratio == 1 else ratio)
     except ValueError as reason:
         source.refuse(f"{group}.ratio: {reason}", field)
         return

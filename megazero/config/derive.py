@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.schema import LoraConfig, ModelConfig, OffloadConfig, ParallelConfig, Run
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -63,7 +63,7 @@ def shard_size(run: Run, replicas: int) -> int | None:
     return replicas if shards_parameters(run.parallel, run.offload) else None
 
 
-def tiers(run: Run) -> dict[str, Offload]:
+def tiers(run: Run) -> dict[str, TierShare]:
     """What of each column of the model state leaves the device, by field."""
     return {
         "offload_optimizer": run.offload.offload_optimizer,
@@ -72,7 +72,7 @@ def tiers(run: Run) -> dict[str, Offload]:
     }
 
 
-def leaving(run: Run) -> dict[str, Offload]:
+def leaving(run: Run) -> dict[str, TierShare]:
     """The same of the model state and of the activations."""
     return {**tiers(run), "offload_activations": run.offload.offload_activations}
 

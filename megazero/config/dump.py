@@ -16,7 +16,7 @@ from megazero.config.lengths import Length
 from megazero.config.options import did_you_mean, did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 from megazero.system.reading import Unreadable, json_type, shown
 from megazero.system.yaml_file import load_yaml
 
@@ -38,7 +38,7 @@ def run_dict(run: Run) -> dict[str, dict[str, Any]]:
 
 def plain_value(value: Any) -> Any:
     """The value of a field as YAML and JSON have it; `Option.from_value` reads it."""
-    if isinstance(value, Offload | Length):
+    if isinstance(value, TierShare | Length):
         return str(value)
     return list(value) if isinstance(value, tuple) else value
 

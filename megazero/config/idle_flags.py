@@ -28,7 +28,7 @@ from megazero.config.derive import leaving, micro_batch_order, moves_in_parts, r
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import Option, run_options
 from megazero.config.placement import AUTO
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _condition(phrase: str) -> tuple[Option, Callable[[Any], bool]]:
     values = re.split(", | or ", rest)
     for text in values:
         known.from_words([text])  # a ValueError: the phrase names a value that the field cannot have
-    return known, lambda value: (value.tier.value if isinstance(value, Offload) else str(value)) in values
+    return known, lambda value: (value.tier.value if isinstance(value, TierShare) else str(value)) in values
 
 
 def _of_all(fields: str, holds: Callable[[CheckContext], bool], needs: str, reads: str = "") -> tuple[Effect, ...]:
@@ -94,7 +94,7 @@ def _of_all(fields: str, holds: Callable[[CheckContext], bool], needs: str, read
     return tuple(Effect(field, holds, needs, reads) for field in fields.split())
 
 
-def _may_leave(context: CheckContext, leaves: Callable[[Offload], bool]) -> bool:
+def _may_leave(context: CheckContext, leaves: Callable[[TierShare], bool]) -> bool:
     """Whether something leaves the device in this way, or might, since a search chooses what leaves."""
     return context.run.offload.placement == AUTO or any(map(leaves, leaving(context.run).values()))
 

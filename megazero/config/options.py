@@ -21,7 +21,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
 from megazero.config.lengths import COUNTED, FRACTIONS, Length, Measure, bytes_of, measured_name, whole_number
 from megazero.config.schema import Run
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 from megazero.system import extensions
 from megazero.system.reading import fault_of_path, shown
 from megazero.system.words import either
@@ -31,7 +31,7 @@ _WORDS = {
     float: "a number",
     str: "a word",
     bool: "true or false",
-    Offload: "a word",
+    TierShare: "a word",
     Length: "a length",
 }
 
@@ -45,7 +45,7 @@ class Option:
 
     section   name of the section of `Run`
     name      name of the field
-    kind      int, float, bool, str, Offload or Length; of a tuple, the type of its items
+    kind      int, float, bool, str, TierShare or Length; of a tuple, the type of its items
     optional  whether None is allowed
     many      whether it is a tuple
     sentence  the string literal under the field
@@ -173,18 +173,18 @@ class Option:
     def _scalar(self, value: object) -> Any:
         if self.choices is not None:
             return self._choice(value)
-        if isinstance(value, Offload) and self.kind is Offload:
+        if isinstance(value, TierShare) and self.kind is TierShare:
             return value
         if isinstance(value, bool) != (self.kind is bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}")
         if self.kind is bool:
             return value
-        if self.kind in (str, Offload):
+        if self.kind in (str, TierShare):
             if value == "":  # from an unset shell variable: --save "$DIR" would train and save nothing
                 raise ValueError("is empty")
             if fault := fault_of_path(str(value)):  # nearly all words are paths, and no other word needs one of these
                 raise ValueError(f"{shown(value)} {fault}")
-            return str(value) if self.kind is str else Offload.parsed(str(value))
+            return str(value) if self.kind is str else TierShare.parsed(str(value))
         try:
             if self.size:
                 return bytes_of(value)
@@ -286,7 +286,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
 
 
 def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
-    """(int, float, bool, str, Offload or Length; whether None is allowed; whether it is a tuple) for a field's type."""
+    """For a field's type: int, float, bool, str, TierShare or Length; whether None is allowed; whether a tuple is."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

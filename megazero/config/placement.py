@@ -17,7 +17,7 @@ from megazero.config.derive import micro_batch_order
 from megazero.config.options import did_you_mean, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import Offload, plain_unit
+from megazero.config.tiers import TierShare, plain_unit
 from megazero.system.reading import Unreadable, shown
 from megazero.system.yaml_file import load_yaml
 
@@ -157,7 +157,7 @@ def read_placement(path: str) -> ConfigSource:
     return source
 
 
-def _column(table: Mapping[Any, Any]) -> Offload:
+def _column(table: Mapping[Any, Any]) -> TierShare:
     """What `{tier: cpu, share: 0.5}` or `{tier: cpu, units: [embedding, blocks 0-5]}` says."""
     strange = [key for key in table if key not in _OF_A_COLUMN]
     if strange or "tier" not in table:
@@ -165,10 +165,10 @@ def _column(table: Mapping[Any, Any]) -> Offload:
         raise ValueError(f"{shown(dict(table))}: {wrong}; the keys are tier, and share or units")
     share, units = table.get("share"), table.get("units")
     if units is None:
-        return Offload.of_table(table["tier"], share)
+        return TierShare.of_table(table["tier"], share)
     if share is not None:
         raise ValueError(f"{shown(dict(table))}: units leave as a whole: give share or units")
     names = [units] if isinstance(units, str) else units
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"the units {shown(units)} are no names; such as [embedding, blocks 0-5]")
-    return Offload.parsed(f"{table['tier']}:{','.join(map(plain_unit, names))}")
+    return TierShare.parsed(f"{table['tier']}:{','.join(map(plain_unit, names))}")

@@ -23,7 +23,7 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True)
-class Offload:
+class TierShare:
     """What of a column leaves the device: the share of its bytes that rests in `tier`, or what of it belongs to some
     units of the model (`config.tiers`; none: the share decides). The rest stays on the device.
     """
@@ -33,7 +33,7 @@ class Offload:
     units: tuple[str, ...] = ()
 
     @classmethod
-    def parsed(cls, text: str) -> Offload:
+    def parsed(cls, text: str) -> TierShare:
         """The value of a flag: none, cpu, nvme, cpu:0.6, or nvme:embedding,blocks 0-5. Raises ValueError."""
         word, colon, share = text.partition(":")
         tier = next((tier for tier in Tier if tier.value == word), None)
@@ -52,7 +52,7 @@ class Offload:
         return cls(tier, number)
 
     @classmethod
-    def of_table(cls, tier: object, share: object) -> Offload:
+    def of_table(cls, tier: object, share: object) -> TierShare:
         """What a file says in two keys. share: None for all of the column. Raises ValueError."""
         if isinstance(share, bool) or not isinstance(share, int | float | None):
             # a word would name a unit, by `parsed`

@@ -18,7 +18,7 @@ from megazero.config.options import run_options
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import ALIGNMENT, Offload, Tier
+from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import has_nccl
@@ -164,7 +164,7 @@ class BudgetSearch:
         folders = (("nvme_path", changed.offload.nvme_path or (NEW_FOLDER,)),) * (tier is Tier.DISK)
 
         def moved(hundredths: int) -> Tried | None:
-            return self.attempt(begun + MemoryChange(((column, Offload(tier, hundredths / 100)), *folders)))
+            return self.attempt(begun + MemoryChange(((column, TierShare(tier, hundredths / 100)), *folders)))
 
         def has_room(tried: Tried | None) -> bool:
             on_device = replace(self._budgets, host=None)
@@ -213,13 +213,13 @@ def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:
         ),
         (axes_of(run, world_size).dp > 1, _smaller_buckets(run, world_size)),
         (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
-        (not leaves and kind != "cpu", [_set("offload_activations", Offload(Tier.HOST))]),
+        (not leaves and kind != "cpu", [_set("offload_activations", TierShare(Tier.HOST))]),
         (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
         (not writes_activations(run), _activations_to_disks(run)),
         (rows > 1, [_set("micro_batch_size", 1)]),
         (True, sharded[-1:]),
-        (leaves, [_set("offload_activations", Offload())]),
-        (bool(run.offload.offload_optimizer), [_set("offload_optimizer", Offload())]),
+        (leaves, [_set("offload_activations", TierShare())]),
+        (bool(run.offload.offload_optimizer), [_set("offload_optimizer", TierShare())]),
     )
     return (change for possible, of_kind in ordered if possible for change in of_kind)
 
@@ -230,7 +230,8 @@ def _set(name: str, value: Any) -> MemoryChange:
 
 def _activations_to_disks(run: Run) -> list[MemoryChange]:
     """Through as much host memory as there may be now, and through less."""
-    moved = _set("offload_activations", Offload(Tier.DISK)) + _set("nvme_path", run.offload.nvme_path or (NEW_FOLDER,))
+    folders = run.offload.nvme_path or (NEW_FOLDER,)
+    moved = _set("offload_activations", TierShare(Tier.DISK)) + _set("nvme_path", folders)
     now = run.offload.nvme_buffer_bytes
     return [moved, *(moved + _set("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
 

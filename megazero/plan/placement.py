@@ -28,7 +28,7 @@ from typing import Any
 
 from megazero.config.placement import ROWS, PlacementRow
 from megazero.config.source import ConfigError
-from megazero.config.tiers import Offload, Tier
+from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.plan.leaving_disks import buffer_problems
 from megazero.plan.placed_step import Machine, PlacedStep
@@ -199,7 +199,7 @@ class _Search:
         tiers = [tiers[number] for tiers, number in zip(self.tiers, combination, strict=False)]
         rows = list(zip(COLUMNS, tiers, strict=True))
         leaving = [(row, tier) for row, tier in rows if tier is not Tier.DEVICE]
-        staying = {row.field: Offload() for row, tier in rows if tier is Tier.DEVICE}
+        staying = {row.field: TierShare() for row, tier in rows if tier is Tier.DEVICE}
         switches = zip(SWITCHES, combination[len(COLUMNS) :], strict=True)
         fixed = {**staying, **{name: values[number] for (name, values), number in switches}}
         try:
@@ -317,5 +317,5 @@ class _Search:
         return high
 
     def _placed(self, leaving: Leaving, shares: Sequence[int], fixed: Mapping[str, Any]) -> PlacedStep:
-        moved = {row.field: Offload(tier, share / WHOLE) for (row, tier), share in zip(leaving, shares, strict=True)}
+        moved = {row.field: TierShare(tier, share / WHOLE) for (row, tier), share in zip(leaving, shares, strict=True)}
         return self.machine.placed({**moved, **fixed})

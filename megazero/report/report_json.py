@@ -17,7 +17,7 @@ from uuid import uuid4
 from megazero.config.dump import run_dict
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 from megazero.report.run_report import RunReport
 from megazero.system.durable import replace_file
 from megazero.system.writable import why_not_replaced
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
     """A value of a report as JSON has it; a number that is not finite is null, as in the metrics file."""
     if isinstance(value, Run):
         return _plain(run_dict(value))
-    if is_dataclass(value) and not isinstance(value, Offload):
+    if is_dataclass(value) and not isinstance(value, TierShare):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return _plain(value._asdict())

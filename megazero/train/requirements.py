@@ -18,7 +18,7 @@ from fused_ops.native import library
 from megazero.config.derive import tiers, uses_disks, whole_steps
 from megazero.config.placement import AUTO, applied, as_flags
 from megazero.config.schema import Run
-from megazero.config.tiers import Offload, Tier
+from megazero.config.tiers import Tier, TierShare
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.optim.lr_schedule import style_of
@@ -183,7 +183,7 @@ def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
     ]
 
 
-def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, Offload]:
+def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, TierShare]:
     """By field the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
     smallest do not, or units are named. A share of parameters is of whole buckets, so the bytes do not grow evenly
     with it.
@@ -193,8 +193,8 @@ def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[st
         return {}  # what is named leaves as a whole
     on_disks = {field: offload.share for field, offload in off.items() if offload.on_disks}
 
-    def reduced(percent: int) -> dict[str, Offload]:
-        return {field: Offload(Tier.DISK, int(percent * share) / 100) for field, share in on_disks.items()}
+    def reduced(percent: int) -> dict[str, TierShare]:
+        return {field: TierShare(Tier.DISK, int(percent * share) / 100) for field, share in on_disks.items()}
 
     def needed(percent: int) -> int:
         return swap_bytes(applied(run, reduced(percent)), axes, ranks)

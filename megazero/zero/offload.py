@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig
-from megazero.config.tiers import ALIGNMENT, SLOTS, Offload, Tier
+from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, TierShare
 from megazero.disk.swap import SwapSpace
 from megazero.mpu.parameter import StateGroup
 from megazero.program.shape import RankShape
@@ -74,7 +74,7 @@ def frozen_parts(
     plain = len(frozen.plain)
     units = [layout.units for layout in (*frozen.plain, *(codes.numbers for codes in frozen.coded))]
     rests = [*tiers_of(sizes[:plain], offload, units[:plain]), *tiers_of(sizes[plain:], offload, units[plain:])]
-    parts = parts_of(ranges, Offload(), most, units, rests)
+    parts = parts_of(ranges, TierShare(), most, units, rests)
     return [Resting(*pair) for pair in zip(parts, rests, strict=True)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megazero.config.tiers import ALIGNMENT, Offload, Tier
+from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 
 Range = tuple[int, int]
 Key = tuple[int, int]
@@ -83,7 +83,7 @@ def residents_of(ranges: Sequence[Range], resting: Sequence[Resting], most: int)
     return found
 
 
-def tiers_of(sizes: Sequence[int], offload: Offload, units: Sequence[frozenset[str]]) -> list[Tier]:
+def tiers_of(sizes: Sequence[int], offload: TierShare, units: Sequence[frozenset[str]]) -> list[Tier]:
     """Where the parameters of buckets rest, or their gradients. sizes: bytes of each in forward order; 0 of one that
     cannot leave. units: to which each belongs.
 
@@ -103,7 +103,7 @@ def tiers_of(sizes: Sequence[int], offload: Offload, units: Sequence[frozenset[s
 
 def parts_of(
     ranges: Sequence[Range],
-    offload: Offload,
+    offload: TierShare,
     most: int,
     units: Sequence[frozenset[str]],
     rests: Sequence[Tier] = (),
@@ -132,7 +132,7 @@ def parts_of(
     return found
 
 
-def _cuts(ranges: Sequence[Range], offload: Offload, units: Sequence[frozenset[str]]) -> Iterator[int]:
+def _cuts(ranges: Sequence[Range], offload: TierShare, units: Sequence[frozenset[str]]) -> Iterator[int]:
     """Of each bucket the first element whose optimizer state leaves the device, or its end if all of it stays. Of a
     share the first elements of the model stay (`parts_of`).
     """

@@ -14,7 +14,7 @@ from megazero.config.flags import read_command_line
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run, ScheduleConfig
-from megazero.config.tiers import Offload, Tier
+from megazero.config.tiers import Tier, TierShare
 from tests.lengths import iterations, samples, share
 
 BASE = Run(schedule=ScheduleConfig(train_length=iterations(100), lr_warmup=iterations(5)))
@@ -42,7 +42,7 @@ def test_every_field_is_in_one_group():
 
 def test_an_order_that_follows_from_the_disks_is_no_change():
     """Checkpoints of before have horizontal order for what is now left open."""
-    on_disks = changed(BASE, offload__offload_params=Offload(Tier.DISK))
+    on_disks = changed(BASE, offload__offload_params=TierShare(Tier.DISK))
     for run, order, other in ((BASE, "horizontal", "vertical"), (on_disks, "vertical", "horizontal")):
         assert compare(changed(run, parallel__micro_batch_order=order), run) == changes.Comparison((), ())
         found = compare(changed(run, parallel__micro_batch_order=other), run)

@@ -16,7 +16,7 @@ from megazero.config.derive import micro_batch_order
 from megazero.config.lengths import Length, Measure
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.schema import Run
-from megazero.config.tiers import Offload, Tier
+from megazero.config.tiers import Tier, TierShare
 from tests.lengths import iterations
 
 
@@ -111,7 +111,7 @@ def test_parameters_have_a_group_of_their_own(path: str, folders: tuple[str, ...
         "offload_param": {"device": "nvme", "nvme_path": "b", "pin_memory": True},
     }
     run = parse(tmp_path, {"zero_optimization": zero}, "--zero-stage", "3")
-    assert run.offload.offload_params == run.offload.offload_optimizer == Offload(Tier.DISK)
+    assert run.offload.offload_params == run.offload.offload_optimizer == TierShare(Tier.DISK)
     assert run.parallel.micro_batch_order is None and micro_batch_order(run) == "vertical"
     assert run.offload.nvme_path == folders
 

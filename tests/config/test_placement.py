@@ -11,7 +11,7 @@ from megazero.config.dump import dump
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
-from megazero.config.tiers import Offload, Tier
+from megazero.config.tiers import Tier, TierShare
 from megazero.plan.rates import MachineRates, read_rates
 
 
@@ -46,10 +46,10 @@ def test_a_table_stands_over_files_and_beside_flags(tmp_path: Path) -> None:
     path, config = written(tmp_path, "optimizer: cpu:0.5\n"), tmp_path / "run.yaml"
     config.write_text("offload: {offload_optimizer: cpu:0.1}\nparallel: {late_update: true}\n")
     run = parse_run(["--config", str(config), "--placement", path], 1)
-    half = Offload(Tier.HOST, 0.5)
+    half = TierShare(Tier.HOST, 0.5)
     assert run.offload.offload_optimizer == half and run.parallel.late_update
     same = parse_run(["--placement", path, "--offload-optimizer", "cpu:0.5", "--offload-activations", "cpu"], 1)
-    assert (same.offload.offload_optimizer, same.offload.offload_activations) == (half, Offload(Tier.HOST))
+    assert (same.offload.offload_optimizer, same.offload.offload_activations) == (half, TierShare(Tier.HOST))
     config.write_text(f"offload: {{placement: {path}}}\n")
     assert parse_run(["--config", str(config)], 1).offload.offload_optimizer == half
 
@@ -109,7 +109,7 @@ def test_units_by_name(tmp_path: Path) -> None:
     """As flags they are the same, and a file of the run has them."""
     run = parse_run(["--num-layers", "4", "--placement", written(tmp_path, UNITS)], 1)
     words = "cpu:embedding,blocks 0-1"
-    assert run.offload.offload_optimizer == Offload(Tier.HOST, units=("embedding", "blocks 0-1"))
+    assert run.offload.offload_optimizer == TierShare(Tier.HOST, units=("embedding", "blocks 0-1"))
     assert str(run.offload.offload_optimizer) == words and str(run.offload.offload_activations) == "cpu:block 1"
     flags = as_flags({"offload_optimizer": words, "offload_activations": "cpu:block 1"})
     assert run == parse_run(["--num-layers", "4", *split(flags)], 1) and f"'{words}'" in flags

@@ -5,28 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megazero.config.fields import option
-from megazero.config.tiers import Offload
+from megazero.config.tiers import TierShare
 
 
 @dataclass(frozen=True)
 class OffloadConfig:
     """Where model state and activations rest, and budgets of memory."""
 
-    offload_optimizer: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]")
+    offload_optimizer: TierShare = option(TierShare(), metavar="{none,cpu,nvme}[:SHARE]")
     """Where master weights and moments rest: on the device (none), in host memory (cpu), or in files on disks (nvme,
     with --nvme-path). cpu:0.6 moves that share of them, cpu:embedding,blocks 0-5 those of these units, as for the other
     columns too. What has left the device is updated by the host's processor. The results are the same either way, but
     with --zero-quantized-weights and ZeRO stage 1 or 2."""
-    offload_params: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]", earlier="parallel")
+    offload_params: TierShare = option(TierShare(), metavar="{none,cpu,nvme}[:SHARE]", earlier="parallel")
     """Where parameters rest between their uses: on the device (none), in host memory (cpu), or in files on disks (nvme,
     with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. They are brought for each use, as those of
     other ranks are with --zero-stage 3; where optimizer state is sharded, they are too. The results are the same."""
-    offload_gradients: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]", earlier="parallel")
+    offload_gradients: TierShare = option(TierShare(), metavar="{none,cpu,nvme}[:SHARE]", earlier="parallel")
     """Where gradients are summed, and wait for their update: on the device (none), in host memory (cpu), or in files on
     disks (nvme, with --nvme-path). cpu:0.6 moves that share of them, by whole buckets. Those of a unit are on the
     device while its backward computes them; then they are reduced, and leave. So they are reduced for each micro-batch,
     as with --zero-stage 2, or once for all that pass a unit together (--micro-batch-order vertical)."""
-    offload_activations: Offload = option(Offload(), metavar="{none,cpu,nvme}[:SHARE]", earlier="parallel")
+    offload_activations: TierShare = option(TierShare(), metavar="{none,cpu,nvme}[:SHARE]", earlier="parallel")
     """Where activations wait for their backward: none leaves them on the device, cpu copies them to host memory and
     back, beside the computations, nvme goes on from there to files in --nvme-path. SHARE: of the bytes that have time
     to leave, 1 without it; those whose backward is furthest away leave. The results are the same, to the bit."""
