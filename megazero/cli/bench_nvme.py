@@ -168,11 +168,11 @@ def measure(path: Path, total: int, seconds: float, precision: str) -> DiskSpeed
 def _part_bytes(precision: str) -> int:
     """Bytes of optimizer state of a part, in a run with --offload-optimizer nvme and no other flags about it."""
     from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfig
-    from megazero.config.tiers import Offload
+    from megazero.config.tiers import TierShare
     from megazero.zero.offload import most_elements
     from megazero.zero.shape import state_widths
 
-    offload = OffloadConfig(offload_optimizer=Offload.parsed("nvme"))
+    offload = OffloadConfig(offload_optimizer=TierShare.parsed("nvme"))
     widths = state_widths(OptimizerConfig(precision=precision), ParallelConfig(), offload)
     return most_elements(widths, offload) * widths.state
 

@@ -107,14 +107,15 @@ def result_on_all_ranks(
     if store.add("arrived", 1) == environment.world_size:
         store.set("all have arrived", "yes")
     serves = environment.rank == 0 and not agent_serves()  # then the others need this process to know of the failure
-    if failure is not None and not serves:
+    if failure is None or serves:
+        store.wait(["all have arrived"], patience)
+    else:
         with suppress(Exception):  # rank 0 may serve the store, and has ended
             are_set(store, ["all have arrived"], WAIT_AFTER_FAILURE)
-        raise failure
-    store.wait(["all have arrived"], patience)
     if failure is not None:
         if isinstance(failure, ConfigError):
-            failure.of_all_ranks = True
+            with suppress(Exception):
+                failure.of_all_ranks = store.check(["all have arrived"])
         raise failure
     if store.check(["wrong"]):
         wrong = json.loads(store.get("wrong"))
