@@ -59,8 +59,9 @@ def _fits(run: Run, axes: Axes, kind: str) -> bool:
     """Whether the run keeps its budgets. One of activations that cannot be kept is an error of the walk."""
     budgets = budgets_of(run, kind)
     try:
-        peaks = run_peaks(run, axes, kind).every()
-        return not buffer_problems(run, axes, kind) and not any(budgets.excess(stage) for stage in peaks)
+        if buffer_problems(run, axes, kind):  # first: no list can be made of a run whose buffers are too small
+            return False
+        return not any(budgets.excess(stage) for stage in run_peaks(run, axes, kind).every())
     except ConfigError:
         return False
 
