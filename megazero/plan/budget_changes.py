@@ -20,10 +20,11 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 from megazero.config.validate import problems_of
-from megazero.mpu.axes import axes_of
+from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
 from megazero.plan.gathered import unit_problems
 from megazero.plan.leaving_disks import buffer_problems, writes_activations
+from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.plan.tier_peaks import TierPeaks, run_peaks
 
 NEW_FOLDER = "DIR"
@@ -36,21 +37,6 @@ gradients in each backward, parameters in each forward too.
 """
 MOST_TOGETHER = 6
 """Changes that are tried together."""
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Bytes that a rank may take in a tier; None: any number. together: in both, where they are one memory."""
-
-    device: int | None = None
-    host: int | None = None
-    together: int | None = None
-
-    def excess(self, peaks: TierPeaks) -> int:
-        """Bytes above the budgets."""
-        together = peaks.total_bytes, self.together
-        pairs = ((peaks.device_bytes, self.device), (peaks.host_bytes, self.host), together)
-        return sum(max(0, found - budget) for found, budget in pairs if budget is not None)
 
 
 @dataclass(frozen=True)
@@ -78,12 +64,30 @@ NO_CHANGE = MemoryChange(())
 
 @dataclass(frozen=True)
 class Tried:
-    """A change that was tried. peaks: of every stage where it `fits`, else of the one that was looked at first."""
+    """A change that was tried, and bytes above the limits. peaks: as of `peaks_within`."""
 
     change: MemoryChange
-    fits: bool
     peaks: tuple[TierPeaks, ...]
     excess: int
+
+    @property
+    def fits(self) -> bool:
+        return not self.excess
+
+
+def peaks_within(run: Run, axes: Axes, kind: str, limits: SearchLimits, first: int = 0) -> tuple[TierPeaks, ...] | None:
+    """The peaks of every stage of a run, or, where the stage `first` does not keep to the limits, of that one. None of
+    a run that has no step: its buffers hold no unit, or its budget of activations nothing.
+    """
+    try:
+        if buffer_problems(run, axes, kind):  # before the peaks: such a run has no list to walk through
+            return None
+        peaks = run_peaks(run, axes, kind)
+        if not limits.hold(peaks.of(first)):
+            return (peaks.of(first),)
+        return tuple(peaks.every())
+    except ConfigError:
+        return None
 
 
 class BudgetSearch:
@@ -92,32 +96,33 @@ class BudgetSearch:
     first: the stage that is looked at first, since it has least room. kind: of device, cpu or cuda.
     """
 
-    def __init__(self, run: Run, world_size: int, kind: str, budgets: Budgets, first: int) -> None:
-        self._run, self._world, self._kind, self._budgets, self._first = run, world_size, kind, budgets, first
+    def __init__(self, run: Run, world_size: int, kind: str, limits: SearchLimits, first: int) -> None:
+        self._run, self._world, self._kind, self._limits, self._first = run, world_size, kind, limits, first
         self._known = frozenset(problems_of(run, world_size, own_data=True))
         self.attempt = cache(self._attempt)
         """Try a change; None if the run would not be valid with it."""
 
-    def single(self) -> Iterator[Tried]:
-        """The changes with which the run fits, the cheapest first."""
-        return (tried for tried in self._every(NO_CHANGE) if tried.fits and not self._takes_more(tried))
+    def single(self, wanted: int) -> list[Tried]:
+        """The changes with which the run fits, the cheapest first, at most so many."""
+        question = Question[Tried](lambda tried: tried.fits and not self._takes_more(tried), wanted=wanted)
+        return search(question, self._every(NO_CHANGE)).best
 
     def together(self) -> Tried | None:
         """Several changes with which the run fits, as few as were found; else those with which least is missing.
 
         None if no change makes anything better.
         """
-        found, now = None, self.attempt(NO_CHANGE)
+        question = Question[Tried](cost=lambda tried: tried.excess)
+        better, now = None, self.attempt(NO_CHANGE)
         for _ in range(MOST_TOGETHER):
-            begun = NO_CHANGE if found is None else found.change
-            better = min(self._every(begun), key=lambda tried: tried.excess, default=None)
-            if better is None or (now is not None and better.excess >= now.excess):
+            begun, known = (NO_CHANGE, Answer[Tried]()) if now is None else (now.change, Answer([now], [now.excess]))
+            best = search(question, self._every(begun), known).best
+            if not best or best[0] is now:
                 break
-            now = better
-            found = better
-            if found.fits:
-                return self._without_the_needless(found)
-        return found
+            better = now = best[0]
+            if better.fits:
+                return self._without_the_needless(better)
+        return better
 
     def _every(self, begun: MemoryChange) -> Iterator[Tried]:
         """Each change on top of `begun` that can be made."""
@@ -144,55 +149,42 @@ class BudgetSearch:
         axes = axes_of(run, self._world)
         if not self._known.issuperset(problems_of(run, self._world, own_data=True)) or unit_problems(run, axes):
             return None
-        of_run = run_peaks(run, axes, self._kind)
-        try:
-            if buffer_problems(run, axes, self._kind):
-                return None
-            peaks = of_run.of(self._first)
-            if excess := self._budgets.excess(peaks):
-                return Tried(change, fits=False, peaks=(peaks,), excess=excess)
-            every = tuple(of_run.every())
-        except ConfigError:  # another budget cannot be kept
+        peaks = peaks_within(run, axes, self._kind, self._limits, self._first)
+        if peaks is None:
             return None
-        excess = max(self._budgets.excess(peaks) for peaks in every)
-        return Tried(change, fits=not excess, peaks=every, excess=excess)
+        return Tried(change, peaks, max(sum(self._limits.excess(stage)) for stage in peaks))
 
     def _share(self, begun: MemoryChange, changed: Run, column: str, tier: Tier) -> Tried | None:
         """The share of a column in a tier with which the device has room, and no more: a larger one takes time and
         host memory. In hundredths, found by halving, since a larger share hardly ever leaves more on the device.
         """
         folders = (("nvme_path", changed.offload.nvme_path or (NEW_FOLDER,)),) * (tier is Tier.DISK)
+        on_device = replace(self._limits, host=None)
 
         def moved(hundredths: int) -> Tried | None:
             return self.attempt(begun + MemoryChange(((column, TierShare(tier, hundredths / 100)), *folders)))
 
-        def has_room(tried: Tried | None) -> bool:
-            on_device = replace(self._budgets, host=None)
-            return tried is not None and not any(on_device.excess(peaks) for peaks in tried.peaks)
+        def has_room(hundredths: int) -> bool:
+            tried = moved(hundredths)
+            return tried is not None and all(map(on_device.hold, tried.peaks))
 
-        low, high, whole = 0, 100, moved(100)
-        if not has_room(whole):
-            return whole
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if has_room(moved(middle)) else (middle, high)
-        return moved(high)
+        return moved(least(has_room, 100) if has_room(100) else 100)
 
     def _takes_more(self, tried: Tried) -> bool:
         """Whether a change makes the one memory of a CPU fuller, while it keeps a budget of one tier."""
         now = self.attempt(NO_CHANGE)
         if self._kind != "cpu" or now is None:
             return False
-        before, after = (next(p.total_bytes for p in of.peaks if p.stage == self._first) for of in (now, tried))
+        before, after = (next(p.total_bytes for p in each.peaks if p.stage == self._first) for each in (now, tried))
         return after > before
 
-    def _without_the_needless(self, found: Tried) -> Tried:
+    def _without_the_needless(self, tried: Tried) -> Tried:
         """The same without what is not needed for it."""
-        for one in found.change.values:
-            fewer = self.attempt(MemoryChange(tuple(value for value in found.change.values if value != one)))
+        for needless in tried.change.values:
+            fewer = self.attempt(MemoryChange(tuple(value for value in tried.change.values if value != needless)))
             if fewer is not None and fewer.fits:
                 return self._without_the_needless(fewer)
-        return found
+        return tried
 
 
 def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:

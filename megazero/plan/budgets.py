@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 from megazero.config.derive import micro_batch_order
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
-from megazero.plan.budget_changes import Budgets, BudgetSearch, Tried
+from megazero.plan.budget_changes import BudgetSearch, Tried
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.search import SearchLimits
 from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_memory import rank_words
 from megazero.plan.tier_peaks import TierPeaks, run_peaks
@@ -34,12 +34,12 @@ class HostRoom(NamedTuple):
     process: int
 
 
-def budgets_of(run: Run, kind: str) -> Budgets:
+def budgets_of(run: Run, kind: str) -> SearchLimits:
     """The budgets of a run. On a CPU the device's is of all its memory, unless another one says what part of the memory
     is for what has left the device.
     """
     device, host = run.offload.device_memory_budget, run.offload.host_memory_budget
-    return Budgets(together=device) if kind == "cpu" and host is None else Budgets(device, host)
+    return SearchLimits(memory=device, is_one=True) if kind == "cpu" and host is None else SearchLimits(device, host)
 
 
 def has_budgets(run: Run) -> bool:
@@ -56,13 +56,13 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     """
     budgets, axes = budgets_of(run, kind), axes_of(run, world_size)
     try:
-        if (small := buffer_problems(run, axes, kind)) or budgets == Budgets():
+        if (small := buffer_problems(run, axes, kind)) or not has_budgets(run):
             return small
-        found = run_peaks(run, axes, kind).every()
+        peaks = run_peaks(run, axes, kind).every()
     except ConfigError as error:  # the budget of activations cannot be kept
         return list(error.problems)
-    worst = max(found, key=budgets.excess)
-    if not budgets.excess(worst):
+    worst = max(peaks, key=lambda stage: sum(budgets.excess(stage)))
+    if budgets.hold(worst):
         return []
     whose = rank_words(worst.stage, axes)
     return [f"{_excess(worst, budgets, whose)}; {_what_fits(run, world_size, kind, budgets, worst.stage)}"]
@@ -85,12 +85,12 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
         hosts = math.ceil(needed / memory.limit)
         return [f"{told}: it takes {hosts} such hosts, and a layout of --tp, --pp or --zero-stage 3 over their ranks"]
     own = max(0, memory.limit // len(here) - memory.process)
-    budgets = Budgets(together=own) if kind == "cpu" else Budgets(host=own)
+    budgets = SearchLimits(memory=own, is_one=True) if kind == "cpu" else SearchLimits(host=own)
     first = max((axes.coordinates(rank).pp for rank in here), key=states.__getitem__)
     return [f"{told}; {_what_fits(run, world_size, kind, budgets, first)}"]
 
 
-def _excess(peaks: TierPeaks, budgets: Budgets, whose: str) -> str:
+def _excess(peaks: TierPeaks, budgets: SearchLimits, whose: str) -> str:
     """Which budgets are exceeded, and by what."""
     told = []
     if budgets.device is not None and peaks.device_bytes > budgets.device:
@@ -120,11 +120,10 @@ def _largest(parts: Mapping[str, int]) -> str:
     return ", ".join([*words, f"{rest:,} of all else"] if rest else words)
 
 
-def _what_fits(run: Run, world_size: int, kind: str, budgets: Budgets, first: int) -> str:
+def _what_fits(run: Run, world_size: int, kind: str, budgets: SearchLimits, first: int) -> str:
     """What to change, in words. The search looks at a step of few micro-batches (`shortened`)."""
     search = BudgetSearch(shortened(run, axes_of(run, world_size)), world_size, kind, budgets, first)
-    fitting = list(islice(search.single(), SHOWN))
-    if fitting:
+    if fitting := search.single(SHOWN):
         return f"nearest: {', or '.join(_offered(tried, budgets) for tried in fitting)}"
     tried = search.together()
     if tried is None:
@@ -150,7 +149,7 @@ def shortened(run: Run, axes: Axes) -> Run:
     return replace(run, schedule=replace(run.schedule, global_batch_size=enough * rows, rampup_batch_size=None))
 
 
-def _offered(tried: Tried, budgets: Budgets) -> str:
+def _offered(tried: Tried, budgets: SearchLimits) -> str:
     """A change, and the bytes of the tiers that have a budget with it."""
     tiers = [
         (max(peaks.device_bytes for peaks in tried.peaks), budgets.device, "on the device"),

@@ -13,12 +13,11 @@ from typing import Any
 from megazero.config.derive import micro_batch_order
 from megazero.config.placement import AUTO, applied
 from megazero.config.schema import Run
-from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
+from megazero.plan.budget_changes import peaks_within
 from megazero.plan.budgets import budgets_of, has_budgets
-from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.search import Question, search
 from megazero.plan.shapes import micro_batches_of
-from megazero.plan.tier_peaks import run_peaks
 
 
 def leaves_order_to_budgets(run: Run) -> bool:
@@ -40,10 +39,14 @@ def order_within_budgets(run: Run, axes: Axes, kind: str) -> Mapping[str, Any]:
     """
     if not leaves_order_to_budgets(run) or run.model.vocab_size is None:
         return {}
-    orders = [{"micro_batch_order": "vertical", "vertical_group_size": size} for size in _sizes(run, axes)]
-    return next(
-        (order for order in orders if _fits(applied(run, order), axes, kind)), {"micro_batch_order": "horizontal"}
-    )
+    budgets = budgets_of(run, kind)
+
+    def fits(order: Mapping[str, Any]) -> bool:
+        peaks = peaks_within(applied(run, order), axes, kind, budgets)
+        return peaks is not None and all(map(budgets.hold, peaks))
+
+    orders = ({"micro_batch_order": "vertical", "vertical_group_size": size} for size in _sizes(run, axes))
+    return next(iter(search(Question[Mapping[str, Any]](fits), orders).best), {"micro_batch_order": "horizontal"})
 
 
 def _sizes(run: Run, axes: Axes) -> Iterator[int | None]:
@@ -53,16 +56,6 @@ def _sizes(run: Run, axes: Axes) -> Iterator[int | None]:
     while size > 2:
         size = -(-size // 2)
         yield size
-
-
-def _fits(run: Run, axes: Axes, kind: str) -> bool:
-    """Whether the run keeps its budgets. One of activations that cannot be kept is an error of the walk."""
-    budgets = budgets_of(run, kind)
-    try:
-        peaks = run_peaks(run, axes, kind).every()
-        return not buffer_problems(run, axes, kind) and not any(budgets.excess(stage) for stage in peaks)
-    except ConfigError:
-        return False
 
 
 def order_notes(asked: Run, run: Run, micro_batches: int) -> list[str]:

@@ -170,6 +170,14 @@ class PlacedStep:
         walks = zip(self.states, self.machine.walks(self), strict=True)
         return max(state.elsewhere.memory + walked.host for state, walked in walks)
 
+    @property
+    def device_bytes(self) -> int:
+        return self.device.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host
+
     @cached_property
     def disk(self) -> int:
         """The most bytes of a rank's swap files."""

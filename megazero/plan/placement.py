@@ -10,7 +10,8 @@ be faster with the other, and the way there leads through slower ones.)
 
 Within a combination the shares are searched. The more of a column leaves, the less is on the device. So the least share
 of the first column that fits is found, for shares of the others on a grid, which is then refined around the best. What
-can be no better than the two best so far, because one lane alone would take as long, is not simulated.
+can be no better than the two best so far, because one lane alone would take as long, is not simulated. Both searches
+are `plan.search`: in the one a candidate is a combination, whose cost is the answer of the other one.
 
 (Gemini of PatrickStar and ColossalAI moves chunks by what a traced first iteration needed: Fang et al. 2021,
 arXiv:2108.05818. Here the list of a step is known before.)
@@ -20,19 +21,19 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from megazero.config.placement import ROWS, PlacementRow
+from megazero.config.placement import ROWS, PlacementRow, as_flags
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.plan.leaving_disks import buffer_problems
 from megazero.plan.placed_step import Machine, PlacedStep
-from megazero.plan.search_limits import SearchLimits, refusal
+from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.program.error import ProgramError
 
 COLUMNS = tuple(row for row in ROWS.values() if row.column)
@@ -82,20 +83,21 @@ class PlacementChoice:
     looked_at: int
 
 
-def choose_placement(machine: Machine, budgets: SearchLimits) -> PlacementChoice:
-    """The placement with the shortest simulated step that keeps to the budgets. Communicates nothing; the result
+def choose_placement(machine: Machine, limits: SearchLimits) -> PlacementChoice:
+    """The placement with the shortest simulated step that keeps to the limits. Communicates nothing; the result
     depends on the arguments alone. Raises ConfigError with the numbers if none keeps to them.
     """
-    search = _Search(machine, budgets)
+    walk = _Combinations(machine, limits)
+    question = Question[Combination](walk.has_room, cost=lambda each: walk.fastest[each].seconds, wanted=2)
     with _without_collections():
-        search.run()
-    ranked = search.ranked()
+        search(question, walk.candidates(), walk.answer)
+    ranked = walk.ranked()
     if not ranked:
-        if not search.over:
-            assert search.failed is not None, "a run without any placement"
-            raise search.failed
-        raise ConfigError([refusal(list(search.over.values()), budgets, _has_disks(machine))])
-    return PlacementChoice(ranked[0], ranked[1] if len(ranked) > 1 else None, search.simulated)
+        if not walk.over:
+            assert walk.failed is not None, "a run without any placement"
+            raise walk.failed
+        raise ConfigError([refusal(list(walk.over.values()), limits, _has_disks(machine))])
+    return PlacementChoice(ranked[0], ranked[1] if len(ranked) > 1 else None, walk.simulated)
 
 
 @contextmanager
@@ -117,10 +119,11 @@ def _has_disks(machine: Machine) -> bool:
 
 
 @dataclass
-class _Search:
-    """The search on its way.
+class _Combinations:
+    """The combinations of tiers and switches, as far as they were looked at.
 
-    found      the fastest placement of each combination that keeps to the budgets
+    answer     the two fastest
+    fastest    the fastest placement of each combination that keeps to the limits
     over       of combinations that do not, the placement with least on the device
     seen       combinations that were looked at
     simulated  number of simulated steps
@@ -128,8 +131,9 @@ class _Search:
     """
 
     machine: Machine
-    budgets: SearchLimits
-    found: dict[Combination, PlacedStep] = field(default_factory=dict)
+    limits: SearchLimits
+    answer: Answer[Combination] = field(default_factory=Answer)
+    fastest: dict[Combination, PlacedStep] = field(default_factory=dict)
     over: dict[Combination, PlacedStep] = field(default_factory=dict)
     seen: set[Combination] = field(default_factory=set)
     simulated: int = 0
@@ -140,23 +144,27 @@ class _Search:
         self.tiers = [able] * len(COLUMNS)
         self.counts = [*map(len, self.tiers), *(len(values) for _, values in SWITCHES)]
 
-    def run(self) -> None:
-        """Look at the first combinations, and then at the neighbours of the best ones."""
+    def candidates(self) -> Iterator[Combination]:
+        """Each combination that is looked at, once."""
+        for combination in self._proposed():
+            if combination not in self.seen:
+                self.seen.add(combination)
+                yield combination
+
+    def _proposed(self) -> Iterator[Combination]:
+        """The first combinations, and then the neighbours of the best ones."""
         last = [count - 1 for count in self.counts[: len(COLUMNS)]]
         switches = list(product(*(range(count) for count in self.counts[len(COLUMNS) :])))
         home = [0] * len(COLUMNS)
         first = [home, *([tier, *home[1:]] for tier in range(1, self.counts[0])), [1] * len(COLUMNS), last]
-        for columns in first:
-            self._look_at((*columns, *switches[0]))
-        if not self.found:
-            for columns, chosen in product(first[-2:], switches):
-                self._look_at((*columns, *chosen))
-        floor = self._placed((), (), {}).computed * (1 + EQUAL)
+        yield from ((*columns, *switches[0]) for columns in first)
+        if not self.fastest:
+            yield from ((*columns, *chosen) for columns, chosen in product(first[-2:], switches))
+        floor = self.machine.placed({}).computed * (1 + EQUAL)
         while (best := self._unexplored()) is not None:
-            if len(self.found) > 1 and min(step.seconds for step in self.found.values()) <= floor:
+            if len(self.answer.costs) > 1 and self.answer.costs[0] <= floor:
                 return  # computation alone takes as long
-            for near in self._neighbours(best):
-                self._look_at(near)
+            yield from self._neighbours(best)
 
     def _neighbours(self, combination: Combination) -> list[Combination]:
         """Those that differ in one tier or switch, the simplest first."""
@@ -169,10 +177,10 @@ class _Search:
 
     def _unexplored(self) -> Combination | None:
         """Of the best ones the first that has a neighbour that was not looked at."""
-        if self.found:
-            order = sorted(self.found, key=lambda each: (self.found[each].seconds, _simplicity(each)))
+        if self.fastest:
+            order = sorted(self.fastest, key=lambda each: (self.fastest[each].seconds, _simplicity(each)))
         else:
-            order = sorted(self.over, key=lambda each: (self.budgets.excess(self.over[each]), _simplicity(each)))
+            order = sorted(self.over, key=lambda each: (self.limits.excess(self.over[each]), _simplicity(each)))
         had: set[tuple[int, int]] = set()
         for combination in order:
             values = {*enumerate(combination)}
@@ -184,138 +192,187 @@ class _Search:
     def ranked(self) -> list[PlacedStep]:
         """The fastest first, but for a simpler one that takes as long."""
         ranked = list[PlacedStep]()
-        left = [self.found[each] for each in sorted(self.found, key=_simplicity)]
+        left = [self.fastest[each] for each in sorted(self.fastest, key=_simplicity)]
         while left and len(ranked) < 2:
             fastest = min(step.seconds for step in left)
             ranked.append(next(step for step in left if step.seconds <= fastest * (1 + EQUAL)))
             left.remove(ranked[-1])
         return ranked
 
-    def _look_at(self, combination: Combination) -> None:
-        """Look at a combination of tiers and switches, if nobody has."""
-        if combination in self.seen:
-            return
-        self.seen.add(combination)
+    def has_room(self, combination: Combination) -> bool:
+        """Whether a combination keeps to the limits, with shares that may make it one of the two fastest."""
         tiers = [tiers[number] for tiers, number in zip(self.tiers, combination, strict=False)]
         rows = list(zip(COLUMNS, tiers, strict=True))
-        leaving = [(row, tier) for row, tier in rows if tier is not Tier.DEVICE]
         staying = {row.field: TierShare() for row, tier in rows if tier is Tier.DEVICE}
         switches = zip(SWITCHES, combination[len(COLUMNS) :], strict=True)
         fixed = {**staying, **{name: values[number] for (name, values), number in switches}}
+        leaving = [(row, tier) for row, tier in rows if tier is not Tier.DEVICE]
+        shares, cluster = _Shares(self.machine, self.limits, leaving, fixed), self.machine.cluster
+        answer = Answer[_Shared]()
         try:
-            all_of_it = self._placed(leaving, [WHOLE] * len(leaving), fixed)
-            if problems_of(all_of_it.run, self.machine.cluster.axes.world_size):
-                return
-            if buffer_problems(all_of_it.run, self.machine.cluster.axes, self.machine.cluster.kind):
-                return
-            if not self.budgets.hold_device(all_of_it):
+            all_of_it = shares.placed([WHOLE] * len(leaving))
+            if problems_of(all_of_it.run, cluster.axes.world_size):
+                return False
+            if buffer_problems(all_of_it.run, cluster.axes, cluster.kind):
+                return False
+            if not self.limits.hold_device(all_of_it):
                 self.over[combination] = all_of_it
-                return
-            best = self._best(leaving, fixed)
+                return False
+            shares.search(self._useless, answer)
         except (ConfigError, ProgramError) as error:  # budgets of other flags that this order of the step does not keep
             self.failed = self.failed or error
-            return
-        if best is not None:
-            self.found[combination] = best
-        elif math.isinf(self._limit()):
+            return False
+        finally:
+            self.simulated += answer.tried
+        if answer.best:
+            self.fastest[combination] = answer.best[0].step
+        elif math.isinf(self._useless):
             self.over[combination] = all_of_it
+        return bool(answer.best)
 
-    def _best(self, leaving: Leaving, fixed: Mapping[str, Any]) -> PlacedStep | None:
-        """The fastest of a combination that keeps to the budgets and may be among the two fastest of all."""
-        best, at = self._fastest(leaving, fixed, self._grid(leaving, fixed), None, ())
-        if best is None:  # the least that keeps to the device's budget may be too much for the host's memory
-            best, at = self._fastest(leaving, fixed, iter([(WHOLE,) * len(leaving)]), None, ())
-        if best is None or not leaving:
-            return best
-        return self._fastest(leaving, fixed, self._finer(leaving, fixed, at), best, at)[0]
+    @property
+    def _useless(self) -> float:
+        """The seconds of a step above which a combination is neither the best nor the next best."""
+        costs = self.answer.costs
+        return costs[1] * (1 + EQUAL) if len(costs) > 1 else math.inf
 
-    def _limit(self) -> float:
-        """The seconds of a step above which a combination is neither the best nor the next best of those found."""
-        known = sorted(step.seconds for step in self.found.values())
-        return known[1] * (1 + EQUAL) if len(known) > 1 else math.inf
 
-    def _fastest(
-        self,
-        leaving: Leaving,
-        fixed: Mapping[str, Any],
-        shares: Iterator[tuple[int, ...]],
-        best: PlacedStep | None,
-        at: tuple[int, ...],
-    ) -> tuple[PlacedStep | None, tuple[int, ...]]:
-        """The fastest with these shares, or `best`, and its shares. Of shares on a grid, beside which a first column
-        gives way as far as it must, those behind the first that is slower are slower too.
+class _Shared(NamedTuple):
+    """A placement with these hundredths of the columns that leave."""
+
+    shares: tuple[int, ...]
+    step: PlacedStep
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The placements of a combination, which differ in the shares of the columns that leave.
+
+    fixed  its switches, and the columns that stay
+    """
+
+    machine: Machine
+    limits: SearchLimits
+    leaving: Leaving
+    fixed: Mapping[str, Any]
+
+    def search(self, useless: float, answer: Answer[_Shared]) -> None:
+        """Answer with the fastest that keeps to the limits. useless: seconds of a step above which it is of no use.
+
+        Of shares on a grid, beside which a first column gives way as far as it must, those behind the first that is
+        slower are slower too.
         """
-        limit, falling = self._limit(), best is None and len(leaving) > 1
-        for chosen in shares:
-            step = self._placed(leaving, chosen, fixed)
-            if step.least_seconds > limit or (best is not None and step.least_seconds >= best.seconds):
-                continue
-            if not self.budgets.hold(step):
-                continue
-            seconds = self._seconds(step)
-            if best is None or seconds < best.seconds:
-                best, at = step, chosen
-            elif falling:
-                break
-        return best, at
+        question = Question[_Shared](
+            fits=lambda each: self.limits.hold(each.step),
+            cost=lambda each: each.step.seconds,
+            bound=lambda each: each.step.least_seconds,
+            useless=useless,
+        )
+        falling = replace(question, falls=len(self.leaving) > 1)
+        search(falling, self._with(self._grid()), answer)
+        if not answer.best:  # the least that keeps to the device's budget may be too much for the host's memory
+            search(question, self._with([(WHOLE,) * len(self.leaving)]), answer)
+        if answer.best and self.leaving:
+            search(question, self._with(self._finer(answer.best[0].shares)), answer)
 
-    def _seconds(self, step: PlacedStep) -> float:
-        self.simulated += 1
-        return step.seconds
+    def _with(self, shares: Iterable[tuple[int, ...]]) -> Iterator[_Shared]:
+        return (_Shared(each, self.placed(each)) for each in shares)
 
-    def _grid(self, leaving: Leaving, fixed: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
-        """Shares of the columns that leave: the least of the first that fits, beside each of the others."""
-        if not leaving:
+    def placed(self, shares: Sequence[int]) -> PlacedStep:
+        """That with these shares."""
+        moved = {
+            row.field: TierShare(tier, share / WHOLE) for (row, tier), share in zip(self.leaving, shares, strict=True)
+        }
+        return self.machine.placed({**moved, **self.fixed})
+
+    def _grid(self) -> Iterator[tuple[int, ...]]:
+        """The least share of the first column that fits, beside shares of each of the others."""
+        if not self.leaving:
             yield ()
             return
-        for others in product(*((WHOLE,) if row.whole else GRID for row, _ in leaving[1:])):
-            least = self._least(leaving, others, fixed)
-            if least is None:
+        for others in product(*((WHOLE,) if row.whole else GRID for row, _ in self.leaving[1:])):
+            share = self._least(others)
+            if share is None:
                 return  # less of the others is more on the device
-            yield least, *others
-            if not others and leaving[0][0].field == FIRST:
-                yield from ((share,) for share in ALONE if share > least)
+            yield share, *others
+            if not others and self.leaving[0][0].field == FIRST:
+                yield from ((more,) for more in ALONE if more > share)
 
-    def _finer(self, leaving: Leaving, fixed: Mapping[str, Any], at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    def _finer(self, best: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """Shares around those of the best, and all of the first column."""
-        steps = FINER[min(len(leaving), 2)]
-        if len(leaving) == 1:
-            near = (at[0] + step for step in steps if leaving[0][0].field == FIRST)
+        steps = FINER[min(len(self.leaving), 2)]
+        if len(self.leaving) == 1:
+            near = (best[0] + step for step in steps if self.leaving[0][0].field == FIRST)
             yield from ((share,) for share in near if 0 < share <= WHOLE)
             return
-        if at[0] < WHOLE:
-            yield WHOLE, *at[1:]  # nothing of the column is left to be updated on the device
-        for number, step in product((n for n in range(1, len(at)) if not leaving[n][0].whole), steps):
-            others = [*at[1:]]
+        if best[0] < WHOLE:
+            yield WHOLE, *best[1:]  # nothing of the column is left to be updated on the device
+        for number, step in product((n for n in range(1, len(best)) if not self.leaving[n][0].whole), steps):
+            others = [*best[1:]]
             others[number - 1] += step
-            if 0 < others[number - 1] <= WHOLE and (least := self._least(leaving, others, fixed)) is not None:
-                yield least, *others
+            if 0 < others[number - 1] <= WHOLE and (share := self._least(others)) is not None:
+                yield share, *others
 
-    def _least(self, leaving: Leaving, others: Sequence[int], fixed: Mapping[str, Any]) -> int | None:
+    def _least(self, others: Sequence[int]) -> int | None:
         """The least share of the first column with which the device's budget is kept; None if there is none."""
 
         def fits(share: int) -> bool:
-            return self.budgets.hold_device(self._placed(leaving, (share, *others), fixed))
+            return self.limits.hold_device(self.placed((share, *others)))
 
         if not fits(WHOLE):
             return None
-        if self.budgets.tensors is None:
+        if self.limits.tensors is None:
             return 1
-        if leaving[0][0].field == FIRST:
-            limit = self.budgets.tensors
-            share = self._placed(leaving, (WHOLE, *others), fixed).least_share(limit)
-            while not fits(share):  # where updates on the device fetch gradients, that takes memory
-                nearer = self._placed(leaving, (share, *others), fixed).least_share(limit)
-                share = min(WHOLE, max(share + 1, nearer))
-            while self._placed(leaving, (share, *others), fixed).least_share(limit) < share and fits(share - 1):
-                share -= 1
-            return share
-        low, high = 0, WHOLE
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return high
+        if self.leaving[0][0].field != FIRST:
+            return least(fits, WHOLE)
+        limit = self.limits.tensors
+        share = self.placed((WHOLE, *others)).least_share(limit)
+        while not fits(share):  # where updates on the device fetch gradients, that takes memory
+            nearer = self.placed((share, *others)).least_share(limit)
+            share = min(WHOLE, max(share + 1, nearer))
+        while self.placed((share, *others)).least_share(limit) < share and fits(share - 1):
+            share -= 1
+        return share
 
-    def _placed(self, leaving: Leaving, shares: Sequence[int], fixed: Mapping[str, Any]) -> PlacedStep:
-        moved = {row.field: TierShare(tier, share / WHOLE) for (row, tier), share in zip(leaving, shares, strict=True)}
-        return self.machine.placed({**moved, **fixed})
+
+def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> str:
+    """Why nothing keeps to the budgets, and what would help. over: what was tried. disks: whether with disks."""
+    more = "" if disks else ", --nvme-path DIR for state on disks"
+    fits = [step for step in over if limits.hold_device(step)]
+    if not fits:
+        nearest = min(over, key=lambda step: step.device.nbytes)
+        own = f", {limits.workspace:,} of them for matrix products" * (limits.workspace > 0)
+        takes = nearest.device.nbytes + limits.workspace
+        return (
+            f"--device-memory-budget {limits.device:,}: no placement keeps to it; the least that a rank takes is "
+            f"{takes:,} bytes{own}, with {as_flags(dict(nearest.settings)) or 'all on the device'}, at "
+            f"{nearest.device.instruction} on stage {nearest.device.stage}; nearest: that budget, a smaller "
+            "--micro-batch-size, or --recompute-granularity full"
+        )
+    hosted = [step for step in fits if not limits.excess(step).host]
+    if not hosted:
+        nearest = min(fits, key=lambda step: step.host)
+        return (
+            f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one "
+            f"with least in host memory takes {nearest.host:,} bytes there, with {as_flags(dict(nearest.settings))}; "
+            f"nearest: that budget, a smaller --nvme-buffer-bytes{more}"
+        )
+    nearest = min(hosted, key=limits.of_memory)
+    if limits.excess(nearest).memory:
+        told, whole = as_flags(dict(nearest.settings)) or "all on the device", f"{limits.of_memory(nearest):,}"
+        if limits.is_one and limits.memory == limits.device:
+            return (
+                f"--device-memory-budget {limits.memory:,}: it is of all memory of a rank on a CPU, and the placement "
+                f"that takes least takes {whole} bytes, with {told}; nearest: that budget, a smaller "
+                f"--micro-batch-size{more}"
+            )
+        return (
+            f"--placement auto: this host's memory has {limits.memory:,} bytes for a rank, and the placement that "
+            f"takes least of it takes {whole}, with {told}; nearest: fewer ranks on this host, a smaller "
+            f"--micro-batch-size{more}"
+        )
+    nearest = min((step for step in hosted if not limits.excess(step).memory), key=lambda step: step.disk)
+    return (
+        f"--nvme-path: the swap files of a rank have {limits.disk or 0:,} bytes of room, and with "
+        f"{as_flags(dict(nearest.settings))} they take {nearest.disk:,}; nearest: a folder more, on another disk"
+    )

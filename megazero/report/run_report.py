@@ -21,7 +21,6 @@ from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first
-from megazero.plan.budget_changes import Budgets
 from megazero.plan.budgets import budgets_of, has_budgets
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
@@ -29,6 +28,7 @@ from megazero.plan.gathered import GatheredBytes, gathered_bytes
 from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import moved_in_step
 from megazero.plan.recompute import activation_peaks, activation_plan, gathered_inputs, recompute_choice
+from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import host_bytes, spare_bytes
 from megazero.plan.tier_peaks import TierPeaks, run_peaks
@@ -85,7 +85,7 @@ class MemoryReport:
     spare: tuple[int, ...]
     leaving: LeavingReport | None
     peaks: tuple[TierPeaks, ...]
-    budgets: Budgets | None
+    budgets: SearchLimits | None
     assumed: bool
 
 

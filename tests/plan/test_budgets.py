@@ -9,10 +9,11 @@ import pytest
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
-from megazero.plan.budget_changes import Budgets, BudgetSearch, MemoryChange
+from megazero.plan.budget_changes import BudgetSearch, MemoryChange
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems, shortened
 from megazero.plan.bytes import stage_bytes
 from megazero.plan.rates import ASSUMED
+from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.tier_peaks import run_peaks
 from megazero.plan.timed_steps import timed_traces
@@ -279,7 +280,7 @@ def test_nothing_fits() -> None:
 def test_a_change_that_the_run_may_not_have_is_not_tried() -> None:
     """A budget of activations chooses what is computed again: then no flag may."""
     run = asked("--activation-memory-budget 3MB --device-memory-budget 5MB")
-    search = BudgetSearch(run, 1, "cpu", Budgets(5_000_000), 0)
+    search = BudgetSearch(run, 1, "cpu", SearchLimits(5_000_000), 0)
     assert search.attempt(MemoryChange((("recompute_granularity", "full"),))) is None
     assert search.attempt(MemoryChange((("micro_batch_size", 1),))) is not None
     assert search.attempt(MemoryChange((("micro_batch_size", 3),))) is None, "3 does not divide 8"

@@ -104,6 +104,14 @@ def test_a_budget_of_activations_counts_too() -> None:
     assert found(asked(f"{ON_DISKS} --activation-memory-budget 100MB")) == whole
 
 
+def test_buffers_that_hold_no_unit_are_refused_in_words() -> None:
+    """A run whose buffers are too small for activations on disks has no list, and so no peak to compare."""
+    run = asked(f"{ON_DISKS} --seq-length 512 --offload-activations nvme --device-memory-budget 20MB")
+    assert found(run) == {"micro_batch_order": "horizontal"}
+    (problem,) = memory_problems(applied(run, found(run)), 1, "cpu")
+    assert problem.startswith("--nvme-buffer-bytes 1000000 does not hold 4 times what a unit")
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -18,7 +18,7 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
 from megazero.plan.rates import MachineRates
-from megazero.plan.search_limits import SearchLimits
+from megazero.plan.search import SearchLimits
 from megazero.plan.step_memory import stage_trace
 from megazero.plan.tier_peaks import run_peaks
 from megazero.program.instruction import Lane
