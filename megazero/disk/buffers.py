@@ -12,7 +12,8 @@ from torch import Tensor
 
 def own_pages(count: int) -> mmap.mmap:
     """Pages of this process alone with so many bytes, large ones where the kernel has them."""
-    memory = mmap.mmap(-1, count)
+    # Not shared, as mmap's are by default: few kernels give large pages to shared memory, whatever the advice.
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             with suppress(OSError):  # a kernel without large pages
