@@ -73,7 +73,7 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
         if newest is not None:
             run_from(newest.run)  # raises Damaged for a manifest whose run has impossible values
         resumed, is_damaged = newest, False
-    if resumed is None and load and os.path.exists(load):
+    if resumed is None and not is_damaged and load and os.path.exists(load):
         problems += _other_content(run.checkpoint, Path(load))
     problems += _of_another_run(run.checkpoint, resumed)
     if resumed is not None:

@@ -355,6 +355,17 @@ def test_a_check_alone_finds_a_file_that_was_cut(saved: Callable[..., list[str]]
         validated(words)
 
 
+def test_a_damaged_checkpoint_is_one_problem(saved: Callable[..., list[str]]) -> None:
+    """It is not told of its folder, too, that it holds no checkpoint."""
+    words = [*saved(), "--load", "runs/a", "--train-iters", "4"]
+    (manifest,) = Path("runs/a").glob("iter_0000002/manifest.json")
+    manifest.unlink()
+    with pytest.raises(ConfigError) as raised:
+        validated(words)
+    (problem,) = raised.value.problems
+    assert "iter_0000002 is damaged: manifest.json is missing" in problem and raised.value.status == 1
+
+
 def test_forgotten_settings_are_in_a_file(saved: Callable[..., list[str]], corpus: Path) -> None:
     words = saved()
     names = ["--data-path", corpus, "--data-cache-path", "cache", "--eval-iters", 0, "--vocab-size", 1003]
