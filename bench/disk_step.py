@@ -23,13 +23,14 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from bench import results
 from bench.script import parser_of, report
-from megazero.cli.bench_nvme import _adam, _part_bytes
+from fused_ops.adam import AdamRange, adam_steps
 from megazero.config.tiers import SLOTS
 from megazero.disk import buffers
 from megazero.disk.backend import DiskOptions, open_backend
@@ -47,7 +48,8 @@ from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
 
 MIB = 1 << 20
-PRECISION = "bf16"
+PART = 29_822_976
+"""Bytes of a part in bf16, as `megazero bench-nvme` says: of its weights and two moments, in fp32."""
 PARTS = 24
 """That a turn moves."""
 TURNS = 7
@@ -88,6 +90,22 @@ def pages_of(kind: str, count: int) -> mmap.mmap:
     return memory
 
 
+def adam(part_bytes: int) -> Callable[[Tensor], None]:
+    """Updates a part."""
+    gradient = torch.rand(part_bytes // 12)
+    parameters = torch.zeros(len(gradient), dtype=torch.bfloat16)
+    betas: Any = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decoupled": True}
+    one, skip = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
+
+    @torch.no_grad()
+    def update(part: Tensor) -> None:
+        weights, first, second = part.view(torch.float32).split(len(gradient))
+        adam_range = AdamRange(parameters, weights, gradient, first, second, 0.0)
+        adam_steps([adam_range], lr=1e-4, **betas, step=one, multiplier=one, skip=skip)
+
+    return update
+
+
 @dataclass
 class Row:
     """A way with memory and lanes of its own on the file that all share. seconds: of its turns."""
@@ -101,7 +119,7 @@ class Row:
         self.options = DiskOptions(depth=self.way.depth, direct_bytes=self.way.direct * MIB)
         self.backend = open_backend(self.options, self.space._files)
         self.lanes = DiskLanes(self.backend.reads, self.backend.writes)
-        self.update = _adam(PRECISION, self.part_bytes)
+        self.update = adam(self.part_bytes)
 
     def allocated(self) -> list[Tensor]:
         """Slots of memory, all of whose pages exist."""
@@ -156,7 +174,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the file is made and removed")
     parser.add_argument("--rounds", type=int, default=12, help="%(default)s")
     args = parser.parse_args()
-    part_bytes, rounds = (3 * MIB, 1) if args.quick else (_part_bytes(PRECISION), args.rounds)
+    part_bytes, rounds = (3 * MIB, 1) if args.quick else (PART, args.rounds)
     torch.set_num_threads(1)  # the host's lane of a run is one thread beside the computation
     pieces = {str(number): part_bytes for number in range(PARTS * TURNS)}
     with ExitStack() as stack:

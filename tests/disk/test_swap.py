@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
+import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from megazero.disk.backend import DiskOptions
+from megazero.disk.buffers import own_pages
 from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.measure import DiskTrial
 from megazero.disk.opening import open_swap, record_of
@@ -102,6 +106,19 @@ def test_memory_of_the_space_goes_without_buffers(tmp_path: Path, options: DiskO
     with pytest.raises(SwapDamaged, match="piece 'whole'"):
         space.read(tensors).wait()
     space.close(remove=True)
+
+
+def test_memory_for_disks_may_have_large_pages() -> None:
+    """Kernels give none to shared memory, which Python's mmap makes unless it is told otherwise."""
+    with own_pages(4 << 20) as pages:
+        address = ctypes.addressof(ctypes.c_uint8.from_buffer(pages))
+        maps = Path("/proc/self/smaps").read_text().split("VmFlags: ")
+    for fields, flags in pairwise(maps):
+        (bounds,) = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", fields, re.MULTILINE)
+        if int(bounds[0], 16) <= address < int(bounds[1], 16):
+            assert "sh" not in flags.splitlines()[0].split()
+            return
+    raise AssertionError("the memory is in no map")
 
 
 def test_a_run_goes_on_from_the_last_flip(tmp_path: Path, options: DiskOptions) -> None:
