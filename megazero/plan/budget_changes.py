@@ -22,10 +22,10 @@ from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
-from megazero.plan.gathered import unit_problems
-from megazero.plan.leaving_disks import buffer_problems, writes_activations
+from megazero.plan.leaving import buffer_problems, writes_activations
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
-from megazero.plan.tier_peaks import TierPeaks, run_peaks
+from megazero.plan.step_memory import TierPeaks, run_peaks
+from megazero.plan.traffic import unit_problems
 
 NEW_FOLDER = "DIR"
 """Stands for a folder that the user has to name."""

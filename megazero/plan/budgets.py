@@ -13,11 +13,10 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.budget_changes import BudgetSearch, Tried
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.leaving import buffer_problems
 from megazero.plan.search import SearchLimits
 from megazero.plan.shapes import micro_batches_of
-from megazero.plan.step_memory import rank_words
-from megazero.plan.tier_peaks import TierPeaks, run_peaks
+from megazero.plan.step_memory import TierPeaks, rank_words, run_peaks
 
 SHOWN = 3
 """Columns of a peak that are named, and changes that are offered."""

@@ -8,8 +8,7 @@ from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.offloaded import NOTHING, OffloadedBytes, offloaded_bytes
-from megazero.plan.parameter_specs import specs_of
-from megazero.plan.shapes import packed
+from megazero.plan.shapes import packed, specs_of
 from megazero.zero.coded import coding_of, frozen_layouts
 from megazero.zero.layout import group_sizes, packing_of, shard_sizes
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings

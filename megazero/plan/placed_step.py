@@ -13,12 +13,11 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
-from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import NOTHING, least_moved
 from megazero.plan.rates import MachineRates
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.shapes import shape_of
-from megazero.plan.step_lists import StageLists
+from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import step_fullest
 from megazero.plan.step_times import step_times
 from megazero.program.instruction import Instruction, Lane
