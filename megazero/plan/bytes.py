@@ -8,7 +8,8 @@ from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.offloaded import NOTHING, OffloadedBytes, offloaded_bytes
-from megazero.plan.shapes import packed, specs_of
+from megazero.plan.shapes import packed, shape_of, specs_of
+from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
 from megazero.zero.layout import group_sizes, packing_of, shard_sizes
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
@@ -63,6 +64,11 @@ def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
     return axes.world_size > 1 and (parallel.backend == "nccl" or on_card)
 
 
+def stage_shape(run: Run, axes: Axes, stage: int) -> RankShape:
+    """The shape of the ranks of a stage. Shards of all tp ranks have the same size."""
+    return shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=has_nccl(run.parallel, axes))
+
+
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     at = Coordinates(stage, 0, 0, 0)
     shards = shard_sizes(axes, at)
@@ -71,10 +77,9 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     dtypes = run_columns(run.optimizer, parallel, run.offload)
     held = dict.fromkeys(Column, 0)
     parameters = feedback = 0
-    packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
-    sizes = group_sizes(axes, at)
-    layouts = packed(run, axes, at, packing)
-    elsewhere = offloaded_bytes(run, axes, at, nccl=has_nccl(run.parallel, axes))
+    nccl, sizes = has_nccl(parallel, axes), group_sizes(axes, at)
+    packing = packing_of(parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
+    layouts, elsewhere = packed(run, axes, at, packing), offloaded_bytes(run, axes, at, nccl=nccl)
     for bucket in layouts:
         parameters += bucket.parameters
         if parallel.zero_gradient_error_feedback:

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 from megazero.config.placement import applied
 from megazero.config.schema import Run
-from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
+from megazero.plan.bytes import StageBytes, stage_bytes, stage_shape
 from megazero.plan.offloaded import NOTHING, least_moved
 from megazero.plan.rates import MachineRates
-from megazero.plan.recompute import activation_plan, recompute_table
-from megazero.plan.shapes import shape_of
 from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import step_fullest
 from megazero.plan.step_times import step_times
@@ -91,9 +89,7 @@ class Machine:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
         key, axes = step.without(NO_STATE), self.cluster.axes
         if key not in self._moved:
-            ranks = [Coordinates(stage, 0, 0, 0) for stage in range(axes.pp)]
-            shapes = [shape_of(step.run, axes, at, nccl=has_nccl(step.run.parallel, axes)) for at in ranks]
-            self._moved[key] = [least_moved(shape) for shape in shapes]
+            self._moved[key] = [least_moved(stage_shape(step.run, axes, stage)) for stage in range(axes.pp)]
         return self._moved[key]
 
     def walks(self, step: PlacedStep) -> list[Walked]:
@@ -186,9 +182,7 @@ class PlacedStep:
     @cached_property
     def times(self) -> ChunkTimes:
         """The seconds of its computations and messages."""
-        axes, kind = self.machine.cluster.axes, self.machine.cluster.kind
-        hidden = activation_plan(self.run, kind).hidden_bytes
-        return step_times(self.run, recompute_table(self.run, axes, kind), hidden, self.machine.rates)
+        return step_times(self.run, self.machine.cluster.axes, self.machine.cluster.kind, self.machine.rates)
 
     @property
     def computing(self) -> list[float]:

@@ -8,7 +8,7 @@ their sum counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from megazero.config.dtypes import grad_reduce_dtype, state_dtype
@@ -62,15 +62,25 @@ def _walked(
     steps: StageLists, stage: int, state: StageBytes, kind: str
 ) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
     """What a walk through the list of a stage's rank needs."""
-    step = steps.of(stage)
-    scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
-    return (
-        step.instructions,
-        scope,
-        replace(
-            step_bytes(steps.run, steps.axes, stage, state, kind), host_buffer=activation_pieces(step).buffer_bytes
-        ),
+    run, step, plan = steps.run, steps.of(stage), activation_plan(steps.run, kind)
+    in_flight, cast = _reductions(run)
+    sizes = StepBytes(
+        hidden=plan.hidden_bytes,
+        units=unit_bytes(run, steps.axes, stage, kind),
+        optimizer=state.optimizer,
+        host=state.elsewhere.memory if kind == "cpu" else 0,
+        host_buffer=activation_pieces(step).buffer_bytes,
+        feedback=state.feedback,
+        logits=plan.logits if kind == "cpu" and state.head else 0,
+        in_flight=in_flight,
+        cast=cast,
     )
+    return step.instructions, _scope(steps, stage), sizes
+
+
+def _scope(steps: StageLists, stage: int) -> Scope:
+    step = steps.of(stage)
+    return Scope(step.shape, chunks_of(steps.run).count, border=step.border)
 
 
 def spare_bytes(steps: StageLists, stage: int) -> int:
@@ -78,20 +88,19 @@ def spare_bytes(steps: StageLists, stage: int) -> int:
     rank of this stage. It is 0 where gradients are whole anyway.
     """
     step = steps.of(stage)
-    scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
     units = tuple((UnitSizes(),) * len(chunk) for chunk in step.shape.units)
     in_flight, cast = _reductions(steps.run)
-    return sum(spare_buffers(step.instructions, scope, StepBytes(0, units, in_flight=in_flight, cast=cast)))
+    sizes = StepBytes(0, units, in_flight=in_flight, cast=cast)
+    return sum(spare_buffers(step.instructions, _scope(steps, stage), sizes))
 
 
 def host_bytes(steps: StageLists, stage: int, kind: str) -> int:
     """Bytes of host memory in which the activations of a rank of this stage wait for their backward. kind: as in
     `stage_trace`.
     """
-    step, axes = steps.of(stage), steps.axes
-    scope = Scope(step.shape, chunks_of(steps.run).count, border=step.border)
-    sizes = StepBytes(0, unit_bytes(steps.run, axes, stage, kind), host_buffer=activation_pieces(step).buffer_bytes)
-    return sum(host_buffers(step.instructions, scope, sizes))
+    step, units = steps.of(stage), unit_bytes(steps.run, steps.axes, stage, kind)
+    sizes = StepBytes(0, units, host_buffer=activation_pieces(step).buffer_bytes)
+    return sum(host_buffers(step.instructions, _scope(steps, stage), sizes))
 
 
 def _reductions(run: Run) -> tuple[int, float]:
@@ -100,22 +109,6 @@ def _reductions(run: Run) -> tuple[int, float]:
     reduced = grad_reduce_dtype(run.optimizer.precision, run.parallel.grad_reduce_dtype)
     cast = 0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize
     return IN_FLIGHT if run.parallel.overlap else 0, cast
-
-
-def step_bytes(run: Run, axes: Axes, stage: int, state: StageBytes, kind: str) -> StepBytes:
-    """The sizes of what a rank of this stage holds in a step beside its buckets."""
-    plan = activation_plan(run, kind)
-    in_flight, cast = _reductions(run)
-    return StepBytes(
-        hidden=plan.hidden_bytes,
-        units=unit_bytes(run, axes, stage, kind),
-        optimizer=state.optimizer,
-        host=state.elsewhere.memory if kind == "cpu" else 0,
-        feedback=state.feedback,
-        logits=plan.logits if kind == "cpu" and state.head else 0,
-        in_flight=in_flight,
-        cast=cast,
-    )
 
 
 @dataclass(frozen=True)

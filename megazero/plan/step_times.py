@@ -4,12 +4,12 @@ measured rates, when each lane works, and what then lies in which tier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from megazero.config.derive import FULL, SELECTIVE, RecomputeTable
+from megazero.config.derive import FULL, SELECTIVE
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
+from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs, stage_specs
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, head_flops
@@ -20,16 +20,16 @@ from megazero.plan.step_memory import stage_trace
 from megazero.program.instruction import Lane
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
-from megazero.program.trace import MemoryTrace, TierBytes, TimedStep, timed_step
+from megazero.program.trace import MemoryTrace, TierBytes, timed_step
 
 
-def step_times(run: Run, table: RecomputeTable, hidden_bytes: int, rates: MachineRates) -> ChunkTimes:
-    """The times of a rank's step in seconds. table: what backward computes again. hidden_bytes: of a message between
-    stages.
+def step_times(run: Run, axes: Axes, kind: str, rates: MachineRates) -> ChunkTimes:
+    """The times of a rank's step in seconds. kind: of device, cpu or cuda, as in `plan.step_memory.stage_trace`.
 
     A backward takes twice its forward, and what it computes again. The lookup of an embedding counts an operation for
     each element.
     """
+    table = recompute_table(run, axes, kind)
     specs, samples = stage_specs(run), run.schedule.micro_batch_size / run.parallel.tp
     units = tuple(_units(run, spec) for spec in specs)
     forward = tuple(sum(of_chunk) * samples / rates.flops for of_chunk in units)
@@ -50,7 +50,7 @@ def step_times(run: Run, table: RecomputeTable, hidden_bytes: int, rates: Machin
     return ChunkTimes(
         forward,
         backward,
-        hidden_bytes * each,
+        activation_plan(run, kind).hidden_bytes * each,
         units=units,
         per_byte=per_byte,
         update=1 / rates.update,
@@ -70,29 +70,19 @@ def timed_traces(steps: StageLists, kind: str, rates: MachineRates) -> list[Memo
 
     kind: of device, cpu or cuda, as in `plan.step_memory.stage_trace`.
     """
-    states = stage_bytes(steps.run, steps.axes)
-    found = [stage_trace(steps, stage, state, kind) for stage, state in enumerate(states)]
-    timed = _timed(steps, kind, rates, found, states)
-    both = [replace(trace, timed=step) for trace, step in zip(found, timed, strict=True)]
-    return sorted(both, key=lambda each: -each.peak.total)
-
-
-def _timed(
-    steps: StageLists, kind: str, rates: MachineRates, traces: Sequence[MemoryTrace], states: Sequence[StageBytes]
-) -> list[TimedStep]:
-    """By stage; times are seconds. All stages begin at 0 with a step that follows another."""
-    run, stages = steps.run, [steps.of(stage) for stage in range(steps.axes.pp)]
-    hidden = activation_plan(run, kind).hidden_bytes
-    times = step_times(run, recompute_table(run, steps.axes, kind), hidden, rates)
+    stages, states = [steps.of(stage) for stage in range(steps.axes.pp)], stage_bytes(steps.run, steps.axes)
     lists, shapes = [each.instructions for each in stages], [each.shape for each in stages]
-    report = simulate(lists, times, shapes, border=stages[0].border)
-    return [
-        timed_step(lists[stage], report, stage, trace.samples, resting(steps, stage, state))
-        for stage, (trace, state) in enumerate(zip(traces, states, strict=True))
-    ]
+    # All stages begin at 0, with a step that follows another.
+    report = simulate(lists, step_times(steps.run, steps.axes, kind, rates), shapes, border=stages[0].border)
+    traces = list[MemoryTrace]()
+    for stage, state in enumerate(states):
+        trace = stage_trace(steps, stage, state, kind)
+        timed = timed_step(lists[stage], report, stage, trace.samples, _resting(steps, stage, state))
+        traces.append(replace(trace, timed=timed))
+    return sorted(traces, key=lambda each: -each.peak.total)
 
 
-def resting(steps: StageLists, stage: int, state: StageBytes) -> TierBytes:
+def _resting(steps: StageLists, stage: int, state: StageBytes) -> TierBytes:
     """What lies in host memory and in files all the time: state, slots, and buffers of the files."""
     pieces, off = activation_pieces(steps.of(stage)), state.elsewhere
     files = off.files + pieces.file_bytes(len(steps.run.offload.nvme_path))

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 
 from megazero.config.derive import gathers_parameters
 from megazero.config.schema import Run
-from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.bytes import has_nccl
-from megazero.plan.shapes import shape_of
+from megazero.plan.bytes import stage_shape
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Op
 from megazero.program.passes.gathers import least_bytes
-from megazero.program.shape import RankShape
 from megazero.program.traffic import message_bytes
 
 
@@ -125,14 +123,9 @@ def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
     return GatheredBytes(stage, step.budget, gathered, least_bytes(listed, shape, step.budget, search=searched))
 
 
-def _shape(run: Run, axes: Axes, stage: int) -> RankShape:
-    """The shape of the ranks of a stage. Shards of all tp ranks have the same size."""
-    return shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=has_nccl(run.parallel, axes))
-
-
 def _units(run: Run, axes: Axes, stage: int) -> list[tuple[int, str]]:
     """(bytes to gather, name) of each unit of a stage."""
-    shape, specs = _shape(run, axes, stage), stage_specs(run)
+    shape, specs = stage_shape(run, axes, stage), stage_specs(run)
     found: list[tuple[int, str]] = []
     for units, number in zip(shape.units, chunks_of(run).of(stage), strict=True):
         for unit, name in zip(units, unit_names(specs[number]), strict=True):
