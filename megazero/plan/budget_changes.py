@@ -98,6 +98,7 @@ class BudgetSearch:
 
     def __init__(self, run: Run, world_size: int, kind: str, limits: SearchLimits, first: int) -> None:
         self._run, self._world, self._kind, self._limits, self._first = run, world_size, kind, limits, first
+        # what is wrong with the run itself does not speak against a change of it
         self._known = frozenset(problems_of(run, world_size, own_data=True))
         self.attempt = cache(self._attempt)
         """Try a change; None if the run would not be valid with it."""

@@ -75,7 +75,7 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     row = shardings(run.parallel, run.offload)
     parallel = run.parallel
     dtypes = run_columns(run.optimizer, parallel, run.offload)
-    held = dict.fromkeys(Column, 0)
+    nbytes = dict.fromkeys(Column, 0)
     parameters = feedback = 0
     nccl, sizes = has_nccl(parallel, axes), group_sizes(axes, at)
     packing = packing_of(parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
@@ -89,30 +89,30 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         for column, dtype in dtypes.items():
             whole = row[column] is Sharding.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
-            held[column] += elements * dtype.itemsize
+            nbytes[column] += elements * dtype.itemsize
     sharding = row[Column.PARAMETER]
     sharded, still = sharding is Sharding.SHARDED, specs_of(run, stage, 0, trained=False)
     plain, coded = frozen_layouts(still, sizes, sharding, packing, coding_of(run.lora, run.model))
     for codes in coded:
         parameters += codes.numbers.parameters
-        held[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], sharding)
+        nbytes[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], sharding)
     for bucket in plain:
         parameters += bucket.parameters
         elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel
-        held[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
+        nbytes[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)
-    own = [specs[number] for number in chunks_of(run).of(stage)]
-    embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
-    blocks = sum(len(spec.blocks) for spec in own)
+    of_stage = [specs[number] for number in chunks_of(run).of(stage)]
+    embedding, head = any(spec.has_embedding for spec in of_stage), any(spec.has_head for spec in of_stage)
+    blocks = sum(len(spec.blocks) for spec in of_stage)
     return StageBytes(
         blocks,
-        len(own),
+        len(of_stage),
         embedding,
         head,
         parameters,
-        weights=held[Column.PARAMETER] - sum(elsewhere.parameters),
-        gradients=held[Column.GRADIENT] - sum(elsewhere.gradients) + feedback,
-        optimizer=sum(held[column] for column in OPTIMIZER) - sum(elsewhere.optimizer),
+        weights=nbytes[Column.PARAMETER] - sum(elsewhere.parameters),
+        gradients=nbytes[Column.GRADIENT] - sum(elsewhere.gradients) + feedback,
+        optimizer=sum(nbytes[column] for column in OPTIMIZER) - sum(elsewhere.optimizer),
         feedback=feedback,
         elsewhere=elsewhere,
     )

@@ -285,11 +285,11 @@ def attention(tape: Tape, w: Widths, mixed: Buffer, heads: Heads, *, selective: 
         return core(tape, w, mixed, heads)
     inner = Buffer(mixed.nbytes)
     part = Tape(inner, {inner} if mixed in tape.graded else set())
-    found = part.measure(core(part, w, inner, heads), consumes=True)
+    unit = part.measure(core(part, w, inner, heads), consumes=True)
     # torch ends the second forward where all that backward needs is there: before the last product of `_softmax`.
-    unneeded = 2 * found.output if heads.body is Body.SOFTMAX else 0
-    again = max(found.forward - unneeded, found.backward - mixed.nbytes - found.output)
-    return tape.op((mixed,), found.output, saves=(mixed,), work=found.forward - found.output, back=again)
+    unneeded = 2 * unit.output if heads.body is Body.SOFTMAX else 0
+    again = max(unit.forward - unneeded, unit.backward - mixed.nbytes - unit.output)
+    return tape.op((mixed,), unit.output, saves=(mixed,), work=unit.forward - unit.output, back=again)
 
 
 def _kernel(tape: Tape, w: Widths, mixed: Buffer, heads: Heads) -> Buffer:

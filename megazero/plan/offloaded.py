@@ -93,7 +93,7 @@ def offloaded_bytes(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> Off
         optimizer=(state[Tier.HOST], state[Tier.DISK]),
         parameters=(stored[Tier.HOST], stored[Tier.DISK]),
         gradients=(sums[Tier.HOST], sums[Tier.DISK]),
-        slots=_slots(shape, max((one.stop - one.start for one in residents), default=0) * widths.state),
+        slots=_slots(shape, max((piece.stop - piece.start for piece in residents), default=0) * widths.state),
         buffers=DiskOptions().memory_bytes if pieces else 0,
         copied=sum(pieces.values()) - sum(rests.values()),
         files=swap_file_bytes(run, pieces),
@@ -166,7 +166,7 @@ def swap_contents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> str:
     widths = state_widths(run.optimizer, run.parallel, run.offload)
     resting = run_parts(ranges, layouts, widths, run.offload)
     dtypes = run_columns(run.optimizer, run.parallel, run.offload)
-    told = (
+    contents = (
         [(column.value, str(dtypes[column])) for column in OPTIMIZER if column in dtypes],
         sorted(axes.sizes.items()),
         (at.pp, at.dp, at.cp, at.tp),
@@ -175,10 +175,10 @@ def swap_contents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> str:
                 layout.numel,
                 tuple(groups[layout.group]),
                 [(entry.spec.name, entry.spec.shape, entry.spec.box, entry.offset) for entry in layout.entries],
-                [(part.start, part.stop, part.tier.value) for part in own.parts],
-                own.rests.value,
+                [(part.start, part.stop, part.tier.value) for part in rest.parts],
+                rest.rests.value,
             )
-            for layout, own in zip(layouts, resting, strict=True)
+            for layout, rest in zip(layouts, resting, strict=True)
         ],
     )
-    return hashlib.sha256(repr(told).encode()).hexdigest()
+    return hashlib.sha256(repr(contents).encode()).hexdigest()

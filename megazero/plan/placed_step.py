@@ -102,10 +102,11 @@ class Machine:
         return self._walks[key]
 
     def _walk(self, step: PlacedStep, stage: int) -> Walked:
+        # without optimizer state, which is there all the time, one walk serves all shares: `device` adds the state
         state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
-        found, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
+        fullest, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
         files = pieces.file_bytes(len(self.run.offload.nvme_path))
-        return Walked(Peak(found.nbytes, stage, found.instruction), found.host + pieces.buffers, files)
+        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + pieces.buffers, files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,11 +144,11 @@ class PlacedStep:
     @cached_property
     def device(self) -> Peak:
         """The most bytes on a device, of all stages. On a CPU too, what has left it does not count."""
-        found = [
+        peaks = [
             replace(walked.peak, nbytes=walked.peak.nbytes + state.optimizer)
             for walked, state in zip(self.machine.walks(self), self.states, strict=True)
         ]
-        return max(found, key=lambda peak: peak.nbytes)
+        return max(peaks, key=lambda peak: peak.nbytes)
 
     def least_share(self, limit: int) -> int:
         """About the hundredths of the optimizer state that have to be away, so that a device holds at most `limit`

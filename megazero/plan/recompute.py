@@ -155,9 +155,9 @@ def chunk_groups(run: Run, axes: Axes, stage: int) -> list[ChunkGroup | None]:
     last = chunks_of(run).count - 1
     computed = [i for i in instructions_of(run, axes, stage) if i.is_compute]
     at_once = any(
-        one.op is Op.FORWARD and other.is_backward and one.micro_batch == other.micro_batch
-        for one, other in pairwise(computed)
-        if one.model_chunk == other.model_chunk == last
+        first.op is Op.FORWARD and second.is_backward and first.micro_batch == second.micro_batch
+        for first, second in pairwise(computed)
+        if first.model_chunk == second.model_chunk == last
     )
     return [
         ChunkGroup(len(groups[0]), turns_back=number == last and at_once, stays=number + 1 in numbers)
@@ -236,11 +236,11 @@ def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | Non
     """
     blocks, model = len(spec.blocks), plan.run.model
     core, whole = attention_core_flops(model), block_flops(model)
-    found = []
+    choices = []
     for full in range(blocks + 1):
         for selective in range(blocks + 1 - full):
             counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
             kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
             chunk = of_units(plan, spec, list(counts.items()), group)
-            found.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
-    return found
+            choices.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
+    return choices

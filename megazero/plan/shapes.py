@@ -74,7 +74,8 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     row, sizes = shardings(run.parallel, run.offload), group_sizes(axes, at)
     packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
     specs = [
-        [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)
+        [[*of_unit, *others] for of_unit, others in zip(*chunks, strict=True)]
+        for chunks in zip(trained, still, strict=True)
     ]
     groups, (layouts, ranges) = state_groups(axes, at), updated_layouts(run, axes, at, nccl=nccl)
     frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, coding_of(run.lora, run.model))

@@ -104,8 +104,8 @@ class StageLists:
         ]
         shapes, lists = [without_state(counts) for counts in units], list[tuple[Instruction, ...]]()
         for stage, shape in enumerate(shapes):
-            own = schedules(self.run, stage)(self.micro_batches)
-            lists.append(own if groups is None else turn(own, shape, groups))
+            schedule = schedules(self.run, stage)(self.micro_batches)
+            lists.append(schedule if groups is None else turn(schedule, shape, groups))
         return lists, shapes
 
     def check(self) -> None:

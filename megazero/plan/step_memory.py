@@ -174,6 +174,7 @@ def tier_peaks(steps: StageLists, stage: int, state: StageBytes, kind: str) -> T
     """The bytes of a rank of this stage, whose model state takes `state`."""
     peak, off = step_peak(steps, stage, state, kind), state.elsewhere
     pieces = activation_pieces(steps.of(stage))
+    # on a CPU the walk counts them, as host memory is the device's: here they are the host's
     elsewhere = MemoryColumn.OFFLOADED, MemoryColumn.HOST
     host = {
         "model state": off.memory - off.slots - off.buffers,

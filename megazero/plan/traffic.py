@@ -107,8 +107,8 @@ def unit_problems(run: Run, axes: Axes) -> list[str]:
 
 def largest_unit(run: Run, axes: Axes) -> tuple[int, int, str]:
     """(bytes of parameters to gather, stage, name) of the unit with the most: the smallest budget."""
-    found = [(most, stage, name) for stage in range(axes.pp) for most, name in _units(run, axes, stage)]
-    return max(found, key=lambda unit: unit[0])
+    units = [(most, stage, name) for stage in range(axes.pp) for most, name in _units(run, axes, stage)]
+    return max(units, key=lambda unit: unit[0])
 
 
 def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
@@ -126,9 +126,9 @@ def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
 def _units(run: Run, axes: Axes, stage: int) -> list[tuple[int, str]]:
     """(bytes to gather, name) of each unit of a stage."""
     shape, specs = stage_shape(run, axes, stage), stage_specs(run)
-    found: list[tuple[int, str]] = []
+    sizes: list[tuple[int, str]] = []
     for units, number in zip(shape.units, chunks_of(run).of(stage), strict=True):
         for unit, name in zip(units, unit_names(specs[number]), strict=True):
             read = {bucket for bucket in (*unit.forward, *unit.backward) if shape.buckets[bucket].gathered}
-            found.append((shape.bytes_of(read), name))
-    return found
+            sizes.append((shape.bytes_of(read), name))
+    return sizes
