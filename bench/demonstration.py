@@ -29,7 +29,7 @@ from bench.workload import Workload
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks
 
 GB = 10**9
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -326,7 +326,14 @@ def test_functions_fit_a_screen() -> None:
 
 
 MOST_FILES, LEAST_CODE = 25, 40
-FOLDERS = ("megazero/config", "megazero/config/schema", "megazero/cli", "megazero/report", "megazero/train")
+FOLDERS = (
+    "megazero/config",
+    "megazero/config/schema",
+    "megazero/cli",
+    "megazero/plan",
+    "megazero/report",
+    "megazero/train",
+)
 """Folders in which files are counted and measured. More are to follow."""
 
 FILES: dict[str, int] = {}
@@ -339,6 +346,7 @@ SHORT = {
     "megazero/config/schema/__init__.py": "the run, whose sections are the other files",
     "megazero/config/schema/checkpoint.py": SECTION,
     "megazero/config/schema/lora.py": SECTION,
+    "megazero/plan/flops.py": "formulae that pages quote and benchmarks import, which no list or shape is needed for",
 }
 """Files of less than `LEAST_CODE` lines of code, each with the reason. Take out what grew or went."""
 

@@ -25,14 +25,15 @@ from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, UP, block_layers,
 from megazero.config.schema import Run
 from megazero.mpu.head_loss import BLOCK_BYTES, LEAST_ROWS
 from megazero.mpu.lora import low_rank
-from megazero.plan.attention_tapes import Heads, attention
 from megazero.plan.layer_tapes import (
     KEY,
+    Heads,
     LowRankPair,
     Product,
     Widths,
     activated,
     added,
+    attention,
     column,
     column_adapter,
     dropout,

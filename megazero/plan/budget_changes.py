@@ -22,10 +22,10 @@ from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.bytes import has_nccl
-from megazero.plan.gathered import unit_problems
-from megazero.plan.leaving_disks import buffer_problems, writes_activations
+from megazero.plan.leaving import buffer_problems, writes_activations
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
-from megazero.plan.tier_peaks import TierPeaks, run_peaks
+from megazero.plan.step_memory import TierPeaks, run_peaks
+from megazero.plan.traffic import unit_problems
 
 NEW_FOLDER = "DIR"
 """Stands for a folder that the user has to name."""
@@ -98,6 +98,7 @@ class BudgetSearch:
 
     def __init__(self, run: Run, world_size: int, kind: str, limits: SearchLimits, first: int) -> None:
         self._run, self._world, self._kind, self._limits, self._first = run, world_size, kind, limits, first
+        # what is wrong with the run itself does not speak against a change of it
         self._known = frozenset(problems_of(run, world_size, own_data=True))
         self.attempt = cache(self._attempt)
         """Try a change; None if the run would not be valid with it."""

@@ -13,11 +13,10 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.budget_changes import BudgetSearch, Tried
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.leaving import buffer_problems
 from megazero.plan.search import SearchLimits
 from megazero.plan.shapes import micro_batches_of
-from megazero.plan.step_memory import rank_words
-from megazero.plan.tier_peaks import TierPeaks, run_peaks
+from megazero.plan.step_memory import TierPeaks, rank_words, run_peaks
 
 SHOWN = 3
 """Columns of a peak that are named, and changes that are offered."""
@@ -56,6 +55,7 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
     """
     budgets, axes = budgets_of(run, kind), axes_of(run, world_size)
     try:
+        # before the peaks: a run whose buffers hold no unit has no list to walk through
         if (small := buffer_problems(run, axes, kind)) or not has_budgets(run):
             return small
         peaks = run_peaks(run, axes, kind).every()
@@ -79,37 +79,39 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
     needed = sum(states[axes.coordinates(rank).pp] for rank in here)
     if needed <= memory.limit:
         return []
-    told = f"the model state of all ranks of this host ({len(here)}) takes {needed:,} bytes of its memory, and all "
-    told += f"processes here may have {memory.limit:,}"
+    problem = f"the model state of all ranks of this host ({len(here)}) takes {needed:,} bytes of its memory, and all "
+    problem += f"processes here may have {memory.limit:,}"
     if needed > HOPELESS * memory.limit:
         hosts = math.ceil(needed / memory.limit)
-        return [f"{told}: it takes {hosts} such hosts, and a layout of --tp, --pp or --zero-stage 3 over their ranks"]
-    own = max(0, memory.limit // len(here) - memory.process)
-    budgets = SearchLimits(memory=own, is_one=True) if kind == "cpu" else SearchLimits(host=own)
+        return [
+            f"{problem}: it takes {hosts} such hosts, and a layout of --tp, --pp or --zero-stage 3 over their ranks"
+        ]
+    of_rank = max(0, memory.limit // len(here) - memory.process)
+    budgets = SearchLimits(memory=of_rank, is_one=True) if kind == "cpu" else SearchLimits(host=of_rank)
     first = max((axes.coordinates(rank).pp for rank in here), key=states.__getitem__)
-    return [f"{told}; {_what_fits(run, world_size, kind, budgets, first)}"]
+    return [f"{problem}; {_what_fits(run, world_size, kind, budgets, first)}"]
 
 
 def _excess(peaks: TierPeaks, budgets: SearchLimits, whose: str) -> str:
     """Which budgets are exceeded, and by what."""
-    told = []
+    sentences = []
     if budgets.device is not None and peaks.device_bytes > budgets.device:
-        told.append(
+        sentences.append(
             f"--device-memory-budget {budgets.device:,}: {whose} takes {peaks.device_bytes:,} bytes on the device at "
             f"{peaks.moment}: {_largest(peaks.device)}"
         )
     if budgets.host is not None and peaks.host_bytes > budgets.host:
-        told.append(
+        sentences.append(
             f"--host-memory-budget {budgets.host:,}: {whose} takes {peaks.host_bytes:,} bytes of host memory: "
             f"{_largest(peaks.host)}"
         )
     if budgets.together is not None:
         parts = {f"{what} that left the device" if what in peaks.device else what: n for what, n in peaks.host.items()}
-        told.append(
+        sentences.append(
             f"--device-memory-budget {budgets.together:,}: {whose} takes {peaks.total_bytes:,} bytes of memory at "
             f"{peaks.moment}: {_largest({**peaks.device, **parts})}"
         )
-    return "; ".join(told)
+    return "; ".join(sentences)
 
 
 def _largest(parts: Mapping[str, int]) -> str:
@@ -156,5 +158,5 @@ def _offered(tried: Tried, budgets: SearchLimits) -> str:
         (max(peaks.host_bytes for peaks in tried.peaks), budgets.host, "of host memory"),
         (max(peaks.total_bytes for peaks in tried.peaks), budgets.together, "of memory a rank"),
     ]
-    found = " and ".join(f"{size:,} bytes {where}" for size, budget, where in tiers if budget is not None)
-    return f"{tried.change} ({found})"
+    sizes = " and ".join(f"{size:,} bytes {where}" for size, budget, where in tiers if budget is not None)
+    return f"{tried.change} ({sizes})"

@@ -8,8 +8,8 @@ from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.offloaded import NOTHING, OffloadedBytes, offloaded_bytes
-from megazero.plan.parameter_specs import specs_of
-from megazero.plan.shapes import packed
+from megazero.plan.shapes import packed, shape_of, specs_of
+from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
 from megazero.zero.layout import group_sizes, packing_of, shard_sizes
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
@@ -64,18 +64,22 @@ def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
     return axes.world_size > 1 and (parallel.backend == "nccl" or on_card)
 
 
+def stage_shape(run: Run, axes: Axes, stage: int) -> RankShape:
+    """The shape of the ranks of a stage. Shards of all tp ranks have the same size."""
+    return shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=has_nccl(run.parallel, axes))
+
+
 def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
     at = Coordinates(stage, 0, 0, 0)
     shards = shard_sizes(axes, at)
     row = shardings(run.parallel, run.offload)
     parallel = run.parallel
     dtypes = run_columns(run.optimizer, parallel, run.offload)
-    held = dict.fromkeys(Column, 0)
+    nbytes = dict.fromkeys(Column, 0)
     parameters = feedback = 0
-    packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
-    sizes = group_sizes(axes, at)
-    layouts = packed(run, axes, at, packing)
-    elsewhere = offloaded_bytes(run, axes, at, nccl=has_nccl(run.parallel, axes))
+    nccl, sizes = has_nccl(parallel, axes), group_sizes(axes, at)
+    packing = packing_of(parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
+    layouts, elsewhere = packed(run, axes, at, packing), offloaded_bytes(run, axes, at, nccl=nccl)
     for bucket in layouts:
         parameters += bucket.parameters
         if parallel.zero_gradient_error_feedback:
@@ -85,30 +89,30 @@ def _bytes_of_stage(run: Run, axes: Axes, stage: int) -> StageBytes:
         for column, dtype in dtypes.items():
             whole = row[column] is Sharding.REPLICATED or (column is Column.PARAMETER and bucket.kept_whole)
             elements = bucket.numel if whole else bucket.numel // shards[bucket.group]
-            held[column] += elements * dtype.itemsize
+            nbytes[column] += elements * dtype.itemsize
     sharding = row[Column.PARAMETER]
     sharded, still = sharding is Sharding.SHARDED, specs_of(run, stage, 0, trained=False)
     plain, coded = frozen_layouts(still, sizes, sharding, packing, coding_of(run.lora, run.model))
     for codes in coded:
         parameters += codes.numbers.parameters
-        held[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], sharding)
+        nbytes[Column.PARAMETER] += codes.bytes_on_rank(shards[codes.numbers.group], sharding)
     for bucket in plain:
         parameters += bucket.parameters
         elements = bucket.numel // shards[bucket.group] if sharded and not bucket.kept_whole else bucket.numel
-        held[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
+        nbytes[Column.PARAMETER] += elements * dtypes[Column.PARAMETER].itemsize
     specs = stage_specs(run)
-    own = [specs[number] for number in chunks_of(run).of(stage)]
-    embedding, head = any(spec.has_embedding for spec in own), any(spec.has_head for spec in own)
-    blocks = sum(len(spec.blocks) for spec in own)
+    of_stage = [specs[number] for number in chunks_of(run).of(stage)]
+    embedding, head = any(spec.has_embedding for spec in of_stage), any(spec.has_head for spec in of_stage)
+    blocks = sum(len(spec.blocks) for spec in of_stage)
     return StageBytes(
         blocks,
-        len(own),
+        len(of_stage),
         embedding,
         head,
         parameters,
-        weights=held[Column.PARAMETER] - sum(elsewhere.parameters),
-        gradients=held[Column.GRADIENT] - sum(elsewhere.gradients) + feedback,
-        optimizer=sum(held[column] for column in OPTIMIZER) - sum(elsewhere.optimizer),
+        weights=nbytes[Column.PARAMETER] - sum(elsewhere.parameters),
+        gradients=nbytes[Column.GRADIENT] - sum(elsewhere.gradients) + feedback,
+        optimizer=sum(nbytes[column] for column in OPTIMIZER) - sum(elsewhere.optimizer),
         feedback=feedback,
         elsewhere=elsewhere,
     )

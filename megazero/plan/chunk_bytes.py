@@ -192,14 +192,14 @@ class Moment:
 
 def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
     """The computations of a list, each kind of moment once. A pass without backward keeps nothing."""
-    live, late, found = [0] * chunks, [0] * chunks, dict[Moment, None]()
+    live, late, met = [0] * chunks, [0] * chunks, dict[Moment, None]()
     for i in instructions:
         if not i.is_compute:
             continue
-        found[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
+        met[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
         live[i.chunk] += {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1, Op.BACKWARD_WEIGHT: 0}[i.op]
         late[i.chunk] += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(i.op, 0)
-    return list(found)
+    return list(met)
 
 
 def binding(when: Sequence[Moment]) -> list[Moment]:
@@ -208,12 +208,12 @@ def binding(when: Sequence[Moment]) -> list[Moment]:
     def covers(more: Moment, less: Moment) -> bool:
         return all(a >= b for a, b in zip(more.live + more.late, less.live + less.late, strict=True))
 
-    found: dict[tuple[Op, int], list[Moment]] = {}
+    of_kinds: dict[tuple[Op, int], list[Moment]] = {}
     for moment in sorted(when, key=lambda moment: sum(moment.live + moment.late), reverse=True):
-        before = found.setdefault((moment.op, moment.chunk), [])
-        if not any(covers(more, moment) for more in before):
-            before.append(moment)
-    return [moment for of_kind in found.values() for moment in of_kind]
+        known = of_kinds.setdefault((moment.op, moment.chunk), [])
+        if not any(covers(more, moment) for more in known):
+            known.append(moment)
+    return [moment for of_kind in of_kinds.values() for moment in of_kind]
 
 
 def share(moment: Moment, number: int, chunk: ChunkBytes) -> int:

@@ -55,13 +55,14 @@ class Selection:
 
 def select(groups: Sequence[OptionGroup], limit: int) -> Selection | None:
     """The selection that takes at most `limit` of everything at the least cost; None if none is found that fits."""
+    # what is better costs at least a step less, so that a bound prunes all that promises less than a whole one
     step = max(1, gcd(*(int(cost) for group in groups for cost in group.costs)))
     groups = [OptionGroup(group.costs // step, group.takes) for group in groups]
     prices, best = np.zeros(groups[0].takes.shape[1]), None
     if prod(len(group.costs) for group in groups) > FEW and len(groups) > 1:
         prices, best = _prices(groups, limit)
-    found = _search(groups, limit, prices, best)
-    return found and Selection(found.options, found.cost * step, found.bound * step)
+    selection = _search(groups, limit, prices, best)
+    return selection and Selection(selection.options, selection.cost * step, selection.bound * step)
 
 
 def _cost(groups: Sequence[OptionGroup], options: Sequence[int]) -> int:

@@ -1,7 +1,10 @@
-"""Bytes of a rank's model state that is not on the device, by the arithmetic that cuts it into parts."""
+"""What of a rank's model state is not on the device, by the arithmetic that cuts it into parts: how many bytes, how
+many of them move in a step, and which of them lie where in its swap files.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,9 +21,11 @@ from megazero.program.passes.slots import ops_of_part
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import PartShape, RankShape
 from megazero.program.traffic import traffic
+from megazero.zero.layout import state_groups
 from megazero.zero.offload import pieces_of, run_parts, run_residents
 from megazero.zero.parts import Resident
 from megazero.zero.shape import state_widths
+from megazero.zero.sharding import OPTIMIZER, run_columns
 
 MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK, Lane.HOST)
 """The lanes on which state moves between the device, host memory and disks, and that of updates in host memory."""
@@ -88,7 +93,7 @@ def offloaded_bytes(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> Off
         optimizer=(state[Tier.HOST], state[Tier.DISK]),
         parameters=(stored[Tier.HOST], stored[Tier.DISK]),
         gradients=(sums[Tier.HOST], sums[Tier.DISK]),
-        slots=_slots(shape, max((one.stop - one.start for one in residents), default=0) * widths.state),
+        slots=_slots(shape, max((piece.stop - piece.start for piece in residents), default=0) * widths.state),
         buffers=DiskOptions().memory_bytes if pieces else 0,
         copied=sum(pieces.values()) - sum(rests.values()),
         files=swap_file_bytes(run, pieces),
@@ -149,3 +154,31 @@ def moved_in_step(instructions: Iterable[Instruction], shape: RankShape) -> dict
     """Bytes of model state that a step moves, by lane; of updates in host memory those of gradients."""
     state = [i for i in instructions if i.buckets and i.lane in MOVES]
     return dict.fromkeys(MOVES, 0) | traffic(state, shape)
+
+
+def swap_contents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> str:
+    """A digest of what the pieces of the rank at `at` hold: which elements of which parameters, in which columns.
+
+    nccl: as in `plan.shapes.shape_of`.
+    """
+    layouts, ranges = updated_layouts(run, axes, at, nccl=nccl)
+    groups = state_groups(axes, at)
+    widths = state_widths(run.optimizer, run.parallel, run.offload)
+    resting = run_parts(ranges, layouts, widths, run.offload)
+    dtypes = run_columns(run.optimizer, run.parallel, run.offload)
+    contents = (
+        [(column.value, str(dtypes[column])) for column in OPTIMIZER if column in dtypes],
+        sorted(axes.sizes.items()),
+        (at.pp, at.dp, at.cp, at.tp),
+        [
+            (
+                layout.numel,
+                tuple(groups[layout.group]),
+                [(entry.spec.name, entry.spec.shape, entry.spec.box, entry.offset) for entry in layout.entries],
+                [(part.start, part.stop, part.tier.value) for part in rest.parts],
+                rest.rests.value,
+            )
+            for layout, rest in zip(layouts, resting, strict=True)
+        ],
+    )
+    return hashlib.sha256(repr(contents).encode()).hexdigest()

@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 
 from megazero.config.placement import applied
 from megazero.config.schema import Run
-from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
-from megazero.plan.leaving_disks import activation_pieces
+from megazero.plan.bytes import StageBytes, stage_bytes, stage_shape
 from megazero.plan.offloaded import NOTHING, least_moved
 from megazero.plan.rates import MachineRates
-from megazero.plan.recompute import activation_plan, recompute_table
-from megazero.plan.shapes import shape_of
-from megazero.plan.step_lists import StageLists
+from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import step_fullest
 from megazero.plan.step_times import step_times
 from megazero.program.instruction import Instruction, Lane
@@ -92,9 +89,7 @@ class Machine:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
         key, axes = step.without(NO_STATE), self.cluster.axes
         if key not in self._moved:
-            ranks = [Coordinates(stage, 0, 0, 0) for stage in range(axes.pp)]
-            shapes = [shape_of(step.run, axes, at, nccl=has_nccl(step.run.parallel, axes)) for at in ranks]
-            self._moved[key] = [least_moved(shape) for shape in shapes]
+            self._moved[key] = [least_moved(stage_shape(step.run, axes, stage)) for stage in range(axes.pp)]
         return self._moved[key]
 
     def walks(self, step: PlacedStep) -> list[Walked]:
@@ -107,10 +102,11 @@ class Machine:
         return self._walks[key]
 
     def _walk(self, step: PlacedStep, stage: int) -> Walked:
+        # without optimizer state, which is there all the time, one walk serves all shares: `device` adds the state
         state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
-        found, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
+        fullest, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
         files = pieces.file_bytes(len(self.run.offload.nvme_path))
-        return Walked(Peak(found.nbytes, stage, found.instruction), found.host + pieces.buffers, files)
+        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + pieces.buffers, files)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +144,11 @@ class PlacedStep:
     @cached_property
     def device(self) -> Peak:
         """The most bytes on a device, of all stages. On a CPU too, what has left it does not count."""
-        found = [
+        peaks = [
             replace(walked.peak, nbytes=walked.peak.nbytes + state.optimizer)
             for walked, state in zip(self.machine.walks(self), self.states, strict=True)
         ]
-        return max(found, key=lambda peak: peak.nbytes)
+        return max(peaks, key=lambda peak: peak.nbytes)
 
     def least_share(self, limit: int) -> int:
         """About the hundredths of the optimizer state that have to be away, so that a device holds at most `limit`
@@ -187,9 +183,7 @@ class PlacedStep:
     @cached_property
     def times(self) -> ChunkTimes:
         """The seconds of its computations and messages."""
-        axes, kind = self.machine.cluster.axes, self.machine.cluster.kind
-        hidden = activation_plan(self.run, kind).hidden_bytes
-        return step_times(self.run, recompute_table(self.run, axes, kind), hidden, self.machine.rates)
+        return step_times(self.run, self.machine.cluster.axes, self.machine.cluster.kind, self.machine.rates)
 
     @property
     def computing(self) -> list[float]:

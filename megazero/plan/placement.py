@@ -31,7 +31,7 @@ from megazero.config.placement import ROWS, PlacementRow, as_flags
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
-from megazero.plan.leaving_disks import buffer_problems
+from megazero.plan.leaving import buffer_problems
 from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.program.error import ProgramError
@@ -169,8 +169,8 @@ class _Combinations:
     def _neighbours(self, combination: Combination) -> list[Combination]:
         """Those that differ in one tier or switch, the simplest first."""
         every = [
-            (*combination[:at], value, *combination[at + 1 :])
-            for at, count in enumerate(self.counts)
+            (*combination[:place], value, *combination[place + 1 :])
+            for place, count in enumerate(self.counts)
             for value in range(count)
         ]
         return sorted(set(every) - {combination}, key=_simplicity)
@@ -341,11 +341,11 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
     fits = [step for step in over if limits.hold_device(step)]
     if not fits:
         nearest = min(over, key=lambda step: step.device.nbytes)
-        own = f", {limits.workspace:,} of them for matrix products" * (limits.workspace > 0)
+        of_products = f", {limits.workspace:,} of them for matrix products" * (limits.workspace > 0)
         takes = nearest.device.nbytes + limits.workspace
         return (
             f"--device-memory-budget {limits.device:,}: no placement keeps to it; the least that a rank takes is "
-            f"{takes:,} bytes{own}, with {as_flags(dict(nearest.settings)) or 'all on the device'}, at "
+            f"{takes:,} bytes{of_products}, with {as_flags(dict(nearest.settings)) or 'all on the device'}, at "
             f"{nearest.device.instruction} on stage {nearest.device.stage}; nearest: that budget, a smaller "
             "--micro-batch-size, or --recompute-granularity full"
         )
@@ -359,16 +359,16 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         )
     nearest = min(hosted, key=limits.of_memory)
     if limits.excess(nearest).memory:
-        told, whole = as_flags(dict(nearest.settings)) or "all on the device", f"{limits.of_memory(nearest):,}"
+        flags, whole = as_flags(dict(nearest.settings)) or "all on the device", f"{limits.of_memory(nearest):,}"
         if limits.is_one and limits.memory == limits.device:
             return (
                 f"--device-memory-budget {limits.memory:,}: it is of all memory of a rank on a CPU, and the placement "
-                f"that takes least takes {whole} bytes, with {told}; nearest: that budget, a smaller "
+                f"that takes least takes {whole} bytes, with {flags}; nearest: that budget, a smaller "
                 f"--micro-batch-size{more}"
             )
         return (
             f"--placement auto: this host's memory has {limits.memory:,} bytes for a rank, and the placement that "
-            f"takes least of it takes {whole}, with {told}; nearest: fewer ranks on this host, a smaller "
+            f"takes least of it takes {whole}, with {flags}; nearest: fewer ranks on this host, a smaller "
             f"--micro-batch-size{more}"
         )
     nearest = min((step for step in hosted if not limits.excess(step).memory), key=lambda step: step.disk)

@@ -79,14 +79,14 @@ def read_rates(path: str) -> MachineRates:
         raise ConfigError([f"--placement-rates {reason}"]) from None
     if not isinstance(content, dict):
         raise ConfigError([f"{named}: holds no table of {', '.join(NAMES)}"])
-    found, problems = dict[str, float](), list[str]()
+    numbers, problems = dict[str, float](), list[str]()
     for key, value in content.items():
         if key not in NAMES:
             problems.append(f"{named}: there is no {key}{did_you_mean(str(key), NAMES) or ': ' + ', '.join(NAMES)}")
             continue
         read, what = _OTHERS.get(key, (_rate, "a number above 0 in a second, such as 3e9 or 3GB"))
         try:
-            found[key] = read(value)
+            numbers[key] = read(value)
         except ValueError:
             problems.append(f"{named}: {key}: {shown(value)} is not {what}")
     missing = [name for name in NEEDED if name not in content]
@@ -95,10 +95,11 @@ def read_rates(path: str) -> MachineRates:
         problems.append(f"{named}: read and write go together: disks need both")
     if problems:
         raise ConfigError(problems)
-    return rates_of(found)
+    return rates_of(numbers)
 
 
 def _share(value: object) -> float:
+    # yes and true of YAML are bool, and so numbers to Python
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(value)
     return float(value)

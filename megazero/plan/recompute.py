@@ -11,7 +11,7 @@ but for stages with several chunks of many blocks, where it says how far from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -95,32 +95,29 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
     budget = run.parallel.activation_memory_budget
     if budget is None:
         return RecomputeChoice(recompute_by_flags(run))
-    plan = activation_plan(run, kind)
     table, problems = [NONE] * run.model.num_layers, list[str]()
-    specs = stage_specs(run)
     work = bound = 0
     known: dict[object, StageChoice | None] = {}
-    for stage in range(axes.pp):
-        own = [specs[number] for number in chunks_of(run).of(stage)]
-        instructions, groups = instructions_of(run, axes, stage), chunk_groups(run, axes, stage)
-        when = tuple(binding(moments(instructions, len(own))))
-        like = when, *groups, *((len(spec.blocks), spec.has_embedding, spec.has_head) for spec in own)
+    for number in range(axes.pp):
+        stage = StageActivations(run, axes, number, kind)
+        when = tuple(binding(moments(stage.instructions, len(stage.specs))))
+        shapes = ((len(spec.blocks), spec.has_embedding, spec.has_head) for spec in stage.specs)
+        like = when, *stage.groups, *shapes  # stages in the middle of a pipeline are alike
         if like not in known:
-            known[like] = least_work(plan, own, when, budget - waiting_bytes(plan, axes, groups), groups)
-        found = known[like]
-        if found is None:
-            least = min(_uniform(plan, own, instructions, kind, groups) for kind in (NONE, SELECTIVE, FULL))
-            least += waiting_bytes(plan, axes, groups)
+            known[like] = stage.least_work(when, budget)
+        choice = known[like]
+        if choice is None:
+            least = min(stage.peak((kind,) * run.model.num_layers) for kind in (NONE, SELECTIVE, FULL))
             smaller = "" if micro_batch_order(run) == "horizontal" else "a smaller --vertical-group-size, "
             problems.append(
-                f"--activation-memory-budget {budget:,}: stage {stage} needs {least:,} bytes for its activations with "
-                f"{sum(len(spec.blocks) for spec in own)} recomputed blocks; nearest: that budget, {smaller}a smaller "
-                f"--micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
+                f"--activation-memory-budget {budget:,}: stage {number} needs {least:,} bytes for its activations with "
+                f"{sum(len(spec.blocks) for spec in stage.specs)} recomputed blocks; nearest: that budget, {smaller}a "
+                f"smaller --micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
             )
             continue
-        work, bound = work + found.work, bound + found.bound
-        for spec, choice in zip(own, found.chunks, strict=True):
-            table[spec.blocks.start : spec.blocks.stop] = choice.kinds
+        work, bound = work + choice.work, bound + choice.bound
+        for spec, of_chunk in zip(stage.specs, choice.chunks, strict=True):
+            table[spec.blocks.start : spec.blocks.stop] = of_chunk.kinds
     if problems:
         raise ConfigError(problems)
     return RecomputeChoice(tuple(table), 1 - bound / work if work else 0.0)
@@ -158,9 +155,9 @@ def chunk_groups(run: Run, axes: Axes, stage: int) -> list[ChunkGroup | None]:
     last = chunks_of(run).count - 1
     computed = [i for i in instructions_of(run, axes, stage) if i.is_compute]
     at_once = any(
-        one.op is Op.FORWARD and other.is_backward and one.micro_batch == other.micro_batch
-        for one, other in pairwise(computed)
-        if one.model_chunk == other.model_chunk == last
+        first.op is Op.FORWARD and second.is_backward and first.micro_batch == second.micro_batch
+        for first, second in pairwise(computed)
+        if first.model_chunk == second.model_chunk == last
     )
     return [
         ChunkGroup(len(groups[0]), turns_back=number == last and at_once, stays=number + 1 in numbers)
@@ -168,23 +165,53 @@ def chunk_groups(run: Run, axes: Axes, stage: int) -> list[ChunkGroup | None]:
     ]
 
 
-def waiting_bytes(plan: ActivationPlan, axes: Axes, group_of: Sequence[ChunkGroup | None]) -> int:
-    """Bytes beside a stage's computation: one message that has come from another stage, or that has not left yet; or
-    those of a group, where a chunk hands them to the next one on this rank. group_of: by chunk (`chunk_groups`).
+class StageActivations:
+    """What the activations of a rank of a stage depend on, but for what backward computes again.
+
+    specs, groups  of each chunk: what it is, and how it is computed (`chunk_groups`)
+    waiting        bytes beside a computation: one message that has come from another stage, or that has not left yet;
+                   or those of a group, where a chunk hands them to the next one on this rank
     """
-    most = max((group.micro_batches for group in group_of if group is not None and group.stays), default=1)
-    return plan.hidden_bytes * most if axes.pp > 1 else 0
+
+    def __init__(self, run: Run, axes: Axes, stage: int, kind: str) -> None:
+        self.plan, specs = activation_plan(run, kind), stage_specs(run)
+        self.specs = [specs[number] for number in chunks_of(run).of(stage)]
+        self.instructions, self.groups = instructions_of(run, axes, stage), chunk_groups(run, axes, stage)
+        stay = (group.micro_batches for group in self.groups if group is not None and group.stays)
+        self.waiting = self.plan.hidden_bytes * max(stay, default=1) if axes.pp > 1 else 0
+
+    def peak(self, table: RecomputeTable) -> int:
+        """The most bytes, by a table of what backward computes again."""
+        chunks = [chunk_bytes(self.plan, spec, table, group) for spec, group in self._chunks()]
+        return self.waiting + peak_bytes(self.instructions, chunks)
+
+    def least_work(self, when: Sequence[Moment], budget: int) -> StageChoice | None:
+        """The choice for each chunk that fits the budget with the fewest operations; None if nothing fits.
+
+        when: the moments of the stage's list.
+        """
+        options = [chunk_choices(self.plan, spec, group) for spec, group in self._chunks()]
+        groups = [
+            OptionGroup(
+                np.array([option.work for option in of_chunk]),
+                np.array([[share(moment, number, option.chunk) for moment in when] for option in of_chunk]),
+            )
+            for number, of_chunk in enumerate(options)
+        ]
+        selection = select(groups, budget - self.waiting)
+        if selection is None:
+            return None
+        chosen = (of_chunk[option] for of_chunk, option in zip(options, selection.options, strict=True))
+        return StageChoice(tuple(chosen), selection.bound)
+
+    def _chunks(self) -> Iterator[tuple[StageSpec, ChunkGroup | None]]:
+        return zip(self.specs, self.groups, strict=True)
 
 
 def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
-    """Bytes of activations that a rank of each stage holds at most, by `recompute_table`, with `waiting_bytes`."""
-    plan, table, specs = activation_plan(run, kind), recompute_table(run, axes, kind), stage_specs(run)
-    found = []
-    for stage in range(axes.pp):
-        numbers, groups = chunks_of(run).of(stage), chunk_groups(run, axes, stage)
-        chunks = [chunk_bytes(plan, specs[number], table, group) for number, group in zip(numbers, groups, strict=True)]
-        found.append(waiting_bytes(plan, axes, groups) + peak_bytes(instructions_of(run, axes, stage), chunks))
-    return found
+    """Bytes of activations that a rank of each stage holds at most, by `recompute_table`, with messages that wait."""
+    table = recompute_table(run, axes, kind)
+    return [StageActivations(run, axes, stage, kind).peak(table) for stage in range(axes.pp)]
 
 
 def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
@@ -203,55 +230,17 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
     ]
 
 
-def least_work(
-    plan: ActivationPlan,
-    specs: Sequence[StageSpec],
-    when: Sequence[Moment],
-    budget: int,
-    group_of: Sequence[ChunkGroup | None],
-) -> StageChoice | None:
-    """The choice for each chunk of a stage that fits the budget with the fewest operations; None if nothing fits.
-
-    when: the moments of the stage's list. group_of: by chunk (`chunk_groups`).
-    """
-    options = [chunk_choices(plan, spec, group) for spec, group in zip(specs, group_of, strict=True)]
-    groups = [
-        OptionGroup(
-            np.array([option.work for option in mine]),
-            np.array([[share(moment, number, option.chunk) for moment in when] for option in mine]),
-        )
-        for number, mine in enumerate(options)
-    ]
-    found = select(groups, budget)
-    if found is None:
-        return None
-    return StageChoice(tuple(mine[number] for mine, number in zip(options, found.options, strict=True)), found.bound)
-
-
 def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | None = None) -> list[ChunkChoice]:
     """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes. group: in
     vertical order.
     """
     blocks, model = len(spec.blocks), plan.run.model
     core, whole = attention_core_flops(model), block_flops(model)
-    found = []
+    choices = []
     for full in range(blocks + 1):
         for selective in range(blocks + 1 - full):
             counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
             kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
             chunk = of_units(plan, spec, list(counts.items()), group)
-            found.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
-    return found
-
-
-def _uniform(
-    plan: ActivationPlan,
-    specs: Sequence[StageSpec],
-    instructions: Sequence[Instruction],
-    kind: str,
-    group_of: Sequence[ChunkGroup | None],
-) -> int:
-    """The peak of a stage of which every block is recomputed in one way."""
-    table = (kind,) * plan.run.model.num_layers
-    chunks = [chunk_bytes(plan, spec, table, group) for spec, group in zip(specs, group_of, strict=True)]
-    return peak_bytes(instructions, chunks)
+            choices.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
+    return choices

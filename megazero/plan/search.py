@@ -6,7 +6,7 @@ the run takes is found by walking its step's list, so few should be tried.
 
 What backward computes again under a budget of activations is another search (`plan.knapsack`). There is no list to walk
 for a candidate: what the chunks of a stage take adds up, and four chunks of eleven blocks have 37 million combinations.
-So that search adds up rows of arrays, and is exact.
+So that search works on rows of arrays, and says how far from the best its choice is at most.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def search(
     """Walk through candidates, one after the other. They may be made on the way, of what is known by then. answer: of
     the same question to other candidates, which goes on: these only count if they are better.
 
-    The bound: a candidate is left out, and its step is not looked at, if `question.bound` says that it costs at least
+    The bound: a candidate is left out, and nothing else is asked of it, if `question.bound` says that it costs at least
     as much as the last of the best so far, when there are as many as wanted, or more than what is useful. As no cost
     falls below its bound, what is left out is no better than the answer's best. So these are the best of all candidates
     up to where the walk ends: where no more are, where the best cost nothing, or where costs rise that only fall.

@@ -1,21 +1,42 @@
-"""The shape of the model state of any rank, and the number of its micro-batches, by arithmetic."""
+"""The parameters of any rank, the shape of its model state, and the number of its micro-batches, by arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
+
 from megazero.config.placement import unplaced
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
-from megazero.mpu.parameter import StateGroup
-from megazero.plan.parameter_specs import specs_of
+from megazero.mpu.grid import Group
+from megazero.mpu.parameter import ParameterSpec, StateGroup
+from megazero.pipeline.build import stages_of
 from megazero.program.shape import RankShape
 from megazero.zero.coded import coding_of, frozen_layouts
+from megazero.zero.frozen import specs_by_unit
 from megazero.zero.layout import BucketLayout, Packing, group_sizes, pack, packing_of, state_groups
 from megazero.zero.offload import frozen_parts, frozen_ranges, run_parts
 from megazero.zero.shape import rank_shape, state_widths, update_ranges
 from megazero.zero.sharding import Column, shardings
+
+
+def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[ParameterSpec]]]:
+    """The specs of the parameters that a rank with these coordinates trains, by chunk and unit.
+
+    The stages are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
+    rank holds and does not train (with --lora-rank, all but the adapters).
+    """
+    return [[[*unit] for unit in chunk] for chunk in _found(unplaced(run), pp_index, tp_index, trained)]
+
+
+@lru_cache(maxsize=64)
+def _found(run: Run, pp_index: int, tp_index: int, trained: bool) -> list[list[list[ParameterSpec]]]:
+    """`specs_of` a run without a placement. A search asks for them hundreds of times, and building takes longest."""
+    tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
+    stages = stages_of(run, pp_index, tp, torch.device("meta"))
+    return specs_by_unit([stage.units() for stage in stages], trained=trained)
 
 
 def micro_batches_of(run: Run, axes: Axes) -> int:
@@ -53,7 +74,8 @@ def shape_of(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> RankShape:
     row, sizes = shardings(run.parallel, run.offload), group_sizes(axes, at)
     packing = packing_of(run.parallel, run.offload, axes.dp * axes.cp, nccl=nccl)
     specs = [
-        [[*own, *others] for own, others in zip(*chunks, strict=True)] for chunks in zip(trained, still, strict=True)
+        [[*of_unit, *others] for of_unit, others in zip(*chunks, strict=True)]
+        for chunks in zip(trained, still, strict=True)
     ]
     groups, (layouts, ranges) = state_groups(axes, at), updated_layouts(run, axes, at, nccl=nccl)
     frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, coding_of(run.lora, run.model))

@@ -1,4 +1,4 @@
-"""The lists of a step on all stages of a run, by arithmetic."""
+"""The lists of a step on all stages of a run, and what of activations each writes to disks, by arithmetic."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megazero.config.schema import Run
+from megazero.disk.backend import DiskOptions
+from megazero.disk.layout import SwapLayout
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
+from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.kept import with_kept
+from megazero.plan.leaving import with_kept
 from megazero.plan.shapes import micro_batches_of, shape_of
 from megazero.program.border import Border
 from megazero.program.checker import check
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import Instruction, Op
+from megazero.program.passes.leaving_disks import buffer_bytes, largest_unit, most_pieces
 from megazero.program.passes.vertical import turn
 from megazero.program.shape import RankShape, without_state
 from megazero.program.step import gathered_budget, settling_list, training_step
@@ -30,6 +34,48 @@ class StageStep:
     instructions: tuple[Instruction, ...]
     budget: int
     border: Border
+
+
+@dataclass(frozen=True)
+class ActivationPieces:
+    """The activations of a rank on disks.
+
+    buffer_bytes  of each host buffer through which they pass, and of each piece
+    count         of pieces: the most graphs that have one at a time, in a step of the whole global batch
+    written       graphs that are written in a step, and read again
+    """
+
+    buffer_bytes: int = 0
+    count: int = 0
+    written: int = 0
+
+    @property
+    def pieces(self) -> dict[str, int]:
+        """The bytes of each piece, by name."""
+        return dict.fromkeys(piece_names(self.count), self.buffer_bytes)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a step writes, and reads."""
+        return self.written * self.buffer_bytes
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of host memory through which the files are read and written."""
+        return DiskOptions().memory_bytes if self.count else 0
+
+    def file_bytes(self, folders: int) -> int:
+        """Bytes of a rank's files in so many folders."""
+        return sum(SwapLayout(self.pieces, (1.0,) * folders, slots=1).file_bytes) if self.count else 0
+
+
+def activation_pieces(step: StageStep) -> ActivationPieces:
+    """What of the activations of this list goes to disks."""
+    writes = [i for i in step.instructions if i.op is Op.WRITE_ACTIVATIONS]
+    if not writes:
+        return ActivationPieces()
+    size = buffer_bytes(largest_unit(step.shape.kept))
+    return ActivationPieces(size, most_pieces(step.instructions), len(writes))
 
 
 class StageLists:
@@ -58,8 +104,8 @@ class StageLists:
         ]
         shapes, lists = [without_state(counts) for counts in units], list[tuple[Instruction, ...]]()
         for stage, shape in enumerate(shapes):
-            own = schedules(self.run, stage)(self.micro_batches)
-            lists.append(own if groups is None else turn(own, shape, groups))
+            schedule = schedules(self.run, stage)(self.micro_batches)
+            lists.append(schedule if groups is None else turn(schedule, shape, groups))
         return lists, shapes
 
     def check(self) -> None:

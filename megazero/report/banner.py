@@ -19,9 +19,8 @@ from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.bytes import StageBytes
-from megazero.plan.gathered import GatheredBytes
 from megazero.plan.step_memory import rank_words
-from megazero.plan.traffic import Traffic
+from megazero.plan.traffic import GatheredBytes, Traffic
 from megazero.program.instruction import Lane
 from megazero.report import text_blocks as blocks
 from megazero.report.run_report import MachineReport, RunReport, ScheduleReport, StateMessages

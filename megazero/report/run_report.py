@@ -24,16 +24,12 @@ from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, has_budgets
 from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
-from megazero.plan.gathered import GatheredBytes, gathered_bytes
-from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import moved_in_step
 from megazero.plan.recompute import activation_peaks, activation_plan, gathered_inputs, recompute_choice
-from megazero.plan.search import SearchLimits
-from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import host_bytes, spare_bytes
-from megazero.plan.tier_peaks import TierPeaks, run_peaks
-from megazero.plan.times import chunk_times
-from megazero.plan.traffic import Traffic, state_traffic
+from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.step_memory import TierPeaks, host_bytes, run_peaks, spare_bytes
+from megazero.plan.step_times import chunk_times
+from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, state_traffic
 from megazero.program.instruction import Lane, Op
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.simulate import simulate
@@ -75,6 +71,15 @@ class LeavingReport:
 
 
 @dataclass(frozen=True)
+class BudgetsReport:
+    """Most bytes of a rank; None: any number. together: in both tiers, where they are one memory."""
+
+    device: int | None
+    host: int | None
+    together: int | None
+
+
+@dataclass(frozen=True)
 class MemoryReport:
     """Bytes of a rank of each stage."""
 
@@ -85,7 +90,7 @@ class MemoryReport:
     spare: tuple[int, ...]
     leaving: LeavingReport | None
     peaks: tuple[TierPeaks, ...]
-    budgets: SearchLimits | None
+    budgets: BudgetsReport | None
     assumed: bool
 
 
@@ -205,7 +210,7 @@ def _memory(steps: StageLists, kind: str) -> MemoryReport:
     sharded, codes = shards_parameters(run.parallel, run.offload), run.lora.lora_base_bits is not None
     # Of codes the least possible is not known. The stages between the first and the last one are alike.
     gathered = [gathered_bytes(steps, stage) for stage in sorted({0, stages[-1]}) if sharded and not codes]
-    tried = has_budgets(run) or run.trainer.report_json is not None
+    tried, budgets = has_budgets(run) or run.trainer.report_json is not None, budgets_of(run, kind)
     return MemoryReport(
         states,
         tuple(_moved(steps, stage, states[stage]) for stage in stages) if any(tiers(run).values()) else (),
@@ -214,7 +219,7 @@ def _memory(steps: StageLists, kind: str) -> MemoryReport:
         tuple(spare_bytes(steps, stage) for stage in stages),
         _leaving(steps, kind) if run.offload.offload_activations else None,
         tuple(run_peaks(run, steps.axes, kind).every()) if tried else (),
-        budgets_of(run, kind) if has_budgets(run) else None,
+        BudgetsReport(budgets.device, budgets.host, budgets.together) if has_budgets(run) else None,
         # What attention keeps depends on its body, which only a card can try.
         assumed=kind == "cuda" and not devices.cuda_available(),
     )

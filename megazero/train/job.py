@@ -22,8 +22,7 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.kept import with_kept
-from megazero.plan.leaving_disks import writes_activations
+from megazero.plan.leaving import with_kept, writes_activations
 from megazero.plan.step_lists import StageLists
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size

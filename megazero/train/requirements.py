@@ -25,10 +25,10 @@ from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems
 from megazero.plan.bytes import has_nccl
-from megazero.plan.gathered import unit_problems
-from megazero.plan.leaving_disks import activation_pieces, buffer_problems, writes_activations
+from megazero.plan.leaving import buffer_problems, writes_activations
 from megazero.plan.offloaded import swap_file_bytes, swapped_pieces
-from megazero.plan.step_lists import StageLists
+from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.traffic import unit_problems
 from megazero.system import device as devices
 from megazero.system import host_memory
 from megazero.telemetry.sinks import sink_factory

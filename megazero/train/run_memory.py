@@ -22,11 +22,11 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.budgets import has_budgets, memory_problems
-from megazero.plan.leaving_disks import writes_activations
+from megazero.plan.leaving import writes_activations
 from megazero.plan.rates import ASSUMED, read_rates
 from megazero.plan.step_lists import StageLists
-from megazero.plan.tier_peaks import run_peaks
-from megazero.plan.timed_steps import timed_traces
+from megazero.plan.step_memory import run_peaks
+from megazero.plan.step_times import timed_traces
 from megazero.report.trace_files import write
 from megazero.system import device as devices
 from megazero.system.allocator import return_large

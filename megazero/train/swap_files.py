@@ -21,8 +21,8 @@ from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.kept_disks import ActivationDisks
-from megazero.plan.leaving_disks import activation_pieces, writes_activations
-from megazero.plan.step_lists import StageLists
+from megazero.plan.leaving import writes_activations
+from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error

@@ -27,8 +27,7 @@ from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
 from megazero.mpu import collectives
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.offloaded import swapped_pieces
-from megazero.plan.swap_contents import swap_contents
+from megazero.plan.offloaded import swap_contents, swapped_pieces
 from megazero.telemetry.steplog import StepLog
 from megazero.train.path_checks import start_position
 from megazero.train.same_data import with_present_names

@@ -9,7 +9,7 @@ import pytest
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.gathered import largest_unit
+from megazero.plan.traffic import largest_unit
 from tests.parity.tier_layouts import RATES, tight_budget, whole_run
 from tests.parity.training import data_flags, small_model, train, unequal, worst
 from tests.parity.ways import FP16, Way

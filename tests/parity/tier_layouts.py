@@ -15,8 +15,8 @@ from megazero.config.parse import parse_run
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
-from megazero.plan.gathered import largest_unit
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks
+from megazero.plan.traffic import largest_unit
 from megazero.train.init_from import model_source
 from tests.parity.pairs import Axes, Values, table
 from tests.parity.ways import FP16, Way

@@ -15,8 +15,8 @@ from megazero.plan.bytes import stage_bytes
 from megazero.plan.rates import ASSUMED
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
-from megazero.plan.tier_peaks import run_peaks
-from megazero.plan.timed_steps import timed_traces
+from megazero.plan.step_memory import run_peaks
+from megazero.plan.step_times import timed_traces
 from megazero.report.banner import budgets_sentence, peaks_table
 from megazero.report.run_report import RunReport, gather
 from megazero.system import host_memory

@@ -7,8 +7,8 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
-from megazero.plan.gathered import GatheredBytes, gathered_bytes, unit_problems
 from megazero.plan.step_lists import StageLists
+from megazero.plan.traffic import GatheredBytes, gathered_bytes, unit_problems
 from megazero.report.banner import gathers_sentence
 
 WORDS = (

@@ -18,7 +18,7 @@ from megazero.plan.budgets import memory_problems
 from megazero.plan.order import leaves_order_to_budgets, order_notes, order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks
 from megazero.program.instruction import Op
 
 MODEL = (

@@ -19,8 +19,7 @@ from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
 from megazero.plan.rates import MachineRates
 from megazero.plan.search import SearchLimits
-from megazero.plan.step_memory import stage_trace
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks, stage_trace
 from megazero.program.instruction import Lane
 
 CARD = MachineRates(1e12, to_host=10e9, to_device=12e9, update=40e9, update_host=2e9, read=2e9, write=1e9, messages=5e9)

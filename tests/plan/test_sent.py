@@ -12,9 +12,9 @@ import torch
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.mpu.parameter import StateGroup
-from megazero.plan.gathered import gathered_bytes
 from megazero.plan.recompute import gathered_inputs
 from megazero.plan.step_lists import StageLists
+from megazero.plan.traffic import gathered_bytes
 from megazero.program.traffic import traffic
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks

@@ -15,8 +15,7 @@ from torch.autograd.profiler import profile, record_function
 from bench.contestants.megazero_meter import in_host_memory
 from megazero.mpu import p2p
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import spare_bytes
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks, spare_bytes
 from tests.parity.training import job_on_rank
 from tests.plan.meter import allocations
 from tests.ranks import run_ranks

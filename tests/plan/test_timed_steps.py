@@ -11,8 +11,8 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.plan.rates import MachineRates
 from megazero.plan.step_lists import StageLists
-from megazero.plan.tier_peaks import run_peaks
-from megazero.plan.timed_steps import timed_traces
+from megazero.plan.step_memory import run_peaks
+from megazero.plan.step_times import timed_traces
 from megazero.program.instruction import Lane
 from megazero.program.memory import MemoryColumn
 from megazero.program.trace import MemoryTrace, TimedStep

@@ -9,7 +9,7 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.config.tiers import Tier
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.kept import with_kept
+from megazero.plan.leaving import with_kept
 from megazero.plan.shapes import shape_of, updated_layouts
 from megazero.train.init_from import model_source
 from tests.parity.training import small_model

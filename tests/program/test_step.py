@@ -10,9 +10,9 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.pipeline.build import schedules, step_lists
 from megazero.plan import step_lists as step_lists_of_run
-from megazero.plan.gathered import gathered_bytes
 from megazero.plan.shapes import shape_of
 from megazero.plan.step_lists import StageLists
+from megazero.plan.traffic import gathered_bytes
 from megazero.program import step
 from megazero.program.error import ProgramError
 from megazero.program.instruction import Instruction, Op

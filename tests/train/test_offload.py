@@ -18,9 +18,8 @@ from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.bytes import stage_bytes
-from megazero.plan.leaving_disks import activation_pieces
 from megazero.plan.offloaded import moved_in_step, swapped_pieces
-from megazero.plan.step_lists import StageLists
+from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.program.instruction import Lane
 from megazero.report.banner import schedule_lines, stage_table
 from megazero.report.run_report import gather

@@ -17,7 +17,7 @@ from megazero.mpu.connect import connect
 from megazero.mpu.grid import build_grid
 from megazero.plan.order import order_within_budgets
 from megazero.plan.recompute import activation_peaks
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks
 from megazero.train import resolve as resolving
 from megazero.train.checked import dry_run_text, resolved_on_all_ranks
 from megazero.train.job import build_job

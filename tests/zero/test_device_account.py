@@ -10,7 +10,7 @@ from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
-from megazero.plan.tier_peaks import run_peaks
+from megazero.plan.step_memory import run_peaks
 from megazero.train import requirements
 from megazero.train.prepare import prepare
 from megazero.zero.device_account import BudgetExceeded, DeviceAccount

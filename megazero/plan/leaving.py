@@ -1,4 +1,6 @@
-"""What each unit of a stage keeps of a micro-batch, by arithmetic: in the list's shape, where activations leave."""
+"""What each unit of a stage keeps of a micro-batch, by arithmetic, and what of it leaves the device
+(--offload-activations): its bytes in the list's shape, and whether the buffers hold them that lead to disks.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.chunk_bytes import chunk_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.tape import UnitBytes
+from megazero.program.passes.leaving_disks import LEAST_BUFFERS, buffer_bytes, largest_unit
 from megazero.program.shape import RankShape
 from megazero.system import device as devices
 
@@ -39,4 +42,26 @@ def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]
     return [
         [size * (not leaves.units or leaves.names([plain_unit(name)])) for size, name in zip(*chunk, strict=True)]
         for chunk in zip(sizes, names, strict=True)
+    ]
+
+
+def writes_activations(run: Run) -> bool:
+    """Whether activations go to disks."""
+    return run.offload.offload_activations.on_disks
+
+
+def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
+    """A sentence if --nvme-buffer-bytes does not hold the buffers of activations on their way to disks. kind: of
+    device, cpu or cuda. Raises ConfigError as `plan.recompute.recompute_table` does.
+    """
+    if not writes_activations(run):
+        return []
+    largest = largest_unit(chunk for stage in range(axes.pp) for chunk in leaving_bytes(run, axes, stage, kind))
+    least, room = LEAST_BUFFERS * buffer_bytes(largest), run.offload.nvme_buffer_bytes
+    if least <= room:
+        return []
+    return [
+        f"--nvme-buffer-bytes {room} does not hold {LEAST_BUFFERS} times what a unit of the model keeps of a "
+        f"micro-batch, as --offload-activations {run.offload.offload_activations} needs; nearest: --nvme-buffer-bytes "
+        f"{least}"
     ]
