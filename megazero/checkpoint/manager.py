@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
@@ -262,13 +263,22 @@ class Checkpoints:
                 mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == folder else ())])
 
         self._attempt_on_all_ranks(look if grid.rank == 0 else None)
-        names = broadcast_text(grid.world, grid.device, json.dumps([str(path) for path in mine]))
+        # Relative to --load, which may have another name on each node: "." is a checkpoint that --load itself names, and
+        # one that has stepped aside is beside that.
+        names = broadcast_text(grid.world, grid.device, json.dumps([os.path.relpath(path, folder) for path in mine]))
         assert names is not None
-        paths = [Path(name) for name in json.loads(names)]
+        paths = [Path(os.path.normpath(folder / name)) for name in json.loads(names)]
         path = next((path for path in paths if self._all_have(path)), None)
         if path is None:
             newest = paths[0] if paths else None
-            self._attempt_on_all_ranks(lambda: _require_as_on_rank_0(folder, newest, grid.rank))
+
+            def agree() -> None:
+                if newest is not None and grid.rank == 0:
+                    open_checkpoint(newest)  # it may be damaged, or named and not there
+                else:
+                    _require_as_on_rank_0(folder, newest, grid.rank)
+
+            self._attempt_on_all_ranks(agree)
             return None
         found: list[FoundCheckpoint] = []
         self._attempt_on_all_ranks(lambda: found.append(open_checkpoint(path)))

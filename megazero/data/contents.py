@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megazero.config.schema import DataConfig
-from megazero.data.build import cache_root, parse_data_path
+from megazero.data.build import cache_root, parse_data_path, parse_valid_data_path
 from megazero.data.cache import cached_arrays
 from megazero.data.file_array import FileArray
 from megazero.data.id_range import file_identity
@@ -45,13 +45,25 @@ def contents_of(cfg: DataConfig) -> Contents:
 
 def cached_contents(cfg: DataConfig, report: Report) -> Contents:
     """As `contents_of`, from the cache: one process of a file system reads the data once."""
+    return _cached(_parts(cfg), cfg, report)
+
+
+def cached_validation_contents(cfg: DataConfig, report: Report) -> Contents:
+    """The same of the sets that the run names for validation alone."""
+    if cfg.valid_instruction_data:
+        return _cached([_of_files(find_files(cfg.valid_instruction_data))], cfg, report)
+    prefixes = parse_valid_data_path(cfg.valid_data_path).values()
+    return _cached([_of_pair(IndexedDataset(prefix)) for prefix in prefixes], cfg, report)
+
+
+def _cached(parts: Iterable[_Part], cfg: DataConfig, report: Report) -> Contents:
     root = cache_root(cfg)
 
     def numbers(part: _Part) -> tuple[int, ...]:
         arrays = cached_arrays(root, "contents", part.facts, lambda say: {"numbers": np.array(part.read())}, report)
         return tuple(arrays["numbers"][:].tolist())
 
-    return tuple(map(numbers, _parts(cfg)))
+    return tuple(map(numbers, parts))
 
 
 def _parts(cfg: DataConfig) -> list[_Part]:

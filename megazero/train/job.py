@@ -113,8 +113,9 @@ def build_job(
         checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.resumed)
         deadline = deadline_of(run)  # counted from here, when the kernels are compiled
         start = resume(run, state, checkpoints, engines.probe, grid, swap_start)
-        # State on disks would all be read for this, as in a step.
-        if (run.checkpoint.init_from or prepared.resumed) and not uses_disks(run):
+        # State on disks would all be read for this, as in a step. Whether there is a checkpoint is asked of `resume`,
+        # where ranks agree: this rank alone may have seen one, or none, before.
+        if start.is_read and not uses_disks(run):
             require_finite_weights(run, grid, state)
         program = None if callbacks is None else CallbackSink(callbacks, signals)
         swaps = state.model.host.swap, None if activation_swap is None else activation_swap.swap

@@ -33,10 +33,12 @@ class StartPoint:
 
     position  iteration and consumed samples and tokens
     text      what it starts from, for the banner
+    is_read   whether its weights were read from files
     """
 
     position: TrainingPosition
     text: str
+    is_read: bool = True
 
 
 def resume(
@@ -63,7 +65,8 @@ def resume(
         return StartPoint(swapped.position, "; ".join(words))
     if resumed is None:
         text = _begin(run, state, grid)
-        return StartPoint(TrainingPosition(), text + (f" (no complete checkpoint in {load})" if load else ""))
+        text += f" (no complete checkpoint in {load})" if load else ""
+        return StartPoint(TrainingPosition(), text, is_read=init_from is not None)
     loaded = checkpoints.load(resumed)
     read = f"{transfer(loaded.bytes, loaded.seconds)} read"
     probed = check_probe(resumed.progress.get("probe"), run, probe_engine, grid)

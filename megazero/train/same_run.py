@@ -21,7 +21,9 @@ from megazero.config.options import Option, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.build import parse_data_path
+from megazero.data.contents import cached_validation_contents
 from megazero.data.indexed import DataError
+from megazero.data.progress import silent
 from megazero.system.words import counted
 from megazero.train.embedded import Rendezvous, result_on_all_ranks
 from megazero.train.prepare import Prepared
@@ -67,9 +69,10 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
         "settings": {option.name: _value(run, option) for option in run_options().values()},
         "data": {
             "training data (documents, tokens, checksum)": prepared.contents,
-            "epochs of training data": datasets.train.plans,
-            "epochs of validation data": datasets.valid.plans,
-            "epochs of named validation sets": {name: samples.plans for name, samples in datasets.named_valid.items()},
+            "validation data (documents, tokens, checksum)": cached_validation_contents(run.data, silent),
+            "order of training samples": datasets.train.plans,
+            "order of validation samples": datasets.valid.plans,
+            "order of named validation sets": {name: samples.plans for name, samples in datasets.named_valid.items()},
         },
     }
 

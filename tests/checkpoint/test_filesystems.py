@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +27,15 @@ RUN = "runs/saved"
 
 
 @contextmanager
-def started(rank: int, disks: list[str], layout: Layout, keep_last: int = 3) -> Iterator[tuple[Checkpoints, FakeState]]:
-    """The run of a rank that works in its folder."""
+def started(
+    rank: int, disks: list[str], layout: Layout, keep_last: int = 3, run: str = RUN
+) -> Iterator[tuple[Checkpoints, FakeState]]:
+    """The run of a rank that works in its folder. run: the folder of checkpoints there."""
     before, grid = Path.cwd(), build_grid(layout.axes)
     token, background = new_token(grid.world, grid.device), background_group(grid)
     os.chdir(disks[rank])
     try:
-        yield open_run(Path(RUN), token, layout, grid, background=background, keep_last=keep_last)
+        yield open_run(Path(run), token, layout, grid, background=background, keep_last=keep_last)
     finally:
         os.chdir(before)
 
@@ -53,8 +55,8 @@ def saves(rank: int, disks: list[str], layout: Layout, iterations: list[int], in
         return checkpoints._saving.filesystems.leaders
 
 
-def loads(rank: int, disks: list[str], layout: Layout) -> str:
-    with started(rank, disks, layout) as (checkpoints, state):
+def loads(rank: int, disks: list[str], layout: Layout, runs: Sequence[str] = (RUN,) * 4) -> str:
+    with started(rank, disks, layout, run=runs[rank]) as (checkpoints, state):
         try:
             found = checkpoints.find()
             if found is None:
@@ -203,3 +205,12 @@ def test_a_mark_that_is_left_is_swept(tmp_path: Path) -> None:
     checkpoints, _ = open_run(tmp_path, "t")
     checkpoints.claim()
     assert names(tmp_path) == [folders.TOKEN]
+
+
+@pytest.mark.slow
+def test_the_folder_may_have_another_name_on_each_node(nodes: list[str]) -> None:
+    run_ranks(4, saves, nodes, LAYOUT, [1, 2], False)
+    (Path(nodes[2]) / RUN).rename(Path(nodes[2]) / "elsewhere")
+    assert run_ranks(4, loads, nodes, LAYOUT, (RUN, RUN, "elsewhere", "elsewhere")) == ["2"] * 4
+    named = f"{RUN}/iter_0000001", f"{RUN}/iter_0000001", "elsewhere/iter_0000001", "elsewhere/iter_0000001"
+    assert run_ranks(4, loads, nodes, LAYOUT, named) == ["1"] * 4

@@ -99,7 +99,7 @@ def test_by_another_name(here: Path) -> None:
 
 def test_what_is_not_known_yet_hides_no_other_problem(here: Path) -> None:
     """The default corpus is made at the start, and so is the number of the samples of --epochs."""
-    model, lr = f"{MODEL} {BATCH} --vocab-size 290 --load text --save text".split(), ["--lr", "0.5"]
+    model, lr = f"{MODEL} {BATCH} --vocab-size 290 --split 1,0,0 --load text --save text".split(), ["--lr", "0.5"]
     run = parse_run([*model, "--train-iters", "2"], 1)
     assert problems_at_start(run) == ()
     (problem,) = problems_at_start(parse_run([*model, *lr, "--train-iters", "2"], 1))

@@ -106,15 +106,21 @@ def test_the_same_run_under_other_names_of_places_is_one_run(corpora: Path, tmp_
     ("here_words", "other_words", "difference"),
     [
         ("here", "other", "training data (documents, tokens, checksum) [[40, "),
+        (
+            "here --valid-data-path x here",
+            "here --valid-data-path x other",
+            "validation data (documents, tokens, checksum) [[40, ",
+        ),
         ("1 here 3 other", "3 here 1 other", "--data-path a place 0.75 0.25, where rank 0 has a place 0.25 0.75"),
         ("here", "1 here", "--data-path a place 1.0, where rank 0 has a place"),
     ],
-    ids=["contents", "weights", "blend"],
+    ids=["contents", "validation", "weights", "blend"],
 )
 def test_other_data_are_another_run(here_words: str, other_words: str, difference: str, corpora: Path) -> None:
     """A mixture of two corpora would train without any sign of it."""
+    pairs = {name: str(corpora / name) for name in ("here", "other")}
     runs = [
-        prepared(corpora, "--data-path", *(str(corpora / word) if word.isalpha() else word for word in words.split()))
+        prepared(corpora, "--data-path", *(pairs.get(word, word) for word in words.split()))
         for words in (here_words, other_words)
     ]
     for error in answers(*runs):

@@ -22,6 +22,7 @@ from megazero.mpu.grid import build_grid
 from megazero.telemetry.units import size
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare
+from tests.parity.training import job_on_rank
 from tests.ranks import run_ranks
 from tests.train.starts import resolved_for
 
@@ -365,3 +366,36 @@ def test_a_forgotten_tokenizer_is_the_one_that_the_data_record(tmp_path: Path) -
         assert needed.startswith("--vocab-size is needed")
         assert recorded.startswith(f"--data-path: {pair} was made with the tokenizer {kind} of ")
         assert recorded.endswith(f": {flags}")
+
+
+def resumes(rank: int, size: int, flags: list[str], folder: Path) -> int:
+    """The iteration at which a run begins, whose rank 1 sees the checkpoint once it has made its checks alone."""
+    late = folder / f"rank{rank}"
+    late.mkdir()
+    if rank == 0:
+        late.rmdir()
+        late.symlink_to(folder / "saved")
+    prepared = prepare(parse_run([*flags, "--load", str(late)], size), size, silent)
+    assert (prepared.resumed is None) is (rank == 1)
+    if rank == 1:
+        late.rmdir()
+        late.symlink_to(folder / "saved")
+    job = build_job(prepared, build_grid(axes_of(prepared.run, size), "cpu"))
+    begins = job.trainer.position.iteration
+    job.fit()
+    job.close()
+    return begins
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_one_rank_sees_late_is_resumed_by_all(flags: list[str], tmp_path: Path) -> None:
+    """A run before it may publish it meanwhile, and a network's file system may show it to one host first."""
+    words = [*flags, "--lr-decay-style", "constant"]
+    run_ranks(1, trained, 1, [*words, "--save", str(tmp_path / "saved")])
+    assert run_ranks(2, resumes, 2, [*words, "--train-iters", "5"], tmp_path) == [3, 3]
+
+
+def trained(rank: int, size: int, flags: list[str]) -> None:
+    job, _ = job_on_rank(rank, size, flags)
+    job.fit()
+    job.close()
