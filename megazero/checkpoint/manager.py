@@ -263,8 +263,8 @@ class Checkpoints:
                 mine.extend([newest, *(folders.earlier_checkpoints(newest) if newest.parent == folder else ())])
 
         self._attempt_on_all_ranks(look if grid.rank == 0 else None)
-        # Relative to --load, which may have another name on each node: "." is a checkpoint that --load itself names, and
-        # one that has stepped aside is beside that.
+        # Relative to --load, which may have another name on each node: "." is a checkpoint that --load itself names,
+        # and one that has stepped aside is beside that.
         names = broadcast_text(grid.world, grid.device, json.dumps([os.path.relpath(path, folder) for path in mine]))
         assert names is not None
         paths = [Path(os.path.normpath(folder / name)) for name in json.loads(names)]
