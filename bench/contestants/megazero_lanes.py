@@ -15,12 +15,15 @@ from bench.workload import Workload
 from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.pipeline.schedule_run import ScheduleRun
+from megazero.program.instruction import UPDATE_HOST, Op
 from megazero.system.copy_thread import CopyThread
 from megazero.train.job import Job
 from megazero.zero.actions import BucketActions
 from megazero.zero.host_parts import HostParts
 from megazero.zero.parts import state_piece
 
+COMPUTES = tuple(op.value for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+"""The names of computations in spans."""
 MAIN, READS, WRITES, UPDATES, COPIES = "program", "from disk", "to disk", "host", "copies"
 WAIT = "WAIT"
 """The program waits for parameters."""
@@ -49,11 +52,11 @@ class Recorder:
         begin, update, swap = ScheduleRun.begin, HostParts.update, job.state.model.host.swap
 
         def begun(run: ScheduleRun, *args: Any) -> None:
-            run.actions = {op: self.timed(MAIN, op.name, action) for op, action in run.actions.items()}
+            run.actions = {op: self.timed(MAIN, op.value, action) for op, action in run.actions.items()}
             begin(run, *args)
 
         def updated(host: HostParts, key: Any, make: Any) -> None:
-            update(host, key, self.timed(UPDATES, "UPDATE_HOST", make))
+            update(host, key, self.timed(UPDATES, UPDATE_HOST.value, make))
 
         ScheduleRun.begin = begun  # type: ignore[method-assign, assignment]
         HostParts.update = updated  # type: ignore[method-assign, assignment]

@@ -24,7 +24,18 @@ from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.actions import ActivationActions, KeptGraph, StateActions, StepEnd
 from megazero.pipeline.entry import GraphEntry
 from megazero.program.effects import ParametersRead
-from megazero.program.instruction import STATE_MOVES, ComputationKey, Instruction, Op
+from megazero.program.instruction import (
+    ACTIVATION_MOVES,
+    LEAVE,
+    RELEASE,
+    STATE_MOVES,
+    UPDATE,
+    UPDATE_HOST,
+    ComputationKey,
+    Instruction,
+    Kind,
+    Op,
+)
 from megazero.program.passes.cut import Pass, units_of
 from megazero.program.shape import RankShape
 
@@ -89,7 +100,7 @@ class ScheduleRun:
         self.edges: dict[ComputationKey, GradientEdge | None] = {}
         self.kept: dict[ComputationKey, KeptGraph] = {}
         """Graphs whose activations leave the device."""
-        self.actions: dict[Op, Callable[[Instruction], None]] = {
+        self.actions: dict[Kind, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward,
@@ -99,20 +110,15 @@ class ScheduleRun:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
             Op.GATHER: lambda i: self.state.gather(*i.buckets),
-            Op.RELEASE: lambda i: self.state.release(*i.buckets),
+            RELEASE: lambda i: self.state.release(*i.buckets),
             Op.REDUCE: lambda i: self.state.reduce(*i.buckets),
             Op.REDUCE_ACROSS: lambda i: self.state.reduce_across(*i.buckets),
             Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(i.buckets),
             Op.NORM: self._norm,
-            Op.UPDATE: self._update,
-            Op.UPDATE_HOST: self._update_host,
+            UPDATE: self._update,
+            UPDATE_HOST: self._update_host,
             **dict.fromkeys(STATE_MOVES, self.state.move),
-            Op.LEAVE: lambda i: self.kept[self._key(i)].leave(),
-            Op.FREE: lambda i: self.kept[self._key(i)].free(),
-            Op.RETURN: lambda i: self.kept[self._key(i)].come_back(),
-            Op.WRITE_ACTIVATIONS: lambda i: self.kept[self._key(i)].write(),
-            Op.FREE_HOST: lambda i: self.kept[self._key(i)].free_host(),
-            Op.READ_ACTIVATIONS: lambda i: self.kept[self._key(i)].read(),
+            **dict.fromkeys(ACTIVATION_MOVES, lambda i: self.kept[self._key(i)].move(i.op)),
         }
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
@@ -127,7 +133,7 @@ class ScheduleRun:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions if i.is_compute}
         for i in instructions:
-            if i.op is Op.LEAVE:
+            if i.op == LEAVE:
                 assert self.parts.host is not None, "nothing takes what leaves the device"
                 self.kept[self._key(i)] = self.parts.host.graph(i.where)
 

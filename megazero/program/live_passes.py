@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind, Op
 
 
 def peak_activations(
@@ -22,9 +22,13 @@ def peak_activations(
             continue
         whole = 1.0 if weights is None else weights[i.chunk]
         later = whole if kept is None else kept[i.chunk]
-        live += {Op.FORWARD: whole, Op.BACKWARD: -whole, Op.BACKWARD_INPUT: later - whole, Op.BACKWARD_WEIGHT: -later}[
-            i.op
-        ]
+        changes: dict[Kind, float] = {
+            Op.FORWARD: whole,
+            Op.BACKWARD: -whole,
+            Op.BACKWARD_INPUT: later - whole,
+            Op.BACKWARD_WEIGHT: -later,
+        }
+        live += changes[i.op]
         peak = max(peak, live)
         live = live if trains else 0.0
     return peak

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from megazero.config.tiers import Tier
 from megazero.program.effects import Scope
-from megazero.program.instruction import Instruction, Op, Piece, moves_of
+from megazero.program.instruction import (
+    LEAVE,
+    READ_ACTIVATIONS,
+    WRITE_ACTIVATIONS,
+    Free,
+    Instruction,
+    Piece,
+)
 from megazero.program.memory import MemoryAccount, MemoryColumn, Place, kept_place
 from megazero.program.step_bytes import StepBytes
 
-COPIES = moves_of(Piece.ACTIVATIONS) | {Op.FREE, Op.FREE_HOST}
-"""The instructions that move activations, and free what was moved."""
-
 
 class ActivationCopies:
-    """What `COPIES` do to an account.
+    """What `ACTIVATION_MOVES` do to an account.
 
-    Activations are on the device up to FREE and from RETURN on. Their host buffer is taken at LEAVE and given back at
-    their backward, which waits for the copy. Of those that go on to disks it is given back at FREE_HOST, and another
-    one is taken at READ_ACTIVATIONS.
+    Activations are on the device until they are freed, and from the copy back on. Their host buffer is taken at the
+    copy to host memory and given back at their backward, which waits for the copy back. Of those that go on to disks it
+    is given back once they are written, and another one is taken at the read.
     """
 
     def __init__(self, account: MemoryAccount, scope: Scope, sizes: StepBytes) -> None:
         self.account, self.scope, self.sizes = account, scope, sizes
 
     def run(self, i: Instruction) -> None:
-        """One of `COPIES`."""
+        """One of `ACTIVATION_MOVES`."""
         first, stop = self.scope.units_of(i)
         sizes = self.sizes.units[i.chunk]
-        if i.op is Op.WRITE_ACTIVATIONS:
+        if i.op == WRITE_ACTIVATIONS:
             return
-        if i.op is Op.FREE_HOST:
+        if i.op == Free(Piece.ACTIVATIONS, Tier.HOST):
             self.give_back(i)
             return
-        if i.op in (Op.LEAVE, Op.READ_ACTIVATIONS):
+        if i.op in (LEAVE, READ_ACTIVATIONS):
             kept = self.sizes.host_buffer or sum(sizes[unit].kept + sizes[unit].input for unit in range(first, stop))
             self.account.hold(self._host(i), self.account.host.take(kept))
             return
@@ -45,7 +50,7 @@ class ActivationCopies:
             self.account.host.spare.append(size)
 
     def _move(self, i: Instruction, place: Place, size: int) -> None:
-        if i.op is Op.FREE:
+        if isinstance(i.op, Free):
             self.account.drop(place)
         else:
             self.account.hold(place, size)

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from megazero.program.instruction import Instruction, Op
+from megazero.config.tiers import Tier
+from megazero.program.instruction import RELEASE, Instruction, Kind, Op, Piece, TierMove
 from megazero.program.memory import MemoryAccount, MemoryColumn, Place
 from megazero.program.step_bytes import StepBytes
 
-LEAVING = frozenset({Op.REDUCE_PARTIAL, Op.STORE_GRADIENT, Op.COPY_GRADIENT})
+LEAVING: frozenset[Kind] = frozenset(
+    {
+        Op.REDUCE_PARTIAL,
+        *(TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.SUMS, Piece.REDUCED, Piece.GRADIENTS)),
+    }
+)
 """What takes a reduced gradient that leaves the device, in the dtype of the sum."""
+FETCH = TierMove(Piece.GRADIENTS, Tier.HOST, Tier.DEVICE)
+"""What brings a gradient back to an update on the device."""
 
 
 class Look(Protocol):
@@ -71,7 +79,7 @@ class StateMemory:
     def gather(self, i: Instruction) -> None:
         for number in i.buckets:
             bucket, place = self.shape.buckets[number], self.account.of_bucket(MemoryColumn.GATHERED, number)
-            if i.op is Op.RELEASE:
+            if i.op == RELEASE:
                 self._look()
                 self.account.drop(place)
                 continue
@@ -151,7 +159,7 @@ class StateMemory:
             if not bucket.sums_leave:
                 continue
             place = self.account.of_bucket(MemoryColumn.BUFFERS, number, f"part {i.part}")
-            if i.op is Op.FETCH_GRADIENT:
+            if i.op == FETCH:
                 self.account.hold(place, self.account.pool.take(bucket.parts[i.part].gradient_bytes))
             else:
                 self._look()

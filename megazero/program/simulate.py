@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from megazero.program.border import ON_TIME, Border
 from megazero.program.effects import Effects
 from megazero.program.error import ProgramError
-from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
+from megazero.program.instruction import LOCAL_LANES, UPDATE, Instruction, Lane, Op
 from megazero.program.live_passes import peak_activations
 from megazero.program.meetings import Meetings, Message
 from megazero.program.processors import SHARED_LANES, Processors
@@ -213,7 +213,7 @@ class _Simulation:
             alone = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
             rank.clock = rank.processors.end(start, alone)
             rank.spans.append(Span(i, start, rank.clock))
-        elif i.op is Op.UPDATE:
+        elif i.op == UPDATE:
             size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
             rank.clock = rank.processors.end(start, self.times.update * size)
             if rank.clock > start:
@@ -263,7 +263,7 @@ class _Simulation:
         rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, work.does, message)
-        if i.op is Op.STORE_GRADIENT or i.op is Op.COPY_GRADIENT:
+        if work.lane is Lane.TO_HOST and i.buckets:
             buckets = [bucket for bucket, _ in rank.in_flight]
             if i.buckets[0] in buckets and rank.scope.shape.buckets[i.buckets[0]].sums_leave:
                 rank.in_flight[buckets.index(i.buckets[0])] = i.buckets[0], message

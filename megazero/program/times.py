@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megazero.program.instruction import Instruction, Lane, Op, Units
+from megazero.program.instruction import Instruction, Kind, Lane, Op, Units
 from megazero.system.given import given_count, given_time
 
 
@@ -47,7 +47,7 @@ class ChunkTimes:
         shares = self.units[i.model_chunk]
         return whole * sum(shares[first:stop]) / sum(shares)
 
-    def of(self, op: Op, model_chunk: int) -> float:
+    def of(self, op: Kind, model_chunk: int) -> float:
         """The time of a computation of a whole chunk."""
         if op is Op.FORWARD:
             return self.forward[model_chunk]

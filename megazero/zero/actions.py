@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import ComputationKey, Instruction, Op
+from megazero.program.instruction import (
+    LOAD,
+    READ_PARAMETERS,
+    READ_STATE,
+    ComputationKey,
+    Instruction,
+    Kind,
+    Op,
+    Piece,
+    TierMove,
+)
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.host_gradients import HostGradients
 from megazero.zero.host_parts import HostParts
@@ -81,10 +91,6 @@ class BucketActions:
         """Sum partial gradients of buckets, or of all (none named), over tp."""
         self.reducer.sum_partials(buckets)
 
-    def copies_gradient(self, bucket: int) -> HostGradients | HostParts:
-        """What copies a reduced gradient to host memory: to be added to a sum there, or for an update there."""
-        return self.gradients if self.host.sums[bucket] is not Tier.DEVICE else self.host
-
     def arrived(self) -> Arrived:
         """See `GradientReducer.arrived`."""
         return self.reducer.arrived()
@@ -94,24 +100,25 @@ class BucketActions:
         self.reducer.say_arrived(arrived)
 
 
-_MOVES: Mapping[Op, Callable[[BucketActions, Instruction], object]] = MappingProxyType(
+_MOVES: Mapping[Kind, Callable[[BucketActions, Instruction], object]] = MappingProxyType(
     {
-        Op.READ_PARAMETERS: lambda of, i: of.gatherer.resting.read(i.key, i.slot),
+        READ_PARAMETERS: lambda of, i: of.gatherer.resting.read(i.key, i.slot),
         # Once they are updated: what a load waits for is waited for on its lane.
-        Op.LOAD: lambda of, i: of.gatherer.load(*i.key, of.host.arriving(i.buckets[0])),
-        Op.COPY_PARAMETERS: lambda of, i: of.host.copy_parameters(i),
-        Op.STORE: lambda of, i: of.host.store(i),
-        Op.WRITE_PARAMETERS: lambda of, i: of.host.write_parameters(i),
-        Op.READ_STATE: lambda of, i: of.host.read(i),
-        Op.WRITE_STATE: lambda of, i: of.host.write(i),
-        Op.COPY_GRADIENT: lambda of, i: of.copies_gradient(i.buckets[0]).copy_gradient(i),
-        Op.STORE_GRADIENT: lambda of, i: of.gradients.store(i),
+        LOAD: lambda of, i: of.gatherer.load(*i.key, of.host.arriving(i.buckets[0])),
+        TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE): lambda of, i: of.host.copy_parameters(i),
+        TierMove(Piece.UPDATED, Tier.DEVICE, Tier.HOST): lambda of, i: of.host.store(i),
+        TierMove(Piece.UPDATED, Tier.HOST, Tier.DISK): lambda of, i: of.host.write_parameters(i),
+        READ_STATE: lambda of, i: of.host.read(i),
+        TierMove(Piece.STATE, Tier.HOST, Tier.DISK): lambda of, i: of.host.write(i),
+        TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST): lambda of, i: of.host.copy_gradient(i),
+        TierMove(Piece.GRADIENTS, Tier.DISK, Tier.HOST): lambda of, i: of.gradients.read(i),
+        TierMove(Piece.GRADIENTS, Tier.HOST, Tier.DEVICE): lambda of, i: of.gradients.fetch(i),
+        TierMove(Piece.SUMS, Tier.DEVICE, Tier.HOST): lambda of, i: of.gradients.store(i),
+        TierMove(Piece.SUMS, Tier.DISK, Tier.HOST): lambda of, i: of.gradients.read(i),
+        TierMove(Piece.SUMS, Tier.HOST, Tier.DISK): lambda of, i: of.gradients.write_sum(i),
+        TierMove(Piece.REDUCED, Tier.DEVICE, Tier.HOST): lambda of, i: of.gradients.copy_gradient(i),
         Op.ADD_GRADIENT: lambda of, i: of.gradients.add(i),
         Op.COUNT_GRADIENT: lambda of, i: of.gradients.count(i),
-        Op.READ_SUM: lambda of, i: of.gradients.read(i),
-        Op.WRITE_SUM: lambda of, i: of.gradients.write_sum(i),
-        Op.READ_GRADIENT: lambda of, i: of.gradients.read(i),
-        Op.FETCH_GRADIENT: lambda of, i: of.gradients.fetch(i),
     }
 )
 """What the instructions of `STATE_MOVES` do."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.disk.swap import SwapSpace
-from megazero.program.instruction import Op
-from megazero.program.passes.slots import ops_of_part
+from megazero.program.instruction import Piece
+from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
 from megazero.system.streams import host_tensor
 from megazero.zero.parts import Resident, Resting
 from megazero.zero.sharding import Column
@@ -75,14 +75,14 @@ def part_slots(
         (part.stop - part.start, ops_of_part(part.tier, own.rests, own.sums)) for own in resting for part in own.parts
     ]
 
-    def most(*ops: Op) -> int:
-        return max((numel for numel, way in ways if not {*ops}.isdisjoint(way)), default=0)
+    def most(piece: Piece) -> int:
+        return max((numel for numel, way in ways if not SLOT_MEMORY[piece].isdisjoint(way)), default=0)
 
     stays = max((one.stop - one.start for one in residents), default=0)
-    copied, state = most(Op.COPY_GRADIENT), max(most(Op.READ_STATE), stays) * state_bytes
-    moved = most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS)
+    copied, state = most(Piece.GRADIENTS), max(most(Piece.STATE), stays) * state_bytes
+    moved = most(Piece.UPDATED)
     dtypes = {column: columns[column].dtype for column in (Column.GRADIENT, Column.PARAMETER)}
-    sums = most(Op.READ_SUM) * dtypes[Column.GRADIENT].itemsize
+    sums = most(Piece.SUMS) * dtypes[Column.GRADIENT].itemsize
 
     def allocated(size: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8) if swap is None else swap.allocate(size)

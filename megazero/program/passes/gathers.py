@@ -29,7 +29,7 @@ from itertools import accumulate, pairwise
 from statistics import median_high
 
 from megazero.program.effects import ParametersRead
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import RELEASE, Instruction, Op
 from megazero.program.passes.caching import CachePlan, CacheSearch, as_bits, fewest_bytes
 from megazero.program.shape import RankShape
 
@@ -216,12 +216,12 @@ def _placement(
             if bucket in last:
                 if start == free:
                     continue
-                releases[free - 1].append(Instruction(Op.RELEASE, buckets=(bucket,)))
+                releases[free - 1].append(Instruction(RELEASE, buckets=(bucket,)))
             gathers[start].append(Instruction(Op.GATHER, buckets=(bucket,)))
             gathered, late, latest = gathered + sizes[bucket], late + sizes[bucket] * (start == number), start
         last.update(dict.fromkeys(use, number))
     for bucket in sorted(last):
-        releases[last[bucket]].append(Instruction(Op.RELEASE, buckets=(bucket,)))
+        releases[last[bucket]].append(Instruction(RELEASE, buckets=(bucket,)))
     return _Placement(gathers, releases, gathered, late)
 
 

@@ -1,9 +1,9 @@
 """Place the copies of activations to host memory and back (--offload-activations).
 
-What a computation keeps for its backward can leave the device: LEAVE stands right behind the forward, and the copy
-travels beside the next computation. FREE stands behind that. RETURN stands one computation ahead of the backward, so
-that this copy travels beside a computation too. So activations leave only if at least one more computation comes
-between: else their memory would never be free.
+What a computation keeps for its backward can leave the device. The copy to host memory stands right behind the forward,
+and travels beside the next computation. `Free` stands behind that. The copy back stands one computation ahead of the
+backward, so that this copy travels beside a computation too. So activations leave only if at least one more
+computation comes between: else their memory would never be free.
 
 Which ones leave follows from the list, whose order is known: those whose backward is furthest away first, as a cache
 evicts what is used last (Belady 1966), until the share of the bytes is reached. A micro-batch's last units, whose
@@ -16,11 +16,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megazero.program.instruction import Instruction, Op
+from megazero.config.tiers import Tier
+from megazero.program.instruction import LEAVE, Free, Instruction, Piece, hops
 from megazero.program.passes.kept_graphs import GraphUse, kept_graphs
 from megazero.program.passes.leaving_disks import able_to_write, disk_moves, largest_unit, read_buffers
 from megazero.program.shape import RankShape
 
+_FREE = Free(Piece.ACTIVATIONS, Tier.DEVICE)
+(_RETURN,) = hops(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE)
 LEAST_DISTANCE = 4
 """Computations from a forward to its backward, that one counted: the copy there, one without the memory, the copy back.
 """
@@ -47,7 +50,7 @@ def leaving_graphs(graphs: Sequence[GraphUse], share: float, largest: int | None
 def place_leaving(
     instructions: Sequence[Instruction], shape: RankShape, share: float, disk_buffers: int | None = None
 ) -> tuple[Instruction, ...]:
-    """The list with LEAVE, FREE and RETURN for the activations that leave. share: as in `leaving_graphs`.
+    """The list with copies there and back, and `Free`, of the activations that leave. share: as in `leaving_graphs`.
 
     disk_buffers: bytes of host memory through which they go on to disks (`passes.leaving_disks`); None: they stay there
 
@@ -60,13 +63,13 @@ def place_leaving(
     before: dict[int, list[Instruction]] = defaultdict(list)
     behind: dict[int, list[Instruction]] = defaultdict(list)
     for graph in leaving:
-        behind[graph.first + 1].append(replace(graph.forward, op=Op.FREE))
-        before[graph.backward - 1].append(replace(graph.forward, op=Op.RETURN))
+        behind[graph.first + 1].append(replace(graph.forward, op=_FREE))
+        before[graph.backward - 1].append(replace(graph.forward, op=_RETURN))
     if disk_buffers is not None and largest is not None:
         for number, i in disk_moves(leaving, read_buffers(largest, disk_buffers)):
             behind[number].append(i)
     for graph in leaving:
-        behind[graph.first].append(replace(graph.forward, op=Op.LEAVE))
+        behind[graph.first].append(replace(graph.forward, op=LEAVE))
     placed: list[Instruction] = []
     computations = 0
     for i in instructions:

@@ -4,9 +4,9 @@ Host memory is a few buffers of one size. Two of them are for what leaves: while
 All others are for what comes back. So a list says at every instruction which buffers are taken, and the program never
 has more of them:
 
-- WRITE_ACTIVATIONS stands behind FREE: by then the copy in host memory is made, and no other one is;
-- FREE_HOST waits for the write. It stands before the LEAVE after the next one, which takes the buffer;
-- READ_ACTIVATIONS stands as early as there is a buffer: behind the backward that gives one back.
+- a write stands behind the `Free` of the device: by then the copy in host memory is made, and no other one is;
+- the `Free` of host memory waits for the write. It stands before the copy after the next one, which takes the buffer;
+- a read stands as early as there is a buffer: behind the backward that gives one back.
 
 A read comes back in the order of the backwards, which is known, so none is made in vain.
 """
@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megazero.program.instruction import Instruction, Op
+from megazero.config.tiers import Tier
+from megazero.program.instruction import LEAVE, READ_ACTIVATIONS, WRITE_ACTIVATIONS, Free, Instruction, Piece
 from megazero.program.passes.kept_graphs import GraphUse
 
+_FREE_HOST = Free(Piece.ACTIVATIONS, Tier.HOST)
 WRITING = 2
 """Buffers of what leaves."""
 LEAST_BUFFERS = WRITING + 2
@@ -74,18 +76,18 @@ def disk_moves(graphs: Sequence[GraphUse], reads: int) -> Iterator[tuple[int, In
         given_back = back[number - reads].backward if number >= reads else 0
         read_behind[graph] = latest = max(graph.first + 2, given_back, latest)
     for graph in graphs:
-        yield graph.first + 1, replace(graph.forward, op=Op.WRITE_ACTIVATIONS)
+        yield graph.first + 1, replace(graph.forward, op=WRITE_ACTIVATIONS)
     for number, graph in enumerate(graphs):
         taken = [graphs[number + WRITING].first] if number + WRITING < len(graphs) else []
-        yield min([read_behind[graph], *taken]), replace(graph.forward, op=Op.FREE_HOST)
+        yield min([read_behind[graph], *taken]), replace(graph.forward, op=_FREE_HOST)
     for graph in back:
-        yield read_behind[graph], replace(graph.forward, op=Op.READ_ACTIVATIONS)
+        yield read_behind[graph], replace(graph.forward, op=READ_ACTIVATIONS)
 
 
 def most_pieces(instructions: Iterable[Instruction]) -> int:
-    """The most graphs that have a piece of the swap files at a time: from their LEAVE to their READ_ACTIVATIONS."""
+    """The most graphs that have a piece of the swap files at a time: from the copy to host memory to the read."""
     now = most = 0
     for i in instructions:
-        now += (i.op is Op.LEAVE) - (i.op is Op.READ_ACTIVATIONS)
+        now += (i.op == LEAVE) - (i.op == READ_ACTIVATIONS)
         most = max(most, now)
     return most

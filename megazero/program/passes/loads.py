@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import LOAD, READ_PARAMETERS, Instruction, Op, Piece, hops
 from megazero.program.shape import RankShape
 
-BRINGS = frozenset({Op.GATHER, Op.LOAD, Op.READ_PARAMETERS})
+BRINGS = frozenset({Op.GATHER, LOAD, READ_PARAMETERS})
 """The instructions that bring a bucket's parameters."""
 
 
@@ -39,5 +39,5 @@ def place_loads(instructions: Sequence[Instruction], shape: RankShape) -> tuple[
 def loads_of(number: int, shape: RankShape) -> list[Instruction]:
     """What loads a bucket that does not rest on the device."""
     bucket = shape.buckets[number]
-    ops = (Op.READ_PARAMETERS, Op.LOAD) if bucket.rests is Tier.DISK else (Op.LOAD,)
-    return [Instruction(op, buckets=(number,), part=part) for part in bucket.loads for op in ops]
+    moves = hops(Piece.PARAMETERS, bucket.rests, Tier.DEVICE)
+    return [Instruction(move, buckets=(number,), part=part) for part in bucket.loads for move in moves]
