@@ -208,33 +208,40 @@ _PASSING: Mapping[tuple[Piece, Tier], Which] = MappingProxyType(
 )
 """What there is of a piece on a tier where it does not rest."""
 _RESTING: Mapping[Piece, Which] = MappingProxyType(
-    {Piece.GRADIENTS: state.final, Piece.PARAMETERS: state.stored, Piece.UPDATED: state.renewed}
+    {
+        Piece.STATE: lambda i, scope: iter(()),  # no value: it is always there
+        Piece.GRADIENTS: state.final,
+        Piece.PARAMETERS: state.stored,
+        Piece.UPDATED: state.renewed,
+    }
 )
-"""What there is of a piece on the tier where it rests. Optimizer state at rest is no value: it is always there."""
+"""What there is of a piece on the tier where it rests. All others never rest."""
 
 
-def _on(piece: Piece, tier: Tier, *, rests: bool) -> Which:
-    """What there is of a piece on a tier, for instructions of buckets whose piece rests there, or does not."""
-    which = _RESTING.get(piece) if rests else _PASSING.get((piece, tier))
-
-    def values(i: Instruction, scope: Scope) -> Iterator[Value]:
-        if which is not None and (state.home(piece, i, scope) is tier) is rests:
-            yield from which(i, scope)
-
-    return values
+def _on(piece: Piece, tier: Tier) -> Which:
+    """What there is of a piece on a tier: of a bucket whose piece rests there what rests, else what passes."""
+    passing: Which = _PASSING.get((piece, tier), lambda i, scope: iter(()))
+    resting = _RESTING.get(piece)
+    if resting is None:
+        return passing
+    return lambda i, scope: (resting if state.home(piece, i, scope) is tier else passing)(i, scope)
 
 
 def _copy(move: TierMove) -> EffectRow:
     """The effects of a copy: it takes what is on its source, and makes what is on its destination. Parameters at rest
     stay when a use takes a copy of them, and activations on their way out stay until they are freed.
     """
-    rest, passing = (_on(move.piece, move.source, rests=rests) for rests in (True, False))
-    made = tuple(_on(move.piece, move.destination, rests=rests) for rests in (True, False))
-    if move.piece is Piece.PARAMETERS:
-        return EffectRow(needs=(rest,), takes=(passing,), makes=made)
-    if move.piece is Piece.ACTIVATIONS and move.goes_out:
-        return EffectRow(needs=(passing,), makes=made)
-    return EffectRow(takes=(rest, passing), makes=made)
+    piece, source, destination = move
+    read, made = _on(piece, source), _on(piece, destination)
+    if piece is Piece.PARAMETERS:
+        at_home, no_values = (lambda i, scope: state.home(piece, i, scope) is source), iter(())
+        return EffectRow(
+            needs=(lambda i, scope: read(i, scope) if at_home(i, scope) else no_values,),
+            takes=(lambda i, scope: no_values if at_home(i, scope) else read(i, scope),),
+            makes=(made,),
+        )
+    stays = piece is Piece.ACTIVATIONS and move.goes_out
+    return EffectRow(needs=(read,) * stays, takes=(read,) * (not stays), makes=(made,))
 
 
 EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
@@ -281,13 +288,13 @@ EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
         UPDATE_HOST: EffectRow(
             needs=(state.norm_of_update,),
             takes=(
-                *(_on(Piece.GRADIENTS, Tier.HOST, rests=rests) for rests in (True, False)),
-                _on(Piece.STATE, Tier.HOST, rests=False),
+                _on(Piece.GRADIENTS, Tier.HOST),
+                _on(Piece.STATE, Tier.HOST),
                 state.stale,
             ),
             makes=(
-                *(_on(Piece.UPDATED, Tier.HOST, rests=rests) for rests in (True, False)),
-                _on(Piece.STATE, Tier.HOST, rests=False),
+                _on(Piece.UPDATED, Tier.HOST),
+                _on(Piece.STATE, Tier.HOST),
             ),
         ),
         Free(Piece.ACTIVATIONS, Tier.DEVICE): EffectRow(needs=(_on_host,), takes=(_graph,)),
@@ -300,10 +307,10 @@ EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
 
 def effects(i: Instruction, scope: Scope) -> Effects:
     """What an instruction of this rank reads and writes."""
-    row = EFFECTS[i.op]
+    row = EFFECTS[i.op]  # most columns of a row are empty, and a loop over nothing takes time in long lists
     return Effects(
-        [value for which in row.needs for value in which(i, scope)],
-        [value for which in row.takes for value in which(i, scope)],
-        [value for which in row.makes for value in which(i, scope)],
-        [value for which in row.adds for value in which(i, scope)],
+        [value for which in row.needs for value in which(i, scope)] if row.needs else [],
+        [value for which in row.takes for value in which(i, scope)] if row.takes else [],
+        [value for which in row.makes for value in which(i, scope)] if row.makes else [],
+        [value for which in row.adds for value in which(i, scope)] if row.adds else [],
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 from megazero.config.tiers import Tier
@@ -162,6 +163,7 @@ def moves_of(*pieces: Piece) -> frozenset[TierMove]:
     return frozenset(TierMove(piece, *between) for piece in pieces for between in _BETWEEN)
 
 
+@cache  # passes ask for the same few in long lists
 def hops(piece: Piece, source: Tier, destination: Tier) -> tuple[TierMove, ...]:
     """The copies that bring a piece from one tier to another, in order: tiers are a chain, device, host, disks."""
     tiers = [*Tier]

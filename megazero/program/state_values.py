@@ -68,16 +68,12 @@ def counted(i: Instruction, scope: Scope) -> Iterator[Value]:
             yield from scope.pieces(Thing.SQUARES, number)
 
 
-def home(piece: Piece, i: Instruction, scope: Scope) -> Tier | None:
-    """The tier where a piece of the instruction's bucket, or of its part, rests; None: it never rests."""
-    bucket = scope.shape.buckets[i.buckets[0]] if i.buckets else None
-    if bucket is None:
-        return None
+def home(piece: Piece, i: Instruction, scope: Scope) -> Tier:
+    """The tier where a piece of the instruction's bucket, or of its part, rests."""
+    bucket = scope.shape.buckets[i.buckets[0]]
     if piece is Piece.STATE:
         return bucket.parts[i.part].tier
-    if piece is Piece.GRADIENTS:
-        return bucket.sums
-    return bucket.rests if piece is Piece.PARAMETERS or piece is Piece.UPDATED else None
+    return bucket.sums if piece is Piece.GRADIENTS else bucket.rests
 
 
 def last_reduced(i: Instruction, scope: Scope) -> Iterator[Value]:

@@ -8,12 +8,14 @@ of its own and waits for what it needs, so they stand one behind the other: the 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 
 from megazero.config.tiers import Tier
 from megazero.program.instruction import UPDATE, Instruction, Kind, Op, Piece, Update, hops
 from megazero.program.shape import PartKey, RankShape
 
 
+@cache  # of the same few tiers for every part of a list
 def way_of(tier: Tier, rests: Tier, sums: Tier = Tier.DEVICE) -> tuple[Kind, ...]:
     """What updates a part of a bucket whose optimizer state rests in `tier`, its parameters in `rests`, and its
     gradient in `sums`. State that is not on the device is updated in host memory, and all else comes to the state.
