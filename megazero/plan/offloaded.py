@@ -16,7 +16,7 @@ from megazero.disk.layout import SwapLayout
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.shapes import shape_of, updated_layouts
 from megazero.program.instruction import Instruction, Lane, Piece
-from megazero.program.passes.loads import loads_of
+from megazero.program.passes.gathers import loads_of
 from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import PartShape, RankShape

@@ -7,7 +7,7 @@ what is not there, or makes what is there already.
 
 A gradient goes through `GRADIENT` (summed by backwards), `INSIDE` (reduced among the ranks that share the shards, where
 others hold the same shard), `REDUCED`, and `SUMMED` (over tp, where it was partial). Each exists only where the next
-step needs it. With late updates (`program.border`) what a list leaves is `OWED` in the next one. A bucket whose update
+step needs it. With late updates (`program.scope`) what a list leaves is `OWED` in the next one. A bucket whose update
 is owed has no `SHARD` and no `PARAMETERS` that something could read.
 
 A bucket may be updated in parts, some of them in host memory. From its last reduction to its next use each part has

@@ -18,11 +18,9 @@ from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
 from megazero.program.instruction import ACTIVATION_MOVES, LOAD, RELEASE, UPDATE, Instruction, Op
-from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, kept_place
-from megazero.program.memory_copies import ActivationCopies
-from megazero.program.memory_state import FETCH, LEAVING, StateMemory
+from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, StepBytes, kept_place
+from megazero.program.memory_state import FETCH, LEAVING, ActivationCopies, StateMemory
 from megazero.program.scope import Scope
-from megazero.program.step_bytes import StepBytes
 from megazero.program.values import Thing, Value
 
 

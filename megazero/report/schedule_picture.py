@@ -19,7 +19,7 @@ from itertools import groupby
 
 from megazero.program.instruction import UPDATE, UPDATE_HOST, Instruction, Kind, Lane, Op, Piece, moves_of
 from megazero.program.simulate import SimulationReport
-from megazero.program.span import Span
+from megazero.program.times import Span
 
 Shades = tuple[int, int]
 """Two colours of the 256-colour palette."""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Kind, Op
+from megazero.program.instruction import Instruction, Kind, Op, ProgramError
 from megazero.program.passes.vertical import VerticalOrder
 from tests.program import kinds
 from tests.program.steps import Model, changed, checked, step_of

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING, Border
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.instruction import Instruction, Kind, Lane, Op, ProgramError
+from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
 from tests.program import kinds

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE, SETTLING
 from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.memory import StepBytes, UnitSizes
 from megazero.program.memory_walk import spare_buffers
-from megazero.program.scope import Scope
-from megazero.program.step_bytes import StepBytes, UnitSizes
+from megazero.program.scope import LATE, SETTLING, Scope
 from megazero.program.traffic import traffic
 from tests.program import kinds
 from tests.program.faults import Fault, again, all_words_of, drop, move, put, swap

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE, SETTLING
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.instruction import Instruction, Kind, Lane, Op, ProgramError
+from megazero.program.scope import LATE, SETTLING
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
 from tests.program import kinds

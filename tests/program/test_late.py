@@ -10,12 +10,10 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.pipeline.schedule import make_schedule
 from megazero.plan.step_lists import StageLists
-from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING
 from megazero.program.checker import check_list
-from megazero.program.error import ProgramError
 from megazero.program.example import ExampleModel
-from megazero.program.instruction import Instruction, Op
-from megazero.program.scope import Scope
+from megazero.program.instruction import Instruction, Op, ProgramError
+from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Scope
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.simulate import simulate
 from megazero.program.step import Lists, StepOptions, training_step

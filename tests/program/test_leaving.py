@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import FIRST, LATE, ON_TIME
 from megazero.program.effects import Scope
 from megazero.program.instruction import Instruction, Kind, Lane, Op
-from megazero.program.memory import MemoryColumn
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import host_buffers, samples
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.passes.leaving import LEAST_DISTANCE, leaving_graphs, place_leaving
+from megazero.program.scope import FIRST, LATE, ON_TIME
 from megazero.program.simulate import simulate
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from megazero.program.trace import trace
 from megazero.program.traffic import traffic

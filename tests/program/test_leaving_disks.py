@@ -9,23 +9,21 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import FIRST, LATE, ON_TIME
 from megazero.program.instruction import Instruction, Kind, Lane, Op
-from megazero.program.memory import MemoryColumn
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import host_buffers, samples
 from megazero.program.passes.kept_graphs import kept_graphs
-from megazero.program.passes.leaving_disks import (
+from megazero.program.passes.leaving import (
     LEAST_BUFFERS,
-    LEAST_DISTANCE,
+    LEAST_DISTANCE_TO_DISKS,
     WRITING,
     able_to_write,
     buffer_bytes,
     largest_unit,
     most_pieces,
 )
-from megazero.program.scope import Scope
+from megazero.program.scope import FIRST, LATE, ON_TIME, Scope
 from megazero.program.simulate import simulate
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
 from tests.program import kinds
@@ -106,7 +104,7 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
             shape = step.shapes[role]
             graphs = kept_graphs(instructions, shape)
             able = {graph.forward for graph in able_to_write(graphs, largest_unit(shape.kept))}
-            assert all(graph.distance >= LEAST_DISTANCE for graph in graphs if graph.forward in able)
+            assert all(graph.distance >= LEAST_DISTANCE_TO_DISKS for graph in graphs if graph.forward in able)
             ops = {op: [replace(i, op=Op.FORWARD) for i in instructions if i.op == op] for op in LETTERS}
             leaves = ops[kinds.LEAVE]
             assert {*leaves} <= able and (model.leaving < 1 or {*leaves} == able)

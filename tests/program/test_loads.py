@@ -10,10 +10,10 @@ import pytest
 
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import make_schedule
-from megazero.program.border import LATE, SETTLING
 from megazero.program.example import ExampleModel
 from megazero.program.instruction import Instruction, Kind, Lane, Op
-from megazero.program.passes.loads import place_loads
+from megazero.program.passes.gathers import place_loads
+from megazero.program.scope import LATE, SETTLING
 from megazero.program.simulate import simulate
 from megazero.program.step import StepOptions, training_step
 from megazero.program.times import uniform_times

@@ -12,12 +12,10 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE
 from megazero.program.effects import effects
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Piece
+from megazero.program.instruction import Instruction, Piece, ProgramError
 from megazero.program.moves import LEGAL, Doing, IllegalMove, Moves, Standing
-from megazero.program.scope import Scope
+from megazero.program.scope import LATE, Scope
 from tests.program import kinds
 from tests.program.faults import again, drop, find, move
 from tests.program.steps import Model, changed, checked, drawn, step_of

@@ -9,8 +9,7 @@ import pytest
 
 from megazero.pipeline.schedule import make_schedule
 from megazero.plan.traffic import state_traffic
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import Instruction, Lane, Op, ProgramError
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.step import StepOptions, training_step

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.border import LATE, ON_TIME, SETTLING, Border
 from megazero.program.instruction import READS, Kind, Lane
+from megazero.program.scope import LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.step import settling_list

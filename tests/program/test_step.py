@@ -14,8 +14,7 @@ from megazero.plan.shapes import shape_of
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import gathered_bytes
 from megazero.program import step
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op, ProgramError
 from megazero.program.passes.gathers import place_gathers
 from megazero.program.step import Lists
 from tests.parity.training import small_model

@@ -12,7 +12,7 @@ import pytest
 
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
 from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import MemoryColumn
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import samples
 from megazero.program.passes.gathers import least_bytes, one_unit, place_gathers, two_units
 from megazero.program.passes.vertical import VerticalOrder, turn
@@ -20,7 +20,6 @@ from megazero.program.scope import Scope
 from megazero.program.shape import without_state
 from megazero.program.simulate import simulate
 from megazero.program.step import StepOptions, training_step
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from tests.launches import ONE_QUEUE, deadlock, differences
 from tests.pipeline.test_one_queue import messages

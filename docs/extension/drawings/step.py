@@ -12,9 +12,8 @@ from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTE
 from megazero.program.instruction import UPDATE, UPDATE_HOST, Kind, Lane, Op, Piece, moves_of
 from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.simulate import SimulationReport, simulate
-from megazero.program.span import Span
 from megazero.program.step import StepOptions, training_step
-from megazero.program.times import uniform_times
+from megazero.program.times import Span, uniform_times
 
 COLOURS: dict[Kind, str] = {
     Op.FORWARD: "#4878a8",

@@ -3,7 +3,7 @@
 An update needs the norm, which comes behind the last backward. What the update reads from disks does not. So the slots
 of host memory (`passes.slots`) are filled beside the last backward, and the first updates begin with the norm. With
 late updates these reads stand in one list, and the updates in the next one or in a list of updates alone
-(`program.border.Border.ahead`).
+(`program.scope.Border.ahead`).
 
 A read takes a slot, until the part's state is written again. So the parts that are read ahead (`RankShape.read_ahead`)
 are the first to be updated, and nothing that needs a slot stands between their reads and their updates.
