@@ -52,9 +52,14 @@ def step_fullest(steps: StageLists, stage: int, state: StageBytes, kind: str) ->
     return fullest(*_walked(steps, stage, state, kind))
 
 
+def rank_of(stage: int, stages: int) -> str:
+    """Whose memory it is, where the number of stages is told beside it."""
+    return f"a rank of stage {stage}" if stages > 1 else "a rank"
+
+
 def rank_words(stage: int, axes: Axes) -> str:
-    """Whose memory it is."""
-    return f"a rank of stage {stage} of {axes.pp}" if axes.pp > 1 else "a rank"
+    """Whose memory it is, with the number of stages."""
+    return rank_of(stage, axes.pp) + f" of {axes.pp}" * (axes.pp > 1)
 
 
 def _walked(
