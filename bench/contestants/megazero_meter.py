@@ -15,7 +15,7 @@ from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
 from megazero.config.tiers import Tier
 from megazero.pipeline.kept import HostActivations
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_trace
 from megazero.train.job import Job

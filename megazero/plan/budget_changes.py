@@ -21,8 +21,8 @@ from megazero.config.source import ConfigError
 from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import Axes, axes_of
-from megazero.plan.bytes import has_nccl
 from megazero.plan.leaving import buffer_problems, writes_activations
+from megazero.plan.rank_state import has_nccl
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.plan.step_memory import TierPeaks, run_peaks
 from megazero.plan.traffic import unit_problems

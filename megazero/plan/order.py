@@ -16,8 +16,8 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.plan.budget_changes import peaks_within
 from megazero.plan.budgets import budgets_of, has_budgets
+from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.search import Question, search
-from megazero.plan.shapes import micro_batches_of
 
 
 def leaves_order_to_budgets(run: Run) -> bool:

@@ -12,12 +12,12 @@ from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.bytes import StageBytes, stage_bytes, stage_shape
-from megazero.plan.offloaded import NOTHING, least_moved
+from megazero.plan.rank_state import NOTHING, StageBytes, stage_bytes, stage_state
 from megazero.plan.rates import MachineRates
 from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import step_fullest
 from megazero.plan.step_times import step_times
+from megazero.plan.traffic import least_moved
 from megazero.program.instruction import Instruction, Lane
 from megazero.program.processors import SHARED_LANES
 from megazero.program.simulate import step_time
@@ -89,7 +89,7 @@ class Machine:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
         key, axes = step.without(NO_STATE), self.cluster.axes
         if key not in self._moved:
-            self._moved[key] = [least_moved(stage_shape(step.run, axes, stage)) for stage in range(axes.pp)]
+            self._moved[key] = [least_moved(stage_state(step.run, axes, stage).shape) for stage in range(axes.pp)]
         return self._moved[key]
 
     def walks(self, step: PlacedStep) -> list[Walked]:

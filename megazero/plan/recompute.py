@@ -43,7 +43,7 @@ from megazero.plan.chunk_bytes import (
 )
 from megazero.plan.flops import attention_core_flops, block_flops
 from megazero.plan.knapsack import OptionGroup, select
-from megazero.plan.shapes import micro_batches_of
+from megazero.plan.rank_state import micro_batches_of
 from megazero.program.instruction import Instruction, Op
 from megazero.system import device as devices
 

@@ -13,7 +13,7 @@ from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.leaving import with_kept
-from megazero.plan.shapes import micro_batches_of, shape_of
+from megazero.plan.rank_state import RankState, micro_batches_of
 from megazero.program.border import Border
 from megazero.program.checker import check
 from megazero.program.instruction import Instruction, Op
@@ -139,5 +139,5 @@ class StageLists:
         )
 
     def _shape(self, stage: int) -> RankShape:
-        shape = shape_of(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl)
+        shape = RankState(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl).shape
         return with_kept(shape, self.run, self.axes, stage)

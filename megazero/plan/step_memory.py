@@ -15,8 +15,8 @@ from megazero.config.dtypes import grad_reduce_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
 from megazero.plan.leaving import unit_bytes
+from megazero.plan.rank_state import StageBytes, has_nccl, stage_bytes
 from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.program.instruction import Instruction

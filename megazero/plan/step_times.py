@@ -11,8 +11,8 @@ from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs, stage_specs
-from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, head_flops
+from megazero.plan.rank_state import StageBytes, stage_bytes
 from megazero.plan.rates import MachineRates
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.step_lists import StageLists, activation_pieces

@@ -18,7 +18,7 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.schedule import is_breadth_first
-from megazero.plan.bytes import StageBytes
+from megazero.plan.rank_state import StageBytes
 from megazero.plan.step_memory import rank_words
 from megazero.plan.traffic import GatheredBytes, Traffic
 from megazero.program.instruction import Lane

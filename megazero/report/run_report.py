@@ -22,14 +22,13 @@ from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, has_budgets
-from megazero.plan.bytes import StageBytes, stage_bytes
 from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
-from megazero.plan.offloaded import moved_in_step
+from megazero.plan.rank_state import StageBytes, stage_bytes
 from megazero.plan.recompute import activation_peaks, activation_plan, gathered_inputs, recompute_choice
 from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import TierPeaks, host_bytes, run_peaks, spare_bytes
 from megazero.plan.step_times import chunk_times
-from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, state_traffic
+from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, moved_in_step, state_traffic
 from megazero.program.instruction import Lane, Op
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.simulate import simulate

@@ -11,7 +11,7 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import BudgetSearch, MemoryChange
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems, shortened
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.rates import ASSUMED
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists

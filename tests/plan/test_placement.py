@@ -14,9 +14,9 @@ from megazero.config.placement import ROWS, applied, as_flags
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.rates import MachineRates
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_memory import run_peaks, stage_trace

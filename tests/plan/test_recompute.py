@@ -16,9 +16,9 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
-from megazero.plan.bytes import stage_bytes
 from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.recompute import (
     activation_peaks,
     activation_plan,

@@ -17,9 +17,9 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.offloaded import moved_in_step, swapped_pieces
+from megazero.plan.rank_state import RankState, stage_bytes
 from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.traffic import moved_in_step
 from megazero.program.instruction import Lane
 from megazero.report.banner import schedule_lines, stage_table
 from megazero.report.run_report import gather
@@ -310,7 +310,7 @@ def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
     (stage,) = stage_bytes(run, axes_of(run, 1))
-    pieces = swapped_pieces(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    pieces = RankState(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
     assert stage.elsewhere.disk == sum(pieces.values())
