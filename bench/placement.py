@@ -39,7 +39,7 @@ from megazero.config.parse import parse_run
 from megazero.config.placement import applied, as_flags
 from megazero.mpu.axes import axes_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
-from megazero.plan.rates import MachineRates, rates_of
+from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 
 Settings = Mapping[str, Any]
@@ -256,7 +256,7 @@ def main() -> None:
         for percent in percents:
             say(f"auto under {percent} % of {need:,} bytes")
             one = found[str(percent)] = measure(bench, running, (need * percent // 100, need), length)
-            rated = bench.machine(rates_of(one.rates))
+            rated = bench.machine(MachineRates(**one.rates))
             texts.append(f"{verdict(percent, one, rated)}\n\n{results.table(HEADS, rows(one, rated))}")
             settings = {"workload": asdict(bench.work), "buffer": bench.buffer, **asdict(length), "limit": LIMIT}
             data = {"need": need, "budgets": {name: asdict(each) for name, each in found.items()}}

@@ -88,6 +88,11 @@ def uses_disks(run: Run) -> bool:
     return any(offload.on_disks for offload in tiers(run).values())
 
 
+def writes_activations(run: Run) -> bool:
+    """Whether activations go to disks."""
+    return run.offload.offload_activations.on_disks
+
+
 def whole_steps(offload: OffloadConfig) -> bool:
     """Whether each optimizer step becomes whole on disks."""
     # a file may have the field where no optimizer state rests on disks

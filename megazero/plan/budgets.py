@@ -12,9 +12,9 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.budget_changes import BudgetSearch, Tried
-from megazero.plan.leaving import buffer_problems
 from megazero.plan.rank_state import micro_batches_of, stage_bytes
 from megazero.plan.search import SearchLimits
+from megazero.plan.step_lists import buffer_problems
 from megazero.plan.step_memory import TierPeaks, rank_words, run_peaks
 
 SHOWN = 3

@@ -13,10 +13,9 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.rank_state import NOTHING, StageBytes, stage_bytes, stage_state
-from megazero.plan.rates import MachineRates
-from megazero.plan.step_lists import StageLists, activation_pieces
-from megazero.plan.step_memory import step_fullest
-from megazero.plan.step_times import step_times
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import StageMemory
+from megazero.plan.step_times import MachineRates, step_times
 from megazero.plan.traffic import least_moved
 from megazero.program.instruction import Instruction, Lane
 from megazero.program.processors import SHARED_LANES
@@ -103,10 +102,10 @@ class Machine:
 
     def _walk(self, step: PlacedStep, stage: int) -> Walked:
         # without optimizer state, which is there all the time, one walk serves all shares: `device` adds the state
-        state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
-        fullest, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
-        files = pieces.file_bytes(len(self.run.offload.nvme_path))
-        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + pieces.buffers, files)
+        state = replace(step.states[stage], optimizer=0, elsewhere=NOTHING)
+        memory = StageMemory(step.lists, stage, state, self.cluster.kind)
+        fullest, resting = memory.fullest, memory.resting
+        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + resting.host, resting.disk)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,9 +31,9 @@ from megazero.config.placement import ROWS, PlacementRow, as_flags
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
-from megazero.plan.leaving import buffer_problems
 from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
+from megazero.plan.step_lists import buffer_problems
 from megazero.program.error import ProgramError
 
 COLUMNS = tuple(row for row in ROWS.values() if row.column)

@@ -15,8 +15,8 @@ from megazero.mpu.axes import Axes
 from megazero.plan.budgets import budgets_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
-from megazero.plan.rates import MachineRates
 from megazero.plan.search import SearchLimits
+from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 from megazero.system import host_memory
 from megazero.telemetry.units import size

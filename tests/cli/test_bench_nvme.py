@@ -21,7 +21,7 @@ from megazero.disk.errors import DiskError
 from megazero.disk.measure import DiskTrial
 from megazero.mpu.axes import Axes
 from megazero.plan.rank_state import RankState, stage_bytes
-from megazero.plan.rates import NEEDED, read_rates
+from megazero.plan.step_times import NEEDED, read_rates
 
 WITHOUT_RINGS = "--ioengine=libaio"
 AXES = Axes(1, 1, 1, 1)

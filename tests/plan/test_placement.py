@@ -17,9 +17,9 @@ from megazero.mpu.axes import axes_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
 from megazero.plan.rank_state import stage_bytes
-from megazero.plan.rates import MachineRates
 from megazero.plan.search import SearchLimits
-from megazero.plan.step_memory import run_peaks, stage_trace
+from megazero.plan.step_memory import StageMemory, run_peaks
+from megazero.plan.step_times import MachineRates
 from megazero.program.instruction import Lane
 
 CARD = MachineRates(1e12, to_host=10e9, to_device=12e9, update=40e9, update_host=2e9, read=2e9, write=1e9, messages=5e9)
@@ -254,7 +254,7 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
         step = Machine(run, of.cluster, CARD).placed(settings)
         found = []
         for stage, state in enumerate(step.states):
-            total = stage_trace(step.lists, stage, state, "cpu").peak.total
+            total = StageMemory(step.lists, stage, state, "cpu").trace.peak.total
             found.append(total - state.elsewhere.memory)
         assert step.device.nbytes == max(found)
         assert step.device.stage == found.index(max(found))

@@ -18,7 +18,6 @@ from megazero.mpu.grid import build_grid
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
-from megazero.plan.rank_state import stage_bytes
 from megazero.plan.recompute import (
     activation_peaks,
     activation_plan,
@@ -27,7 +26,7 @@ from megazero.plan.recompute import (
     recompute_table,
 )
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import stage_trace
+from megazero.plan.step_memory import stage_memories
 from megazero.program.memory import MemoryColumn
 from tests.plan.meter import metered
 from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
@@ -136,11 +135,8 @@ def test_the_account_of_the_whole_step_agrees(name: str) -> None:
     run = asked(f"{words} --activation-memory-budget {budget}", ranks)
     assert set(recompute_table(run, axes, "cpu")) != {"none"}
     planned, steps = activation_peaks(run, axes, "cpu"), StageLists(run, axes, nccl=False)
-    for stage, state in enumerate(stage_bytes(run, axes)):
-        held = [
-            sum(sample.columns.get(column, 0) for column in HELD)
-            for sample in stage_trace(steps, stage, state, "cpu").samples
-        ]
+    for stage, memory in enumerate(stage_memories(steps, "cpu")):
+        held = [sum(sample.columns.get(column, 0) for column in HELD) for sample in memory.trace.samples]
         waiting = HIDDEN_STATES if axes.pp > 1 else 0
         assert planned[stage] - waiting - 200 <= max(held) <= planned[stage] + 200 <= budget + 200
 
