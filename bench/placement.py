@@ -181,7 +181,7 @@ def min_of(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> floa
 
 
 def fits(step: PlacedStep, limits: tuple[int, int]) -> bool:
-    return step.device.nbytes <= limits[0] and step.host <= limits[1]
+    return step.device.nbytes <= limits[0] and step.host_bytes <= limits[1]
 
 
 HEADS = ("placement", "seconds", "of the best", "simulated", "off", "device, MiB", "host, MiB")
@@ -195,7 +195,7 @@ def rows(found: Budget, machine: Machine) -> list[list[str]]:
         shown = f"auto: {as_flags(found.settings[name]) or 'all on the device'}" if name == AUTO else name
         numbers = found.median(name), statistics.median(found.ratios(name)), step.seconds
         cells = [f"{number:.3f}" for number in (*numbers, found.median(name) / step.seconds)]
-        told.append([shown, *cells, f"{step.device.nbytes / MIB:,.0f}", f"{step.host / MIB:,.0f}"])
+        told.append([shown, *cells, f"{step.device.nbytes / MIB:,.0f}", f"{step.host_bytes / MIB:,.0f}"])
     return told
 
 

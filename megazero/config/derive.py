@@ -100,7 +100,7 @@ def whole_steps(offload: OffloadConfig) -> bool:
 
 
 def micro_batch_order(run: Run) -> str:
-    """The order of a step's computations. Budgets may choose otherwise before the run begins (`plan.order`)."""
+    """The order of a step's computations. Budgets may choose otherwise before the run begins (`plan.budgets`)."""
     if run.parallel.micro_batch_order is not None:
         return run.parallel.micro_batch_order
     # vertical order reads each unit from disks once for all micro-batches of a pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -69,9 +69,7 @@ class Machine:
 
     def __init__(self, run: Run, cluster: Cluster, rates: MachineRates) -> None:
         self.run, self.cluster, self.rates = run, cluster, rates
-        self._walks: dict[Settings, list[Walked]] = {}
-        self._states: dict[Settings, list[StageBytes]] = {}
-        self._moved: dict[Settings, list[dict[Lane, int]]] = {}
+        self._known: dict[tuple[str, Settings], list[Any]] = {}
 
     def placed(self, settings: Mapping[str, Any]) -> PlacedStep:
         """The step of the run with these settings."""
@@ -79,26 +77,26 @@ class Machine:
 
     def states(self, step: PlacedStep) -> list[StageBytes]:
         """The model state of a rank of each stage, which no setting in `NO_STATE` changes."""
-        key = step.without(NO_STATE)
-        if key not in self._states:
-            self._states[key] = stage_bytes(step.run, self.cluster.axes)
-        return self._states[key]
+        return self._once("states", step.without(NO_STATE), lambda: stage_bytes(step.run, self.cluster.axes))
 
     def moved(self, step: PlacedStep) -> list[dict[Lane, int]]:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
-        key, axes = step.without(NO_STATE), self.cluster.axes
-        if key not in self._moved:
-            self._moved[key] = [least_moved(stage_state(step.run, axes, stage).shape) for stage in range(axes.pp)]
-        return self._moved[key]
+        states = (stage_state(step.run, self.cluster.axes, stage) for stage in range(self.cluster.axes.pp))
+        return self._once("moved", step.without(NO_STATE), lambda: [least_moved(state.shape) for state in states])
 
     def walks(self, step: PlacedStep) -> list[Walked]:
         """By stage what a walk through its list finds. It does not depend on the share of the optimizer state that is
         away, but where an update on the device has to fetch its gradients.
         """
-        key = step.settings if step.fetches else step.without(("offload_optimizer",))
-        if key not in self._walks:
-            self._walks[key] = [self._walk(step, stage) for stage in range(self.cluster.axes.pp)]
-        return self._walks[key]
+        settings = step.settings if step.fetches else step.without(("offload_optimizer",))
+        stages = range(self.cluster.axes.pp)
+        return self._once("walks", settings, lambda: [self._walk(step, stage) for stage in stages])
+
+    def _once(self, what: str, settings: Settings, found: Callable[[], list[Any]]) -> list[Any]:
+        """What is found for these settings, at the first time."""
+        if (what, settings) not in self._known:
+            self._known[what, settings] = found()
+        return self._known[what, settings]
 
     def _walk(self, step: PlacedStep, stage: int) -> Walked:
         # without optimizer state, which is there all the time, one walk serves all shares: `device` adds the state
@@ -160,7 +158,7 @@ class PlacedStep:
         return min(share, 100)
 
     @cached_property
-    def host(self) -> int:
+    def host_bytes(self) -> int:
         """The most bytes of a rank in host memory: state, slots, buffers of files, and activations."""
         walks = zip(self.states, self.machine.walks(self), strict=True)
         return max(state.elsewhere.memory + walked.host for state, walked in walks)
@@ -168,10 +166,6 @@ class PlacedStep:
     @property
     def device_bytes(self) -> int:
         return self.device.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        return self.host
 
     @cached_property
     def disk(self) -> int:

@@ -29,8 +29,8 @@ from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import attention_support, attention_workload, schedules, step_options
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
-from megazero.plan.activations import ActivationPlan
-from megazero.plan.chunk_bytes import (
+from megazero.plan.activations import (
+    ActivationPlan,
     ChunkBytes,
     ChunkGroup,
     Moment,

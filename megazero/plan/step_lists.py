@@ -15,7 +15,7 @@ from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
-from megazero.plan.chunk_bytes import chunk_bytes
+from megazero.plan.activations import chunk_bytes
 from megazero.plan.rank_state import RankState, micro_batches_of, swap_file_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.tape import UnitBytes

@@ -22,7 +22,7 @@ from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, has_budgets
-from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
+from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
 from megazero.plan.rank_state import StageBytes
 from megazero.plan.recompute import activation_peaks, activation_plan, gathered_inputs, recompute_choice
 from megazero.plan.step_lists import StageLists
@@ -196,7 +196,7 @@ def _recompute(run: Run, axes: Axes, kind: str) -> RecomputeReport | None:
     choice = recompute_choice(run, axes, kind)
     return RecomputeReport(
         Counter(choice.table),
-        recompute_step_flops(run, choice.table) / step_flops(run),
+        recomputed_flops(run.model, 1, choice.table) / step_flops(run),
         choice.missed,
         max(gathered_inputs(run, axes, kind)) if run.parallel.shard_recompute_inputs else 0,
         () if budget is None else tuple(activation_peaks(run, axes, kind)),

@@ -28,8 +28,7 @@ from megazero.data.indexed import DataError
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.budgets import has_budgets
-from megazero.plan.order import order_notes
+from megazero.plan.budgets import has_budgets, order_notes
 from megazero.plan.rank_state import has_nccl, micro_batches_of
 from megazero.plan.recompute import ASSUMED
 from megazero.plan.step_lists import StageLists

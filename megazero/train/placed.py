@@ -91,7 +91,7 @@ def _lines(choice: PlacementChoice, budgets: SearchLimits) -> Iterator[str]:
     stage = f" of stage {peak.stage}" * (best.machine.cluster.axes.pp > 1)
     own = f"{size(budgets.workspace)} of products, " * (budgets.workspace > 0)
     tiers = [f"device {_of(peak.nbytes, budgets.device)}, {own}fullest{stage} at {peak.instruction}"]
-    tiers += [f"host memory {_of(best.host, budgets.host)}"] * (best.host > 0)
+    tiers += [f"host memory {_of(best.host_bytes, budgets.host)}"] * (best.host_bytes > 0)
     tiers += [f"disks {size(best.disk)}"] * (best.disk > 0)
     yield f"takes, of a rank: {'; '.join(tiers)}"
     if other is None:

@@ -16,7 +16,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
-from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
+from megazero.plan.activations import chunk_bytes, peak_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
 from megazero.plan.recompute import (
     activation_peaks,
@@ -199,15 +199,14 @@ def test_a_chunk_takes_what_is_planned(table: tuple[str, ...]) -> None:
     assert kept + backward.peak == pytest.approx(planned.backward, rel=0.02)
 
 
-def test_units_of_a_chunk_add_up() -> None:
-    """Cut at every unit, a chunk keeps each unit's input; as one graph only those that a unit needs."""
+def test_a_recomputed_block_keeps_its_input_alone() -> None:
     run = parsed("--precision fp16 --num-layers 4")
     plan, (spec,) = activation_plan(run, "cpu"), stage_specs(run)
-    chunk = chunk_bytes(plan, spec, ("none", "full", "none", "none"))
-    assert chunk.units(0, 6).kept == chunk.kept and chunk.units(0, 6).backward == chunk.backward
-    assert sum(chunk.units(i, i + 1).kept for i in range(6)) == chunk.kept
-    assert chunk.units(2, 3).kept == plan.hidden_bytes, "a recomputed block keeps its input alone"
-    assert chunk.units(3, 5).deferred == 2 * plan.block().deferred
+    some, none = (chunk_bytes(plan, spec, ("none", kind, "none", "none")) for kind in ("full", "none"))
+    block = plan.block()
+    assert none.kept - some.kept == block.kept + block.input - plan.hidden_bytes > 0
+    units = (plan.embedding, *(block,) * 4, plan.head)
+    assert none.kept == sum(unit.kept + unit.input for unit in units)
 
 
 def test_the_work_is_that_of_the_flops() -> None:
