@@ -120,8 +120,8 @@ def _residents(run: Run, axes: Axes, at: Coordinates, *, nccl: bool) -> list[Res
 
 
 def _slots(shape: RankShape, resident: int) -> int:
-    """Bytes of all slots, each as large as the largest part that needs it: those of `zero.host_parts`, and those for
-    parameters that are read (`zero.resting`). resident: most bytes of a piece that stays on the device.
+    """Bytes of all slots, each as large as the largest part that needs it: those of parts that are updated, and those
+    for parameters that are read (`zero.mover`). resident: most bytes of a piece that stays on the device.
     """
     ways = [
         (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
