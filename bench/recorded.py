@@ -75,7 +75,7 @@ def main() -> None:
 
     def built(*of: Any) -> Any:
         job = build(*of)
-        if job.state.model.host.swap is not None:
+        if job.state.model.tiers.swap is not None:
             record(job, into)
         return job
 

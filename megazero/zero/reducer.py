@@ -82,7 +82,7 @@ class GradientReducer:
         self._leaves = [tier is not Tier.DEVICE for tier in sums] or [False] * len(buckets)
         self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
         self.messages, self.overlap, self.tp = messages, overlap, tp
-        self.pool = BufferPool(column.dtype, column.device, column.account)
+        self.pool = BufferPool(column.dtype, column.memory)
         self.across = AcrossSum(buckets, column, state, dtype, messages)
         self.leaving = LeavingGradients(buckets, column, state, messages, self.across, self.pool, tp)
         self._borrowed: dict[int, Tensor] = {}

@@ -29,9 +29,9 @@ from megazero.optim.clip import clip_coefficient
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import units_of
 from megazero.program.step import StepOptions, training_step
-from megazero.zero.initial import initialise_state
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.owed import UpdateValues
+from megazero.zero.portions import initialise_state
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.late import late_collectives

@@ -1,9 +1,9 @@
 """Give the instructions on parts of buckets their slots of host memory, as a compiler gives values their registers.
 
 A part on its way needs a slot from the first instruction that uses the slot to the last one. There are two rings of
-slots: of parts that are updated in host memory, or whose new parameters or sums of gradients go to disks
-(`zero.host_parts`), and of parameters that are read (`zero.resting`). Slots of a ring are taken in turn, so a part
-takes the one that has been free for longest.
+slots (`zero.mover`): of parts that are updated in host memory, or whose new parameters or sums of gradients go to
+disks, and of parameters that are read. Slots of a ring are taken in turn, so a part takes the one that has been free
+for longest.
 
 Slots are numbers in the list. The checker, the simulator and the model state read them there.
 """
@@ -25,7 +25,7 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
         Piece.GRADIENTS: frozenset(
             TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.GRADIENTS, Piece.REDUCED)
         ),
-        Piece.UPDATED: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, Tier.DISK)),
+        Piece.PARAMETERS: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, Tier.DISK)),
         Piece.STATE: frozenset({READ_STATE}),
         Piece.SUMS: frozenset({TierMove(Piece.SUMS, Tier.DISK, Tier.HOST)}),
     }
