@@ -306,8 +306,8 @@ def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, int]:
 
 
 def _slots(shape: RankShape, resident: int) -> int:
-    """Bytes of all slots, each as large as the largest part that needs it: those of `zero.host_parts`, and those for
-    parameters that are read (`zero.resting`). resident: most bytes of a piece that stays on the device.
+    """Bytes of all slots, each as large as the largest part that needs it: those of parts that are updated, and those
+    for parameters that are read (`zero.mover`). resident: most bytes of a piece that stays on the device.
     """
     ways = [
         (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
