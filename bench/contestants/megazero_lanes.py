@@ -15,13 +15,15 @@ from bench.workload import Workload
 from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.pipeline.schedule_run import ScheduleRun
-from megazero.program.instruction import Piece
+from megazero.program.instruction import UPDATE_HOST, Op, Piece
 from megazero.system.copy_thread import CopyThread
 from megazero.train.job import Job
 from megazero.zero.actions import BucketActions
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.parts import piece_name
 
+COMPUTES = tuple(op.value for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+"""The names of computations in spans."""
 MAIN, READS, WRITES, UPDATES, COPIES = "program", "from disk", "to disk", "host", "copies"
 WAIT = "WAIT"
 """The program waits for parameters."""
@@ -50,11 +52,11 @@ class Recorder:
         begin, tiers, adam = ScheduleRun.begin, job.state.model.tiers, ShardedOptimizer.update_part
 
         def begun(run: ScheduleRun, *args: Any) -> None:
-            run.actions = {op: self.timed(MAIN, op.name, action) for op, action in run.actions.items()}
+            run.actions = {op: self.timed(MAIN, op.value, action) for op, action in run.actions.items()}
             begin(run, *args)
 
         ScheduleRun.begin = begun  # type: ignore[method-assign, assignment]
-        ShardedOptimizer.update_part = self.timed(UPDATES, "UPDATE_HOST", adam)  # type: ignore[method-assign]
+        ShardedOptimizer.update_part = self.timed(UPDATES, UPDATE_HOST.value, adam)  # type: ignore[method-assign]
         BucketActions.ready = self.timed(MAIN, WAIT, BucketActions.ready)  # type: ignore[method-assign]
         for thread in (tiers.to_host, tiers.to_device):
             self._wrap_copies(thread)

@@ -7,14 +7,15 @@ micro-batches (`GroupBytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megazero.config.derive import NONE, RecomputeTable
 from megazero.model.stage import StageSpec
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.tape import UnitBytes
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind, Op
 
 Runs = tuple[tuple[UnitBytes, int], ...]
 """Equal units that follow each other, and how many there are."""
@@ -184,10 +185,16 @@ class Moment:
     late  for each chunk, the micro-batches that wait for the weights' half of their backward
     """
 
-    op: Op
+    op: Kind
     chunk: int
     live: tuple[int, ...]
     late: tuple[int, ...]
+
+
+_PASSES: Mapping[Kind, tuple[int, int]] = MappingProxyType(
+    {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (-1, 1), Op.BACKWARD_WEIGHT: (0, -1)}
+)
+"""What a computation adds to `Moment.live`, and to `Moment.late`."""
 
 
 def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
@@ -197,8 +204,9 @@ def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
         if not i.is_compute:
             continue
         met[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
-        live[i.chunk] += {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1, Op.BACKWARD_WEIGHT: 0}[i.op]
-        late[i.chunk] += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(i.op, 0)
+        begins, waits = _PASSES[i.op]
+        live[i.chunk] += begins
+        late[i.chunk] += waits
     return list(met)
 
 
@@ -208,7 +216,7 @@ def binding(when: Sequence[Moment]) -> list[Moment]:
     def covers(more: Moment, less: Moment) -> bool:
         return all(a >= b for a, b in zip(more.live + more.late, less.live + less.late, strict=True))
 
-    of_kinds: dict[tuple[Op, int], list[Moment]] = {}
+    of_kinds: dict[tuple[Kind, int], list[Moment]] = {}
     for moment in sorted(when, key=lambda moment: sum(moment.live + moment.late), reverse=True):
         known = of_kinds.setdefault((moment.op, moment.chunk), [])
         if not any(covers(more, moment) for more in known):

@@ -11,7 +11,7 @@ from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.chunk_bytes import chunk_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.tape import UnitBytes
-from megazero.program.passes.leaving_disks import LEAST_BUFFERS, buffer_bytes, largest_unit
+from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest_unit
 from megazero.program.shape import RankShape
 from megazero.system import device as devices
 

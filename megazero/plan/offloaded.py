@@ -15,9 +15,9 @@ from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.plan.shapes import shape_of, updated_layouts
-from megazero.program.instruction import Instruction, Lane, Op
-from megazero.program.passes.loads import loads_of
-from megazero.program.passes.slots import ops_of_part
+from megazero.program.instruction import Instruction, Lane, Piece
+from megazero.program.passes.gathers import loads_of
+from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import PartShape, RankShape
 from megazero.program.traffic import traffic
@@ -130,13 +130,12 @@ def _slots(shape: RankShape, resident: int) -> int:
         for part in bucket.parts
     ]
 
-    def most(*ops: Op) -> PartShape:
-        needing = (part for part, way in ways if not {*ops}.isdisjoint(way))
+    def most(piece: Piece) -> PartShape:
+        needing = (part for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way))
         return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
 
-    way = most(Op.COPY_GRADIENT).gradient_bytes + most(Op.READ_SUM).gradient_bytes
-    way += max(most(Op.READ_STATE).state_bytes, resident)
-    way += most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS).parameter_bytes
+    way = most(Piece.GRADIENTS).gradient_bytes + most(Piece.SUMS).gradient_bytes
+    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.UPDATED).parameter_bytes
     on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
     return SLOTS * (way + max(on_disk, default=0))
 

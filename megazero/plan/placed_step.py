@@ -19,8 +19,8 @@ from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import step_fullest
 from megazero.plan.step_times import step_times
 from megazero.program.instruction import Instruction, Lane
-from megazero.program.processors import SHARED_LANES
 from megazero.program.simulate import step_time
+from megazero.program.simulated_rank import SHARED_LANES
 from megazero.program.times import ChunkTimes
 
 STEPS = 3

@@ -14,11 +14,11 @@ from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
 from megazero.plan.leaving import with_kept
 from megazero.plan.shapes import micro_batches_of, shape_of
-from megazero.program.border import Border
 from megazero.program.checker import check
-from megazero.program.instruction import Instruction, Op
-from megazero.program.passes.leaving_disks import buffer_bytes, largest_unit, most_pieces
+from megazero.program.instruction import WRITE_ACTIVATIONS, Instruction
+from megazero.program.passes.leaving import buffer_bytes, largest_unit, most_pieces
 from megazero.program.passes.vertical import turn
+from megazero.program.scope import Border
 from megazero.program.shape import RankShape, without_state
 from megazero.program.step import gathered_budget, settling_list, training_step
 
@@ -71,7 +71,7 @@ class ActivationPieces:
 
 def activation_pieces(step: StageStep) -> ActivationPieces:
     """What of the activations of this list goes to disks."""
-    writes = [i for i in step.instructions if i.op is Op.WRITE_ACTIVATIONS]
+    writes = [i for i in step.instructions if i.op == WRITE_ACTIVATIONS]
     if not writes:
         return ActivationPieces()
     size = buffer_bytes(largest_unit(step.shape.kept))

@@ -20,11 +20,10 @@ from megazero.plan.leaving import unit_bytes
 from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.program.instruction import Instruction
-from megazero.program.memory import MemoryColumn, Sample
+from megazero.program.memory import MemoryColumn, Sample, StepBytes, UnitSizes
 from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
 from megazero.program.scope import Scope
-from megazero.program.simulate import IN_FLIGHT
-from megazero.program.step_bytes import StepBytes, UnitSizes
+from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, trace
 
 

@@ -30,7 +30,7 @@ from megazero.plan.step_lists import StageLists, activation_pieces
 from megazero.plan.step_memory import TierPeaks, host_bytes, run_peaks, spare_bytes
 from megazero.plan.step_times import chunk_times
 from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, state_traffic
-from megazero.program.instruction import Lane, Op
+from megazero.program.instruction import LEAVE, Lane, Op
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.simulate import simulate
 from megazero.program.traffic import message_bytes, moved_bytes
@@ -240,7 +240,7 @@ def _leaving(steps: StageLists, kind: str) -> LeavingReport:
     return LeavingReport(
         stage,
         sum(graph.nbytes for graph in kept_graphs(step.instructions, step.shape)),
-        sum(moved_bytes(i, step.shape) for i in step.instructions if i.op is Op.LEAVE),
+        sum(moved_bytes(i, step.shape) for i in step.instructions if i.op == LEAVE),
         host[stage] + pieces.buffers,
         pieces.file_bytes(len(steps.run.offload.nvme_path)),
         pieces.step_bytes,

@@ -24,7 +24,7 @@ from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterKind
 from megazero.program.instruction import ComputationKey
-from megazero.program.simulate import IN_FLIGHT
+from megazero.program.shape import IN_FLIGHT
 from megazero.zero.across import AcrossSum
 from megazero.zero.bucket_target import BucketTarget
 from megazero.zero.leaving import LeavingGradients, sum_over

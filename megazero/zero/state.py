@@ -14,7 +14,7 @@ from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfi
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
-from megazero.program.passes.loads import loads_of
+from megazero.program.passes.gathers import loads_of
 from megazero.program.passes.slots import place_slots
 from megazero.zero.actions import BucketActions
 from megazero.zero.coded import Coding, frozen_layouts

@@ -9,9 +9,10 @@ import pytest
 
 from megazero.config.tiers import SLOTS
 from megazero.disk.errors import SwapDamaged
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Piece
 from megazero.zero.memories import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.program import kinds
 from tests.ranks import run_ranks
 
 WORDS = "--micro-batch-size 1 --global-batch-size 8 --train-iters 6 --precision bf16 --micro-batch-order horizontal"
@@ -53,7 +54,7 @@ def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Pat
     job, _ = job_on_rank(0, 1, flags_of("--offload-params cpu", corpus, tmp_path))
     model, waiting = job.state.model, list[str]()
     model.mover._updated[1].append(lambda: waiting.append(current_thread().name))
-    model.actions.move(Instruction(Op.LOAD, buckets=(1,)))
+    model.actions.move(Instruction(kinds.LOAD, buckets=(1,)))
     model.actions.gather(1)
     model.actions.ready([0])
     assert current_thread().name not in waiting
@@ -69,9 +70,9 @@ def test_a_slot_is_not_taken_twice(corpus: Path, tmp_path: Path) -> None:
     job, _ = job_on_rank(0, 1, flags_of(words, corpus, tmp_path))
     mover = job.state.model.mover
     for part in range(SLOTS):
-        mover.move(Instruction(Op.READ_PARAMETERS, buckets=(0,), part=part, slot=part))
+        mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=part, slot=part))
     with pytest.raises(AssertionError, match=f"part {SLOTS}.* would overwrite bucket 0, part 0, which is under way"):
-        mover.move(Instruction(Op.READ_PARAMETERS, buckets=(0,), part=SLOTS, slot=0))
+        mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=SLOTS, slot=0))
     job.close()
 
 
@@ -82,12 +83,12 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
     words = f"--offload-gradients nvme --nvme-path {tmp_path} --global-batch-size {2 if what == 'to add to it' else 1}"
     job, _ = job_on_rank(0, 1, flags_of(f"{words} {SMALL}", corpus, tmp_path))
     swap, mover = job.state.model.tiers.disks, job.state.model.mover
-    op = Op.READ_SUM if what == "to add to it" else Op.READ_GRADIENT
+    op = kinds.READ_SUM if what == "to add to it" else kinds.READ_GRADIENT
     read = mover.read
 
-    def flipped(i: Instruction) -> None:
+    def flipped(i: Instruction, piece: Piece) -> None:
         key = i.key
-        assert i.op is op
+        assert i.op == op
         swap._newest[f"bucket {key[0]}, part {key[1]}: gradient"].request.wait()  # type: ignore[union-attr]
         with swap.paths[0].open("r+b") as file:
             extent = swap._layout.extents(f"bucket {key[0]}, part {key[1]}: gradient", 0)[0]
@@ -95,7 +96,7 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
             byte = file.read(1)[0]
             file.seek(extent.offset)
             file.write(bytes([byte ^ 1]))
-        read(i)
+        read(i, piece)
 
     mover.read = flipped  # type: ignore[method-assign]
     with pytest.raises(SwapDamaged, match=r"part \d+: gradient' of .* bytes has the checksum"):
