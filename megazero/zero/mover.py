@@ -143,7 +143,7 @@ class Mover:
         if piece in _LEAVING:
             self.reducer.leaving.leaves(i.buckets[0], source.numel(), over)
         if i.slot < 0:
-            place.free.clear()  # else who has read a sum would be waited for in every step to come
+            place.free.clear()  # else each reader of a sum would be waited for in all steps to come
         self._passed(i, piece, over)
 
     def to_device(self, i: Instruction, piece: Piece) -> None:
@@ -154,13 +154,13 @@ class Mover:
         over = self.tiers.to_device.copy(target, place.memory, after=after, wanted=changed).result
         arrived.append(over)
         if i.slot < 0:
-            place.free.append(over)
+            place.free.append(over)  # the next step's first sum is stored over what is read here
         self._passed(i, piece, over)
 
     def add(self, i: Instruction) -> None:
         """Start to add the gradient of a part that was copied to its sum."""
         gradient, total = self._place(i, Piece.REDUCED), self._place(i, Piece.SUMS)
-        needs = *gradient.arrived, *total.arrived
+        needs = *gradient.arrived, *total.arrived  # a copy of both lists: the sum's grows by this addition
         over = self.tiers.updates.submit(_added, needs, total.memory, gradient.memory).result
         total.arrived.append(over)
         self._passed(i, Piece.SUMS, over)
@@ -199,7 +199,7 @@ class Mover:
         anything.
         """
         index, slot = i.buckets[0], self.updates.slot_of(i)
-        slot.changed = changed
+        slot.changed = changed  # a skipped step's copy to the device must not take what the slot had before
         slot.arrived.append(changed)
         if self.resting[index].sums is Tier.HOST:
             self._readers[i.key].append(changed)
@@ -210,9 +210,8 @@ class Mover:
     def squares(self, index: int) -> Squares:
         """The squares of a bucket's gradient. Waits for the count. Raises what has gone wrong on the way of the sum."""
         counts = [count.result() for count in self._squares.pop(index, [])]
-        return Squares(
-            [one for each in counts for one in each.counted], [one for each in counts for one in each.others]
-        )
+        counted, others = ([square for count in counts for square in count[which]] for which in (0, 1))
+        return Squares(counted, others)
 
     def fetched(self, key: Key, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the bucket of a gradient that was brought back. Waits for it."""
@@ -243,7 +242,7 @@ class Mover:
     def discard(self) -> None:
         """Forget the sums of a step. Waits for what is under way."""
         for index in list(self._squares):
-            self.squares(index)
+            self.squares(index)  # which else would count in the next step's norm
         self._summed.clear()
         self.wait()
 
@@ -271,28 +270,29 @@ class Mover:
         index, part = i.key
         if part >= 0:
             return self.resting[index].parts[part][:2]
-        at = self.gatherer.parameters[index]
-        return (
-            at.column.range_of(at.index) if piece is Piece.PARAMETERS else self.columns[Column.EXP_AVG].range_of(index)
-        )
+        if piece is Piece.PARAMETERS:
+            parameters = self.gatherer.parameters[index]
+            return parameters.column.range_of(parameters.index)
+        return self.columns[Column.EXP_AVG].range_of(index)
 
     def _place(self, i: Instruction, piece: Piece) -> HostPlace:
         """Where a piece of a part is in host memory: at rest or in the slot of the instruction."""
-        index, (start, stop), rests = i.buckets[0], self._range(i, piece), self.resting[i.buckets[0]]
-        at, gradients = self.gatherer.parameters[index], self.columns[Column.GRADIENT]
-        if piece in (Piece.PARAMETERS, Piece.UPDATED) and rests.rests is Tier.HOST:
-            return HostPlace(at.column.view(at.index, start, stop), [], self._updated[index])
-        if piece is Piece.GRADIENTS and rests.sums is not Tier.DEVICE:
+        index, (start, stop), resting = i.buckets[0], self._range(i, piece), self.resting[i.buckets[0]]
+        parameters, gradients = self.gatherer.parameters[index], self.columns[Column.GRADIENT]
+        if piece in (Piece.PARAMETERS, Piece.UPDATED) and resting.rests is Tier.HOST:
+            # Nobody is waited for before they are overwritten: all uses of a step are over when its updates begin.
+            return HostPlace(parameters.column.view(parameters.index, start, stop), [], self._updated[index])
+        if piece is Piece.GRADIENTS and resting.sums is not Tier.DEVICE:
             piece = Piece.SUMS
-        if piece is Piece.SUMS and rests.sums is Tier.HOST:
+        if piece is Piece.SUMS and resting.sums is Tier.HOST:
             return HostPlace(gradients.view(index, start, stop), self._readers[i.key], self._summed[index])
         slot = self._ring(piece).slot_of(i)
         if piece is Piece.STATE:
             memory = slot.of(piece, (stop - start) * self.state_bytes)
         elif piece in (Piece.PARAMETERS, Piece.UPDATED):
-            memory = slot.of(piece, stop - start, at.column.dtype)
+            memory = slot.of(piece, stop - start, parameters.column.dtype)
         else:
-            memory = slot.of(Piece.SUMS if piece is Piece.SUMS else Piece.GRADIENTS, stop - start, gradients.dtype)
+            memory = slot.of(Piece.GRADIENTS if piece is Piece.REDUCED else piece, stop - start, gradients.dtype)
         return HostPlace(memory, slot.free, slot.arrived, slot.changed)
 
     def _source(self, i: Instruction, piece: Piece) -> Tensor:
