@@ -153,9 +153,9 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(path: Path, total: int, seconds: float, precision: str) -> DiskSpeed:
     """Measure for about so many seconds with a file of `total` bytes. Raises DiskError."""
-    from megazero.disk.backend import DiskOptions
     from megazero.disk.measure import TRIAL, DiskTrial
     from megazero.disk.swap_file import remove_leftovers
+    from megazero.disk.transports import DiskOptions
 
     remove_leftovers(path, jobs=TRIAL)  # not the state of a training, which may go on from it
     with DiskTrial(path, DiskOptions(), total, min(_part_bytes(precision), total // LEAST_PARTS)) as trial:
