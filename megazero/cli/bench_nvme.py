@@ -21,7 +21,7 @@ FIO = (
     "fio --name=raw --directory=PATH --unlink=1 --size=4g --rw=read --bs=4m --iodepth=16 --ioengine=io_uring "
     "--direct=1 --overwrite=1 --time_based --runtime=10"
 )
-"""What measures a disk alone, with the requests of `disk.backend.DiskOptions`, over a file that is there already."""
+"""What measures a disk alone, with the requests of `disk.transports.DiskOptions`, over a file that is there already."""
 DESCRIPTION = f"""
 What a training with its optimizer state under PATH reaches there: parts are read, updated by Adam and written again as
 in a step, with its buffers, checksums and requests. Also the rates that --placement auto measures at the start of a run
