@@ -11,9 +11,10 @@ needs it (`UnitBytes.input`). In vertical order a computation of a schedule is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from fused_ops.attention.selection import Body
 from megazero.config.derive import (
@@ -51,7 +52,7 @@ from megazero.plan.layer_tapes import (
     row,
 )
 from megazero.plan.tape import NEW, PASS, Buffer, Tape, UnitBytes
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind, Op
 
 
 @dataclass(frozen=True)
@@ -398,10 +399,16 @@ class Moment:
     late  for each chunk, the micro-batches that wait for the weights' half of their backward
     """
 
-    op: Op
+    op: Kind
     chunk: int
     live: tuple[int, ...]
     late: tuple[int, ...]
+
+
+_PASSES: Mapping[Kind, tuple[int, int]] = MappingProxyType(
+    {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (-1, 1), Op.BACKWARD_WEIGHT: (0, -1)}
+)
+"""What a computation adds to `Moment.live`, and to `Moment.late`."""
 
 
 def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
@@ -411,8 +418,9 @@ def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
         if not i.is_compute:
             continue
         met[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
-        live[i.chunk] += {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: -1, Op.BACKWARD_WEIGHT: 0}[i.op]
-        late[i.chunk] += {Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}.get(i.op, 0)
+        begins, waits = _PASSES[i.op]
+        live[i.chunk] += begins
+        late[i.chunk] += waits
     return list(met)
 
 
@@ -422,7 +430,7 @@ def binding(when: Sequence[Moment]) -> list[Moment]:
     def covers(more: Moment, less: Moment) -> bool:
         return all(a >= b for a, b in zip(more.live + more.late, less.live + less.late, strict=True))
 
-    of_kinds: dict[tuple[Op, int], list[Moment]] = {}
+    of_kinds: dict[tuple[Kind, int], list[Moment]] = {}
     for moment in sorted(when, key=lambda moment: sum(moment.live + moment.late), reverse=True):
         known = of_kinds.setdefault((moment.op, moment.chunk), [])
         if not any(covers(more, moment) for more in known):

@@ -9,7 +9,7 @@ small ones have room the order is horizontal. So a run that fits is never refuse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,30 @@ def budgets_of(run: Run, kind: str) -> SearchLimits:
 def has_budgets(run: Run) -> bool:
     """Whether a run has a budget of a tier."""
     return run.offload.device_memory_budget is not None or run.offload.host_memory_budget is not None
+
+
+class FullestTier(NamedTuple):
+    """A tier that has a budget: its name after a number of bytes, and the first stage of those that take most of it."""
+
+    name: str
+    flag: str
+    budget: int
+    stage: int
+    most: int
+
+
+def fullest(peaks: Sequence[TierPeaks], budgets: SearchLimits) -> list[FullestTier]:
+    """What the ranks of a run take at most of each tier that has a budget."""
+    tiers = (
+        ("on the device", "--device-memory-budget", budgets.device, [stage.device_bytes for stage in peaks]),
+        ("of host memory", "--host-memory-budget", budgets.host, [stage.host_bytes for stage in peaks]),
+        ("of memory", "--device-memory-budget", budgets.together, [stage.total_bytes for stage in peaks]),
+    )
+    return [
+        FullestTier(name, flag, budget, taken.index(max(taken)), max(taken))
+        for name, flag, budget, taken in tiers
+        if budget is not None
+    ]
 
 
 def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
@@ -153,13 +177,8 @@ def shortened(run: Run, axes: Axes) -> Run:
 
 def _offered(tried: Tried, budgets: SearchLimits) -> str:
     """A change, and the bytes of the tiers that have a budget with it."""
-    tiers = [
-        (max(peaks.device_bytes for peaks in tried.peaks), budgets.device, "on the device"),
-        (max(peaks.host_bytes for peaks in tried.peaks), budgets.host, "of host memory"),
-        (max(peaks.total_bytes for peaks in tried.peaks), budgets.together, "of memory a rank"),
-    ]
-    sizes = " and ".join(f"{size:,} bytes {where}" for size, budget, where in tiers if budget is not None)
-    return f"{tried.change} ({sizes})"
+    sizes = " and ".join(f"{tier.most:,} bytes {tier.name}" for tier in fullest(tried.peaks, budgets))
+    return f"{tried.change} ({sizes}{' a rank' * budgets.is_one})"
 
 
 def leaves_order_to_budgets(run: Run) -> bool:

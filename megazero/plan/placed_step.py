@@ -18,8 +18,8 @@ from megazero.plan.step_memory import StageMemory
 from megazero.plan.step_times import MachineRates, step_times
 from megazero.plan.traffic import least_moved
 from megazero.program.instruction import Instruction, Lane
-from megazero.program.processors import SHARED_LANES
 from megazero.program.simulate import step_time
+from megazero.program.simulated_rank import SHARED_LANES
 from megazero.program.times import ChunkTimes
 
 STEPS = 3

@@ -34,7 +34,7 @@ from megazero.config.validate import problems_of
 from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.plan.step_lists import buffer_problems
-from megazero.program.error import ProgramError
+from megazero.program.instruction import ProgramError
 
 COLUMNS = tuple(row for row in ROWS.values() if row.column)
 FIRST = "offload_optimizer"

@@ -23,8 +23,8 @@ from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterSpec, StateGroup
 from megazero.pipeline.build import stages_of
 from megazero.pipeline.stage_specs import specs_of_stage
-from megazero.program.instruction import Op
-from megazero.program.passes.slots import ops_of_part
+from megazero.program.instruction import Piece
+from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
 from megazero.program.shape import PartShape, RankShape
 from megazero.zero.coded import FrozenLayouts, coding_of, frozen_layouts
 from megazero.zero.frozen import specs_by_unit
@@ -306,8 +306,8 @@ def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, int]:
 
 
 def _slots(shape: RankShape, resident: int) -> int:
-    """Bytes of all slots, each as large as the largest part that needs it: those of `zero.host_parts`, and those for
-    parameters that are read (`zero.resting`). resident: most bytes of a piece that stays on the device.
+    """Bytes of all slots, each as large as the largest part that needs it: those of parts that are updated, and those
+    for parameters that are read (`zero.mover`). resident: most bytes of a piece that stays on the device.
     """
     ways = [
         (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
@@ -316,13 +316,12 @@ def _slots(shape: RankShape, resident: int) -> int:
         for part in bucket.parts
     ]
 
-    def most(*ops: Op) -> PartShape:
-        needing = (part for part, way in ways if not {*ops}.isdisjoint(way))
+    def most(piece: Piece) -> PartShape:
+        needing = (part for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way))
         return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
 
-    way = most(Op.COPY_GRADIENT).gradient_bytes + most(Op.READ_SUM).gradient_bytes
-    way += max(most(Op.READ_STATE).state_bytes, resident)
-    way += most(Op.COPY_PARAMETERS, Op.WRITE_PARAMETERS).parameter_bytes
+    way = most(Piece.GRADIENTS).gradient_bytes + most(Piece.SUMS).gradient_bytes
+    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.PARAMETERS).parameter_bytes
     on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
     return SLOTS * (way + max(on_disk, default=0))
 

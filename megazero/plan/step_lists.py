@@ -19,11 +19,11 @@ from megazero.plan.activations import chunk_bytes
 from megazero.plan.rank_state import RankState, micro_batches_of, swap_file_bytes
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.tape import UnitBytes
-from megazero.program.border import Border
 from megazero.program.checker import check
-from megazero.program.instruction import Instruction, Op
-from megazero.program.passes.leaving_disks import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces
+from megazero.program.instruction import WRITE_ACTIVATIONS, Instruction
+from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces
 from megazero.program.passes.vertical import turn
+from megazero.program.scope import Border
 from megazero.program.shape import RankShape, without_state
 from megazero.program.step import gathered_budget, settling_list, training_step
 from megazero.system import device as devices
@@ -138,7 +138,7 @@ class StageLists:
     def activations(self, stage: int) -> ActivationPieces:
         """What of the activations of a stage's list goes to disks."""
         step = self.of(stage)
-        written = sum(i.op is Op.WRITE_ACTIVATIONS for i in step.instructions)
+        written = sum(i.op == WRITE_ACTIVATIONS for i in step.instructions)
         if not written:
             return ActivationPieces()
         size = buffer_bytes(largest_unit(step.shape.kept))

@@ -19,11 +19,10 @@ from megazero.plan.rank_state import StageBytes, has_nccl, stage_bytes
 from megazero.plan.recompute import activation_plan
 from megazero.plan.step_lists import ActivationPieces, StageLists, unit_bytes
 from megazero.program.instruction import Instruction
-from megazero.program.memory import MemoryColumn
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
 from megazero.program.scope import Scope
-from megazero.program.simulate import IN_FLIGHT
-from megazero.program.step_bytes import StepBytes, UnitSizes
+from megazero.program.shape import IN_FLIGHT
 from megazero.program.trace import MemoryTrace, TierBytes, trace
 
 
@@ -190,6 +189,11 @@ def run_peaks(run: Run, axes: Axes, kind: str) -> RunPeaks:
     return RunPeaks(run, axes, kind)
 
 
+def rank_of(stage: int, stages: int) -> str:
+    """Whose memory it is, where the number of stages is told beside it."""
+    return f"a rank of stage {stage}" if stages > 1 else "a rank"
+
+
 def rank_words(stage: int, axes: Axes) -> str:
-    """Whose memory it is."""
-    return f"a rank of stage {stage} of {axes.pp}" if axes.pp > 1 else "a rank"
+    """Whose memory it is, with the number of stages."""
+    return rank_of(stage, axes.pp) + f" of {axes.pp}" * (axes.pp > 1)

@@ -16,8 +16,7 @@ from megazero.pipeline.stage_specs import specs_of_stage, unit_names
 from megazero.plan.rank_state import stage_state
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Instruction, Lane, Op
-from megazero.program.passes.gathers import least_bytes
-from megazero.program.passes.loads import loads_of
+from megazero.program.passes.gathers import least_bytes, loads_of
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import RankShape
 from megazero.program.traffic import message_bytes, traffic

@@ -29,7 +29,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks, run_peaks, stage_memories
 from megazero.plan.step_times import chunk_times
 from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, moved_in_step, state_traffic
-from megazero.program.instruction import Lane, Op
+from megazero.program.instruction import LEAVE, Lane, Op
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.simulate import simulate
 from megazero.program.traffic import message_bytes, moved_bytes
@@ -237,7 +237,7 @@ def _leaving(memories: Sequence[StageMemory]) -> LeavingReport:
     return LeavingReport(
         memory.stage,
         sum(graph.nbytes for graph in kept_graphs(step.instructions, step.shape)),
-        sum(moved_bytes(i, step.shape) for i in step.instructions if i.op is Op.LEAVE),
+        sum(moved_bytes(i, step.shape) for i in step.instructions if i.op == LEAVE),
         memory.waiting + pieces.buffers,
         pieces.files,
         pieces.step_bytes,

@@ -68,7 +68,7 @@ class Job:
         """
         if isinstance(self.trainer.engine, GraphedEngine):
             self.trainer.engine.release()
-        self.state.model.host.close(remove=not self.trainer.whole_steps.kept)
+        self.state.model.tiers.close(remove=not self.trainer.whole_steps.kept)
         if self.activations is not None:
             self.activations.close()
 
@@ -117,13 +117,13 @@ def build_job(
         if start.is_read and not uses_disks(run):
             require_finite_weights(run, grid, state)
         program = None if callbacks is None else CallbackSink(callbacks, signals)
-        swaps = state.model.host.swap, None if activation_swap is None else activation_swap.swap
+        swaps = state.model.tiers.swap, None if activation_swap is None else activation_swap.swap
         log = begin_log(prepared, grid, engines.steps, start, checkpoints, parsed, program)
         for backend in swap_backends(run, *swaps):
             log.note(backend)
         record = record_of(prepared, grid, state, engines.probe)
         save_policy = save_policy_of(run, checkpoints, record, log, program)
-        whole_steps = WholeSteps(state.model.host, swap_start, late=run.parallel.late_update)
+        whole_steps = WholeSteps(state.model, swap_start, late=run.parallel.late_update)
         engine = with_graphs(engines.training, state.model.actions, run, grid)
         trainer = Trainer(
             run, grid, engine, state, batches, log, save_policy, start.position, deadline, signals, whole_steps, memory

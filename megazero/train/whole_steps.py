@@ -30,7 +30,8 @@ from megazero.telemetry.steplog import StepLog
 from megazero.train.path_checks import start_position
 from megazero.train.same_data import with_present_names
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.zero.host_parts import HostParts
+from megazero.zero.portions import flip
+from megazero.zero.state import ModelState
 
 NONE, FAR = -1, 2**62
 """A number of a step that is none, and one that no step has."""
@@ -291,8 +292,8 @@ class WholeSteps:
     written.
     """
 
-    def __init__(self, host: HostParts, start: SwapStart | None, *, late: bool) -> None:
-        self._host, self._start, self._late = host, start, late
+    def __init__(self, model: ModelState, start: SwapStart | None, *, late: bool) -> None:
+        self._model, self._start, self._late = model, start, late
         self._left: tuple[int, dict[str, Any]] | None = None
         self._flip: DiskRequest | None = None
         self._over = False
@@ -326,12 +327,11 @@ class WholeSteps:
     @property
     def kept(self) -> bool:
         """Whether the files stay: they have a whole step, and the loop has not ended without need for it."""
-        return (
-            not self._over and self._start is not None and (swap := self._host.swap) is not None and bool(swap.record)
-        )
+        swap = self._model.tiers.swap
+        return not self._over and self._start is not None and swap is not None and bool(swap.record)
 
     def _flip_left(self) -> None:
-        if self._left is not None and self._host.swap is not None and self._start is not None:
+        if self._left is not None and self._model.tiers.swap is not None and self._start is not None:
             iteration, progress = self._left
-            self._flip = self._host.flip(iteration, {**self._start.about, "progress": progress})
+            self._flip = flip(self._model, iteration, {**self._start.about, "progress": progress})
         self._left = None

@@ -26,7 +26,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.mpu.parameter import Parameter
 from megazero.pipeline.build import attention_support, attention_workload, build_stages
-from megazero.pipeline.entry import GraphEntry
+from megazero.pipeline.schedule_run import GraphEntry
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.tape import UnitBytes
 from tests.plan.meter import Target, is_table, metered

@@ -123,9 +123,9 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
             model, activations = job.state.model, job.activations
             model.wait_parameters()
             disks = None if activations is None else activations.disks
-            swaps = model.host.swap, None if disks is None else disks.swap
+            swaps = model.tiers.swap, None if disks is None else disks.swap
             files = sum(path.stat().st_size for swap in swaps if swap is not None for path in swap.paths)
-            model.host.close()
+            model.tiers.close()
     assert recorded.kineto_results is not None
     begin = max(e.start_ns() for e in recorded.kineto_results.events() if e.name() == "step")
     changes = allocations(recorded)

@@ -14,11 +14,11 @@ from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import gathered_bytes
 from megazero.program import step
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op, ProgramError
 from megazero.program.passes.gathers import place_gathers
 from megazero.program.step import Lists
 from tests.parity.training import small_model
+from tests.program import kinds
 from tests.program.made import texts
 
 MICRO_BATCHES = 4
@@ -87,9 +87,9 @@ def test_every_bucket_is_reduced_and_updated_and_the_norm_lies_between(flags: li
     found = lists.training(MICRO_BATCHES)
     (norm,) = (at for at, i in enumerate(found) if i.op is Op.NORM)
     reduced = {bucket for i in found[:norm] if i.op is Op.REDUCE for bucket in i.buckets}
-    updated = [bucket for i in found[norm:] if i.op is Op.UPDATE for bucket in i.buckets]
+    updated = [bucket for i in found[norm:] if i.op == kinds.UPDATE for bucket in i.buckets]
     assert sorted(updated) == list(lists.shape.trained) == sorted(reduced) and len(reduced) > 3
-    assert not any(i.op is Op.REDUCE for i in found[norm:]) and not any(i.op is Op.UPDATE for i in found[:norm])
+    assert not any(i.op is Op.REDUCE for i in found[norm:]) and not any(i.op == kinds.UPDATE for i in found[:norm])
 
 
 def test_what_a_list_prints() -> None:

@@ -177,7 +177,7 @@ def test_sgd_is_the_same(where: str, corpus: Path, tmp_path: Path) -> None:
     found = []
     for more in ([], [*on_disk(tmp_path, share=where), *PARTS] if where == "nvme" else ["--offload-optimizer", where]):
         job, recorder = job_on_rank(0, 1, [*flags, *more])
-        parts = sum(len(of_bucket) for of_bucket in job.state.model.host.parts)
+        parts = sum(len(rests.parts) for rests in job.state.model.resting)
         job.fit()
         found.append((parts, [record.loss for record in recorder.records], values_of(nn.ModuleList(job.stages))))
     (none, losses, weights), (some, other_losses, other_weights) = found
@@ -191,7 +191,7 @@ def test_the_report_counts_what_the_disk_has(corpus: Path, tmp_path: Path) -> No
     steps = StageLists(job.run, job.grid.axes, nccl=False)
     told = dict(schedule_lines(gather(steps)))["disks"]
     job.fit()
-    swap = job.state.model.host.swap
+    swap = job.state.model.tiers.swap
     assert swap is not None
     state = sum(part.state_bytes for bucket in steps.of(0).shape.buckets for part in bucket.parts)
     assert told == f"a step reads {size(state)} and writes {size(state)}; files are in {tmp_path}"
@@ -245,10 +245,10 @@ def test_a_step_moves_what_the_banner_says(words: str, corpus: Path, tmp_path: P
 
         setattr(where, name, counting)
 
-    count(model.host.lanes.to_host, "copy", Lane.TO_HOST, lambda target, source, *_: target.nbytes)
-    count(model.host.lanes.to_device, "copy", Lane.TO_DEVICE, lambda target, source, *_: target.nbytes)
+    count(model.tiers.to_host, "copy", Lane.TO_HOST, lambda target, source, *_: target.nbytes)
+    count(model.tiers.to_device, "copy", Lane.TO_DEVICE, lambda target, source, *_: target.nbytes)
     for name, lane in {"read": Lane.FROM_DISK, "write": Lane.TO_DISK}.items() if disk else ():
-        count(model.host.swap, name, lane, lambda tensors: sum(tensor.nbytes for tensor in tensors.values()))
+        count(model.tiers.swap, name, lane, lambda tensors: sum(tensor.nbytes for tensor in tensors.values()))
     next(taken)
     moved = moved_in_step(own.instructions, own.shape)
     assert counted == Counter({lane: moved[lane] for lane in moved if lane is not Lane.HOST})

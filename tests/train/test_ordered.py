@@ -40,10 +40,10 @@ def test_a_unit_is_read_once_for_all_micro_batches(corpus: Path, tmp_path: Path)
     read = []
     for words in ([], HORIZONTAL):
         job, _ = job_on_rank(0, 1, [*flags_of(corpus, tmp_path), *words])
-        assert job.state.model.host.swap is not None
-        begun = job.state.model.host.swap.bytes_read
+        assert job.state.model.tiers.swap is not None
+        begun = job.state.model.tiers.swap.bytes_read
         job.fit()
-        read.append(job.state.model.host.swap.bytes_read - begun)
+        read.append(job.state.model.tiers.swap.bytes_read - begun)
         job.close()
     assert 0 < 3 * read[0] < read[1]
 
