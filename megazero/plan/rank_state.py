@@ -16,8 +16,8 @@ from megazero.config.derive import whole_steps
 from megazero.config.placement import unplaced
 from megazero.config.schema import ParallelConfig, Run
 from megazero.config.tiers import SLOTS, Tier
-from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
+from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterSpec, StateGroup

@@ -13,10 +13,9 @@ import pytest
 
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.disk import swap
-from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap, record_of
-from megazero.disk.record import SwapRecord
-from megazero.disk.swap_file import CHECKPOINT
+from megazero.disk.swap import SwapRecord
+from megazero.disk.swap_file import CHECKPOINT, DiskError
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists

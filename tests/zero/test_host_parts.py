@@ -8,7 +8,7 @@ from threading import current_thread
 import pytest
 
 from megazero.config.tiers import SLOTS
-from megazero.disk.errors import SwapDamaged
+from megazero.disk.swap_file import SwapDamaged
 from megazero.program.instruction import Instruction, Piece
 from megazero.zero.memories import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
