@@ -245,7 +245,11 @@ def _tokens(context: CheckContext) -> Problems:
         reason = "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
         yield f"--tokenizer-path {d.tokenizer_path} has no effect {reason}"
     if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
-        yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
+        if "eod_id" in context.decided:  # by the tokenizer, so that only the number of tokens is the user's to change
+            ends = f"does not have the --eod-id {d.eod_id}; without --vocab-size the tokenizer says both"
+            yield f"--vocab-size {vocab} {ends}"
+        else:
+            yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
     of_documents = {"--document-mask": context.run.model.document_mask, "--eod-mask-loss": d.eod_mask_loss}
     flags = [flag for flag, on in of_documents.items() if on]
     if flags and d.data_path and d.tokenizer is None and d.eod_id is None:

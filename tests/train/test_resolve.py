@@ -318,6 +318,12 @@ def test_facts_that_are_not_known_leave_a_field_open() -> None:
             "--eod-id 77",
             "--eod-id 77 is no token of --vocab-size 77; nearest: 76 (--vocab-size: the tokenizer has as many tokens)",
         ),
+        (
+            "--vocab-size 3",
+            "--vocab-size 3 does not have the --eod-id 3; without --vocab-size the tokenizer says both (--eod-id: the "
+            "tokenizer's token that ends a document)",
+        ),
+        ("--vocab-size 77", None),
         ("--eod-id 76 --epochs 0.4 --lr-warmup-samples 24", None),
         # the machine's checks tell this
         ("--optimizer-impl apex --precision fp32", None),
