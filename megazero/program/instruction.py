@@ -79,7 +79,9 @@ class Piece(Enum):
 
     REDUCED are the gradients of one reduction, on their way to be added to SUMS of a step. GRADIENTS are on their way
     to an update. Where they are summed off the device, they are the sums of the whole step. PARAMETERS are on their way
-    to a use, UPDATED ones from an update to where parameters rest.
+    to a use, UPDATED ones from an update to where parameters rest: both are the same column.
+
+    What there is of a piece on a tier is a `Thing` (`program.values`), by the tables of `program.effects`.
     """
 
     STATE = "optimizer states"
@@ -179,7 +181,7 @@ LEAVE = TierMove(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST)
 WRITE_ACTIVATIONS, READ_ACTIVATIONS = hops(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK) + hops(
     Piece.ACTIVATIONS, Tier.DISK, Tier.HOST
 )
-READS = READ_PARAMETERS, LOAD = hops(Piece.PARAMETERS, Tier.DISK, Tier.DEVICE)
+PARAMETER_LOADS = READ_PARAMETERS, LOAD = hops(Piece.PARAMETERS, Tier.DISK, Tier.DEVICE)
 """What brings a part of parameters from disks to the device, through a slot of a ring of its own."""
 READ_STATE = TierMove(Piece.STATE, Tier.DISK, Tier.HOST)
 SUMMING = moves_of(Piece.REDUCED, Piece.SUMS) | {Op.ADD_GRADIENT, Op.COUNT_GRADIENT}

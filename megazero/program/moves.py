@@ -22,9 +22,9 @@ from megazero.program.effects import Effects
 from megazero.program.instruction import (
     LEAVE,
     LOAD,
+    PARAMETER_LOADS,
     READ_PARAMETERS,
     READ_STATE,
-    READS,
     UPDATE,
     UPDATE_HOST,
     Free,
@@ -241,7 +241,7 @@ class Moves:
 
     def _slot(self, i: Instruction) -> None:
         """A part has one slot of a ring at a time, and keeps it until it has gone its whole way."""
-        uses, slot = way_through(i, self.scope.shape), (i.op in READS, i.slot)
+        uses, slot = way_through(i, self.scope.shape), (i.op in PARAMETER_LOADS, i.slot)
         if not uses and i.slot < 0:
             return
         if not uses or not 0 <= i.slot < SLOTS:

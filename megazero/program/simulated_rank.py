@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
-from megazero.program.instruction import LOCAL_LANES, READS, Instruction, Lane
+from megazero.program.instruction import LOCAL_LANES, PARAMETER_LOADS, Instruction, Lane
 from megazero.program.meetings import Message
 from megazero.program.scope import Scope
 from megazero.program.times import Span
@@ -91,7 +91,7 @@ class Slots:
         """The time before which an instruction cannot start, because another part has its slot."""
         if i.slot < 0:
             return 0.0
-        slot = i.op in READS, i.slot
+        slot = i.op in PARAMETER_LOADS, i.slot
         if slot not in self._taken:
             self._taken.add(slot)
             self._begins[slot] = self._over.pop(slot, 0.0)
@@ -101,7 +101,7 @@ class Slots:
         """An instruction ends at this time."""
         if i.slot < 0:
             return
-        slot = i.op in READS, i.slot
+        slot = i.op in PARAMETER_LOADS, i.slot
         self._over[slot] = max(self._over.get(slot, 0.0), end)
         if i.frees_slot:
             self._taken.remove(slot)

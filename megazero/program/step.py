@@ -30,8 +30,9 @@ class StepOptions:
     overlap         cut computations by unit where gradients or parameters travel meanwhile
     gathered_bytes  budget of gathered parameters; None: two units, or one where nothing travels
     regather        when parameters are gathered again: one of `passes.gathers.REGATHER`
-    late            make the updates of a step in the next one
-    vertical        take groups of micro-batches through each unit together; None: horizontal order
+    late            make the updates of a step in the next one (--late-update, off by default)
+    vertical        take groups of micro-batches through each unit together, as a run with parameters on disks does by
+                    default (`config.derive.micro_batch_order`); None: horizontal order
     leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
     disk_buffers    bytes of host memory through which they go on to disks; None: they stay in host memory
     ahead           read the first optimizer state from disks before the norm is known (`passes.ahead`)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.instruction import READS, Kind, Lane
+from megazero.program.instruction import PARAMETER_LOADS, Kind, Lane
 from megazero.program.scope import LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
@@ -119,7 +119,7 @@ def test_slots_are_those_of_a_ring_that_is_worked_off_in_turn() -> None:
             turns: dict[bool, list[int]] = {False: [], True: []}
             taken: dict[tuple[bool, int], tuple[int, int]] = {}
             for i in using:
-                ring = i.op in READS
+                ring = i.op in PARAMETER_LOADS
                 if taken.get((ring, i.slot)) != i.key:
                     assert (ring, i.slot) not in taken, "a slot has one part at a time"
                     taken[ring, i.slot] = i.key

@@ -15,7 +15,17 @@ from functools import cache
 from types import MappingProxyType
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.instruction import READ_STATE, READS, SUMMING, UPDATE, Instruction, Kind, Piece, TierMove, hops
+from megazero.program.instruction import (
+    PARAMETER_LOADS,
+    READ_STATE,
+    SUMMING,
+    UPDATE,
+    Instruction,
+    Kind,
+    Piece,
+    TierMove,
+    hops,
+)
 from megazero.program.passes.gradients import summing_way
 from megazero.program.passes.updates import way_of
 from megazero.program.shape import PartKey, RankShape
@@ -54,7 +64,7 @@ def place_slots(
         if not uses:
             placed.append(i)
             continue
-        ring = i.op in READS
+        ring = i.op in PARAMETER_LOADS
         if i.op == READ_STATE and left and i.key == left[0]:
             turns[ring] = 0  # all slots are free here (`passes.ahead`)
         if (ring, i.key) not in taken:
@@ -73,9 +83,9 @@ def way_through(i: Instruction, shape: RankShape) -> tuple[Kind, ...]:
     if i.part < 0:
         return ()
     bucket = shape.buckets[i.buckets[0]]
-    uses: tuple[Kind, ...] = (
-        READS if i.op in READS else _way_of_part(i.op, bucket.parts[i.part].tier, bucket.rests, bucket.sums)
-    )
+    if i.op in PARAMETER_LOADS:
+        return PARAMETER_LOADS
+    uses = _way_of_part(i.op, bucket.parts[i.part].tier, bucket.rests, bucket.sums)
     return uses if i.op in uses else ()
 
 
