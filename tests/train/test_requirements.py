@@ -139,7 +139,7 @@ def group_asked_for(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
     monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
-    monkeypatch.setattr("torch.distributed.rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr("megazero.launch._meet", lambda *_: dist.HashStore())
     monkeypatch.setattr("torch.distributed.init_process_group", started)
     return asked
 
