@@ -85,12 +85,14 @@ class Mover:
         self.resting, self.columns, self.tiers = resting, columns, tiers
         self.reducer, self.gatherer = reducer, gatherer
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
-        stays = max((one.stop - one.start for one in residents), default=0)
+        stays = max((piece.stop - piece.start for piece in residents), default=0)
         self.updates = update_ring(shape, stays * self.state_bytes, tiers)
         """For parts that are updated in host memory, or whose new parameters or sums go to disks."""
         self.loads = load_ring(shape, tiers)
         """For parameters that are read: these may be under way beside late updates."""
-        self._runs = [tuple(own.counted_runs(tp, counted=which) for which in (True, False)) for own in reducer.buckets]
+        self._runs = [
+            tuple(bucket.counted_runs(tp, counted=which) for which in (True, False)) for bucket in reducer.buckets
+        ]
         self._updated: dict[int, list[Need]] = defaultdict(list)
         """By bucket: what to wait for before its updated parameters are where they rest, in memory."""
         self._summed: dict[int, list[Need]] = defaultdict(list)
