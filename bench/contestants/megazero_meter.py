@@ -15,9 +15,8 @@ from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
 from megazero.config.tiers import Tier
 from megazero.pipeline.kept import HostActivations
-from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import stage_trace
+from megazero.plan.step_memory import stage_memories
 from megazero.program.instruction import Piece
 from megazero.train.job import Job
 from megazero.zero import portions
@@ -99,8 +98,8 @@ class Step:
         """
         job = self.job
         steps, at = StageLists(job.run, job.grid.axes, nccl=False), job.grid.at.pp
-        stage = stage_bytes(job.run, job.grid.axes)[at]
-        step = stage_trace(steps, at, stage, "cpu").peak
+        memory = stage_memories(steps, "cpu")[at]
+        stage, step = memory.state, memory.trace.peak
         host, seen = in_host_memory(job)
         predicted = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
         return {

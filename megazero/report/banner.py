@@ -6,7 +6,7 @@ A line is a heading and a sentence; an empty sentence is not shown. The text is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, starmap
 
 from fused_ops import coded
 from megazero.config.derive import lora_alpha, uses_disks, whole_steps
@@ -14,16 +14,17 @@ from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
 from megazero.config.inventory import adapted, fp8_exceptions
 from megazero.config.placement import PLACEMENT, ROWS
-from megazero.config.schema import Run
+from megazero.config.schema import ParallelConfig, Run
 from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.schedule import is_breadth_first
-from megazero.plan.bytes import StageBytes
-from megazero.plan.step_memory import rank_words
+from megazero.plan.budgets import budgets_of, fullest
+from megazero.plan.rank_state import StageBytes
+from megazero.plan.step_memory import rank_of, rank_words
 from megazero.plan.traffic import GatheredBytes, Traffic
 from megazero.program.instruction import Lane
 from megazero.report import text_blocks as blocks
-from megazero.report.run_report import MachineReport, RunReport, ScheduleReport, StateMessages
+from megazero.report.run_report import LeavingReport, MachineReport, RecomputeReport, RunReport, StateMessages
 from megazero.system.words import counted
 from megazero.telemetry.units import count, size
 
@@ -35,18 +36,16 @@ def banner(report: RunReport) -> str:
     """What a run prints before its first step: layout, model, memory, schedule, data, ops, and the user's settings."""
     axes, zero = report.axes, zero_words(report.run.parallel.zero_stage, report.axes)
     return blocks.sections(
-        [
-            (f"megazero: {ranks_words(axes)}", blocks.draw_grid(axes.pp, axes.dp, axes.tp)),
-            ("Model", blocks.pairs(_model_lines(report))),
-            (f"Memory of the model state, {zero}", stage_table(report.memory.stages)),
-            ("Schedule", blocks.pairs(schedule_lines(report))),
-            ("Run", blocks.pairs(_run_lines(report))),
-            ("Changed since the checkpoint", changes_table(report.changes)),
-            ("Ops", ops_table(report.machine) if report.machine else ""),
-            ("Left open, and decided", blocks.bullets(decided_lines(report))),
-            ("Other than the defaults", _departures(report)),
-            ("Worth knowing", blocks.bullets(report.notes)),
-        ]
+        (f"megazero: {ranks_words(axes)}", blocks.draw_grid(axes.pp, axes.dp, axes.tp)),
+        ("Model", blocks.pairs(_model_lines(report))),
+        (f"Memory of the model state, {zero}", stage_table(report.memory.stages)),
+        ("Schedule", blocks.pairs(schedule_lines(report))),
+        ("Run", blocks.pairs(_run_lines(report))),
+        ("Changed since the checkpoint", blocks.table(["changed", "saved", "now"], report.changes, left=3)),
+        ("Ops", ops_table(report.machine) if report.machine else ""),
+        ("Left open, and decided", blocks.bullets(decided_lines(report))),
+        ("Other than the defaults", _departures(report)),
+        ("Worth knowing", blocks.bullets(report.notes)),
     )
 
 
@@ -56,24 +55,18 @@ def verdict(report: RunReport) -> str:
     head = f"OK: {ranks_words(report.axes)}; {precision}, {zero}, {count(report.parameters)} parameters"
     state = "Bytes of the model state on a rank of each stage (activations come on top)"
     return blocks.sections(
-        [
-            (head, blocks.pairs(schedule_lines(report))),
-            (state, stage_table(report.memory.stages)),
-            ("Memory of a step", report.trace),
-            ("Peaks of a step on a rank of each stage", peaks_table(report)),
-            ("Worth knowing", blocks.bullets(report.notes)),
-            ("Not checked", blocks.bullets(report.unchecked)),
-        ]
+        (head, blocks.pairs(schedule_lines(report))),
+        (state, stage_table(report.memory.stages)),
+        ("Memory of a step", report.trace),
+        ("Peaks of a step on a rank of each stage", peaks_table(report)),
+        ("Worth knowing", blocks.bullets(report.notes)),
+        ("Not checked", blocks.bullets(report.unchecked)),
     )
 
 
 def ranks_words(axes: Axes) -> str:
     """`4 ranks, tp 2 x pp 2 x dp 1`."""
     return f"{counted(axes.tp * axes.pp * axes.dp, 'rank')}, tp {axes.tp} x pp {axes.pp} x dp {axes.dp}"
-
-
-def rank_of(stage: int, stages: int) -> str:
-    return f"a rank of stage {stage}" if stages > 1 else "a rank"
 
 
 def zero_words(zero_stage: int, axes: Axes) -> str:
@@ -87,7 +80,7 @@ def decided_lines(report: RunReport) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for decision in report.decisions:
         if not (report.placement and decision.field in rows):
-            by_reason.setdefault(decision.why, []).append(f"{decision.field}={_value(decision.value)}")
+            by_reason.setdefault(decision.why, []).append(_setting(decision.field, decision.value))
     return [f"{why}: {', '.join(settings)}" for why, settings in by_reason.items()]
 
 
@@ -107,16 +100,13 @@ def _model_lines(report: RunReport) -> list[Line]:
         ("precision", f"{o.precision}; state and gradients {str(state_dtype(o.precision)).removeprefix('torch.')}"),
         ("fp8", f"{fp8}the model state" if o.fp8 != "off" else ""),
         (f"still {o.precision}", "; ".join(fp8_exceptions(run)) if o.fp8 != "off" else ""),
-        ("trained", _adapters(report)),
+        ("trained", "" if report.trained is None else _adapters(report.run, report.trained)),
         ("padding", padding if report.vocabulary_rows != model.vocab_size else ""),
     ]
 
 
-def _adapters(report: RunReport) -> str:
-    lora, trained = report.run.lora, report.trained
-    if trained is None:
-        return ""
-    rank, layers = f"rank {lora.lora_rank}, alpha {lora_alpha(lora):g}", " ".join(adapted(lora, report.run.model))
+def _adapters(run: Run, trained: int) -> str:
+    rank, layers = f"rank {run.lora.lora_rank}, alpha {lora_alpha(run.lora):g}", " ".join(adapted(run.lora, run.model))
     adapters = f"{count(trained)} ({trained:,}) in adapters of {rank}, on {layers}"
     return f"{adapters}; all else is frozen, and has no gradients and no optimizer state"
 
@@ -127,8 +117,7 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
     """
     on_device, elsewhere = list[list[str]](), list[list[str]]()
     for state, members in groupby(enumerate(stages), key=lambda pair: pair[1]):
-        numbers = [number for number, _ in members]
-        name = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        name = blocks.span([number for number, _ in members])
         chunks = f" in {state.chunks} chunks" if state.chunks > 1 else ""
         parts = ["embedding"] * state.embedding + [counted(state.blocks, "block") + chunks] + ["head"] * state.head
         amounts = state.weights, state.gradients, state.optimizer, state.total
@@ -144,54 +133,50 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
 
 
 def schedule_lines(report: RunReport) -> list[Line]:
-    """A placement that was searched for, the schedule, the traffic of ZeRO, late updates, what leaves the device,
-    gathers, recompute, and budgets.
-    """
+    """How a step is computed, what it moves and what it takes. A line without a sentence is about what it has not."""
     p, axes, memory, sent = report.run.parallel, report.axes, report.memory, report.state_messages
+    replayed, bits, decoded = report.schedule.replayed, report.run.lora.lora_base_bits, memory.decoded
     late = "late: a unit is updated in the next step, just before its first forward"
     late += "; a stage that waits for its first hidden states updates meanwhile" * (axes.pp > 1)
-    gathers = [("parameters", gathers_sentence(each, axes.pp, p.zero3_regather)) for each in memory.gathered]
-    lines = [
+    return [
         ("placement", "\n".join(report.placement)),
         ("pipeline", _pipeline(report)),
-        ("cuda graphs", graphs_sentence(report.schedule)),
+        ("cuda graphs", "" if replayed is None else graphs_sentence(replayed, report.schedule.micro_batches)),
         ("gradients", reductions_sentence(report)),
         ("hybrid shards", sets_sentence(p.zero_stage, sent.traffic) if axes.is_hybrid else ""),
         ("messages", _element_bytes(sent, kept=p.zero_gradient_error_feedback)),
         ("updates", f"{late}. Evaluations and saves update first" if p.late_update else ""),
-        *_offload(report),
-        ("base", _codes(report)),
-        *gathers,
-        ("buffers", _spare_buffers(report)),
-        ("recompute", _recompute(report)),
-        ("activations", _leaving(report)),
+        *(_offload(report) if memory.moved else ()),
+        ("base", _codes(bits, decoded) if bits and decoded is not None else ""),
+        *(("parameters", gathers_sentence(gathered, axes.pp, p.zero3_regather)) for gathered in memory.gathered),
+        ("buffers", _spare_buffers(memory.spare) if any(memory.spare) else ""),
+        ("recompute", _recompute(report.recompute, p) if report.recompute else ""),
+        ("activations", _leaving(memory.leaving, axes.pp) if memory.leaving else ""),
         ("budgets", budgets_sentence(report)),
-        ("communication", _communication(report)),
+        ("communication", _communication(report.machine, p) if report.machine and report.machine.ways else ""),
     ]
-    return [(heading, sentence) for heading, sentence in lines if sentence]
 
 
 def peaks_table(report: RunReport) -> str:
     """The peaks of every stage in each tier beside the budgets. On a CPU, where device and host are one memory, a
     column has their sum.
     """
-    budgets = report.memory.budgets
+    budgets, peaks = report.memory.budgets, report.memory.peaks
     if budgets is None:
         return ""
-    together = budgets.together
-    if budgets.device is not None and budgets.host is not None:
-        together = budgets.device + budgets.host
-    amounts = [(peak.device_bytes, peak.host_bytes, peak.total_bytes, peak.disk) for peak in report.memory.peaks]
-    shown = [0, 1, 2, 3] if report.device_kind == "cpu" else [0, 1, 3]
-    headings = "device", "host memory", "together", "disks"
-    rows = [
-        [name, *("-" if row[i] is None else f"{row[i]:,}" for i in shown)]
-        for name, row in [
-            *((str(peak.stage), row) for peak, row in zip(report.memory.peaks, amounts, strict=True)),
-            ("budget", (budgets.device, budgets.host, together, None)),
-        ]
-    ]
-    return blocks.table(["stage", *(headings[i] for i in shown)], rows)
+    both = [budget for budget in (budgets.device, budgets.host) if budget is not None]
+    together = sum(both) if len(both) == 2 else budgets.together
+    columns = {
+        "device": [*(peak.device_bytes for peak in peaks), budgets.device],
+        "host memory": [*(peak.host_bytes for peak in peaks), budgets.host],
+        "together": [*(peak.total_bytes for peak in peaks), together],
+        "disks": [*(peak.disk for peak in peaks), None],
+    }
+    if report.device_kind != "cpu":
+        del columns["together"]
+    cells = [["-" if amount is None else f"{amount:,}" for amount in column] for column in columns.values()]
+    names = [*(str(peak.stage) for peak in peaks), "budget"]
+    return blocks.table(["stage", *columns], [*zip(names, *cells, strict=True)])
 
 
 def _pipeline(report: RunReport) -> str:
@@ -212,14 +197,11 @@ def _pipeline(report: RunReport) -> str:
     return f"{staged + advice if pp > 1 else 'one stage, no bubble'}. {passes}"
 
 
-def graphs_sentence(schedule: ScheduleReport) -> str:
+def graphs_sentence(replayed: int, micro_batches: int) -> str:
     """The effect of --cuda-graphs: how many of a rank's micro-batches are replayed in a step."""
-    replayed, number = schedule.replayed, schedule.micro_batches
-    if replayed is None:
-        return ""
     nothing = "with dp the first and the last of a rank's micro-batches, which gather and reduce, are never replayed"
-    some = f"replay {replayed} of a rank's {number} micro-batches a step"
-    return some if replayed else f"change nothing: {nothing}, and there are {number}"
+    some = f"replay {replayed} of a rank's {micro_batches} micro-batches a step"
+    return some if replayed else f"change nothing: {nothing}, and there are {micro_batches}"
 
 
 def reductions_sentence(report: RunReport) -> str:
@@ -265,8 +247,6 @@ def _element_bytes(sent: StateMessages, *, kept: bool) -> str:
 def _offload(report: RunReport) -> list[Line]:
     """What of the model state leaves the device, and what a step moves, on the stage where most leaves."""
     moved, stages, offload = report.memory.moved, report.memory.stages, report.run.offload
-    if not moved:
-        return []
     stage = max(range(len(stages)), key=lambda stage: stages[stage].elsewhere.host + stages[stage].elsewhere.disk)
     state, lanes, off = stages[stage], moved[stage], stages[stage].elsewhere
     columns = (
@@ -292,11 +272,8 @@ def _offload(report: RunReport) -> list[Line]:
     return lines
 
 
-def _codes(report: RunReport) -> str:
-    """How the frozen matrices of adapters are stored."""
-    bits, decoded = report.run.lora.lora_base_bits, report.memory.decoded
-    if bits is None or decoded is None:
-        return ""
+def _codes(bits: int, decoded: int) -> str:
+    """How the frozen matrices of adapters are stored. decoded: most bytes of a rank that are gathered and decoded."""
     return (
         f"matrices of the blocks are codes of {bits} bits, {coded.bytes_each(bits):.3f} bytes an element with their "
         f"scales, and are decoded for each use: a rank holds {size(decoded)} of gathered and decoded parameters at most"
@@ -315,20 +292,14 @@ def gathers_sentence(gathered: GatheredBytes, stages: int, regather: str) -> str
     return f"gathered {when}: {rank} gathers {size(step)} a step{beside}, and holds {size(gathered.budget)} at most"
 
 
-def _spare_buffers(report: RunReport) -> str:
+def _spare_buffers(spare: Sequence[int]) -> str:
     """The pool of buffers for whole gradients, where a rank keeps a shard of them (ZeRO-2 and 3)."""
-    spare = report.memory.spare
-    if not any(spare):
-        return ""
     rank = f" on a rank of stage {spare.index(max(spare))}" * (len(spare) > 1)
     return f"whole gradients on their way take {size(max(spare))}{rank} from the second step on, beside the model state"
 
 
-def _recompute(report: RunReport) -> str:
+def _recompute(again: RecomputeReport, p: ParallelConfig) -> str:
     """What backward computes again and what it costs; under a budget also what the activations then take."""
-    again, p = report.recompute, report.run.parallel
-    if again is None:
-        return ""
     cost = f"{again.cost:.0%} on top of the model's operations"
     cost += f" (at most {again.missed:.1%} of that more than the least)" if again.missed else ""
     if again.gathered:
@@ -344,12 +315,9 @@ def _recompute(report: RunReport) -> str:
     return f"{chosen}; {stages} {size(max(again.peaks))} of --activation-memory-budget {budget}"
 
 
-def _leaving(report: RunReport) -> str:
+def _leaving(leaving: LeavingReport, stages: int) -> str:
     """Activations that leave the device."""
-    leaving = report.memory.leaving
-    if leaving is None:
-        return ""
-    rank = rank_of(leaving.stage, report.axes.pp)
+    rank = rank_of(leaving.stage, stages)
     leave = f"{size(leaving.moved)} of the {size(leaving.kept)} that a step keeps leave the device and come back; they"
     if not leaving.files:
         return f"{leave} wait in {size(leaving.host)} of host memory on {rank}"
@@ -359,19 +327,11 @@ def _leaving(report: RunReport) -> str:
 
 def budgets_sentence(report: RunReport) -> str:
     """What a step takes of each budget, on the rank that takes most; empty where no card is here to be tried."""
-    budgets, peaks = report.memory.budgets, report.memory.peaks
-    if budgets is None or report.memory.assumed:
-        return ""
-    tiers = (
-        ("on the device", "--device-memory-budget", budgets.device, [stage.device_bytes for stage in peaks]),
-        ("of memory", "--device-memory-budget", budgets.together, [stage.total_bytes for stage in peaks]),
-        ("of host memory", "--host-memory-budget", budgets.host, [stage.host_bytes for stage in peaks]),
-    )
+    budgets = budgets_of(report.run, report.device_kind)
     return "; ".join(
-        f"{rank_words(taken.index(max(taken)), report.axes)} takes {size(max(taken))} {tier} at most by arithmetic, of "
-        f"{flag} {size(budget)}"
-        for tier, flag, budget, taken in tiers
-        if budget is not None
+        f"{rank_words(tier.stage, report.axes)} takes {size(tier.most)} {tier.name} at most by arithmetic, of "
+        f"{tier.flag} {size(tier.budget)}"
+        for tier in ([] if report.memory.assumed else fullest(report.memory.peaks, budgets))
     )
 
 
@@ -409,14 +369,10 @@ def length_words(run: Run, samples: int | None) -> str:
     return f"{length} or {minutes:g} minutes, whichever ends first" if minutes else length
 
 
-def _communication(report: RunReport) -> str:
-    """The transport of each axis (shared memory or the backend); empty for one rank."""
-    machine = report.machine
-    if machine is None or not machine.ways:
-        return ""
+def _communication(machine: MachineReport, p: ParallelConfig) -> str:
+    """The transport of each axis (shared memory or the backend)."""
     ways = [f"{axis} through {way}" for axis, way in machine.ways.items()]
-    ways += ["sequence parallel"] * report.run.parallel.sequence_parallel + ["dp overlapped"] * machine.overlapped
-    return ", ".join(ways)
+    return ", ".join(ways + ["sequence parallel"] * p.sequence_parallel + ["dp overlapped"] * machine.overlapped)
 
 
 def ops_table(machine: MachineReport) -> str:
@@ -425,26 +381,20 @@ def ops_table(machine: MachineReport) -> str:
     return f"{blocks.pairs([*ops.items()])}\n{blocks.pairs([*machine.about_ops.items()])}"
 
 
-def changes_table(changes: Sequence[tuple[str, str, str]]) -> str:
-    """What differs between the run that saved and the one that resumes: flag, old value, new value."""
-    return blocks.table(["changed", "saved", "now"], changes, left=3) if changes else ""
-
-
 def _departures(report: RunReport) -> str:
     """The user's settings that differ from the defaults, by section, and where the whole run is written."""
-    lines = [
-        (section, ", ".join(f"{name}={_value(value)}" for name, value in settings.items()))
-        for section, settings in report.given.items()
-    ]
+    lines = [(section, ", ".join(starmap(_setting, settings.items()))) for section, settings in report.given.items()]
     save = report.run.checkpoint.save
     kept = f"{save}/{RUN_FILE}, which --config takes" if save else "--print-config prints it; with --save it is kept"
     return blocks.pairs([*lines, ("(all of it)", kept)])
 
 
-def _value(value: object) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    if isinstance(value, list):
-        return f"[{' '.join(map(str, value))}]"
-    quoted = isinstance(value, str) and (not value or any(letter.isspace() for letter in value))
-    return repr(value) if quoted else "-" if value is None else str(value)
+def _setting(name: str, value: object) -> str:
+    """`name=value`, with quotation marks or brackets where a value has several words and does not show its end."""
+    words = str(value)
+    if isinstance(value, tuple | list):
+        words = " ".join(map(str, value))
+        words = words if isinstance(value, tuple) else f"[{words}]"
+    elif isinstance(value, str) and (not value or any(letter.isspace() for letter in value)):
+        words = repr(value)
+    return f"{name}={'-' if value is None else words}"

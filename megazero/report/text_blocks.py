@@ -13,7 +13,11 @@ _MOST_ROWS = 8
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table with a rule under its headings. The first `left` columns are left-aligned, the others right-aligned."""
+    """A table with a rule under its headings; empty without rows. The first `left` columns are left-aligned, the others
+    right-aligned.
+    """
+    if not rows:
+        return ""
     widths = [max(len(line[i]) for line in [headings, *rows]) for i in range(len(headings))]
 
     def show(cells: Sequence[str]) -> str:
@@ -58,7 +62,7 @@ def _wrap(text: str, width: int) -> list[str]:
     return lines or [""]
 
 
-def sections(parts: Sequence[tuple[str, str]]) -> str:
+def sections(*parts: tuple[str, str]) -> str:
     """The banner: each part under its title, without the empty parts."""
     shown = [(title, body) for title, body in parts if body]
     lines = [
@@ -80,7 +84,7 @@ def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2)
     names = [f"dp {d}" + (f" cp {c}" if cp > 1 else "") for d in range(dp) for c in range(cp)]
     kept_rows = _kept(len(cells), _MOST_ROWS)
     left = max(5, *(len(name) for name in names)) + 2
-    for form, padding in ((_listed, 4), (_listed, 2), (_range, 2), (_range, 1)):
+    for form, padding in ((_listed, 4), (_listed, 2), (span, 2), (span, 1)):
         texts = [[form(cell) for cell in row] for row in cells]
         cell = max(len(text) for row in texts for text in row) + padding
         if left + pp * (cell + 1) + 1 <= width:
@@ -91,11 +95,12 @@ def draw_grid(pp: int, dp: int, tp: int, *, cp: int = 1, width: int = WIDTH - 2)
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    return " ".join(map(str, ranks)) if len(ranks) <= 8 else _range(ranks)
+    return " ".join(map(str, ranks)) if len(ranks) <= 8 else span(ranks)
 
 
-def _range(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+def span(numbers: Sequence[int]) -> str:
+    """Consecutive numbers as the first and the last one: `1-10`."""
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def _kept(number: int, most: int) -> list[int | None]:

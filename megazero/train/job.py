@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import uses_disks
+from megazero.config.derive import uses_disks, writes_activations
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.data.loader import batches_of
@@ -22,8 +22,7 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.leaving import with_kept, writes_activations
-from megazero.plan.step_lists import StageLists
+from megazero.plan.step_lists import StageLists, with_kept
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals

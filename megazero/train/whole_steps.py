@@ -27,7 +27,7 @@ from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
 from megazero.mpu import collectives
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.offloaded import swap_contents, swapped_pieces
+from megazero.plan.rank_state import RankState
 from megazero.telemetry.steplog import StepLog
 from megazero.train.path_checks import start_position
 from megazero.train.same_data import with_present_names
@@ -107,7 +107,7 @@ def swap_start(
     fresh = {
         "run": record_of_run(run),
         "layout": grid.axes.sizes,
-        "contents": swap_contents(run, grid.axes, grid.at, nccl=grid.world.is_on_device),
+        "contents": RankState(run, grid.axes, grid.at, nccl=grid.world.is_on_device).contents,
         "job": token,
         "begun": begins,
         "data_plans": [list(plan) for plan in plans],
@@ -143,10 +143,10 @@ def left_problems(
     folders, begins = [Path(folder) for folder in run.offload.nvme_path], start_position(run, resumed)[0]
     problems = list[str]()
     for rank in ranks:
-        at = axes.coordinates(rank)
-        now = {"layout": axes.sizes, "contents": swap_contents(run, axes, at, nccl=nccl)}
+        state = RankState(run, axes, axes.coordinates(rank), nccl=nccl)
+        now = {"layout": axes.sizes, "contents": state.contents}
         try:
-            left = _left(folders, rank) if swapped_pieces(run, axes, at, nccl=nccl) else None
+            left = _left(folders, rank) if state.pieces else None
             if left is not None:
                 now["data_plans"] = left.about["data_plans"]
                 _assert_continues(left, run, now, newer=left.record.last.step > begins)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.report.banner import banner
 from megazero.zero.sharding import Column
 from megazero.zero.state import HOST

@@ -177,9 +177,9 @@ def planned(run: Run) -> list[tuple[str, UnitBytes]]:
     plan = plan_of(run)
     graded = run.lora.lora_rank is None
     return [
-        ("Embedding", plan.embedding()),
+        ("Embedding", plan.embedding),
         *(("Block", plan.block(graded=graded or number > 0)) for number in range(run.model.num_layers)),
-        ("Head", plan.head()),
+        ("Head", plan.head),
     ]
 
 

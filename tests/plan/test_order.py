@@ -14,8 +14,7 @@ from megazero.config.parse import parse_run
 from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
-from megazero.plan.budgets import memory_problems
-from megazero.plan.order import leaves_order_to_budgets, order_notes, order_within_budgets
+from megazero.plan.budgets import leaves_order_to_budgets, memory_problems, order_notes, order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks

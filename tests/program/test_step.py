@@ -10,7 +10,7 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.pipeline.build import schedules, step_lists
 from megazero.plan import step_lists as step_lists_of_run
-from megazero.plan.shapes import shape_of
+from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import gathered_bytes
 from megazero.program import step
@@ -30,7 +30,7 @@ def lists_of(*flags: str, dp: int = 2, pp: int = 1, stage: int = 0) -> Lists:
     words = [*small_model(4, heads=4), "--pp", str(pp), "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]
     run = parse_run([*words, *flags], pp * dp)
     axes = axes_of(run, pp * dp)
-    return step_lists(run, stage, shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=False))
+    return step_lists(run, stage, RankState(run, axes, Coordinates(stage, 0, 0, 0), nccl=False).shape)
 
 
 def cut_in(instructions: tuple[Instruction, ...], *ops: Op) -> list[int]:

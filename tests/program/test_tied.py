@@ -6,7 +6,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.pipeline.build import step_lists
-from megazero.plan.shapes import shape_of
+from megazero.plan.rank_state import RankState
 from megazero.program.instruction import Instruction, Kind, Op
 from tests.parity.training import small_model
 from tests.program import kinds
@@ -17,7 +17,7 @@ def listed(stage: int, *flags: str, pp: int = 2, dp: int = 2) -> tuple[list[Inst
     words = [*small_model(4, heads=4), "--pp", str(pp), "--global-batch-size", str(4 * dp), *flags]
     run: Run = parse_run(words, pp * dp)
     axes = axes_of(run, pp * dp)
-    shape = shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=False)
+    shape = RankState(run, axes, Coordinates(stage, 0, 0, 0), nccl=False).shape
     (tied,) = (number for number, bucket in enumerate(shape.buckets) if bucket.spans_stages)
     return list(step_lists(run, stage, shape).training(4)), tied
 

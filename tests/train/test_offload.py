@@ -17,9 +17,9 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.offloaded import moved_in_step, swapped_pieces
-from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.rank_state import RankState, stage_bytes
+from megazero.plan.step_lists import StageLists
+from megazero.plan.traffic import moved_in_step
 from megazero.program.instruction import Lane
 from megazero.report.banner import schedule_lines, stage_table
 from megazero.report.run_report import gather
@@ -124,13 +124,13 @@ def test_activations_need_room_too(tmp_path: Path) -> None:
         nearest = problem.split("nearest: --nvme-buffer-bytes ")[1]
         fits = parse_run([*flags, "--nvme-buffer-bytes", nearest], 1)
         assert budget_problems(fits, 1, tries_cards=True) == []
-        found = activation_pieces(StageLists(fits, axes, nccl=False).of(0))
+        found = StageLists(fits, axes, nccl=False).activations(0)
         assert found.count and found.buffer_bytes <= int(nearest) // 4
         with small_disk(tmp_path / f"disk{len(words)}", most * 4096) as disk:
             there = parse_run([*flags, "--nvme-buffer-bytes", nearest, "--nvme-path", str(disk)], 1)
             (problem,) = room_problems(there, 1, range(1))
             needed = swap_bytes(there, axes, range(1))
-            rest = needed - found.file_bytes(1)
+            rest = needed - found.files
             assert f"need {needed:,} bytes" in problem and problem.endswith("a folder more, on another disk")
             assert (rest > 0) == ("--offload-optimizer" in words)
 
@@ -206,10 +206,10 @@ def test_activations_on_disks_are_counted_and_told(corpus: Path, tmp_path: Path)
     flags = [*MODEL, *ACTIVATIONS, "--nvme-path", str(tmp_path), *data_flags(corpus, tmp_path / "cache")]
     job, _ = job_on_rank(0, 1, flags)
     steps = StageLists(job.run, job.grid.axes, nccl=False)
-    told, found = dict(schedule_lines(gather(steps)))["activations"], activation_pieces(steps.of(0))
+    told, found = dict(schedule_lines(gather(steps)))["activations"], steps.activations(0)
     job.fit()
     assert told.endswith(
-        f"of host memory to {size(found.file_bytes(1))} of files on a rank; a step writes {size(found.step_bytes)} "
+        f"of host memory to {size(found.files)} of files on a rank; a step writes {size(found.step_bytes)} "
         "there and reads as much"
     )
     assert job.disks.written == 3 * found.step_bytes > 0
@@ -310,7 +310,7 @@ def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
     (stage,) = stage_bytes(run, axes_of(run, 1))
-    pieces = swapped_pieces(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    pieces = RankState(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
     assert stage.elsewhere.disk == sum(pieces.values())

@@ -15,7 +15,7 @@ from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import build_grid
-from megazero.plan.order import order_within_budgets
+from megazero.plan.budgets import order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_memory import run_peaks
 from megazero.train import resolve as resolving

@@ -18,7 +18,7 @@ from megazero.disk.opening import open_swap, record_of
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Instruction, Piece
 from megazero.report.banner import schedule_lines
@@ -156,7 +156,7 @@ def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, straight: Bi
     """In the slot that the step is read from, or in the other one, from which nobody reads."""
     left(flags)
     parsed = parse_run(flags, 1)
-    pieces = swapped_pieces(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    pieces = RankState(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
     space = open_swap([disks], pieces, job=CHECKPOINT, resume=True)
     assert space.record is not None and parsed.offload.nvme_checkpoint
     name = list(pieces)[-1]

@@ -10,7 +10,7 @@ from megazero.checkpoint.save_plan import fragments_to_write
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterSpec
-from megazero.plan.shapes import specs_of
+from megazero.plan.rank_state import specs_of
 from megazero.zero.layout import FragmentSpec, Packing, owned_fragments
 
 _LEFT, _ROW = 96, 30
