@@ -8,20 +8,19 @@ the buffer goes back to the pool.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megazero.disk.lanes import Need
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
 from megazero.zero.across import AcrossSum
 from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
-
-Need = Callable[[], object]
 
 
 @dataclass
