@@ -153,13 +153,13 @@ def _is_matrix(spec: ParameterSpec) -> bool:
 
 
 def _coded(numbers: BucketLayout, coding: Coding, ranks: int) -> CodedLayout:
-    parts, at = list[CodedPart](), 0
+    parts, end = list[CodedPart](), 0
     for place, entry in enumerate(numbers.entries):
         for box, cycle, start, stop in _boxes(entry.spec, coding):
-            parts.append(CodedPart(place, box, cycle, start, stop, at))
-            at += box.nbytes
+            parts.append(CodedPart(place, box, cycle, start, stop, end))
+            end += box.nbytes
     row = ALIGNMENT * ranks
-    return CodedLayout(numbers, tuple(parts), -(-at // row) * row)
+    return CodedLayout(numbers, tuple(parts), -(-end // row) * row)
 
 
 def _boxes(spec: ParameterSpec, coding: Coding) -> Iterator[tuple[CodedBox, int, int, int]]:

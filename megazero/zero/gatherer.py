@@ -183,10 +183,10 @@ class ParameterGatherer:
         """Memory on the device for elements [start, stop) of what this rank stores of bucket `index`, and the list of
         what there is to wait for before it is read. The first call takes memory for all of them.
         """
-        at = self.parameters[index]
-        first, last = at.column.range_of(at.index)
+        parameters = self.parameters[index]
+        first, last = parameters.column.range_of(parameters.index)
         if index not in self._loads:
-            self._loads[index] = _Loading(_room(at, last - first))
+            self._loads[index] = _Loading(_room(parameters, last - first))
         return self._loads[index].own[start - first : stop - first], self._loads[index].arrived
 
     def gather(self, index: int) -> None:
@@ -195,15 +195,15 @@ class ParameterGatherer:
         What does not rest on the device has been loaded, or is being.
         """
         assert index not in self._gathers, f"bucket {index} is being gathered"
-        at, loading = self.parameters[index], self._loads.pop(index, None)
+        parameters, loading = self.parameters[index], self._loads.pop(index, None)
         if loading is None:
-            self._gathers[index] = at.gather(self.masters)
-        elif loading.own is at.whole:
+            self._gathers[index] = parameters.gather(self.masters)
+        elif loading.own is parameters.whole:
             self._gathers[index] = CommunicationHandle(after=loading.wait)
         else:
             loading.wait()
             # What is sent stays until the gather is over: whoever waits for it lets go of it.
-            self._gathers[index] = CommunicationHandle(at.gather(self.masters, loading.own), loading.clear)
+            self._gathers[index] = CommunicationHandle(parameters.gather(self.masters, loading.own), loading.clear)
         if not self.overlap:
             self.ready([index])
 
@@ -223,9 +223,9 @@ class ParameterGatherer:
         self.ready(list(self._gathers))
 
 
-def _room(at: WholeParameters, stored: int) -> Tensor:
+def _room(parameters: WholeParameters, stored: int) -> Tensor:
     """Memory for what a rank stores of a bucket, on the device: where it is used, or on its own if it is gathered."""
-    if at.loaded_in_place:
-        at.allocate()
-        return at.whole
-    return torch.empty(stored, dtype=at.column.dtype, device=at.column.device)
+    if parameters.loaded_in_place:
+        parameters.allocate()
+        return parameters.whole
+    return torch.empty(stored, dtype=parameters.column.dtype, device=parameters.column.device)

@@ -134,13 +134,13 @@ class BucketLayout:
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """The ranges (start, stop) that belong to no parameter: between parameters, and the tail."""
-        at = 0
+        end = 0
         for entry in self.entries:
-            if at < entry.offset:
-                yield at, entry.offset
-            at = entry.stop
-        if at < self.numel:
-            yield at, self.numel
+            if end < entry.offset:
+                yield end, entry.offset
+            end = entry.stop
+        if end < self.numel:
+            yield end, self.numel
 
     def fragments(self, start: int, stop: int) -> Iterator[BucketFragment]:
         """The fragments in [start, stop) of the bucket, without vocabulary padding and the unused tail."""

@@ -8,20 +8,19 @@ the buffer goes back to the pool.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megazero.disk.lanes import Need
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
 from megazero.zero.across import AcrossSum
 from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
-
-Need = Callable[[], object]
 
 
 @dataclass
@@ -77,23 +76,23 @@ class LeavingGradients:
 
     def launch_across(self, index: int) -> None:
         """Start to sum a shard over the ranks that hold the same one."""
-        one = self._here[index]
-        shard = one.travelling[slice(*self.buckets[index].shard)]
-        one.across = self.messages.all_reduce_across(index, shard)
+        leaving = self._here[index]
+        shard = leaving.travelling[slice(*self.buckets[index].shard)]
+        leaving.across = self.messages.all_reduce_across(index, shard)
 
     def own(self, index: int) -> Tensor:
         """What this rank updates of the reduced gradient, on the device, in the dtype of the sum. Waits for it."""
-        one = self._here[index]
-        if one.own is None:
-            if one.across is not None:
-                one.across.wait()
+        leaving = self._here[index]
+        if leaving.own is None:
+            if leaving.across is not None:
+                leaving.across.wait()
             if self.across.gathers(index):
-                shard = one.travelling[slice(*self.buckets[index].shard)]
-                self.messages.all_gather(index, one.travelling, shard).wait()
-            own = one.travelling[slice(*self.state.range_of(index))]
-            one.own = own.to(self.column.dtype)
-            one.travelling = one.own
-        return one.own
+                shard = leaving.travelling[slice(*self.buckets[index].shard)]
+                self.messages.all_gather(index, leaving.travelling, shard).wait()
+            own = leaving.travelling[slice(*self.state.range_of(index))]
+            leaving.own = own.to(self.column.dtype)
+            leaving.travelling = leaving.own
+        return leaving.own
 
     def view(self, index: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the bucket of what `own` returns."""
@@ -116,14 +115,14 @@ class LeavingGradients:
 
     def end_oldest(self, *, whole: bool = True) -> None:
         """Wait until the oldest one has left, and give its buffer back. whole: all of it has to have left."""
-        one = self._queue.popleft()
-        assert not whole or (one.own is not None and one.left == one.own.numel()), (
+        leaving = self._queue.popleft()
+        assert not whole or (leaving.own is not None and leaving.left == leaving.own.numel()), (
             "a gradient is lost that has not left"
         )
-        for copied in one.copies:
+        for copied in leaving.copies:
             copied()
-        if one.borrowed is not None:
-            self.pool.give(one.borrowed)
+        if leaving.borrowed is not None:
+            self.pool.give(leaving.borrowed)
 
 
 def sum_over(views: Sequence[Tensor], tp: Group) -> None:

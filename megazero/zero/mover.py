@@ -85,12 +85,14 @@ class Mover:
         self.resting, self.columns, self.tiers = resting, columns, tiers
         self.reducer, self.gatherer = reducer, gatherer
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
-        stays = max((one.stop - one.start for one in residents), default=0)
+        stays = max((piece.stop - piece.start for piece in residents), default=0)
         self.updates = update_ring(shape, stays * self.state_bytes, tiers)
         """For parts that are updated in host memory, or whose new parameters or sums go to disks."""
         self.loads = load_ring(shape, tiers)
         """For parameters that are read: these may be under way beside late updates."""
-        self._runs = [tuple(own.counted_runs(tp, counted=which) for which in (True, False)) for own in reducer.buckets]
+        self._runs = [
+            tuple(bucket.counted_runs(tp, counted=which) for which in (True, False)) for bucket in reducer.buckets
+        ]
         self._updated: dict[int, list[Need]] = defaultdict(list)
         """By bucket: what to wait for before its updated parameters are where they rest, in memory."""
         self._summed: dict[int, list[Need]] = defaultdict(list)
@@ -286,13 +288,12 @@ class Mover:
             piece = Piece.SUMS
         if piece is Piece.SUMS and resting.sums is Tier.HOST:
             return HostPlace(gradients.view(index, start, stop), self._readers[i.key], self._summed[index])
-        slot = self._ring(piece).slot_of(i)
+        slot, kept_as = self._ring(piece).slot_of(i), _KEPT_AS.get(piece, piece)
         if piece is Piece.STATE:
             memory = slot.of(piece, (stop - start) * self.state_bytes)
-        elif piece in (Piece.PARAMETERS, Piece.UPDATED):
-            memory = slot.of(piece, stop - start, parameters.column.dtype)
         else:
-            memory = slot.of(Piece.GRADIENTS if piece is Piece.REDUCED else piece, stop - start, gradients.dtype)
+            column = parameters.column if kept_as is Piece.PARAMETERS else gradients
+            memory = slot.of(kept_as, stop - start, column.dtype)
         return HostPlace(memory, slot.free, slot.arrived, slot.changed)
 
     def _source(self, i: Instruction, piece: Piece) -> Tensor:
@@ -321,6 +322,8 @@ class Mover:
             self._ring(piece).passed(i, over)
 
 
+_KEPT_AS = {Piece.REDUCED: Piece.GRADIENTS, Piece.UPDATED: Piece.PARAMETERS}
+"""The memory of a slot in which a piece is that has none of its own name."""
 _LEAVING = Piece.REDUCED, Piece.SUMS
 """What is copied to host memory from the buffer of a reduction, and not from a column."""
 _COPIES: Mapping[tuple[Tier, Tier], Callable[[Mover, Instruction, Piece], None]] = MappingProxyType(
@@ -348,7 +351,7 @@ def update_ring(shape: RankShape, resident_bytes: int, tiers: Tiers) -> Ring:
         return max((size(part) for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way)), default=0)
 
     gradient, sums = (most(piece, lambda part: part.gradient_bytes) for piece in (Piece.GRADIENTS, Piece.SUMS))
-    updated = most(Piece.UPDATED, lambda part: part.parameter_bytes)
+    parameters = most(Piece.PARAMETERS, lambda part: part.parameter_bytes)
     state = max(most(Piece.STATE, lambda part: part.state_bytes), resident_bytes)
     flag = "--offload-optimizer"
     return Ring(
@@ -356,7 +359,7 @@ def update_ring(shape: RankShape, resident_bytes: int, tiers: Tiers) -> Ring:
             PartSlot(
                 {
                     Piece.GRADIENTS: tiers.in_host_memory(gradient, torch.uint8, flag),
-                    Piece.UPDATED: tiers.in_host_memory(updated, torch.uint8, flag),
+                    Piece.PARAMETERS: tiers.in_host_memory(parameters, torch.uint8, flag),
                     Piece.STATE: tiers.beside_disks(state),
                     Piece.SUMS: tiers.beside_disks(sums),
                 }

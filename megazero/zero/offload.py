@@ -49,13 +49,13 @@ def run_parts(
     cfg: OffloadConfig,
 ) -> list[Resting]:
     """Where the trained buckets rest. ranges: what the rank updates of each, which it also stores of its parameters."""
-    sizes = [(stop - start) * (not own.kept_whole) for (start, stop), own in zip(ranges, layouts, strict=True)]
-    units = [own.units for own in layouts]
+    sizes = [(stop - start) * (not layout.kept_whole) for (start, stop), layout in zip(ranges, layouts, strict=True)]
+    units = [layout.units for layout in layouts]
     rests = tiers_of(sizes, cfg.offload_params, units)
     sums = tiers_of([stop - start for start, stop in ranges], cfg.offload_gradients, units)
     most = most_elements(widths, cfg)
     parts = parts_of(ranges, cfg.offload_optimizer, most, units, rests, sums)
-    return [Resting(*found) for found in zip(parts, rests, sums, strict=True)]
+    return [Resting(*where) for where in zip(parts, rests, sums, strict=True)]
 
 
 def frozen_parts(
@@ -85,14 +85,14 @@ def frozen_ranges(
     sharding: of the parameter column. shard_of: the rank's number among those that share out a bucket, and theirs.
     """
     sharded = sharding is Sharding.SHARDED
-    found = [
+    ranges = [
         layout.shard(*shard_of(layout.group)) if sharded and not layout.kept_whole else (0, layout.numel)
         for layout in frozen.plain
     ]
     for codes in frozen.coded:
         index, size = shard_of(codes.numbers.group) if sharded else (0, 1)
-        found.append((index * codes.nbytes // size, (index + 1) * codes.nbytes // size))
-    return found
+        ranges.append((index * codes.nbytes // size, (index + 1) * codes.nbytes // size))
+    return ranges
 
 
 def run_residents(
@@ -111,7 +111,7 @@ def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int =
     """The bytes of what rests on disks, by the name of its piece: parameters, gradient and optimizer state of each
     part; and of what is written there too. state: bytes of the optimizer state of an element.
     """
-    found: dict[str, int] = {}
+    pieces: dict[str, int] = {}
     for number, bucket in enumerate(shape.buckets):
         for index, part in enumerate(bucket.parts):
             of_part = (
@@ -119,5 +119,5 @@ def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int =
                 (Piece.SUMS, bucket.sums, part.gradient_bytes),
                 (Piece.STATE, part.tier, part.state_bytes),
             )
-            found |= {piece_name(piece, (number, index)): size for piece, tier, size in of_part if tier is Tier.DISK}
-    return found | {resident_piece(one): (one.stop - one.start) * state for one in residents}
+            pieces |= {piece_name(piece, (number, index)): size for piece, tier, size in of_part if tier is Tier.DISK}
+    return pieces | {resident_piece(resident): (resident.stop - resident.start) * state for resident in residents}

@@ -160,16 +160,16 @@ class ShardedOptimizer:
         """The tensors of these ranges on the device. SGD has no second moment; the first stands in its place."""
         table = self.state.columns
         second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
-        where = None if part < 0 else self.state.resting[index].parts[part]
+        elements = None if part < 0 else self.state.resting[index].parts[part]
         rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
-        for start, stop, decay in self._decay_ranges(index, where):
-            at = index, start, stop
+        for start, stop, decay in self._decay_ranges(index, elements):
+            place = index, start, stop
             yield AdamRange(
-                table[Column.PARAMETER].view(*at) if rounds else None,
-                self.state.weights.view(*at),
-                self._gradient(*at, part),
-                table[Column.EXP_AVG].view(*at),
-                second.view(*at),
+                table[Column.PARAMETER].view(*place) if rounds else None,
+                self.state.weights.view(*place),
+                self._gradient(*place, part),
+                table[Column.EXP_AVG].view(*place),
+                second.view(*place),
                 decay,
             )
 

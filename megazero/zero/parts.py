@@ -73,12 +73,12 @@ def resident_piece(one: Resident) -> str:
 
 def residents_of(ranges: Sequence[Range], resting: Sequence[Resting], most: int) -> list[Resident]:
     """All that stays on the device, in pieces of at most `most` elements. ranges, resting: of each bucket."""
-    found = []
+    residents = []
     for bucket, ((start, stop), own) in enumerate(zip(ranges, resting, strict=True)):
         stays = [part[:2] for part in own.parts if part.tier is Tier.DEVICE] if own.parts else [(start, stop)]
         cut = (piece for first, last in stays for piece in _pieces(first, last, most))
-        found += [Resident(bucket, number, *piece) for number, piece in enumerate(cut)]
-    return found
+        residents += [Resident(bucket, number, *piece) for number, piece in enumerate(cut)]
+    return residents
 
 
 def tiers_of(sizes: Sequence[int], offload: TierShare, units: Sequence[frozenset[str]]) -> list[Tier]:
@@ -91,12 +91,12 @@ def tiers_of(sizes: Sequence[int], offload: TierShare, units: Sequence[frozenset
     if offload.units:
         leave = [size > 0 and offload.names(own) for size, own in zip(sizes, units, strict=True)]
         return [offload.tier if leaves else Tier.DEVICE for leaves in leave]
-    found, total = [Tier.DEVICE] * len(sizes), sum(sizes)
+    tiers, total = [Tier.DEVICE] * len(sizes), sum(sizes)
     left = total
     for number in reversed(range(len(sizes))):
         if offload and sizes[number] and left > round((1.0 - offload.share) * total):
-            found[number], left = offload.tier, left - sizes[number]
-    return found
+            tiers[number], left = offload.tier, left - sizes[number]
+    return tiers
 
 
 def parts_of(
@@ -119,15 +119,15 @@ def parts_of(
     With a share, what stays on the device are the first elements: the next step needs them first. The others have more
     time.
     """
-    found: list[tuple[Part, ...]] = []
+    parts: list[tuple[Part, ...]] = []
     home, cuts = [Tier.DEVICE] * len(ranges), _cuts(ranges, offload, units)
     for (start, stop), cut, tier, gradients in zip(ranges, cuts, rests or home, sums or home, strict=True):
         moves = tier is Tier.DISK or gradients is not Tier.DEVICE
         longest = most if moves else max(1, cut - start)
         stays = [Part(first, last, Tier.DEVICE) for first, last in _pieces(start, cut, longest)]
         leaves = [Part(first, last, offload.tier) for first, last in _pieces(cut, stop, most)]
-        found.append((*stays, *leaves) if leaves or moves else ())
-    return found
+        parts.append((*stays, *leaves) if leaves or moves else ())
+    return parts
 
 
 def _cuts(ranges: Sequence[Range], offload: TierShare, units: Sequence[frozenset[str]]) -> Iterator[int]:

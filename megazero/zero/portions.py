@@ -52,8 +52,8 @@ def looking(state: ModelState, key: Key, *, reads: bool = True, writes: bool = F
     index, number = key
     slot, parts = state.mover.updates.slots[0], state.resting[index].parts
     if number < 0:
-        columns, own = _saved(state).values(), state.update_range(index)
-        yield {column: state.columns[column].view(index, *own) for column in columns}
+        columns, updated = _saved(state).values(), state.update_range(index)
+        yield {column: state.columns[column].view(index, *updated) for column in columns}
     elif parts[number].tier is not Tier.DISK:
         yield state.mover.state_of(key, slot)
     else:
@@ -110,9 +110,9 @@ def _draw(out: Tensor, bucket: Bucket, start: int, seed: int) -> None:
     """Fill `out` [n] with the initial values of a bucket's elements from `start` on; those of no parameter are zero."""
     stop = start + out.numel()
     out.zero_()
-    for one in bucket.layout.fragments(start, stop):
-        own = out[one.offset - start :][: one.numel]
-        initialise_range(own, one.spec, one.start, seed)
+    for fragment in bucket.layout.fragments(start, stop):
+        values = out[fragment.offset - start :][: fragment.numel]
+        initialise_range(values, fragment.spec, fragment.start, seed)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def stored(state: ModelState) -> list[list[StoredFragment]]:
     """
     dtypes = {name: state.columns[column].dtype for name, column in _saved(state).items()}
     return [
-        [StoredFragment(one.spec, one.start, one.stop, dtypes) for one in fragments]
+        [StoredFragment(fragment.spec, fragment.start, fragment.stop, dtypes) for fragment in fragments]
         for _, _, fragments in _portions(state)
     ]
 
@@ -147,12 +147,12 @@ def _values(state: ModelState, fill: Collection[str]) -> Generator[list[Fragment
             columns = {name: held[column] for name, column in _saved(state).items()}
             yield [
                 Fragment(
-                    one.spec,
-                    one.start,
-                    one.stop,
-                    **{name: values[one.offset - start :][: one.numel] for name, values in columns.items()},
+                    fragment.spec,
+                    fragment.start,
+                    fragment.stop,
+                    **{name: values[fragment.offset - start :][: fragment.numel] for name, values in columns.items()},
                 )
-                for one in fragments
+                for fragment in fragments
             ]
 
 
@@ -263,28 +263,31 @@ def flip(state: ModelState, step: int, about: Mapping[str, Any]) -> DiskRequest:
     """Start to make what all parts have become a whole step on disks (`disk.swap`), with what is kept about it."""
     ring = state.mover.updates
     ring.assert_idle()
-    for number, one in enumerate(state.residents):
+    for number, resident in enumerate(state.residents):
         slot = ring.slots[number % SLOTS]
         for end in slot.ends:
             end()
-        for held, copy in _copies(state, one, slot):
-            copy.copy_(held)
-        memory = _state_memory(state, slot, one.stop - one.start)
-        slot.ends = [state.tiers.disks.write({resident_piece(one): memory}).wait]
+        for values, copy in _copies(state, resident, slot):
+            copy.copy_(values)
+        memory = _state_memory(state, slot, resident.stop - resident.start)
+        slot.ends = [state.tiers.disks.write({resident_piece(resident): memory}).wait]
     return state.tiers.disks.flip(step, about)
 
 
 def read_residents(state: ModelState) -> None:
     """Set what rests on the device from the swap files. Nothing may be under way. Raises DiskError."""
     slot = state.mover.updates.slots[0]
-    for one in state.residents:
-        memory = _state_memory(state, slot, one.stop - one.start)
-        state.tiers.disks.read({resident_piece(one): memory}).wait()
-        for held, copy in _copies(state, one, slot):
-            held.copy_(copy)
+    for resident in state.residents:
+        memory = _state_memory(state, slot, resident.stop - resident.start)
+        state.tiers.disks.read({resident_piece(resident): memory}).wait()
+        for values, copy in _copies(state, resident, slot):
+            values.copy_(copy)
 
 
-def _copies(state: ModelState, one: Resident, slot: PartSlot) -> list[tuple[Tensor, Tensor]]:
+def _copies(state: ModelState, resident: Resident, slot: PartSlot) -> list[tuple[Tensor, Tensor]]:
     """For each column what rests on the device, and its place in a slot."""
-    copies = state.mover.state_in(slot, one.stop - one.start)
-    return [(state.columns[column].view(one.bucket, one.start, one.stop), copy) for column, copy in copies.items()]
+    copies = state.mover.state_in(slot, resident.stop - resident.start)
+    return [
+        (state.columns[column].view(resident.bucket, resident.start, resident.stop), copy)
+        for column, copy in copies.items()
+    ]

@@ -93,8 +93,8 @@ class ModelState:
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: _place(grid, group))
         self.resting = [*trained, *frozen_parts(frozen, stored, widths, offload)]
         """Where each bucket rests, by number in the list of `shape`: the trained ones come first."""
-        at = state_groups(grid.axes, grid.at)
-        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, self.resting)
+        groups = state_groups(grid.axes, grid.at)
+        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
         pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_swap is not None or not pieces, "validated: state on disks has --nvme-path"
         memory = DeviceMemory(grid.device, offload.device_memory_budget)
@@ -176,11 +176,13 @@ class ModelState:
 
         Buffers that live for part of a step are not included, and neither is what is on disks.
         """
-        held = {column.value: stored.nbytes_in(Tier.DEVICE) for column, stored in self.columns.items()}
-        there = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values()) + self.frozen.nbytes_in(Tier.HOST)
-        there += self.mover.nbytes + (0 if self.tiers.swap is None else self.tiers.swap.memory_bytes)
-        more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: there}
-        return held | {name: nbytes for name, nbytes in more.items() if nbytes}
+        on_device = {column.value: stored.nbytes_in(Tier.DEVICE) for column, stored in self.columns.items()}
+        in_host_memory = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values()) + self.frozen.nbytes_in(
+            Tier.HOST
+        )
+        in_host_memory += self.mover.nbytes + (0 if self.tiers.swap is None else self.tiers.swap.memory_bytes)
+        beside_columns = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: in_host_memory}
+        return on_device | {name: nbytes for name, nbytes in beside_columns.items() if nbytes}
 
     def wait_parameters(self) -> None:
         """Return once the parameters are those after the last step, and the ones that are whole between two steps are
@@ -202,8 +204,12 @@ class ModelState:
         self.owed.settle()
         self.mover.wait()
         wanted = None if unit is None else {id(parameter) for parameter in unit.parameters()}
-        held = [at.bucket.parameters for at in self.gatherer.parameters]
-        buckets = [n for n, own in enumerate(held) if wanted is None or any(id(each) in wanted for each in own)]
+        parameters = [whole.bucket.parameters for whole in self.gatherer.parameters]
+        buckets = [
+            n
+            for n, of_bucket in enumerate(parameters)
+            if wanted is None or any(id(each) in wanted for each in of_bucket)
+        ]
         gathered = [n for n in buckets if self.gatherer.parameters[n].gathered]
         for n in gathered:
             # Outside of lists nothing is under way, so the parts take the slots in turn.

@@ -160,13 +160,13 @@ class StoredColumn:
             first, last = max(start, part.start), min(stop, part.stop)
             if first >= last:
                 continue
-            own = values[first - start : last - start]
+            part_values = values[first - start : last - start]
             if held is not None:
-                held[first - part.start : last - part.start].copy_(own)
+                held[first - part.start : last - part.start].copy_(part_values)
             else:
                 assert (first, last) == part[:2], f"bucket {index} rests on a disk"
                 piece = piece_name(Piece.PARAMETERS, (self._first + index, number))
-                written = own.to(self.dtype).cpu().contiguous()  # held here, so that this thread frees it
+                written = part_values.to(self.dtype).cpu().contiguous()  # held here, so that this thread frees it
                 self._tiers.disks.write({piece: written}).wait()
 
     def _allocated(self, part: Part) -> Tensor | None:
@@ -182,8 +182,8 @@ class StoredColumn:
         for part, held in zip(self._parts[index], self._held[index], strict=True):
             if part.start <= start <= stop <= part.stop and held is not None:
                 return held[start - part.start : stop - part.start]
-        there = ", ".join(f"[{part.start}, {part.stop}) {part.tier.name.lower()}" for part in self._parts[index])
-        raise AssertionError(f"[{start}, {stop}) of bucket {index} is not held, but {there}")
+        places = ", ".join(f"[{part.start}, {part.stop}) {part.tier.name.lower()}" for part in self._parts[index])
+        raise AssertionError(f"[{start}, {stop}) of bucket {index} is not held, but {places}")
 
     def shard(self, index: int) -> Tensor:
         """This rank's shard of bucket `index`."""
