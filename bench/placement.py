@@ -38,7 +38,7 @@ from bench.workload import Workload
 from megazero.config.parse import parse_run
 from megazero.config.placement import applied, as_flags
 from megazero.mpu.axes import axes_of
-from megazero.plan.placed_step import Cluster, Machine, PlacedStep
+from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 
@@ -118,7 +118,7 @@ class Bench:
         disks = () if self.folder is None else (str(self.folder),)
         shared = {"nvme_path": disks, "nvme_buffer_bytes": self.buffer}
         run = applied(parse_run(flags_of(self.work, Path("."), 1), 1), shared)
-        return Machine(run, Cluster(axes_of(run, 1), devices.kind(self.work.device), nccl=False), rates)
+        return Machine(run, axes_of(run, 1), devices.kind(self.work.device), rates, nccl=False)
 
     def statics(self) -> dict[str, Settings]:
         return {as_flags(each): each for each in STATIC if self.folder is not None or "nvme" not in str(each)}

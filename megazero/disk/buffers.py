@@ -27,20 +27,18 @@ class DirectMemory:
     """
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
         self._kept: list[Tensor] = []
 
     def allocate(self, count: int) -> Tensor:
         """uint8 [count] with zeros, at the start of a page."""
         memory = torch.frombuffer(own_pages(max(count, 1)), dtype=torch.uint8)[:count]
         self._kept.append(memory)
-        self._ranges.append((memory.data_ptr(), memory.data_ptr() + count))
         return memory
 
     def has(self, tensor: Tensor) -> bool:
         """Whether all of a tensor's bytes are in it; the tensor is contiguous."""
         start = tensor.data_ptr()
-        return any(first <= start and start + tensor.nbytes <= end for first, end in self._ranges)
+        return any(0 <= start - memory.data_ptr() <= memory.nbytes - tensor.nbytes for memory in self._kept)
 
 
 class AlignedBuffers:

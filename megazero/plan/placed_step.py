@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -49,27 +49,21 @@ class Walked(NamedTuple):
     files: int
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """What a placement is searched for, besides the run.
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """What a placement is searched for, and what several placements share: where the device's memory is fullest does
+    not depend on how much of the optimizer state is there, which is there all the time.
 
     kind  of device, cpu or cuda
     nccl  whether the run communicates through NCCL
     """
 
+    run: Run
     axes: Axes
     kind: str
-    nccl: bool
-
-
-class Machine:
-    """The walks that several placements share: where the device's memory is fullest does not depend on how much of
-    the optimizer state is there, which is there all the time.
-    """
-
-    def __init__(self, run: Run, cluster: Cluster, rates: MachineRates) -> None:
-        self.run, self.cluster, self.rates = run, cluster, rates
-        self._known: dict[tuple[str, Settings], list[Any]] = {}
+    rates: MachineRates
+    nccl: bool = field(kw_only=True)
+    _known: dict[tuple[str, Settings], list[Any]] = field(default_factory=dict, init=False, repr=False)
 
     def placed(self, settings: Mapping[str, Any]) -> PlacedStep:
         """The step of the run with these settings."""
@@ -77,11 +71,11 @@ class Machine:
 
     def states(self, step: PlacedStep) -> list[StageBytes]:
         """The model state of a rank of each stage, which no setting in `NO_STATE` changes."""
-        return self._once("states", step.without(NO_STATE), lambda: stage_bytes(step.run, self.cluster.axes))
+        return self._once("states", step.without(NO_STATE), lambda: stage_bytes(step.run, self.axes))
 
     def moved(self, step: PlacedStep) -> list[dict[Lane, int]]:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
-        states = (stage_state(step.run, self.cluster.axes, stage) for stage in range(self.cluster.axes.pp))
+        states = (stage_state(step.run, self.axes, stage) for stage in range(self.axes.pp))
         return self._once("moved", step.without(NO_STATE), lambda: [least_moved(state.shape) for state in states])
 
     def walks(self, step: PlacedStep) -> list[Walked]:
@@ -89,7 +83,7 @@ class Machine:
         away, but where an update on the device has to fetch its gradients.
         """
         settings = step.settings if step.fetches else step.without(("offload_optimizer",))
-        stages = range(self.cluster.axes.pp)
+        stages = range(self.axes.pp)
         return self._once("walks", settings, lambda: [self._walk(step, stage) for stage in stages])
 
     def _once(self, what: str, settings: Settings, found: Callable[[], list[Any]]) -> list[Any]:
@@ -101,7 +95,7 @@ class Machine:
     def _walk(self, step: PlacedStep, stage: int) -> Walked:
         # without optimizer state, which is there all the time, one walk serves all shares: `device` adds the state
         state = replace(step.states[stage], optimizer=0, elsewhere=NOTHING)
-        memory = StageMemory(step.lists, stage, state, self.cluster.kind)
+        memory = StageMemory(step.lists, stage, state, self.kind)
         fullest, resting = memory.fullest, memory.resting
         return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + resting.host, resting.disk)
 
@@ -136,7 +130,7 @@ class PlacedStep:
 
     @cached_property
     def lists(self) -> StageLists:
-        return StageLists(self.run, self.machine.cluster.axes, nccl=self.machine.cluster.nccl)
+        return StageLists(self.run, self.machine.axes, nccl=self.machine.nccl)
 
     @cached_property
     def device(self) -> Peak:
@@ -176,12 +170,12 @@ class PlacedStep:
     @cached_property
     def times(self) -> ChunkTimes:
         """The seconds of its computations and messages."""
-        return step_times(self.run, self.machine.cluster.axes, self.machine.cluster.kind, self.machine.rates)
+        return step_times(self.run, self.machine.axes, self.machine.kind, self.machine.rates)
 
     @property
     def computing(self) -> list[float]:
         """By stage the seconds of a step's forwards and backwards."""
-        chunks, times, stages = chunks_of(self.run), self.times, range(self.machine.cluster.axes.pp)
+        chunks, times, stages = chunks_of(self.run), self.times, range(self.machine.axes.pp)
         once = [sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in stages]
         return [seconds * self.lists.micro_batches for seconds in once]
 
@@ -204,6 +198,6 @@ class PlacedStep:
     @cached_property
     def seconds(self) -> float:
         """The time of a step that follows another, in the simulation."""
-        steps = [self.lists.of(stage) for stage in range(self.machine.cluster.axes.pp)]
+        steps = [self.lists.of(stage) for stage in range(self.machine.axes.pp)]
         lists, shapes = [step.instructions for step in steps], [step.shape for step in steps]
         return step_time(lists, self.times, shapes, steps[0].border, STEPS)

@@ -207,13 +207,13 @@ class _Combinations:
         switches = zip(SWITCHES, combination[len(COLUMNS) :], strict=True)
         fixed = {**staying, **{name: values[number] for (name, values), number in switches}}
         leaving = [(row, tier) for row, tier in rows if tier is not Tier.DEVICE]
-        shares, cluster = _Shares(self.machine, self.limits, leaving, fixed), self.machine.cluster
+        shares, axes = _Shares(self.machine, self.limits, leaving, fixed), self.machine.axes
         answer = Answer[_Shared]()
         try:
             all_of_it = shares.placed([WHOLE] * len(leaving))
-            if problems_of(all_of_it.run, cluster.axes.world_size):
+            if problems_of(all_of_it.run, axes.world_size):
                 return False
-            if buffer_problems(all_of_it.run, cluster.axes, cluster.kind):
+            if buffer_problems(all_of_it.run, axes, self.machine.kind):
                 return False
             if not self.limits.hold_device(all_of_it):
                 self.over[combination] = all_of_it

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from megazero.plan.activations import (
     share,
 )
 from megazero.plan.flops import attention_core_flops, block_flops
-from megazero.plan.knapsack import OptionGroup, select
+from megazero.plan.knapsack import OptionGroup, Selection, select
 from megazero.plan.rank_state import micro_batches_of
 from megazero.program.instruction import Instruction, Op
 from megazero.system import device as devices
@@ -58,18 +58,6 @@ class ChunkChoice:
     kinds: RecomputeTable
     work: int
     chunk: ChunkBytes
-
-
-@dataclass(frozen=True)
-class StageChoice:
-    """The choice for each chunk of a stage. No other that fits takes fewer operations for one sample than `bound`."""
-
-    chunks: tuple[ChunkChoice, ...]
-    bound: int
-
-    @property
-    def work(self) -> int:
-        return sum(choice.work for choice in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
         return RecomputeChoice(recompute_by_flags(run))
     table, problems = [NONE] * run.model.num_layers, list[str]()
     work = bound = 0
-    known: dict[object, StageChoice | None] = {}
+    known: dict[object, tuple[RecomputeTable, Selection] | None] = {}
     for number in range(axes.pp):
         stage = StageActivations(run, axes, number, kind)
         when = tuple(binding(moments(stage.instructions, len(stage.specs))))
@@ -115,9 +103,11 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
                 f"smaller --micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
             )
             continue
-        work, bound = work + choice.work, bound + choice.bound
-        for spec, of_chunk in zip(stage.specs, choice.chunks, strict=True):
-            table[spec.blocks.start : spec.blocks.stop] = of_chunk.kinds
+        kinds, selection = choice
+        work, bound = work + selection.cost, bound + selection.bound
+        blocks = chain.from_iterable(spec.blocks for spec in stage.specs)
+        for block, again in zip(blocks, kinds, strict=True):
+            table[block] = again
     if problems:
         raise ConfigError(problems)
     return RecomputeChoice(tuple(table), 1 - bound / work if work else 0.0)
@@ -184,10 +174,9 @@ class StageActivations:
         chunks = [chunk_bytes(self.plan, spec, table, group) for spec, group in self._chunks()]
         return self.waiting + peak_bytes(self.instructions, chunks)
 
-    def least_work(self, when: Sequence[Moment], budget: int) -> StageChoice | None:
-        """The choice for each chunk that fits the budget with the fewest operations; None if nothing fits.
-
-        when: the moments of the stage's list.
+    def least_work(self, when: Sequence[Moment], budget: int) -> tuple[RecomputeTable, Selection] | None:
+        """What fits the budget with the fewest operations for one sample: what is computed again of the stage's blocks,
+        and how it was selected. None if nothing fits. when: the moments of the stage's list.
         """
         options = [chunk_choices(self.plan, spec, group) for spec, group in self._chunks()]
         groups = [
@@ -200,8 +189,8 @@ class StageActivations:
         selection = select(groups, budget - self.waiting)
         if selection is None:
             return None
-        chosen = (of_chunk[option] for of_chunk, option in zip(options, selection.options, strict=True))
-        return StageChoice(tuple(chosen), selection.bound)
+        chosen = (of_chunk[option].kinds for of_chunk, option in zip(options, selection.options, strict=True))
+        return tuple(chain.from_iterable(chosen)), selection
 
     def _chunks(self) -> Iterator[tuple[StageSpec, ChunkGroup | None]]:
         return zip(self.specs, self.groups, strict=True)

@@ -13,7 +13,7 @@ from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.plan.budgets import budgets_of
-from megazero.plan.placed_step import Cluster, Machine, PlacedStep
+from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_times import MachineRates
@@ -59,7 +59,7 @@ def chosen(run: Run, axes: Axes, kind: str, rates: MachineRates, room: Room | No
     Communicates nothing. Raises ConfigError if nothing keeps to the budgets.
     """
     limits = _limits(run, kind, int(rates.workspace or 0), room or Room())
-    choice = choose_placement(Machine(run, Cluster(axes, kind, nccl), rates), limits)
+    choice = choose_placement(Machine(run, axes, kind, rates, nccl=nccl), limits)
     told = (*_lines(choice, limits), _rates_line(rates, run.offload.placement_rates))
     return ChosenPlacement(choice.best.settings, told)
 
@@ -88,7 +88,7 @@ def _lines(choice: PlacementChoice, budgets: SearchLimits) -> Iterator[str]:
     share = f"{computed / best.seconds:.0%}"
     yield f"predicted: a step of {best.seconds:.3g} s, of which {computed:.3g} s ({share}) are computation"
     peak = best.device
-    stage = f" of stage {peak.stage}" * (best.machine.cluster.axes.pp > 1)
+    stage = f" of stage {peak.stage}" * (best.machine.axes.pp > 1)
     own = f"{size(budgets.workspace)} of products, " * (budgets.workspace > 0)
     tiers = [f"device {_of(peak.nbytes, budgets.device)}, {own}fullest{stage} at {peak.instruction}"]
     tiers += [f"host memory {_of(best.host_bytes, budgets.host)}"] * (best.host_bytes > 0)

@@ -14,7 +14,7 @@ from megazero.config.placement import ROWS, applied, as_flags
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
-from megazero.plan.placed_step import Cluster, Machine, PlacedStep
+from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
 from megazero.plan.rank_state import stage_bytes
 from megazero.plan.search import SearchLimits
@@ -44,7 +44,7 @@ def machine(layout: str, rates: MachineRates = CARD, more: str = "", micro_batch
     words, ranks = LAYOUTS[layout]
     batch = micro_batches * min(ranks, 2)
     run = parse_run(f"{MODEL} --global-batch-size {batch} {words} {more}".split(), ranks)
-    return Machine(run, Cluster(axes_of(run, ranks), "cpu", nccl=False), rates)
+    return Machine(run, axes_of(run, ranks), "cpu", rates, nccl=False)
 
 
 def static(share: str, activations: str = "none", **switches: object) -> dict[str, object]:
@@ -70,7 +70,7 @@ def chosen(of: Machine, budgets: SearchLimits) -> PlacementChoice:
     found = choose_placement(of, budgets)
     for step in filter(None, (found.best, found.next_best)):
         assert budgets.hold(step), (dict(step.settings), step.device, step.host_bytes, step.disk)
-        assert problems_of(step.run, of.cluster.axes.world_size) == []
+        assert problems_of(step.run, of.axes.world_size) == []
     return found
 
 
@@ -117,7 +117,7 @@ def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, per
     ):
         more = {"offload_params": params, "offload_gradients": gradients}
         step = of.placed(static(optimizer, activations, late_update=late, micro_batch_order=order, **more))
-        if budgets.hold(step) and not problems_of(step.run, of.cluster.axes.world_size):
+        if budgets.hold(step) and not problems_of(step.run, of.axes.world_size):
             fits.append(step.seconds)
     assert len(fits) > 20
     assert chosen(of, budgets).best.seconds <= min(fits) * (1 + EQUAL)
@@ -153,7 +153,7 @@ def test_disks_where_host_memory_is_too_small() -> None:
     budgets = SearchLimits(device, of.placed(static("nvme")).host_bytes)
     tight = chosen(of, budgets).best
     assert as_flags(dict(tight.settings)) == "--offload-optimizer nvme" and tight.disk > 0
-    diskless = Machine(of.run, of.cluster, replace(CARD, read=None, write=None))
+    diskless = replace(of, rates=replace(CARD, read=None, write=None))
     with pytest.raises(ConfigError, match=r"--host-memory-budget .* --nvme-path DIR"):
         choose_placement(diskless, budgets)
     with pytest.raises(ConfigError, match=rf"--nvme-path: .* have 99 bytes of room, .* they take {tight.disk:,};"):
@@ -203,7 +203,7 @@ def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
     assert found.disk > 0 and found.device.nbytes + found.host_bytes <= everything * 3 // 4
     assert chosen(of, replace(half, memory=everything)).best.disk == 0
     assert chosen(of, replace(half, is_one=False)).best.disk == 0
-    diskless = Machine(of.run, of.cluster, replace(of.rates, read=None, write=None))
+    diskless = replace(of, rates=replace(of.rates, read=None, write=None))
     with pytest.raises(ConfigError, match=rf"memory has {half.memory:,} bytes for a rank, .*--nvme-path DIR for"):
         choose_placement(diskless, half)
 
@@ -251,14 +251,14 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
     of = machine(layout, more="--nvme-path d --num-layers 6")
     for settings in PLACED:
         run = applied(of.run, settings)
-        step = Machine(run, of.cluster, CARD).placed(settings)
+        step = replace(of, run=run, rates=CARD).placed(settings)
         found = []
         for stage, state in enumerate(step.states):
             total = StageMemory(step.lists, stage, state, "cpu").trace.peak.total
             found.append(total - state.elsewhere.memory)
         assert step.device.nbytes == max(found)
         assert step.device.stage == found.index(max(found))
-        peaks = run_peaks(run, of.cluster.axes, "cpu").every()
+        peaks = run_peaks(run, of.axes, "cpu").every()
         assert step.device.nbytes == max(peak.device_bytes for peak in peaks)
         assert step.host_bytes == max(peak.host_bytes for peak in peaks)
         assert step.disk == max(peak.disk for peak in peaks)
@@ -287,12 +287,12 @@ def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> Non
     ):
         more = {"offload_params": params, "offload_gradients": gradients}
         settings = static(optimizer, activations, late_update=late, micro_batch_order=order, **more)
-        if problems_of(applied(shared.run, settings), shared.cluster.axes.world_size):
+        if problems_of(applied(shared.run, settings), shared.axes.world_size):
             continue
         step, alone = shared.placed(settings), applied(shared.run, settings)
-        assert step.states == stage_bytes(alone, shared.cluster.axes), settings
+        assert step.states == stage_bytes(alone, shared.axes), settings
         if late and order == "vertical":
-            fresh = Machine(shared.run, shared.cluster, CARD).placed(settings)
+            fresh = replace(shared, rates=CARD).placed(settings)
             assert (step.device, step.host_bytes, step.disk) == (fresh.device, fresh.host_bytes, fresh.disk), settings
 
 
@@ -316,7 +316,7 @@ def test_times_are_operations_and_bytes_over_rates() -> None:
     )
     run = parse_run(words.split(), 1)
     rates = replace(CARD, flops=1e3)
-    times = Machine(run, Cluster(axes_of(run, 1), "cpu", nccl=False), rates).placed({}).times
+    times = Machine(run, axes_of(run, 1), "cpu", rates, nccl=False).placed({}).times
     forward = 2 * (2 * 16 * 12 * 64 + 4 * 16 * 16 * 8 + 2 * 16 * 24 * 8 + 16 * 8) / 1e3
     assert math.isclose(times.forward[0], forward) and math.isclose(times.backward[0], 2 * forward)
     assert times.per_byte[Lane.HOST] == 1 / rates.update_host and times.update == 1 / rates.update
