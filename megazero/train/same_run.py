@@ -8,7 +8,7 @@ compare what they have resolved before they make process groups, whose number de
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,16 +22,24 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.build import parse_data_path
 from megazero.data.contents import cached_validation_contents
+from megazero.data.dataset import Samples
 from megazero.data.indexed import DataError
+from megazero.data.own import OwnSamples
+from megazero.data.packing import PackedDataset
 from megazero.data.progress import silent
-from megazero.system.words import counted
+from megazero.system.words import counted, value_words
 from megazero.train.embedded import Rendezvous, result_on_all_ranks
 from megazero.train.prepare import Prepared
 
 _KEY = "run of rank 0"
 NAMED = 5
 """Settings of which a message gives both values."""
-_REASON = "all ranks need the same, and a file or an installation on this rank's host may be an old one"
+_OLD_FILE = "all ranks need the same, and a file or an installation on this rank's host may be an old one"
+_OWN_ROWS = "every rank has to hand in the same rows"
+_ORDERS = {OwnSamples: ("rows", "checksum"), PackedDataset: ("samples of an epoch", "checksum")}
+"""What the numbers are that decide an order of samples (`Samples.plans`), by the class of the dataset."""
+_OF_TEXT = "epochs", "first sample that is shuffled apart"
+"""The same of running text."""
 
 
 def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
@@ -56,7 +64,7 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
         store.wait([_KEY], patience)
         difference = _difference(json.loads(mine), json.loads(store.get(_KEY)))
         if difference is not None:
-            raise ConfigError([f"another run than that of rank 0: {difference}; {_REASON}"])
+            raise ConfigError([f"another run than that of rank 0: {difference}"])
 
     result_on_all_ranks(compare, meeting, "same run", patience)
 
@@ -64,16 +72,43 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
 def _identity(prepared: Prepared) -> dict[str, Any]:
     """What must be equal on all ranks, as JSON has it."""
     run, datasets = prepared.run, prepared.datasets
+    validation = cached_validation_contents(run.data, silent)
+    orders = {"training data": datasets.train, "validation data": datasets.valid}
+    orders |= {f"validation set {name}": samples for name, samples in datasets.named_valid.items()}
+    own = {name: samples for name, samples in orders.items() if isinstance(samples, OwnSamples)}
+    named = {name: samples for name, samples in orders.items() if name not in own}
     return {
         "versions": {"megazero": __version__, "torch": torch.__version__},
         "settings": {option.name: _value(run, option) for option in run_options().values()},
-        "data": {
-            "training data (documents, tokens, checksum)": prepared.contents,
-            "validation data (documents, tokens, checksum)": cached_validation_contents(run.data, silent),
-            "order of training samples": datasets.train.plans,
-            "order of validation samples": datasets.valid.plans,
-            "order of named validation sets": {name: samples.plans for name, samples in datasets.named_valid.items()},
+        "files": {
+            **_numbers("training data", prepared.contents, _contents_words(run.data.instruction_data)),
+            **_numbers("validation data", validation, _contents_words(run.data.valid_instruction_data)),
+            **_orders(named, "the order of {}"),
         },
+        "rows": _orders(own, "the program's own {}"),
+    }
+
+
+def _contents_words(conversations: Sequence[str]) -> tuple[str, ...]:
+    """What the numbers of `data.contents.Contents` are."""
+    return ("files", "bytes", "checksum") if conversations else ("documents", "tokens", "checksum")
+
+
+def _orders(orders: Mapping[str, Samples], named: str) -> dict[str, str]:
+    numbers: dict[str, str] = {}
+    for name, samples in orders.items():
+        numbers |= _numbers(named.format(name), samples.plans, _ORDERS.get(type(samples), _OF_TEXT))
+    return numbers
+
+
+def _numbers(what: str, parts: Sequence[Sequence[int]], words: Sequence[str]) -> dict[str, str]:
+    """The numbers of something, or of each of its parts, as a person reads them. words: what each number is."""
+    return {
+        f"{word} of {what}" + f", part {part} of {len(parts)}" * (len(parts) > 1): (
+            f"{number:08x}" if word == "checksum" else f"{number:,}"
+        )
+        for part, numbers in enumerate(parts, 1)
+        for word, number in zip(words, numbers, strict=True)
     }
 
 
@@ -96,24 +131,18 @@ def _difference(mine: Mapping[str, Any], first: Mapping[str, Any]) -> str | None
     """
     for name, version in first["versions"].items():
         if mine["versions"][name] != version:
-            return f"{name} {mine['versions'][name]}, where rank 0 has {version}"
+            return f"{name} {mine['versions'][name]}, where rank 0 has {version}; {_OLD_FILE}"
     options, settings = run_options(), (mine["settings"], first["settings"])
     differing = [name for name in options if settings[0][name] != settings[1][name]]
     if differing:
-        values = [(options[name].flag, *(_words(each[name]) for each in settings)) for name in differing[:NAMED]]
+        values = [(options[name].flag, *(value_words(each[name]) for each in settings)) for name in differing[:NAMED]]
         text = ", ".join(f"{flag} {value}, where rank 0 has {first_value}" for flag, value, first_value in values)
         others = differing[NAMED:]
-        return text + f"; and {counted(len(others), 'other setting')}: {', '.join(others)}" * bool(others)
-    for name, value in first["data"].items():
-        if mine["data"][name] != value:
-            return f"{name} {mine['data'][name]}, where rank 0 has {value}"
+        text += f"; and {counted(len(others), 'other setting')}: {', '.join(others)}" * bool(others)
+        return f"{text}; {_OLD_FILE}"
+    for kind, reason in (("files", _OLD_FILE), ("rows", _OWN_ROWS)):
+        for name in {**first[kind], **mine[kind]}:  # one rank may have more parts, or files, than the other
+            here, there = (each[kind].get(name, "none") for each in (mine, first))
+            if here != there:
+                return f"{name}: {here}, where rank 0 has {there}; {reason}"
     return None
-
-
-def _words(value: Any) -> str:
-    """A value of JSON as a person writes it."""
-    if isinstance(value, list):
-        return " ".join(map(_words, value))
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)
