@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +21,18 @@ from megazero.config.dump import plain_value
 from megazero.config.options import Option, run_options
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
+from megazero.convert.registry import open_source
 from megazero.data.build import parse_data_path
-from megazero.data.contents import cached_validation_contents
+from megazero.data.contents import cached_validation_contents, checksum_of
 from megazero.data.dataset import Samples
 from megazero.data.indexed import DataError
 from megazero.data.own import OwnSamples
 from megazero.data.packing import PackedDataset
 from megazero.data.progress import silent
+from megazero.data.tokenizer import carried_files
 from megazero.system.words import counted, value_words
 from megazero.train.embedded import Rendezvous, result_on_all_ranks
+from megazero.train.init_from import of_that_name
 from megazero.train.prepare import Prepared
 
 _KEY = "run of rank 0"
@@ -46,7 +50,8 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
     """Raise ConfigError on all ranks if one of them has another run than rank 0.
 
     Compared are all settings, the contents and the order of the data, and the versions of megazero and torch. A place
-    may have another name on each host: of a place the ranks compare whether it is named at all.
+    may have another name on each host: of a place the ranks compare whether it is named at all, and of those that a run
+    reads what is cheap to know: checksums of small files, and the names and sizes of files of weights.
 
     Called by all ranks, before they make process groups. Rank 0 puts a few kilobytes into the store; every other rank
     reads these, and adds to one key, at any world size.
@@ -55,14 +60,16 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
     if store is None:
         return
     patience = timedelta(minutes=prepared.run.parallel.distributed_timeout_minutes)
-    # as JSON has it: a tuple of this rank is a list of rank 0
-    mine = json.dumps(_identity(prepared))
+    identity = _identity(prepared)
     if rank == 0:
-        store.set(_KEY, mine)
+        store.set(_KEY, json.dumps(identity | _weights(prepared)))
 
     def compare() -> None:
         store.wait([_KEY], patience)
-        difference = _difference(json.loads(mine), json.loads(store.get(_KEY)))
+        first = json.loads(store.get(_KEY))
+        mine = identity | _weights(prepared, first["checkpoint"])
+        # as JSON has it: a tuple of this rank is a list of rank 0
+        difference = _difference(json.loads(json.dumps(mine)), first)
         if difference is not None:
             raise ConfigError([f"another run than that of rank 0: {difference}"])
 
@@ -84,6 +91,7 @@ def _identity(prepared: Prepared) -> dict[str, Any]:
             **_numbers("training data", prepared.contents, _contents_words(run.data.instruction_data)),
             **_numbers("validation data", validation, _contents_words(run.data.valid_instruction_data)),
             **_orders(named, "the order of {}"),
+            **_small_files(run),
         },
         "rows": _orders(own, "the program's own {}"),
     }
@@ -110,6 +118,36 @@ def _numbers(what: str, parts: Sequence[Sequence[int]], words: Sequence[str]) ->
         for part, numbers in enumerate(parts, 1)
         for word, number in zip(words, numbers, strict=True)
     }
+
+
+def _small_files(run: Run) -> dict[str, str]:
+    """Checksums of the files of the tokenizer, and of the table of rates."""
+    files, rates = dict[str, Path](), run.offload.placement_rates
+    if run.data.tokenizer is not None:
+        with suppress(DataError):  # a tokenizer of a program beside it, which needs no files
+            carried = carried_files(run.data.tokenizer, run.data.tokenizer_path)
+            files = {f"--tokenizer-path: checksum of {name}": file for name, file in carried.items()}
+    if rates is not None:
+        files["--placement-rates: checksum of the file"] = Path(rates).expanduser()
+    return {name: f"{checksum_of([file]):08x}" for name, file in files.items()}
+
+
+def _weights(prepared: Prepared, checkpoint: str | None = None) -> dict[str, Any]:
+    """The checkpoint of --init-from whose weights the run takes, and the bytes of its files by name.
+
+    checkpoint: the name of rank 0's. A newer one may appear before the last rank looks, and rank 0's counts.
+    """
+    run, sizes, folder = prepared.run, dict[str, str](), None
+    takes = prepared.resumed is None or run.lora.lora_rank is not None  # a run that resumes has weights of its own
+    if run.checkpoint.init_from is not None and takes:
+        with open_source(Path(run.checkpoint.init_from).expanduser()) as source:
+            folder = source.path if checkpoint is None else of_that_name(source.path, checkpoint)
+        for file in sorted(folder.rglob("*")):
+            inside = file.relative_to(folder)
+            # Hidden files are of programs that fetched the checkpoint: they differ, and nothing reads them.
+            if file.is_file() and not any(part.startswith(".") for part in inside.parts):
+                sizes[f"--init-from: bytes of {inside}"] = f"{file.stat().st_size:,}"
+    return {"checkpoint": None if folder is None else folder.name, "weights": sizes}
 
 
 def _value(run: Run, option: Option) -> Any:
@@ -140,7 +178,7 @@ def _difference(mine: Mapping[str, Any], first: Mapping[str, Any]) -> str | None
         others = differing[NAMED:]
         text += f"; and {counted(len(others), 'other setting')}: {', '.join(others)}" * bool(others)
         return f"{text}; {_OLD_FILE}"
-    for kind, reason in (("files", _OLD_FILE), ("rows", _OWN_ROWS)):
+    for kind, reason in (("files", _OLD_FILE), ("weights", _OLD_FILE), ("rows", _OWN_ROWS)):
         for name in {**first[kind], **mine[kind]}:  # one rank may have more parts, or files, than the other
             here, there = (each[kind].get(name, "none") for each in (mine, first))
             if here != there:
