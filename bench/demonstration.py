@@ -28,7 +28,7 @@ from bench.script import parser_of, report
 from bench.workload import Workload
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.step_memory import run_peaks
 
 GB = 10**9

@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
-from bench.contestants.megazero_lanes import COPIES, MAIN, READS, UPDATES, WRITES
+from bench.contestants.megazero_lanes import COMPUTES, COPIES, MAIN, READS, UPDATES, WRITES
 from bench.field import megazero
 from bench.harness import Contestant
 from bench.overlap import Span, merged, shared
 from bench.script import parser_of, report
 from bench.workload import Workload
+from megazero.program.instruction import UPDATE, UPDATE_HOST, Op
 
 MEMORY, LATE = "in memory", "late"
 _NVME = ("--offload-optimizer", "nvme")
@@ -48,7 +49,6 @@ WAYS: dict[str, tuple[str, ...]] = {
     LATE: (*_NVME, "--late-update"),
     "late, parameters too": (*_NVME, "--offload-params", "nvme", "--late-update"),
 }
-COMPUTES = ("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
 LIMIT, LEAST_HIDDEN = 1.10, 0.90
 """The most that a late step may take over its bound, and the least share of Adam that is hidden."""
 LANES = (MAIN, COPIES, READS, UPDATES, WRITES)
@@ -78,10 +78,10 @@ def turn_of(reports: list[dict[str, Any]]) -> Turn:
     for one in reports:
         began, ended = one["steps"][1][0], one["steps"][-1][1]
         spans = [span for span in one["spans"] if began <= (span[2] + span[3]) / 2 <= ended]
-        updates, computing = of(spans, "UPDATE", "UPDATE_HOST"), of(spans, *COMPUTES)
+        updates, computing = of(spans, UPDATE.value, UPDATE_HOST.value), of(spans, *COMPUTES)
         adam.append(length(updates) / count)
-        computation.append((ended - began - length(of(spans, "UPDATE"))) / count)
-        forward.append(length(of(spans, "FORWARD")) / count)
+        computation.append((ended - began - length(of(spans, UPDATE.value))) / count)
+        forward.append(length(of(spans, Op.FORWARD.value)) / count)
         beside.append(shared(updates, computing) / max(length(updates), 1e-9))
     seconds, alone = max(one["alone"][0] for one in reports), sum(one["alone"][1] for one in reports)
     moved = sum(sum(one["moved"]) for one in reports) / every

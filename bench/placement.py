@@ -39,7 +39,7 @@ from megazero.config.parse import parse_run
 from megazero.config.placement import applied, as_flags
 from megazero.mpu.axes import axes_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
-from megazero.plan.rates import MachineRates, rates_of
+from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 
 Settings = Mapping[str, Any]
@@ -181,7 +181,7 @@ def min_of(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> floa
 
 
 def fits(step: PlacedStep, limits: tuple[int, int]) -> bool:
-    return step.device.nbytes <= limits[0] and step.host <= limits[1]
+    return step.device.nbytes <= limits[0] and step.host_bytes <= limits[1]
 
 
 HEADS = ("placement", "seconds", "of the best", "simulated", "off", "device, MiB", "host, MiB")
@@ -195,7 +195,7 @@ def rows(found: Budget, machine: Machine) -> list[list[str]]:
         shown = f"auto: {as_flags(found.settings[name]) or 'all on the device'}" if name == AUTO else name
         numbers = found.median(name), statistics.median(found.ratios(name)), step.seconds
         cells = [f"{number:.3f}" for number in (*numbers, found.median(name) / step.seconds)]
-        told.append([shown, *cells, f"{step.device.nbytes / MIB:,.0f}", f"{step.host / MIB:,.0f}"])
+        told.append([shown, *cells, f"{step.device.nbytes / MIB:,.0f}", f"{step.host_bytes / MIB:,.0f}"])
     return told
 
 
@@ -256,7 +256,7 @@ def main() -> None:
         for percent in percents:
             say(f"auto under {percent} % of {need:,} bytes")
             one = found[str(percent)] = measure(bench, running, (need * percent // 100, need), length)
-            rated = bench.machine(rates_of(one.rates))
+            rated = bench.machine(MachineRates(**one.rates))
             texts.append(f"{verdict(percent, one, rated)}\n\n{results.table(HEADS, rows(one, rated))}")
             settings = {"workload": asdict(bench.work), "buffer": bench.buffer, **asdict(length), "limit": LIMIT}
             data = {"need": need, "budgets": {name: asdict(each) for name, each in found.items()}}

@@ -24,7 +24,6 @@ from typing import Any
 
 from megazero.system.allocator import restart_with_settings
 
-COMPUTES = ("FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
 PARTS = ("step", "computes", "waits", "reads", "writes", "adam")
 
 TimedSpan = tuple[str, str, float, float]
@@ -33,7 +32,7 @@ TimedSpan = tuple[str, str, float, float]
 
 def split(spans: Iterable[TimedSpan], begin: float, end: float) -> dict[str, float]:
     """Seconds of each of `PARTS` between two moments. Lanes work at once, so they do not add up to the step."""
-    from bench.contestants.megazero_lanes import READS, UPDATES, WAIT, WRITES
+    from bench.contestants.megazero_lanes import COMPUTES, READS, UPDATES, WAIT, WRITES
     from bench.overlap import merged, shared
 
     inside = [(on, what, max(a, begin), min(b, end)) for on, what, a, b in spans if a < end and begin < b]
@@ -76,7 +75,7 @@ def main() -> None:
 
     def built(*of: Any) -> Any:
         job = build(*of)
-        if job.state.model.host.swap is not None:
+        if job.state.model.tiers.swap is not None:
             record(job, into)
         return job
 

@@ -6,7 +6,7 @@
 
 For each layout, in MiB of the rank that holds most:
 
-predicted     bytes of the model state by `plan.bytes`: weights, gradients, optimizer
+predicted     bytes of the model state by `plan.rank_state`: weights, gradients, optimizer
 allocated     the same as the run has allocated them
 construction  the peak of all living tensors while the model is built, as torch's profiler meters them
 step          the same during the steps
@@ -31,7 +31,7 @@ from bench.script import parser_of, report
 from bench.workload import Workload
 from megazero.config.parse import ConfigError, parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 
 MODELS = {
     "400M": Workload(

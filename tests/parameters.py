@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megazero.convert.stages import copy_box
 from megazero.model.stage import Stage
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
-from megazero.zero.fragment import Fragment
+from megazero.zero.layout import Fragment
 from megazero.zero.optimizer import ShardedOptimizer
 from tests.convert.transformers_tensors import from_transformers
 

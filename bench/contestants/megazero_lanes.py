@@ -15,12 +15,15 @@ from bench.workload import Workload
 from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.pipeline.schedule_run import ScheduleRun
+from megazero.program.instruction import UPDATE_HOST, Op, Piece
 from megazero.system.copy_thread import CopyThread
 from megazero.train.job import Job
 from megazero.zero.actions import BucketActions
-from megazero.zero.host_parts import HostParts
-from megazero.zero.parts import state_piece
+from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.parts import piece_name
 
+COMPUTES = tuple(op.value for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+"""The names of computations in spans."""
 MAIN, READS, WRITES, UPDATES, COPIES = "program", "from disk", "to disk", "host", "copies"
 WAIT = "WAIT"
 """The program waits for parameters."""
@@ -46,27 +49,24 @@ class Recorder:
 
     def wrap(self, job: Job) -> None:
         """Record a job from now on."""
-        begin, update, swap = ScheduleRun.begin, HostParts.update, job.state.model.host.swap
+        begin, tiers, adam = ScheduleRun.begin, job.state.model.tiers, ShardedOptimizer.update_part
 
         def begun(run: ScheduleRun, *args: Any) -> None:
-            run.actions = {op: self.timed(MAIN, op.name, action) for op, action in run.actions.items()}
+            run.actions = {op: self.timed(MAIN, op.value, action) for op, action in run.actions.items()}
             begin(run, *args)
 
-        def updated(host: HostParts, key: Any, make: Any) -> None:
-            update(host, key, self.timed(UPDATES, "UPDATE_HOST", make))
-
         ScheduleRun.begin = begun  # type: ignore[method-assign, assignment]
-        HostParts.update = updated  # type: ignore[method-assign, assignment]
+        ShardedOptimizer.update_part = self.timed(UPDATES, UPDATE_HOST.value, adam)  # type: ignore[method-assign]
         BucketActions.ready = self.timed(MAIN, WAIT, BucketActions.ready)  # type: ignore[method-assign]
-        for thread in (job.state.model.host.lanes.to_host, job.state.model.host.lanes.to_device):
+        for thread in (tiers.to_host, tiers.to_device):
             self._wrap_copies(thread)
-        if swap is not None:
-            submit = swap._lanes.submit
+        if tiers.swap is not None:
+            submit = tiers.swap._lanes.submit
 
             def submitted(write: bool, work: Any, *args: Any) -> Any:
                 return submit(write, self.timed(WRITES if write else READS, "move", work), *args)
 
-            swap._lanes.submit = submitted  # type: ignore[method-assign, assignment]
+            tiers.swap._lanes.submit = submitted  # type: ignore[method-assign, assignment]
 
     def _wrap_copies(self, thread: CopyThread) -> None:
         behind = thread._copies.behind_now
@@ -96,7 +96,6 @@ class Step:
         spent = processor() - self.began
         moved = [now - before for now, before in zip(self._moved(), self.moved, strict=True)]
         self.job.state.model.wait_parameters()
-        self.job.state.model.host.wait()
         found = {
             "spans": list(self.recorder.spans),
             "steps": self.steps,
@@ -112,22 +111,24 @@ class Step:
         """Seconds in which all optimizer state is read and written once, part by part through the slots of a step, with
         nothing beside it, and its bytes both ways.
         """
-        host = self.job.state.model.host
-        if host.swap is None:
+        model = self.job.state.model
+        if model.tiers.swap is None:
             return 0.0, 0
-        keys = [(bucket, part) for bucket, parts in enumerate(host.parts) for part in range(len(parts))]
+        parts = [(bucket, part) for bucket, rests in enumerate(model.resting) for part in range(len(rests.parts))]
         before, begin, ends = sum(self._moved()), time.perf_counter(), list[Need]()
-        for turn, key in enumerate(keys):
-            slot, needs = host._slots[turn % SLOTS], ends[-SLOTS:][:1] if len(ends) >= SLOTS else []
-            piece = {state_piece(key): host._memory(key, slot)}
-            read = host.swap.read(piece, needs=needs)
-            ends.append(host.swap.write(piece, needs=[read.wait]).wait)
+        for turn, key in enumerate(parts):
+            slot, needs = model.mover.updates.slots[turn % SLOTS], ends[-SLOTS:][:1] if len(ends) >= SLOTS else []
+            start, stop, _ = model.resting[key[0]].parts[key[1]]
+            memory = slot.of(Piece.STATE, (stop - start) * model.mover.state_bytes)
+            piece = {piece_name(Piece.STATE, key): memory}
+            read = model.tiers.swap.read(piece, needs=needs)
+            ends.append(model.tiers.swap.write(piece, needs=[read.wait]).wait)
         for end in ends:
             end()
         return time.perf_counter() - begin, sum(self._moved()) - before
 
     def _moved(self) -> tuple[int, int]:
-        swap = self.job.state.model.host.swap
+        swap = self.job.state.model.tiers.swap
         return (0, 0) if swap is None else (swap.bytes_read, swap.bytes_written)
 
 

@@ -15,11 +15,11 @@ from bench.contestants.megazero_ import build_megazero
 from bench.workload import Workload
 from megazero.config.tiers import Tier
 from megazero.pipeline.kept import HostActivations
-from megazero.plan.bytes import stage_bytes
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import stage_trace
+from megazero.plan.step_memory import stage_memories
+from megazero.program.instruction import Piece
 from megazero.train.job import Job
-from megazero.zero import initial
+from megazero.zero import portions
 
 
 @dataclass
@@ -71,11 +71,12 @@ def in_host_memory(job: Job) -> tuple[int, int]:
     columns = sum(column.nbytes_in(Tier.HOST) for column in model.columns.values())
     kept = activations.buffers.nbytes if isinstance(activations, HostActivations) else 0
     disks = None if activations is None else activations.disks
-    swaps = (model.host.swap, None if disks is None else disks.swap)
+    swaps = (model.tiers.swap, None if disks is None else disks.swap)
     of_files = sum(swap.memory_bytes for swap in swaps if swap is not None)
-    every = columns + model.host.buffer_bytes + of_files + kept
-    slots = sum(slot.memory.nbytes + slot.sums.nbytes for slot in model.host._slots)
-    return every, every - of_files - slots - kept * (disks is not None)
+    every = columns + model.mover.nbytes + of_files + kept
+    beside_disks = [slot.memory[piece] for slot in model.mover.updates.slots for piece in (Piece.STATE, Piece.SUMS)]
+    direct = model.mover.loads.nbytes + sum(memory.nbytes for memory in beside_disks)
+    return every, every - of_files - direct - kept * (disks is not None)
 
 
 class Step:
@@ -97,8 +98,8 @@ class Step:
         """
         job = self.job
         steps, at = StageLists(job.run, job.grid.axes, nccl=False), job.grid.at.pp
-        stage = stage_bytes(job.run, job.grid.axes)[at]
-        step = stage_trace(steps, at, stage, "cpu").peak
+        memory = stage_memories(steps, "cpu")[at]
+        stage, step = memory.state, memory.trace.peak
         host, seen = in_host_memory(job)
         predicted = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
         return {
@@ -111,13 +112,13 @@ class Step:
 
 
 def build(work: Workload, layout: tuple[str, ...] = (), replicas: int = 1) -> Step:
-    meter, initialise = Meter(), initial.initialise_range
+    meter, initialise = Meter(), portions.initialise_range
 
     def piece(*of: Any) -> None:
         meter.end("construction")
         initialise(*of)
 
-    with patch.object(initial, "initialise_range", piece):
+    with patch.object(portions, "initialise_range", piece):
         job = build_megazero(work, list(layout), replicas)
     meter.end("construction")
     return Step(job, meter)

@@ -9,7 +9,7 @@ from bench.contestants.megazero_ import build_megazero, step_of
 from bench.workload import Workload
 from megazero.config.dump import plain_value
 from megazero.config.placement import ROWS
-from megazero.plan.rates import MachineRates
+from megazero.plan.step_times import MachineRates
 from megazero.train import checked
 from megazero.train.job import Job
 

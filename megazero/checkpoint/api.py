@@ -17,7 +17,7 @@ from megazero.checkpoint.window import TensorInfo
 from megazero.mpu.parameter import Box, ParameterKind, ParameterSpec
 from megazero.system.given import given_path, is_whole
 from megazero.system.reading import shown
-from megazero.zero.fragment import Fragment
+from megazero.zero.layout import Fragment
 
 
 def _is_box(given: object) -> bool:

@@ -19,7 +19,7 @@ import torch
 from megazero.checkpoint.format import Fragment, columns_of
 from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.system.streams import HostCopies
-from megazero.zero.fragment import StoredFragment
+from megazero.zero.layout import StoredFragment
 
 NICE = 10
 """Added to the niceness of the saving thread: where it competes with training for a core, it gets about a tenth."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megazero.checkpoint.reshard import FlatRange
 from megazero.system.status import FAILED
-from megazero.zero.fragment import Fragment, FragmentSpec
+from megazero.zero.layout import Fragment, FragmentSpec
 
 VERSION = 1
 MANIFEST = "manifest.json"

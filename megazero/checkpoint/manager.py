@@ -28,7 +28,7 @@ from megazero.config.schema import CheckpointConfig
 from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
-from megazero.zero.fragment import StoredFragment
+from megazero.zero.layout import StoredFragment
 
 
 class CheckpointedState(Protocol):

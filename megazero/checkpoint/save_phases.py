@@ -23,7 +23,7 @@ from megazero.checkpoint.filesystems import Filesystems
 from megazero.checkpoint.format import CheckpointError, Fragment, FragmentSpec, file_name
 from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
 from megazero.mpu.grid import Group
-from megazero.zero.fragment import StoredFragment
+from megazero.zero.layout import StoredFragment
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from megazero.checkpoint.format import WEIGHT, columns_of
 from megazero.checkpoint.narrowing import narrowed
-from megazero.zero.fragment import Fragment, FragmentSpec, StoredFragment
+from megazero.zero.layout import Fragment, FragmentSpec, StoredFragment
 
 _Fragment = TypeVar("_Fragment", bound=FragmentSpec)
 

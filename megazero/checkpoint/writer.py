@@ -23,7 +23,7 @@ from megazero.checkpoint.format import (
     range_of,
 )
 from megazero.system.durable import sync_folder
-from megazero.zero.fragment import StoredFragment
+from megazero.zero.layout import StoredFragment
 
 
 def write_fragments(

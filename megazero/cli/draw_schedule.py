@@ -14,11 +14,11 @@ from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, flag_of, not_positive
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, is_breadth_first, make_schedule
-from megazero.program.border import ON_TIME
 from megazero.program.checker import check
 from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTES, ExampleModel
 from megazero.program.instruction import Lane
 from megazero.program.passes.vertical import VerticalOrder
+from megazero.program.scope import ON_TIME
 from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, schedule_shape, simulate
 from megazero.program.step import StepOptions, evaluation_step, training_step

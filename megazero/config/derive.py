@@ -88,6 +88,11 @@ def uses_disks(run: Run) -> bool:
     return any(offload.on_disks for offload in tiers(run).values())
 
 
+def writes_activations(run: Run) -> bool:
+    """Whether activations go to disks."""
+    return run.offload.offload_activations.on_disks
+
+
 def whole_steps(offload: OffloadConfig) -> bool:
     """Whether each optimizer step becomes whole on disks."""
     # a file may have the field where no optimizer state rests on disks
@@ -95,7 +100,7 @@ def whole_steps(offload: OffloadConfig) -> bool:
 
 
 def micro_batch_order(run: Run) -> str:
-    """The order of a step's computations. Budgets may choose otherwise before the run begins (`plan.order`)."""
+    """The order of a step's computations. Budgets may choose otherwise before the run begins (`plan.budgets`)."""
     if run.parallel.micro_batch_order is not None:
         return run.parallel.micro_batch_order
     # vertical order reads each unit from disks once for all micro-batches of a pass

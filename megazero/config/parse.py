@@ -143,7 +143,7 @@ def parse_arguments(
             if unequal:  # is reported: the other checks of the batch are left out
                 line.source.bad.add("global_batch_size")
     bad, given = _unknown(sources), frozenset(line.source.settings)
-    # From here on a setting is `run.SECTION.FIELD`, by the name of its field: search for that to find its effect.
+    # From here on a setting is a field of the run, which nothing renames: search for the field to find its effect.
     run = build_run(_with_defaults(settings, world_size))
     wrong = problems_of(run, world_size, bad=bad, given=given, own_data=own_data)
     problems += _with_ways_to_start(wrong, run, world_size, line.command) if program is None else wrong

@@ -32,7 +32,7 @@ from megazero.convert.source import WEIGHT, ConversionError, DamagedCheckpoint, 
 from megazero.mpu.parameter import Box, ParameterSpec
 from megazero.system.reading import path_error
 from megazero.system.words import counted
-from megazero.zero.fragment import Fragment, StoredFragment
+from megazero.zero.layout import Fragment, StoredFragment
 
 FILE_BYTES = 4 << 30
 """A fragment file is closed once it holds this many bytes."""

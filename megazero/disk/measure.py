@@ -113,7 +113,7 @@ class DiskTrial:
             updates.append(time.perf_counter() - begin)
 
         def submitted() -> Need:
-            """As in `zero.host_parts`: a piece gets its slot once the piece before it in the slot is written."""
+            """As in `zero.mover`: a piece gets its slot once the piece before it in the slot is written."""
             name, memory = next(names), next(slots)
             arrived = self._space.read({name: memory}).wait
             return self._space.write({name: memory}, needs=[host.submit(updated, arrived, memory).result]).wait

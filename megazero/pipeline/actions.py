@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megazero.program.instruction import ComputationKey, Instruction
+from megazero.program.instruction import ComputationKey, Instruction, Kind
 
 
 class StateActions(Protocol):
@@ -80,23 +80,8 @@ class KeptGraph(Protocol):
     def recording(self) -> AbstractContextManager[None]:
         """The context of its forward."""
 
-    def leave(self) -> None:
-        """Start to copy it away."""
-
-    def free(self) -> None:
-        """Free it on the device, once it is copied."""
-
-    def come_back(self) -> None:
-        """Start to copy it back."""
-
-    def write(self) -> None:
-        """Start to write the host's copy to disks; it is made."""
-
-    def free_host(self) -> None:
-        """Free the host's copy, once it is written."""
-
-    def read(self) -> None:
-        """Start to read it from disks."""
+    def move(self, kind: Kind) -> None:
+        """One of `ACTIVATION_MOVES`: start to copy it, or free it where a copy elsewhere is made."""
 
     def ready(self) -> None:
         """Called before its backward, which finds it on the device."""

@@ -47,7 +47,7 @@ from megazero.system.streams import GraphCapture
 def build_stages(
     run: Run, grid: ProcessGrid, recompute: RecomputeTable | None = None, *, allocate: bool = True
 ) -> list[Stage]:
-    """The model chunks of this rank, uninitialised: `zero.initial` or a checkpoint sets their values.
+    """The model chunks of this rank, uninitialised: `zero.portions` or a checkpoint sets their values.
 
     recompute: what backward computes again; default: what the flags say. allocate: whether parameters have memory
     (`ModelLayout.allocate`); a model state needs none.

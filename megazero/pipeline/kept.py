@@ -18,15 +18,18 @@ not fit into one of them stays on the device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megazero.config.tiers import Tier
 from megazero.pipeline.kept_disks import ActivationDisks, WrittenGraph
+from megazero.program.instruction import LEAVE, READ_ACTIVATIONS, WRITE_ACTIVATIONS, Free, Kind, Piece, TierMove
 from megazero.system.host_copies import CopyError, CopyLane, HostBuffers
 
 ALIGNMENT = 64
@@ -121,6 +124,10 @@ class KeptTensors:
             self._saved.setdefault(address, []).append(weakref.ref(saved))
         return saved
 
+    def move(self, kind: Kind) -> None:
+        """See `pipeline.actions.KeptGraph`."""
+        _MOVES[kind](self)
+
     def leave(self) -> None:
         """Start to copy what nobody else holds. Raises RuntimeError where there is no host memory."""
         leaving: list[tuple[tuple[weakref.ref[_Saved], ...], Tensor]] = []
@@ -211,6 +218,19 @@ class KeptTensors:
             copies()
         except CopyError as error:
             raise CopyError(f"activations of {self._name}: {error}") from error
+
+
+_MOVES: Mapping[Kind, Callable[[KeptTensors], None]] = MappingProxyType(
+    {
+        LEAVE: KeptTensors.leave,
+        Free(Piece.ACTIVATIONS, Tier.DEVICE): KeptTensors.free,
+        TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE): KeptTensors.come_back,
+        WRITE_ACTIVATIONS: KeptTensors.write,
+        Free(Piece.ACTIVATIONS, Tier.HOST): KeptTensors.free_host,
+        READ_ACTIVATIONS: KeptTensors.read,
+    }
+)
+"""What the instructions of `ACTIVATION_MOVES` do."""
 
 
 def _owners(tensor: Tensor) -> int:

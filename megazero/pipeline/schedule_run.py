@@ -2,8 +2,8 @@
 
 Memory: a stage's output is freed as soon as its message is sent. Its backward starts from the output's node in the
 autograd graph (`GradientEdge`), for which the output is not needed. A stage's input is freed as soon as no unit of the
-stage needs it (`pipeline.entry`). Where a list cuts a chunk into units, the same holds for each unit. For the second
-part of a split backward the model state keeps the layers' inputs and the gradients of their outputs. What a unit keeps
+stage needs it (`GraphEntry`). Where a list cuts a chunk into units, the same holds for each unit. For the second part
+of a split backward the model state keeps the layers' inputs and the gradients of their outputs. What a unit keeps
 for its backward leaves the device where the list says so (`pipeline.kept`). Losses are summed on the device, and the
 host does not wait for it.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,53 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.p2p import Channels, Tag
 from megazero.pipeline.actions import ActivationActions, KeptGraph, StateActions, StepEnd
-from megazero.pipeline.entry import GraphEntry
 from megazero.program.effects import ParametersRead
-from megazero.program.instruction import STATE_MOVES, ComputationKey, Instruction, Op
+from megazero.program.instruction import (
+    ACTIVATION_MOVES,
+    LEAVE,
+    RELEASE,
+    STATE_MOVES,
+    UPDATE,
+    UPDATE_HOST,
+    ComputationKey,
+    Instruction,
+    Kind,
+    Op,
+)
 from megazero.program.passes.cut import Pass, units_of
 from megazero.program.shape import RankShape
+
+
+class GraphEntry:
+    """The beginning of a graph: a hidden state enters the graph here, and the hidden state's gradient arrives here.
+
+    An entry does not keep the hidden state. A leaf tensor would, until the backward; with an entry the hidden state is
+    freed as soon as no unit of the graph needs it.
+    """
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The hidden state as a tensor whose gradient is wanted."""
+        # Detached: of a leaf that needs a gradient a graph holds the place where it is added up, and so the leaf.
+        entered: Tensor = _Enter.apply(hidden.new_empty(0).requires_grad_(), hidden.detach(), self)
+        return entered
+
+
+class _Enter(torch.autograd.Function):
+    """(an empty tensor that has the graph recorded, hidden, entry) -> hidden."""
+
+    @staticmethod
+    def forward(ctx: Any, recorded: Tensor, hidden: Tensor, entry: GraphEntry) -> Tensor:
+        ctx.entry = entry
+        return hidden.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        (ctx.entry.gradient,) = grads
+        return None, None, None
 
 
 @dataclass(frozen=True)
@@ -89,7 +132,7 @@ class ScheduleRun:
         self.edges: dict[ComputationKey, GradientEdge | None] = {}
         self.kept: dict[ComputationKey, KeptGraph] = {}
         """Graphs whose activations leave the device."""
-        self.actions: dict[Op, Callable[[Instruction], None]] = {
+        self.actions: dict[Kind, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward,
@@ -99,20 +142,15 @@ class ScheduleRun:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
             Op.GATHER: lambda i: self.state.gather(*i.buckets),
-            Op.RELEASE: lambda i: self.state.release(*i.buckets),
+            RELEASE: lambda i: self.state.release(*i.buckets),
             Op.REDUCE: lambda i: self.state.reduce(*i.buckets),
             Op.REDUCE_ACROSS: lambda i: self.state.reduce_across(*i.buckets),
             Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(i.buckets),
             Op.NORM: self._norm,
-            Op.UPDATE: self._update,
-            Op.UPDATE_HOST: self._update_host,
+            UPDATE: self._update,
+            UPDATE_HOST: self._update_host,
             **dict.fromkeys(STATE_MOVES, self.state.move),
-            Op.LEAVE: lambda i: self.kept[self._key(i)].leave(),
-            Op.FREE: lambda i: self.kept[self._key(i)].free(),
-            Op.RETURN: lambda i: self.kept[self._key(i)].come_back(),
-            Op.WRITE_ACTIVATIONS: lambda i: self.kept[self._key(i)].write(),
-            Op.FREE_HOST: lambda i: self.kept[self._key(i)].free_host(),
-            Op.READ_ACTIVATIONS: lambda i: self.kept[self._key(i)].read(),
+            **dict.fromkeys(ACTIVATION_MOVES, lambda i: self.kept[self._key(i)].move(i.op)),
         }
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
@@ -127,7 +165,7 @@ class ScheduleRun:
             self.micro_batches = [replace(batch, loss_factor=loss_factor) for batch in self.micro_batches]
         self.own = {i.model_chunk: i.chunk for i in instructions if i.is_compute}
         for i in instructions:
-            if i.op is Op.LEAVE:
+            if i.op == LEAVE:
                 assert self.parts.host is not None, "nothing takes what leaves the device"
                 self.kept[self._key(i)] = self.parts.host.graph(i.where)
 

@@ -54,6 +54,12 @@ def stage_specs(run: Run) -> tuple[StageSpec, ...]:
     )
 
 
+def specs_of_stage(run: Run, stage: int) -> list[StageSpec]:
+    """The layers of each model chunk of a stage, by its own number of a chunk."""
+    specs = stage_specs(run)
+    return [specs[number] for number in chunks_of(run).of(stage)]
+
+
 def unit_names(spec: StageSpec) -> list[str]:
     """What the units of a chunk are, in forward order."""
     blocks = [f"block {block}" for block in spec.blocks]

@@ -1,19 +1,27 @@
-"""Bytes of activations: what each unit of a run (embedding, block, head) keeps, and the most that it takes meanwhile.
+"""Bytes of activations: what each unit of a run (embedding, block, head) keeps, and the most that it takes meanwhile;
+those of a model chunk, and of a stage over its list of instructions.
 
 It is arithmetic over a run and the body that computes its attention. Every unit is a tape: the model's forward again,
 with tensors that have sizes only. `plan.layer_tapes` says what each layer saves.
+
+A computation works on units of a chunk as one graph. An input of a unit is kept until backward only as far as the unit
+needs it (`UnitBytes.input`). In vertical order a computation of a schedule is that of a whole group of micro-batches
+(`GroupBytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
 
 from fused_ops.attention.selection import Body
 from megazero.config.derive import (
     FULL,
     NONE,
     SELECTIVE,
+    RecomputeTable,
     gathers_parameters,
     head_dim,
     padded_vocab,
@@ -23,6 +31,7 @@ from megazero.config.derive import (
 from megazero.config.dtypes import compute_dtype
 from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, UP, block_layers, linears
 from megazero.config.schema import Run
+from megazero.model.stage import StageSpec
 from megazero.mpu.head_loss import BLOCK_BYTES, LEAST_ROWS
 from megazero.mpu.lora import low_rank
 from megazero.plan.layer_tapes import (
@@ -45,11 +54,12 @@ from megazero.plan.layer_tapes import (
     row_adapter,
 )
 from megazero.plan.tape import NEW, PASS, Buffer, Tape, UnitBytes
+from megazero.program.instruction import Instruction, Kind, Op
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The sizes of a run's activations on one rank, from which `embedding`, `block` and `head` compute bytes.
+    """The sizes of a run's activations on one rank, from which the bytes of each unit are computed once.
 
     body  the body that computes attention in training: `fused_ops.attention.selection.choose`
     kind  of device: cpu or cuda
@@ -58,15 +68,9 @@ class ActivationPlan:
     run: Run
     body: Body
     kind: str = "cpu"
-    _known: dict[tuple[object, ...], UnitBytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[tuple[str, bool], UnitBytes] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def _once(self, which: tuple[object, ...], measure: Callable[[], UnitBytes]) -> UnitBytes:
-        """The bytes of this unit, computed when they are asked for first."""
-        if which not in self._known:
-            self._known[which] = measure()
-        return self._known[which]
-
-    @property
+    @cached_property
     def widths(self) -> Widths:
         run, dtype = self.run, compute_dtype(self.run.optimizer.precision)
         tokens, tp = run.model.seq_length * run.schedule.micro_batch_size, run.parallel.tp
@@ -114,11 +118,9 @@ class ActivationPlan:
     def _row(self, tape: Tape, name: str, x: Buffer) -> Buffer:
         return self._adapted(tape, name, x, row(tape, self.widths, x, self._product(name)))
 
+    @cached_property
     def embedding(self) -> UnitBytes:
         """The bytes of the embedding."""
-        return self._once(("embedding",), self._embedding)
-
-    def _embedding(self) -> UnitBytes:
         model, w, trained = self.run.model, self.widths, self.trains_all
         hidden = model.hidden_size
         tape = Tape(Buffer(0))
@@ -156,7 +158,9 @@ class ActivationPlan:
 
     def block(self, recompute: str = NONE, *, graded: bool = True) -> UnitBytes:
         """The bytes of a block. graded: whether its input needs a gradient; not so after a frozen embedding."""
-        return self._once((recompute, graded), lambda: self._block(recompute, graded=graded))
+        if (recompute, graded) not in self._blocks:
+            self._blocks[recompute, graded] = self._block(recompute, graded=graded)
+        return self._blocks[recompute, graded]
 
     def _block(self, recompute: str, *, graded: bool) -> UnitBytes:
         source = Buffer(self.hidden_bytes)
@@ -199,11 +203,9 @@ class ActivationPlan:
         with tape.holding(x, y):
             return self._row(tape, DOWN, y)
 
+    @cached_property
     def head(self) -> UnitBytes:
         """The bytes of the head and the loss. On a CPU `logits` are beside them, in memory of their own."""
-        return self._once(("head",), self._head)
-
-    def _head(self) -> UnitBytes:
         model, w = self.run.model, self.widths
         source = Buffer(self.hidden_bytes)
         tape = Tape(source, {source})
@@ -241,3 +243,218 @@ class ActivationPlan:
         model, w = self.run.model, self.widths
         centred = model.norm == "layernorm"
         return norm(tape, w, x, model.hidden_size, centred=centred, trained=self.trains_all, rows=w.local)
+
+
+Runs = tuple[tuple[UnitBytes, int], ...]
+"""Equal units that follow each other, and how many there are."""
+
+
+@dataclass(frozen=True)
+class ChunkBytes:
+    """The activations of a chunk for one micro-batch.
+
+    runs      its units in forward order
+    entering  bytes of the hidden states that it begins with; 0 for the chunk with the embedding
+    """
+
+    runs: Runs
+    entering: int
+
+    @property
+    def kept(self) -> int:
+        """From the end of forward to the start of backward."""
+        return sum((unit.kept + unit.input) * count for unit, count in self.runs)
+
+    @property
+    def forward(self) -> int:
+        """The most that forward holds."""
+        return max((last.before + last.entering + last.unit.forward for last in self._walk()), default=0)
+
+    @property
+    def backward(self) -> int:
+        """The most that backward holds, the gradient of the chunk's output included, which lives to its end."""
+        held = [(last.before + last.unit.input + last.unit.backward, last.unit.output) for last in self._walk()]
+        return max((own + output + (held[-1][1] if i < len(held) - 1 else 0) for i, (own, output) in enumerate(held)))
+
+    @property
+    def deferred(self) -> int:
+        """From the input's half of a split backward to the weights' half."""
+        return sum(unit.deferred * count for unit, count in self.runs)
+
+    def _walk(self) -> Iterator[_Last]:
+        """The last unit of each run. It holds most of its run, since all before it have kept theirs."""
+        before, entering = 0, self.entering
+        for unit, count in self.runs:
+            if count > 1:
+                before += (count - 1) * (unit.kept + unit.input)
+                entering = unit.output
+            yield _Last(unit, before, entering)
+            before += unit.kept + unit.input
+            entering = unit.output
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last unit of a run.
+
+    before    bytes that the units before it keep
+    entering  of its input while its forward runs
+    """
+
+    unit: UnitBytes
+    before: int
+    entering: int
+
+
+@dataclass(frozen=True)
+class ChunkGroup:
+    """How a chunk is computed in vertical order.
+
+    micro_batches  of the largest group
+    turns_back     whether a group's backward follows its forward at once, so that each micro-batch does both of the
+                   head one after the other
+    stays          whether what the chunk makes is for a chunk of the same rank, and waits for the rest of the group
+    """
+
+    micro_batches: int
+    turns_back: bool = False
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class GroupBytes(ChunkBytes):
+    """The activations of a chunk for a group of micro-batches that pass its units together (`passes.vertical`).
+
+    In the row of a unit there is what the units before it keep of the whole group. Of each micro-batch that has passed
+    the unit there is what it keeps, and the hidden states behind it; of each other one the hidden states in front.
+    """
+
+    group: ChunkGroup
+
+    @property
+    def kept(self) -> int:
+        return self.group.micro_batches * super().kept
+
+    @property
+    def deferred(self) -> int:
+        return self.group.micro_batches * super().deferred
+
+    @property
+    def forward(self) -> int:
+        return max(
+            self._beside(last, max(passed, last.entering)) + last.entering + last.unit.forward
+            for last, passed in self._rows()
+        )
+
+    @property
+    def backward(self) -> int:
+        return max(
+            self._beside(last, passed) + last.unit.input + last.unit.backward + last.unit.output
+            for last, passed in self._rows()
+        )
+
+    def _beside(self, last: _Last, each: int) -> int:
+        """Bytes beside a micro-batch in the row of a unit, where every other one has `each` from there on."""
+        return self.group.micro_batches * last.before + (self.group.micro_batches - 1) * each
+
+    def _rows(self) -> Iterator[tuple[_Last, int]]:
+        """Units whose rows may hold most, each with the bytes of a micro-batch that has passed it in forward, and not
+        yet in backward: the last unit of each run, and the one before the chunk's last.
+        """
+        *others, top = self._walk()
+        unit, count = self.runs[-1]
+        if count > 1:
+            others.append(_Last(unit, top.before - unit.kept - unit.input, top.entering))
+        for last in others:
+            yield last, last.unit.kept + last.unit.input + last.unit.output
+        if self.group.turns_back:
+            yield top, top.entering  # the gradient of the head's input, as large as that
+        else:
+            yield top, top.unit.kept + top.unit.input + top.unit.output * self.group.stays
+
+
+def chunk_bytes(
+    plan: ActivationPlan, spec: StageSpec, table: RecomputeTable, group: ChunkGroup | None = None
+) -> ChunkBytes:
+    """The activations of the chunk `spec` under a table of what is computed again. group: in vertical order."""
+    return of_units(plan, spec, [(table[number] if table else NONE, 1) for number in spec.blocks], group)
+
+
+def of_units(
+    plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]], group: ChunkGroup | None = None
+) -> ChunkBytes:
+    """The chunk whose blocks are these, in runs of equal ones: (what is computed again, how many). group: as above."""
+    kinds = [(kind, count) for kind, count in blocks if count]
+    runs = [(plan.block(kind), count) for kind, count in kinds]
+    if runs and spec.has_embedding and not plan.trains_all:  # no gradient comes out of a frozen embedding
+        runs[:1] = [(plan.block(kinds[0][0], graded=False), 1), (runs[0][0], runs[0][1] - 1)]
+    if spec.has_embedding:
+        runs.insert(0, (plan.embedding, 1))
+    if spec.has_head:
+        runs.append((plan.head, 1))
+    entering = 0 if spec.has_embedding else plan.hidden_bytes
+    equal = tuple(run for run in runs if run[1])
+    return ChunkBytes(equal, entering) if group is None else GroupBytes(equal, entering, group)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A computation of a stage's list, and what lives beside it.
+
+    op    of the computation
+    chunk the stage's own number of its chunk
+    live  for each chunk, the micro-batches whose activations are kept, those of a backward itself included
+    late  for each chunk, the micro-batches that wait for the weights' half of their backward
+    """
+
+    op: Kind
+    chunk: int
+    live: tuple[int, ...]
+    late: tuple[int, ...]
+
+
+_PASSES: Mapping[Kind, tuple[int, int]] = MappingProxyType(
+    {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (-1, 1), Op.BACKWARD_WEIGHT: (0, -1)}
+)
+"""What a computation adds to `Moment.live`, and to `Moment.late`."""
+
+
+def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
+    """The computations of a list, each kind of moment once. A pass without backward keeps nothing."""
+    live, late, met = [0] * chunks, [0] * chunks, dict[Moment, None]()
+    for i in instructions:
+        if not i.is_compute:
+            continue
+        met[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
+        begins, waits = _PASSES[i.op]
+        live[i.chunk] += begins
+        late[i.chunk] += waits
+    return list(met)
+
+
+def binding(when: Sequence[Moment]) -> list[Moment]:
+    """Those of these moments at which some choice may hold the most bytes: beside others of their kind more lives."""
+
+    def covers(more: Moment, less: Moment) -> bool:
+        return all(a >= b for a, b in zip(more.live + more.late, less.live + less.late, strict=True))
+
+    of_kinds: dict[tuple[Kind, int], list[Moment]] = {}
+    for moment in sorted(when, key=lambda moment: sum(moment.live + moment.late), reverse=True):
+        known = of_kinds.setdefault((moment.op, moment.chunk), [])
+        if not any(covers(more, moment) for more in known):
+            known.append(moment)
+    return [moment for of_kind in of_kinds.values() for moment in of_kind]
+
+
+def share(moment: Moment, number: int, chunk: ChunkBytes) -> int:
+    """The most bytes of one of a stage's chunks within a computation."""
+    kept = moment.live[number] * chunk.kept + moment.late[number] * chunk.deferred
+    if moment.chunk != number or moment.op is Op.BACKWARD_WEIGHT:
+        return kept
+    return kept + (chunk.forward if moment.op is Op.FORWARD else chunk.backward - chunk.kept)
+
+
+def peak_bytes(instructions: Sequence[Instruction], chunks: Sequence[ChunkBytes]) -> int:
+    """The most bytes of activations that a stage holds within its list, without messages on their way."""
+    when = moments(instructions, len(chunks))
+    return max(sum(share(moment, i, chunk) for i, chunk in enumerate(chunks)) for moment in when)

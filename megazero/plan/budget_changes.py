@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from megazero.config.checks_layout import least_buffer
-from megazero.config.derive import bucket_size, tiers
+from megazero.config.derive import bucket_size, tiers, writes_activations
 from megazero.config.inventory import parameters
 from megazero.config.options import run_options
 from megazero.config.placement import applied
@@ -21,9 +21,9 @@ from megazero.config.source import ConfigError
 from megazero.config.tiers import ALIGNMENT, Tier, TierShare
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import Axes, axes_of
-from megazero.plan.bytes import has_nccl
-from megazero.plan.leaving import buffer_problems, writes_activations
+from megazero.plan.rank_state import has_nccl
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
+from megazero.plan.step_lists import buffer_problems
 from megazero.plan.step_memory import TierPeaks, run_peaks
 from megazero.plan.traffic import unit_problems
 

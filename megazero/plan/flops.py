@@ -54,7 +54,8 @@ def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
 def recomputed_flops(model: ModelConfig, samples: int, table: RecomputeTable) -> int:
     """The operations that recompute adds to one training step. With the model's they are the hardware's operations.
 
-    table: what is computed again of every block: nothing, the attention core, or the block.
+    table: what is computed again of every block: nothing, the attention core, or the block
+    (`plan.recompute.recompute_table`).
     """
     again = {NONE: 0, SELECTIVE: attention_core_flops(model), FULL: block_flops(model)}
     return samples * sum(again[kind] for kind in table)
@@ -78,8 +79,3 @@ def step_flops(run: Run) -> int:
         if run.lora.lora_rank is None
         else adapter_flops(run.model, 1, trained_parameters(run))
     )
-
-
-def recompute_step_flops(run: Run, table: RecomputeTable) -> int:
-    """The operations that recompute adds to `step_flops`, for one sample. table: `plan.recompute.recompute_table`."""
-    return recomputed_flops(run.model, 1, table)

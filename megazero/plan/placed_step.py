@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,15 +12,14 @@ from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.bytes import StageBytes, stage_bytes, stage_shape
-from megazero.plan.offloaded import NOTHING, least_moved
-from megazero.plan.rates import MachineRates
-from megazero.plan.step_lists import StageLists, activation_pieces
-from megazero.plan.step_memory import step_fullest
-from megazero.plan.step_times import step_times
+from megazero.plan.rank_state import NOTHING, StageBytes, stage_bytes, stage_state
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import StageMemory
+from megazero.plan.step_times import MachineRates, step_times
+from megazero.plan.traffic import least_moved
 from megazero.program.instruction import Instruction, Lane
-from megazero.program.processors import SHARED_LANES
 from megazero.program.simulate import step_time
+from megazero.program.simulated_rank import SHARED_LANES
 from megazero.program.times import ChunkTimes
 
 STEPS = 3
@@ -70,9 +69,7 @@ class Machine:
 
     def __init__(self, run: Run, cluster: Cluster, rates: MachineRates) -> None:
         self.run, self.cluster, self.rates = run, cluster, rates
-        self._walks: dict[Settings, list[Walked]] = {}
-        self._states: dict[Settings, list[StageBytes]] = {}
-        self._moved: dict[Settings, list[dict[Lane, int]]] = {}
+        self._known: dict[tuple[str, Settings], list[Any]] = {}
 
     def placed(self, settings: Mapping[str, Any]) -> PlacedStep:
         """The step of the run with these settings."""
@@ -80,33 +77,33 @@ class Machine:
 
     def states(self, step: PlacedStep) -> list[StageBytes]:
         """The model state of a rank of each stage, which no setting in `NO_STATE` changes."""
-        key = step.without(NO_STATE)
-        if key not in self._states:
-            self._states[key] = stage_bytes(step.run, self.cluster.axes)
-        return self._states[key]
+        return self._once("states", step.without(NO_STATE), lambda: stage_bytes(step.run, self.cluster.axes))
 
     def moved(self, step: PlacedStep) -> list[dict[Lane, int]]:
         """The least bytes of model state that a rank of each stage moves in a step, by lane."""
-        key, axes = step.without(NO_STATE), self.cluster.axes
-        if key not in self._moved:
-            self._moved[key] = [least_moved(stage_shape(step.run, axes, stage)) for stage in range(axes.pp)]
-        return self._moved[key]
+        states = (stage_state(step.run, self.cluster.axes, stage) for stage in range(self.cluster.axes.pp))
+        return self._once("moved", step.without(NO_STATE), lambda: [least_moved(state.shape) for state in states])
 
     def walks(self, step: PlacedStep) -> list[Walked]:
         """By stage what a walk through its list finds. It does not depend on the share of the optimizer state that is
         away, but where an update on the device has to fetch its gradients.
         """
-        key = step.settings if step.fetches else step.without(("offload_optimizer",))
-        if key not in self._walks:
-            self._walks[key] = [self._walk(step, stage) for stage in range(self.cluster.axes.pp)]
-        return self._walks[key]
+        settings = step.settings if step.fetches else step.without(("offload_optimizer",))
+        stages = range(self.cluster.axes.pp)
+        return self._once("walks", settings, lambda: [self._walk(step, stage) for stage in stages])
+
+    def _once(self, what: str, settings: Settings, found: Callable[[], list[Any]]) -> list[Any]:
+        """What is found for these settings, at the first time."""
+        if (what, settings) not in self._known:
+            self._known[what, settings] = found()
+        return self._known[what, settings]
 
     def _walk(self, step: PlacedStep, stage: int) -> Walked:
         # without optimizer state, which is there all the time, one walk serves all shares: `device` adds the state
-        state, kind = replace(step.states[stage], optimizer=0, elsewhere=NOTHING), self.cluster.kind
-        fullest, pieces = step_fullest(step.lists, stage, state, kind), activation_pieces(step.lists.of(stage))
-        files = pieces.file_bytes(len(self.run.offload.nvme_path))
-        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + pieces.buffers, files)
+        state = replace(step.states[stage], optimizer=0, elsewhere=NOTHING)
+        memory = StageMemory(step.lists, stage, state, self.cluster.kind)
+        fullest, resting = memory.fullest, memory.resting
+        return Walked(Peak(fullest.nbytes, stage, fullest.instruction), fullest.host + resting.host, resting.disk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +158,7 @@ class PlacedStep:
         return min(share, 100)
 
     @cached_property
-    def host(self) -> int:
+    def host_bytes(self) -> int:
         """The most bytes of a rank in host memory: state, slots, buffers of files, and activations."""
         walks = zip(self.states, self.machine.walks(self), strict=True)
         return max(state.elsewhere.memory + walked.host for state, walked in walks)
@@ -169,10 +166,6 @@ class PlacedStep:
     @property
     def device_bytes(self) -> int:
         return self.device.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        return self.host
 
     @cached_property
     def disk(self) -> int:

@@ -31,10 +31,10 @@ from megazero.config.placement import ROWS, PlacementRow, as_flags
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
-from megazero.plan.leaving import buffer_problems
 from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
-from megazero.program.error import ProgramError
+from megazero.plan.step_lists import buffer_problems
+from megazero.program.instruction import ProgramError
 
 COLUMNS = tuple(row for row in ROWS.values() if row.column)
 FIRST = "offload_optimizer"
@@ -351,11 +351,11 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         )
     hosted = [step for step in fits if not limits.excess(step).host]
     if not hosted:
-        nearest = min(fits, key=lambda step: step.host)
+        nearest = min(fits, key=lambda step: step.host_bytes)
         return (
-            f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one "
-            f"with least in host memory takes {nearest.host:,} bytes there, with {as_flags(dict(nearest.settings))}; "
-            f"nearest: that budget, a smaller --nvme-buffer-bytes{more}"
+            f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one with "
+            f"least in host memory takes {nearest.host_bytes:,} bytes there, with "
+            f"{as_flags(dict(nearest.settings))}; nearest: that budget, a smaller --nvme-buffer-bytes{more}"
         )
     nearest = min(hosted, key=limits.of_memory)
     if limits.excess(nearest).memory:

@@ -29,8 +29,8 @@ from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import attention_support, attention_workload, schedules, step_options
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
-from megazero.plan.activations import ActivationPlan
-from megazero.plan.chunk_bytes import (
+from megazero.plan.activations import (
+    ActivationPlan,
     ChunkBytes,
     ChunkGroup,
     Moment,
@@ -43,7 +43,7 @@ from megazero.plan.chunk_bytes import (
 )
 from megazero.plan.flops import attention_core_flops, block_flops
 from megazero.plan.knapsack import OptionGroup, select
-from megazero.plan.shapes import micro_batches_of
+from megazero.plan.rank_state import micro_batches_of
 from megazero.program.instruction import Instruction, Op
 from megazero.system import device as devices
 

@@ -1,8 +1,8 @@
 """One search, for all who ask which change of a run fits, or is fastest: candidates, limits, costs and a bound.
 
 Three questions are asked of it. Which changes of a run keep its budgets of memory (`plan.budget_changes`)? How large
-may groups of micro-batches be (`plan.order`)? What should lie where (`plan.placement`)? A candidate is a run, and what
-the run takes is found by walking its step's list, so few should be tried.
+may groups of micro-batches be (`plan.budgets`)? What should lie where (`plan.placement`)? A candidate is a run, and
+what the run takes is found by walking its step's list, so few should be tried.
 
 What backward computes again under a budget of activations is another search (`plan.knapsack`). There is no list to walk
 for a candidate: what the chunks of a stage take adds up, and four chunks of eleven blocks have 37 million combinations.

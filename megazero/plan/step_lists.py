@@ -1,26 +1,77 @@
-"""The lists of a step on all stages of a run, and what of activations each writes to disks, by arithmetic."""
+"""The lists of a step on all stages of a run, by arithmetic; what each unit of a stage keeps of a micro-batch, and what
+of that leaves the device (--offload-activations), up to the pieces that are written to disks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megazero.config.derive import writes_activations
 from megazero.config.schema import Run
+from megazero.config.tiers import plain_unit
 from megazero.disk.backend import DiskOptions
-from megazero.disk.layout import SwapLayout
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
-from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.leaving import with_kept
-from megazero.plan.shapes import micro_batches_of, shape_of
-from megazero.program.border import Border
+from megazero.pipeline.stage_specs import specs_of_stage, unit_names
+from megazero.plan.activations import chunk_bytes
+from megazero.plan.rank_state import RankState, micro_batches_of, swap_file_bytes
+from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.plan.tape import UnitBytes
 from megazero.program.checker import check
-from megazero.program.instruction import Instruction, Op
-from megazero.program.passes.leaving_disks import buffer_bytes, largest_unit, most_pieces
+from megazero.program.instruction import WRITE_ACTIVATIONS, Instruction
+from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces
 from megazero.program.passes.vertical import turn
+from megazero.program.scope import Border
 from megazero.program.shape import RankShape, without_state
 from megazero.program.step import gathered_budget, settling_list, training_step
+from megazero.system import device as devices
+
+
+def unit_bytes(run: Run, axes: Axes, stage: int, kind: str) -> tuple[tuple[UnitBytes, ...], ...]:
+    """The bytes of a stage's units, by its own number of a chunk and by unit. kind: of device, cpu or cuda."""
+    plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
+    chunks = [chunk_bytes(plan, spec, table) for spec in specs_of_stage(run, stage)]
+    return tuple(tuple(unit for unit, count in chunk.runs for _ in range(count)) for chunk in chunks)
+
+
+def with_kept(shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
+    """The shape of a rank of this stage with what its units keep, where a list asks for that: where activations leave
+    the device. Raises ConfigError as `plan.recompute.recompute_table` does.
+    """
+    if not run.offload.offload_activations:
+        return shape
+    return shape.keeping(leaving_bytes(run, axes, stage, devices.kind(run.parallel.device)))
+
+
+def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]]:
+    """The bytes that each unit of a stage keeps, by chunk and unit, and 0 of one that is not among those that leave.
+    kind: of device, cpu or cuda.
+    """
+    leaves, names = run.offload.offload_activations, [unit_names(spec) for spec in specs_of_stage(run, stage)]
+    sizes = [[unit.kept + unit.input for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
+    return [
+        [size * (not leaves.units or leaves.names([plain_unit(name)])) for size, name in zip(*chunk, strict=True)]
+        for chunk in zip(sizes, names, strict=True)
+    ]
+
+
+def buffer_problems(run: Run, axes: Axes, kind: str) -> list[str]:
+    """A sentence if --nvme-buffer-bytes does not hold the buffers of activations on their way to disks. kind: of
+    device, cpu or cuda. Raises ConfigError as `plan.recompute.recompute_table` does.
+    """
+    if not writes_activations(run):
+        return []
+    largest = largest_unit(chunk for stage in range(axes.pp) for chunk in leaving_bytes(run, axes, stage, kind))
+    least, room = LEAST_BUFFERS * buffer_bytes(largest), run.offload.nvme_buffer_bytes
+    if least <= room:
+        return []
+    return [
+        f"--nvme-buffer-bytes {room} does not hold {LEAST_BUFFERS} times what a unit of the model keeps of a "
+        f"micro-batch, as --offload-activations {run.offload.offload_activations} needs; nearest: --nvme-buffer-bytes "
+        f"{least}"
+    ]
 
 
 @dataclass(frozen=True)
@@ -43,11 +94,13 @@ class ActivationPieces:
     buffer_bytes  of each host buffer through which they pass, and of each piece
     count         of pieces: the most graphs that have one at a time, in a step of the whole global batch
     written       graphs that are written in a step, and read again
+    files         bytes of the rank's files
     """
 
     buffer_bytes: int = 0
     count: int = 0
     written: int = 0
+    files: int = 0
 
     @property
     def pieces(self) -> dict[str, int]:
@@ -63,19 +116,6 @@ class ActivationPieces:
     def buffers(self) -> int:
         """Bytes of host memory through which the files are read and written."""
         return DiskOptions().memory_bytes if self.count else 0
-
-    def file_bytes(self, folders: int) -> int:
-        """Bytes of a rank's files in so many folders."""
-        return sum(SwapLayout(self.pieces, (1.0,) * folders, slots=1).file_bytes) if self.count else 0
-
-
-def activation_pieces(step: StageStep) -> ActivationPieces:
-    """What of the activations of this list goes to disks."""
-    writes = [i for i in step.instructions if i.op is Op.WRITE_ACTIVATIONS]
-    if not writes:
-        return ActivationPieces()
-    size = buffer_bytes(largest_unit(step.shape.kept))
-    return ActivationPieces(size, most_pieces(step.instructions), len(writes))
 
 
 class StageLists:
@@ -95,17 +135,24 @@ class StageLists:
             self._made[stage] = self._step(stage, owed=step_options(self.run).late)
         return self._made[stage]
 
+    def activations(self, stage: int) -> ActivationPieces:
+        """What of the activations of a stage's list goes to disks."""
+        step = self.of(stage)
+        written = sum(i.op == WRITE_ACTIVATIONS for i in step.instructions)
+        if not written:
+            return ActivationPieces()
+        size = buffer_bytes(largest_unit(step.shape.kept))
+        to_disks = ActivationPieces(size, most_pieces(step.instructions), written)
+        return replace(to_disks, files=swap_file_bytes(self.run, to_disks.pieces, slots=1))
+
     def schedule(self) -> tuple[list[tuple[Instruction, ...]], list[RankShape]]:
         """The computations and transfers of all stages, and shapes without model state."""
-        groups, specs = step_options(self.run).groups(self.micro_batches), stage_specs(self.run)
-        units = [
-            [len(unit_names(specs[number])) for number in chunks_of(self.run).of(stage)]
-            for stage in range(self.axes.pp)
-        ]
-        shapes, lists = [without_state(counts) for counts in units], list[tuple[Instruction, ...]]()
-        for stage, shape in enumerate(shapes):
+        groups = step_options(self.run).groups(self.micro_batches)
+        shapes, lists = list[RankShape](), list[tuple[Instruction, ...]]()
+        for stage in range(self.axes.pp):
+            shapes.append(without_state(len(unit_names(spec)) for spec in specs_of_stage(self.run, stage)))
             schedule = schedules(self.run, stage)(self.micro_batches)
-            lists.append(schedule if groups is None else turn(schedule, shape, groups))
+            lists.append(schedule if groups is None else turn(schedule, shapes[-1], groups))
         return lists, shapes
 
     def check(self) -> None:
@@ -139,5 +186,5 @@ class StageLists:
         )
 
     def _shape(self, stage: int) -> RankShape:
-        shape = shape_of(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl)
+        shape = RankState(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl).shape
         return with_kept(shape, self.run, self.axes, stage)

@@ -8,112 +8,22 @@ their sum counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from megazero.config.dtypes import grad_reduce_dtype, state_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
-from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.bytes import StageBytes, has_nccl, stage_bytes
-from megazero.plan.leaving import unit_bytes
+from megazero.pipeline.stage_specs import chunks_of, specs_of_stage, unit_names
+from megazero.plan.rank_state import StageBytes, has_nccl, stage_bytes
 from megazero.plan.recompute import activation_plan
-from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.step_lists import ActivationPieces, StageLists, unit_bytes
 from megazero.program.instruction import Instruction
-from megazero.program.memory import MemoryColumn, Sample
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import Fullest, fullest, host_buffers, peak, spare_buffers
 from megazero.program.scope import Scope
-from megazero.program.simulate import IN_FLIGHT
-from megazero.program.step_bytes import StepBytes, UnitSizes
-from megazero.program.trace import MemoryTrace, trace
-
-
-def stage_trace(steps: StageLists, stage: int, state: StageBytes, kind: str) -> MemoryTrace:
-    """The memory of a rank of this stage, whose model state takes `state`.
-
-    kind: of device, cpu or cuda. It decides the body of attention, and so what attention keeps.
-    """
-    run, specs = steps.run, stage_specs(steps.run)
-    units = {
-        (chunk, unit): words
-        for chunk, number in enumerate(chunks_of(run).of(stage))
-        for unit, words in enumerate(unit_names(specs[number]))
-    }
-    return trace(rank_words(stage, steps.axes), *_walked(steps, stage, state, kind), units)
-
-
-def step_peak(steps: StageLists, stage: int, state: StageBytes, kind: str) -> Sample:
-    """The peak of `stage_trace` alone."""
-    instructions, scope, sizes = _walked(steps, stage, state, kind)
-    return peak(instructions, scope, sizes, spare_buffers(instructions, scope, sizes))
-
-
-def step_fullest(steps: StageLists, stage: int, state: StageBytes, kind: str) -> Fullest:
-    """The number of bytes of `step_peak`, and those of `host_bytes`."""
-    return fullest(*_walked(steps, stage, state, kind))
-
-
-def rank_of(stage: int, stages: int) -> str:
-    """Whose memory it is, where the number of stages is told beside it."""
-    return f"a rank of stage {stage}" if stages > 1 else "a rank"
-
-
-def rank_words(stage: int, axes: Axes) -> str:
-    """Whose memory it is, with the number of stages."""
-    return rank_of(stage, axes.pp) + f" of {axes.pp}" * (axes.pp > 1)
-
-
-def _walked(
-    steps: StageLists, stage: int, state: StageBytes, kind: str
-) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
-    """What a walk through the list of a stage's rank needs."""
-    run, step, plan = steps.run, steps.of(stage), activation_plan(steps.run, kind)
-    in_flight, cast = _reductions(run)
-    sizes = StepBytes(
-        hidden=plan.hidden_bytes,
-        units=unit_bytes(run, steps.axes, stage, kind),
-        optimizer=state.optimizer,
-        host=state.elsewhere.memory if kind == "cpu" else 0,
-        host_buffer=activation_pieces(step).buffer_bytes,
-        feedback=state.feedback,
-        logits=plan.logits if kind == "cpu" and state.head else 0,
-        in_flight=in_flight,
-        cast=cast,
-    )
-    return step.instructions, _scope(steps, stage), sizes
-
-
-def _scope(steps: StageLists, stage: int) -> Scope:
-    step = steps.of(stage)
-    return Scope(step.shape, chunks_of(steps.run).count, border=step.border)
-
-
-def spare_bytes(steps: StageLists, stage: int) -> int:
-    """The bytes of the pool of spare buffers for whole gradients (`zero.storage.BufferPool`) between two steps, on a
-    rank of this stage. It is 0 where gradients are whole anyway.
-    """
-    step = steps.of(stage)
-    units = tuple((UnitSizes(),) * len(chunk) for chunk in step.shape.units)
-    in_flight, cast = _reductions(steps.run)
-    sizes = StepBytes(0, units, in_flight=in_flight, cast=cast)
-    return sum(spare_buffers(step.instructions, _scope(steps, stage), sizes))
-
-
-def host_bytes(steps: StageLists, stage: int, kind: str) -> int:
-    """Bytes of host memory in which the activations of a rank of this stage wait for their backward. kind: as in
-    `stage_trace`.
-    """
-    step, units = steps.of(stage), unit_bytes(steps.run, steps.axes, stage, kind)
-    sizes = StepBytes(0, units, host_buffer=activation_pieces(step).buffer_bytes)
-    return sum(host_buffers(step.instructions, _scope(steps, stage), sizes))
-
-
-def _reductions(run: Run) -> tuple[int, float]:
-    """`StepBytes.in_flight` and `cast`."""
-    gradient = state_dtype(run.optimizer.precision)
-    reduced = grad_reduce_dtype(run.optimizer.precision, run.parallel.grad_reduce_dtype)
-    cast = 0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize
-    return IN_FLIGHT if run.parallel.overlap else 0, cast
+from megazero.program.shape import IN_FLIGHT
+from megazero.program.trace import MemoryTrace, TierBytes, trace
 
 
 @dataclass(frozen=True)
@@ -146,27 +56,131 @@ class TierPeaks:
         return self.device_bytes + self.host_bytes
 
 
+@dataclass(frozen=True, eq=False)
+class StageMemory:
+    """The memory of a rank of a stage in a training step. Each number is found when it is first asked for.
+
+    state  the bytes of its model state
+    kind   of device, cpu or cuda. It decides the body of attention, and so what attention keeps
+    """
+
+    steps: StageLists
+    stage: int
+    state: StageBytes
+    kind: str
+
+    @cached_property
+    def activations(self) -> ActivationPieces:
+        """What of its activations goes to disks."""
+        return self.steps.activations(self.stage)
+
+    @cached_property
+    def _walked(self) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
+        """What a walk through its list needs."""
+        run, state, on_cpu = self.steps.run, self.state, self.kind == "cpu"
+        plan, (instructions, scope, sizes) = activation_plan(run, self.kind), self._without_units
+        sizes = replace(
+            sizes,
+            hidden=plan.hidden_bytes,
+            units=unit_bytes(run, self.steps.axes, self.stage, self.kind),
+            optimizer=state.optimizer,
+            host=state.elsewhere.memory if on_cpu else 0,
+            host_buffer=self.activations.buffer_bytes,
+            feedback=state.feedback,
+            logits=plan.logits if on_cpu and state.head else 0,
+        )
+        return instructions, scope, sizes
+
+    @property
+    def _without_units(self) -> tuple[tuple[Instruction, ...], Scope, StepBytes]:
+        """The same, where units and hidden states have no bytes."""
+        run, step = self.steps.run, self.steps.of(self.stage)
+        gradient = state_dtype(run.optimizer.precision)
+        reduced = grad_reduce_dtype(run.optimizer.precision, run.parallel.grad_reduce_dtype)
+        sizes = StepBytes(
+            0,
+            tuple((UnitSizes(),) * len(chunk) for chunk in step.shape.units),
+            in_flight=IN_FLIGHT if run.parallel.overlap else 0,
+            cast=0.0 if reduced == gradient else reduced.itemsize / gradient.itemsize,
+        )
+        return step.instructions, Scope(step.shape, chunks_of(run).count, border=step.border), sizes
+
+    @property
+    def trace(self) -> MemoryTrace:
+        """The memory at each instruction of its list."""
+        units = {
+            (chunk, unit): words
+            for chunk, spec in enumerate(specs_of_stage(self.steps.run, self.stage))
+            for unit, words in enumerate(unit_names(spec))
+        }
+        return trace(rank_words(self.stage, self.steps.axes), *self._walked, units)
+
+    @property
+    def fullest(self) -> Fullest:
+        """The number of bytes of the peak of `trace`, and of `waiting`."""
+        return fullest(*self._walked)
+
+    @property
+    def spare(self) -> int:
+        """The bytes of the pool of spare buffers for whole gradients (`zero.storage.BufferPool`) between two steps. It
+        is 0 where gradients are whole anyway.
+        """
+        # Under a budget of activations, units are not known before a card has tried its bodies of attention.
+        return sum(spare_buffers(*self._without_units))
+
+    @cached_property
+    def waiting(self) -> int:
+        """Bytes of host memory in which activations wait for their backward."""
+        return sum(host_buffers(*self._walked))
+
+    @property
+    def resting(self) -> TierBytes:
+        """What lies in host memory and in files all the time: state, slots, and buffers of the files."""
+        off, pieces = self.state.elsewhere, self.activations
+        return TierBytes(0, off.memory + pieces.buffers, off.files + pieces.files)
+
+    @cached_property
+    def peaks(self) -> TierPeaks:
+        """The most bytes in every tier."""
+        fullest_moment, off = peak(*self._walked, spare_buffers(*self._walked)), self.state.elsewhere
+        # on a CPU the walk counts them, as host memory is the device's: here they are the host's
+        elsewhere = MemoryColumn.OFFLOADED, MemoryColumn.HOST
+        host = {
+            "model state": off.host,
+            "model state on its way": off.slots,
+            "buffers of the swap files": off.buffers + self.activations.buffers,
+            "activations": self.waiting if self.steps.run.offload.offload_activations else 0,
+        }
+        return TierPeaks(
+            self.stage,
+            {column.value: size for column, size in fullest_moment.columns.items() if column not in elsewhere},
+            f"number {fullest_moment.number} of its list, {fullest_moment.instruction}",
+            {what: size for what, size in host.items() if size},
+            self.resting.disk,
+        )
+
+
+def stage_memories(steps: StageLists, kind: str) -> list[StageMemory]:
+    """The memory of a rank of each stage."""
+    return [StageMemory(steps, stage, state, kind) for stage, state in enumerate(stage_bytes(steps.run, steps.axes))]
+
+
 class RunPeaks:
     """The peaks of a run's stages. Each is computed when it is first asked for: of long lists that can take seconds.
 
-    kind: of device, cpu or cuda, as in `plan.step_memory.stage_trace`.
+    kind: of device, cpu or cuda, as in `StageMemory`.
     """
 
     def __init__(self, run: Run, axes: Axes, kind: str) -> None:
-        self._kind, self._axes = kind, axes
-        self._steps = StageLists(run, axes, nccl=has_nccl(run.parallel, axes))
-        self._states = stage_bytes(run, axes)
-        self._found: dict[int, TierPeaks] = {}
+        self._stages = stage_memories(StageLists(run, axes, nccl=has_nccl(run.parallel, axes)), kind)
 
     def of(self, stage: int) -> TierPeaks:
         """Raises ConfigError as `plan.recompute.recompute_table` does."""
-        if stage not in self._found:
-            self._found[stage] = tier_peaks(self._steps, stage, self._states[stage], self._kind)
-        return self._found[stage]
+        return self._stages[stage].peaks
 
     def every(self) -> list[TierPeaks]:
         """Of all stages."""
-        return [self.of(stage) for stage in range(self._axes.pp)]
+        return [stage.peaks for stage in self._stages]
 
 
 @cache
@@ -175,22 +189,11 @@ def run_peaks(run: Run, axes: Axes, kind: str) -> RunPeaks:
     return RunPeaks(run, axes, kind)
 
 
-def tier_peaks(steps: StageLists, stage: int, state: StageBytes, kind: str) -> TierPeaks:
-    """The bytes of a rank of this stage, whose model state takes `state`."""
-    peak, off = step_peak(steps, stage, state, kind), state.elsewhere
-    pieces = activation_pieces(steps.of(stage))
-    # on a CPU the walk counts them, as host memory is the device's: here they are the host's
-    elsewhere = MemoryColumn.OFFLOADED, MemoryColumn.HOST
-    host = {
-        "model state": off.memory - off.slots - off.buffers,
-        "model state on its way": off.slots,
-        "buffers of the swap files": off.buffers + pieces.buffers,
-        "activations": host_bytes(steps, stage, kind) if steps.run.offload.offload_activations else 0,
-    }
-    return TierPeaks(
-        stage,
-        {column.value: size for column, size in peak.columns.items() if column not in elsewhere},
-        f"number {peak.number} of its list, {peak.instruction}",
-        {what: size for what, size in host.items() if size},
-        off.files + pieces.file_bytes(len(steps.run.offload.nvme_path)),
-    )
+def rank_of(stage: int, stages: int) -> str:
+    """Whose memory it is, where the number of stages is told beside it."""
+    return f"a rank of stage {stage}" if stages > 1 else "a rank"
+
+
+def rank_words(stage: int, axes: Axes) -> str:
+    """Whose memory it is, with the number of stages."""
+    return rank_of(stage, axes.pp) + f" of {axes.pp}" * (axes.pp > 1)

@@ -1,21 +1,28 @@
-"""What the ranks of a run send each other of gradients and parameters: by formula, and what a step's list gathers.
+"""What moves in a step: what the ranks of a run send each other of gradients and parameters, by formula, what a step's
+list gathers, and what of a rank's model state moves between its tiers.
 
 Gathered for each use are sharded parameters (ZeRO-3) and frozen matrices that are stored as codes (--lora-base-bits).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megazero.config.derive import gathers_parameters
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
-from megazero.pipeline.stage_specs import chunks_of, stage_specs, unit_names
-from megazero.plan.bytes import stage_shape
+from megazero.pipeline.stage_specs import specs_of_stage, unit_names
+from megazero.plan.rank_state import stage_state
 from megazero.plan.step_lists import StageLists
-from megazero.program.instruction import Op
-from megazero.program.passes.gathers import least_bytes
-from megazero.program.traffic import message_bytes
+from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.passes.gathers import least_bytes, loads_of
+from megazero.program.passes.updates import updates_of
+from megazero.program.shape import RankShape
+from megazero.program.traffic import message_bytes, traffic
+
+MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK, Lane.HOST)
+"""The lanes on which state moves between the device, host memory and disks, and that of updates in host memory."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,14 @@ def unit_problems(run: Run, axes: Axes) -> list[str]:
 
 def largest_unit(run: Run, axes: Axes) -> tuple[int, int, str]:
     """(bytes of parameters to gather, stage, name) of the unit with the most: the smallest budget."""
-    units = [(most, stage, name) for stage in range(axes.pp) for most, name in _units(run, axes, stage)]
-    return max(units, key=lambda unit: unit[0])
+    sizes = list[tuple[int, int, str]]()
+    for stage in range(axes.pp):
+        shape = stage_state(run, axes, stage).shape
+        for units, spec in zip(shape.units, specs_of_stage(run, stage), strict=True):
+            for unit, name in zip(units, unit_names(spec), strict=True):
+                read = {bucket for bucket in (*unit.forward, *unit.backward) if shape.buckets[bucket].gathered}
+                sizes.append((shape.bytes_of(read), stage, name))
+    return max(sizes, key=lambda size: size[0])
 
 
 def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
@@ -123,12 +136,16 @@ def gathered_bytes(steps: StageLists, stage: int) -> GatheredBytes | None:
     return GatheredBytes(stage, step.budget, gathered, least_bytes(listed, shape, step.budget, search=searched))
 
 
-def _units(run: Run, axes: Axes, stage: int) -> list[tuple[int, str]]:
-    """(bytes to gather, name) of each unit of a stage."""
-    shape, specs = stage_shape(run, axes, stage), stage_specs(run)
-    sizes: list[tuple[int, str]] = []
-    for units, number in zip(shape.units, chunks_of(run).of(stage), strict=True):
-        for unit, name in zip(units, unit_names(specs[number]), strict=True):
-            read = {bucket for bucket in (*unit.forward, *unit.backward) if shape.buckets[bucket].gathered}
-            sizes.append((shape.bytes_of(read), name))
-    return sizes
+def least_moved(shape: RankShape) -> dict[Lane, int]:
+    """The least bytes that a step moves, by lane (`MOVES`): each bucket is loaded once and updated. Sums of
+    gradients do not count.
+    """
+    loaded = (number for number, bucket in enumerate(shape.buckets) if bucket.is_loaded)
+    loads = [i for number in loaded for i in loads_of(number, shape)]
+    return moved_in_step([*loads, *updates_of(shape.trained, shape)], shape)
+
+
+def moved_in_step(instructions: Iterable[Instruction], shape: RankShape) -> dict[Lane, int]:
+    """Bytes of model state that a step moves, by lane; of updates in host memory those of gradients."""
+    state = [i for i in instructions if i.buckets and i.lane in MOVES]
+    return dict.fromkeys(MOVES, 0) | traffic(state, shape)

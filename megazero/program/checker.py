@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from megazero.program.border import ON_TIME, Border
 from megazero.program.effects import effects
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import RELEASE, Instruction, Op, ProgramError
 from megazero.program.moves import IllegalMove, Moves
-from megazero.program.scope import Scope
+from megazero.program.scope import ON_TIME, Border, Scope
 from megazero.program.shape import RankShape
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
@@ -247,7 +245,7 @@ class _Walk:
                     "of units have still to add to it"
                 )
             if bucket.gathered:
-                self.gathered += bucket.parameter_bytes * ((i.op is Op.GATHER) - (i.op is Op.RELEASE))
+                self.gathered += bucket.parameter_bytes * ((i.op is Op.GATHER) - (i.op == RELEASE))
         if i.op is Op.GATHER and self.budget is not None and self.gathered > self.budget:
             raise self._refuse(f"makes {self.gathered} bytes of gathered parameters, the budget is {self.budget}")
 

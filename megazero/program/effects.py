@@ -7,14 +7,14 @@ what is not there, or makes what is there already.
 
 A gradient goes through `GRADIENT` (summed by backwards), `INSIDE` (reduced among the ranks that share the shards, where
 others hold the same shard), `REDUCED`, and `SUMMED` (over tp, where it was partial). Each exists only where the next
-step needs it. With late updates (`program.border`) what a list leaves is `OWED` in the next one. A bucket whose update
+step needs it. With late updates (`program.scope`) what a list leaves is `OWED` in the next one. A bucket whose update
 is owed has no `SHARD` and no `PARAMETERS` that something could read.
 
 A bucket may be updated in parts, some of them in host memory. From its last reduction to its next use each part has
 values of its own: gradient, `SHARD`, and `PARAMETERS` unless ranks gather them.
 
-Activations that leave the device are `HOST_ACTIVATIONS` too from LEAVE on, and these alone from FREE to RETURN. So no
-backward can come before its RETURN, and nothing can be freed that is not on the host.
+Activations that leave the device are `HOST_ACTIVATIONS` too from their copy on, and these alone once they are freed on
+the device. So no backward can come before they are copied back, and nothing can be freed that is not on the host.
 """
 
 from __future__ import annotations
@@ -23,8 +23,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megazero.config.tiers import Tier
 from megazero.program import state_values as state
-from megazero.program.instruction import Instruction, Op, Units
+from megazero.program.instruction import (
+    RELEASE,
+    UPDATE,
+    UPDATE_HOST,
+    Free,
+    Instruction,
+    Kind,
+    Op,
+    Piece,
+    TierMove,
+    Units,
+    moves_of,
+)
 from megazero.program.scope import Scope
 from megazero.program.shape import RankShape
 from megazero.program.state_values import Which
@@ -117,7 +130,7 @@ class ParametersRead:
 
     def __init__(self, shape: RankShape) -> None:
         self._scope = Scope(shape, model_chunks=0)  # no parameter depends on the number of chunks
-        self._found: dict[tuple[Op, int, Units | None], tuple[int, ...]] = {}
+        self._found: dict[tuple[Kind, int, Units | None], tuple[int, ...]] = {}
 
     def __call__(self, i: Instruction) -> tuple[int, ...]:
         key = i.op, i.chunk, i.units
@@ -174,7 +187,64 @@ def _gradient_leaving(i: Instruction, scope: Scope) -> Iterator[Value]:
     yield (Thing.HIDDEN_GRADIENT, i.micro_batch, i.model_chunk, 0, -1)
 
 
-EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
+_PASSING: Mapping[tuple[Piece, Tier], Which] = MappingProxyType(
+    {
+        (Piece.STATE, Tier.HOST): state.piece(Thing.STATE),
+        (Piece.REDUCED, Tier.DEVICE): state.last_reduced,
+        (Piece.REDUCED, Tier.HOST): state.piece(Thing.HOST_GRADIENT),
+        (Piece.SUMS, Tier.DEVICE): state.last_reduced,
+        (Piece.SUMS, Tier.HOST): state.piece(Thing.SUM),
+        (Piece.SUMS, Tier.DISK): state.piece(Thing.DISK_SUM),
+        (Piece.GRADIENTS, Tier.HOST): state.piece(Thing.HOST_GRADIENT),
+        (Piece.GRADIENTS, Tier.DEVICE): state.piece(Thing.FETCHED),
+        (Piece.PARAMETERS, Tier.HOST): state.piece(Thing.HOST_PARAMETERS),
+        (Piece.PARAMETERS, Tier.DEVICE): state.piece(Thing.LOADED),
+        (Piece.UPDATED, Tier.DEVICE): state.piece(Thing.NEW_WEIGHTS),
+        (Piece.UPDATED, Tier.HOST): state.piece(Thing.NEW_PARAMETERS),
+        (Piece.ACTIVATIONS, Tier.DEVICE): _graph,
+        (Piece.ACTIVATIONS, Tier.HOST): _on_host,
+        (Piece.ACTIVATIONS, Tier.DISK): _written,
+    }
+)
+"""What there is of a piece on a tier where it does not rest."""
+_RESTING: Mapping[Piece, Which] = MappingProxyType(
+    {
+        Piece.STATE: lambda i, scope: iter(()),  # no value: it is always there
+        Piece.GRADIENTS: state.final,
+        Piece.PARAMETERS: state.stored,
+        Piece.UPDATED: state.renewed,
+    }
+)
+"""What there is of a piece on the tier where it rests. All others never rest."""
+
+
+def _on(piece: Piece, tier: Tier) -> Which:
+    """What there is of a piece on a tier: of a bucket whose piece rests there what rests, else what passes."""
+    passing: Which = _PASSING.get((piece, tier), lambda i, scope: iter(()))
+    resting = _RESTING.get(piece)
+    if resting is None:
+        return passing
+    return lambda i, scope: (resting if state.home(piece, i, scope) is tier else passing)(i, scope)
+
+
+def _copy(move: TierMove) -> EffectRow:
+    """The effects of a copy: it takes what is on its source, and makes what is on its destination. Parameters at rest
+    stay when a use takes a copy of them, and activations on their way out stay until they are freed.
+    """
+    piece, source, destination = move
+    read, made = _on(piece, source), _on(piece, destination)
+    if piece is Piece.PARAMETERS:
+        at_home, no_values = (lambda i, scope: state.home(piece, i, scope) is source), iter(())
+        return EffectRow(
+            needs=(lambda i, scope: read(i, scope) if at_home(i, scope) else no_values,),
+            takes=(lambda i, scope: no_values if at_home(i, scope) else read(i, scope),),
+            makes=(made,),
+        )
+    stays = piece is Piece.ACTIVATIONS and move.goes_out
+    return EffectRow(needs=(read,) * stays, takes=(read,) * (not stays), makes=(made,))
+
+
+EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
     {
         Op.RECV_FORWARD: EffectRow(makes=(_arriving,)),
         Op.FORWARD: EffectRow(
@@ -196,12 +266,10 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
         ),
         Op.BACKWARD_WEIGHT: EffectRow(takes=(_deferred,), adds=(_gradients_added,)),
         Op.SEND_BACKWARD: EffectRow(takes=(_gradient_leaving,)),
-        Op.READ_PARAMETERS: EffectRow(needs=(state.piece(Thing.SHARD),), makes=(state.piece(Thing.HOST_PARAMETERS),)),
-        Op.LOAD: EffectRow(needs=(state.in_memory,), takes=(state.was_read,), makes=(state.piece(Thing.LOADED),)),
         Op.GATHER: EffectRow(
             needs=(state.on_device,), takes=(state.loaded,), makes=(state.of_buckets(Thing.PARAMETERS),)
         ),
-        Op.RELEASE: EffectRow(takes=(state.of_buckets(Thing.PARAMETERS),)),
+        RELEASE: EffectRow(takes=(state.of_buckets(Thing.PARAMETERS),)),
         Op.REDUCE: EffectRow(
             takes=(state.of_buckets(Thing.GRADIENT),),
             makes=(lambda i, scope: state.after_reduce(i, scope, sharded=False),),
@@ -212,35 +280,26 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
             takes=(state.summed_over_tp(Thing.REDUCED),), makes=(state.summed_over_tp(Thing.SUMMED),)
         ),
         Op.NORM: EffectRow(needs=(state.of_norm,), takes=(state.counted,), makes=(lambda i, scope: iter((NORM,)),)),
-        Op.UPDATE: EffectRow(
-            needs=(state.norm_of_update,), takes=(state.for_update, state.stale), makes=(state.updated,)
-        ),
-        Op.COPY_GRADIENT: EffectRow(takes=(state.leaving,), makes=(state.piece(Thing.HOST_GRADIENT),)),
-        Op.STORE_GRADIENT: EffectRow(takes=(state.leaving,), makes=(state.piece(Thing.SUM),)),
         Op.ADD_GRADIENT: EffectRow(
             needs=(state.piece(Thing.SUM),), takes=(state.piece(Thing.HOST_GRADIENT),), adds=(state.piece(Thing.SUM),)
         ),
         Op.COUNT_GRADIENT: EffectRow(needs=(state.summed,), makes=(state.piece(Thing.SQUARES),)),
-        Op.READ_SUM: EffectRow(takes=(state.piece(Thing.DISK_SUM),), makes=(state.piece(Thing.SUM),)),
-        Op.WRITE_SUM: EffectRow(takes=(state.piece(Thing.SUM),), makes=(state.piece(Thing.DISK_SUM),)),
-        Op.READ_GRADIENT: EffectRow(takes=(state.final,), makes=(state.piece(Thing.HOST_GRADIENT),)),
-        Op.FETCH_GRADIENT: EffectRow(takes=(state.for_update_there,), makes=(state.piece(Thing.FETCHED),)),
-        Op.READ_STATE: EffectRow(makes=(state.on_disk(Thing.STATE),)),
-        Op.UPDATE_HOST: EffectRow(
+        UPDATE: EffectRow(needs=(state.norm_of_update,), takes=(state.for_update, state.stale), makes=(state.updated,)),
+        UPDATE_HOST: EffectRow(
             needs=(state.norm_of_update,),
-            takes=(state.for_update_there, state.on_disk(Thing.STATE), state.stale),
-            makes=(state.updated_there, state.on_disk(Thing.NEW_STATE)),
+            takes=(
+                _on(Piece.GRADIENTS, Tier.HOST),
+                _on(Piece.STATE, Tier.HOST),
+                state.stale,
+            ),
+            makes=(
+                _on(Piece.UPDATED, Tier.HOST),
+                _on(Piece.STATE, Tier.HOST),
+            ),
         ),
-        Op.COPY_PARAMETERS: EffectRow(takes=(state.piece(Thing.NEW_PARAMETERS),), makes=(state.renewed,)),
-        Op.STORE: EffectRow(takes=(state.piece(Thing.NEW_WEIGHTS),), makes=(state.updated_there,)),
-        Op.WRITE_PARAMETERS: EffectRow(takes=(state.piece(Thing.NEW_PARAMETERS),), makes=(state.renewed,)),
-        Op.WRITE_STATE: EffectRow(takes=(state.on_disk(Thing.NEW_STATE),)),
-        Op.LEAVE: EffectRow(needs=(_graph,), makes=(_on_host,)),
-        Op.FREE: EffectRow(needs=(_on_host,), takes=(_graph,)),
-        Op.RETURN: EffectRow(takes=(_on_host,), makes=(_graph,)),
-        Op.WRITE_ACTIVATIONS: EffectRow(needs=(_on_host,), makes=(_written,)),
-        Op.FREE_HOST: EffectRow(needs=(_written,), takes=(_on_host,)),
-        Op.READ_ACTIVATIONS: EffectRow(takes=(_written,), makes=(_on_host,)),
+        Free(Piece.ACTIVATIONS, Tier.DEVICE): EffectRow(needs=(_on_host,), takes=(_graph,)),
+        Free(Piece.ACTIVATIONS, Tier.HOST): EffectRow(needs=(_written,), takes=(_on_host,)),
+        **{move: _copy(move) for move in moves_of(*Piece)},
     }
 )
 """By kind of instruction."""
@@ -248,10 +307,10 @@ EFFECTS: Mapping[Op, EffectRow] = MappingProxyType(
 
 def effects(i: Instruction, scope: Scope) -> Effects:
     """What an instruction of this rank reads and writes."""
-    row = EFFECTS[i.op]
+    row = EFFECTS[i.op]  # most columns of a row are empty, and a loop over nothing takes time in long lists
     return Effects(
-        [value for which in row.needs for value in which(i, scope)],
-        [value for which in row.takes for value in which(i, scope)],
-        [value for which in row.makes for value in which(i, scope)],
-        [value for which in row.adds for value in which(i, scope)],
+        [value for which in row.needs for value in which(i, scope)] if row.needs else [],
+        [value for which in row.takes for value in which(i, scope)] if row.takes else [],
+        [value for which in row.makes for value in which(i, scope)] if row.makes else [],
+        [value for which in row.adds for value in which(i, scope)] if row.adds else [],
     )

@@ -5,12 +5,14 @@ instructions on model state (gather, release, reduce, norm, update) are placed b
 runs on a lane: computations one after the other, the messages of a group one after the other beside them. It starts
 once what it reads is there, and `program.effects` says what it reads and writes.
 
-Gradients may be summed in host memory or on disks. The first reduction of a step stores its sum there, the others are
-copied and added; COUNT_GRADIENT then squares the sum for the norm.
+What moves between the device, host memory and disks is data: a `TierMove` names a piece and two tiers. So optimizer
+state, gradients, their sums, parameters and activations leave the device by the same kind of instruction.
 
-What a computation keeps for its backward may leave the device meanwhile: LEAVE copies it, FREE frees it on the device
-once it is copied, RETURN copies it back. From host memory it may go on to disks: WRITE_ACTIVATIONS, FREE_HOST once it
-is written, READ_ACTIVATIONS.
+Gradients may be summed in host memory or on disks. The first reduction of a step is the first sum, the others are
+copied and added.
+
+What a computation keeps for its backward may leave the device meanwhile. Once the copy is made, `Free` ends what is on
+the device, and another copy brings it back. From host memory it may go on to disks in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
+from functools import cache
 from typing import NamedTuple
 
 from megazero.config.tiers import Tier
@@ -48,7 +50,10 @@ class Lane(Enum):
 
 
 class Op(Enum):
-    """The kind of an instruction."""
+    """The kinds of an instruction that need no more words: computations, messages, and arithmetic in host memory.
+
+    ADD_GRADIENT adds a reduced gradient to a sum that is in host memory, COUNT_GRADIENT squares the sum for the norm.
+    """
 
     RECV_FORWARD = "receive hidden states"
     FORWARD = "forward"
@@ -59,119 +64,148 @@ class Op(Enum):
     BACKWARD_WEIGHT = "backward of the weights"
     SEND_BACKWARD = "send gradients"
     GATHER = "gather parameters"
-    RELEASE = "release parameters"
-    READ_PARAMETERS = "read parameters"
-    LOAD = "load parameters"
     REDUCE = "reduce gradients"
     REDUCE_ACROSS = "reduce gradients across"
     REDUCE_PARTIAL = "sum partial gradients over tp"
     NORM = "norm"
-    UPDATE = "update"
-    COPY_GRADIENT = "copy gradient to the host"
-    STORE_GRADIENT = "store gradient in host memory"
     ADD_GRADIENT = "add gradient in host memory"
     COUNT_GRADIENT = "count gradient in host memory"
-    READ_SUM = "read sum of gradients"
-    WRITE_SUM = "write sum of gradients"
-    READ_GRADIENT = "read gradient"
-    FETCH_GRADIENT = "copy gradient to the device"
-    READ_STATE = "read optimizer state"
-    UPDATE_HOST = "update in host memory"
-    COPY_PARAMETERS = "copy parameters to the device"
-    STORE = "store parameters"
-    WRITE_PARAMETERS = "write parameters"
-    WRITE_STATE = "write optimizer state"
-    LEAVE = "copy activations to host memory"
-    FREE = "free activations"
-    RETURN = "copy activations to the device"
-    WRITE_ACTIVATIONS = "write activations"
-    FREE_HOST = "free activations in host memory"
-    READ_ACTIVATIONS = "read activations"
 
     __hash__ = object.__hash__
 
 
-_BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_BACKWARD)
-_COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
-_TRANSFERS = (*_SENDS, Op.RECV_FORWARD, Op.RECV_BACKWARD)
-
-
 class Piece(Enum):
-    """What leaves a tier: parts of buckets of the model state, or what a forward has kept."""
+    """What moves between tiers: parts of buckets of the model state, or what a forward has kept.
 
-    STATE = "master weights and moments"
-    GRADIENTS = "gradients"
+    REDUCED are the gradients of one reduction, on their way to be added to SUMS of a step. GRADIENTS are on their way
+    to an update. Where they are summed off the device, they are the sums of the whole step. PARAMETERS are on their way
+    to a use, UPDATED ones from an update to where parameters rest.
+    """
+
+    STATE = "optimizer states"
+    REDUCED = "reduced gradients"
     SUMS = "sums of gradients"
+    GRADIENTS = "gradients"
     PARAMETERS = "parameters"
+    UPDATED = "updated parameters"
     ACTIVATIONS = "activations"
 
     __hash__ = object.__hash__
 
 
 class TierMove(NamedTuple):
-    """A copy of a piece from one tier to another. Its lane, its bytes and its colour in pictures follow from these."""
+    """A kind of instruction: copy a piece from one tier to the next. The lane, the bytes, the effects and the colour in
+    pictures follow from these fields.
+    """
 
     piece: Piece
     source: Tier
     destination: Tier
 
+    @property
+    def goes_out(self) -> bool:
+        """Whether the destination is further from the device."""
+        tiers = [*Tier]
+        return tiers.index(self.destination) > tiers.index(self.source)
 
-MOVES: Mapping[Op, TierMove] = MappingProxyType(
-    {
-        Op.READ_PARAMETERS: TierMove(Piece.PARAMETERS, Tier.DISK, Tier.HOST),
-        Op.LOAD: TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
-        Op.COPY_PARAMETERS: TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE),
-        Op.STORE: TierMove(Piece.PARAMETERS, Tier.DEVICE, Tier.HOST),
-        Op.WRITE_PARAMETERS: TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DISK),
-        Op.READ_STATE: TierMove(Piece.STATE, Tier.DISK, Tier.HOST),
-        Op.WRITE_STATE: TierMove(Piece.STATE, Tier.HOST, Tier.DISK),
-        Op.COPY_GRADIENT: TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
-        Op.STORE_GRADIENT: TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST),
-        Op.READ_SUM: TierMove(Piece.SUMS, Tier.DISK, Tier.HOST),
-        Op.WRITE_SUM: TierMove(Piece.SUMS, Tier.HOST, Tier.DISK),
-        Op.READ_GRADIENT: TierMove(Piece.SUMS, Tier.DISK, Tier.HOST),
-        Op.FETCH_GRADIENT: TierMove(Piece.SUMS, Tier.HOST, Tier.DEVICE),
-        Op.LEAVE: TierMove(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST),
-        Op.RETURN: TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE),
-        Op.WRITE_ACTIVATIONS: TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK),
-        Op.READ_ACTIVATIONS: TierMove(Piece.ACTIVATIONS, Tier.DISK, Tier.HOST),
-    }
-)
-"""What each copy between tiers moves. Two of the same move are told apart by when they stand: LOAD before a use and
-COPY_PARAMETERS after an update, STORE_GRADIENT for the first sum, READ_SUM to add and READ_GRADIENT to update.
+    @property
+    def value(self) -> str:
+        """The kind in words, as of an `Op`."""
+        return _BETWEEN[self.source, self.destination].words.format(self.piece.value)
+
+
+class Free(NamedTuple):
+    """A kind of instruction: free a piece on a tier, whose copy elsewhere stays."""
+
+    piece: Piece
+    tier: Tier
+
+    @property
+    def value(self) -> str:
+        """The kind in words, as of an `Op`."""
+        return f"free {self.piece.value}" + " in host memory" * (self.tier is Tier.HOST)
+
+
+class Update(NamedTuple):
+    """A kind of instruction: an optimizer step on a tier."""
+
+    tier: Tier
+
+    @property
+    def value(self) -> str:
+        """The kind in words, as of an `Op`."""
+        return "update" + " in host memory" * (self.tier is Tier.HOST)
+
+
+Kind = Op | TierMove | Free | Update
+"""What an instruction does. Kinds are compared by `==` where they have fields: a list that comes from another process
+has others of the same fields.
 """
-_LANE_BETWEEN = {
-    (Tier.DEVICE, Tier.HOST): Lane.TO_HOST,
-    (Tier.HOST, Tier.DEVICE): Lane.TO_DEVICE,
-    (Tier.DISK, Tier.HOST): Lane.FROM_DISK,
-    (Tier.HOST, Tier.DISK): Lane.TO_DISK,
+
+
+class _Between(NamedTuple):
+    """A way between two tiers: the lane on which copies go, and their name."""
+
+    lane: Lane
+    words: str
+
+
+_BETWEEN = {
+    (Tier.DEVICE, Tier.HOST): _Between(Lane.TO_HOST, "copy {} to host memory"),
+    (Tier.HOST, Tier.DEVICE): _Between(Lane.TO_DEVICE, "copy {} to the device"),
+    (Tier.DISK, Tier.HOST): _Between(Lane.FROM_DISK, "read {}"),
+    (Tier.HOST, Tier.DISK): _Between(Lane.TO_DISK, "write {}"),
 }
-_IN_HOST_MEMORY = (Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.UPDATE_HOST)
-_LANES = {
+
+
+def moves_of(*pieces: Piece) -> frozenset[TierMove]:
+    """The copies that move one of these pieces."""
+    return frozenset(TierMove(piece, *between) for piece in pieces for between in _BETWEEN)
+
+
+@cache  # passes ask for the same few in long lists
+def hops(piece: Piece, source: Tier, destination: Tier) -> tuple[TierMove, ...]:
+    """The copies that bring a piece from one tier to another, in order: tiers are a chain, device, host, disks."""
+    tiers = [*Tier]
+    first, last = tiers.index(source), tiers.index(destination)
+    step = 1 if last > first else -1
+    return tuple(TierMove(piece, tiers[at], tiers[at + step]) for at in range(first, last, step))
+
+
+UPDATE, UPDATE_HOST = Update(Tier.DEVICE), Update(Tier.HOST)
+RELEASE = Free(Piece.PARAMETERS, Tier.DEVICE)
+"""The end of gathered parameters."""
+LEAVE = TierMove(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST)
+WRITE_ACTIVATIONS, READ_ACTIVATIONS = hops(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK) + hops(
+    Piece.ACTIVATIONS, Tier.DISK, Tier.HOST
+)
+READS = READ_PARAMETERS, LOAD = hops(Piece.PARAMETERS, Tier.DISK, Tier.DEVICE)
+"""What brings a part of parameters from disks to the device, through a slot of a ring of its own."""
+READ_STATE = TierMove(Piece.STATE, Tier.DISK, Tier.HOST)
+SUMMING = moves_of(Piece.REDUCED, Piece.SUMS) | {Op.ADD_GRADIENT, Op.COUNT_GRADIENT}
+"""What is done to sums of gradients that do not rest on the device."""
+STATE_MOVES = SUMMING | moves_of(Piece.STATE, Piece.GRADIENTS, Piece.PARAMETERS, Piece.UPDATED)
+"""What moves model state between tiers, or sums it there, beside the computation."""
+ACTIVATION_MOVES: frozenset[Kind] = moves_of(Piece.ACTIVATIONS) | {
+    Free(Piece.ACTIVATIONS, Tier.DEVICE),
+    Free(Piece.ACTIVATIONS, Tier.HOST),
+}
+"""What moves activations, and frees what was moved."""
+
+_BACKWARD_OPS = (Op.RECV_BACKWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_BACKWARD)
+_COMPUTATIONS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_SENDS = (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+_TRANSFERS = (*_SENDS, Op.RECV_FORWARD, Op.RECV_BACKWARD)
+_LANES: Mapping[Kind, Lane] = {
     **dict.fromkeys(_TRANSFERS, Lane.STAGES),
     Op.GATHER: Lane.SHARDS,
     Op.REDUCE: Lane.SHARDS,
     Op.REDUCE_ACROSS: Lane.ACROSS,
     Op.REDUCE_PARTIAL: Lane.TENSOR,
     Op.NORM: Lane.WORLD,
-    **dict.fromkeys(_IN_HOST_MEMORY, Lane.HOST),
-    **{op: _LANE_BETWEEN[move.source, move.destination] for op, move in MOVES.items()},
+    **dict.fromkeys((Op.ADD_GRADIENT, Op.COUNT_GRADIENT, UPDATE_HOST), Lane.HOST),
+    **{move: _BETWEEN[move.source, move.destination].lane for move in moves_of(*Piece)},
 }
-
-
-def moves_of(*pieces: Piece) -> frozenset[Op]:
-    """The copies that move one of these pieces."""
-    return frozenset(op for op, move in MOVES.items() if move.piece in pieces)
-
-
-READS = Op.READ_PARAMETERS, Op.LOAD
-"""What brings a part of parameters from disks to the device, through a slot of a ring of its own."""
-STATE_MOVES = moves_of(*(piece for piece in Piece if piece is not Piece.ACTIVATIONS)) | {
-    Op.ADD_GRADIENT,
-    Op.COUNT_GRADIENT,
-}
-"""What moves model state between tiers, or sums it there, beside the computation."""
 LOCAL_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST, Lane.FROM_DISK, Lane.TO_DISK})
 """Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""
 
@@ -193,7 +227,7 @@ class Instruction:
     frees_slot   whether another part may take the slot behind this instruction
     """
 
-    op: Op
+    op: Kind
     micro_batch: int = -1
     chunk: int = -1
     peer: int = -1
@@ -259,3 +293,19 @@ class Instruction:
 
     def __str__(self) -> str:
         return f"{self.op.value} ({self.where})" if self.where else self.op.value
+
+
+class ProgramError(ValueError):
+    """A list is incomplete, or its order is impossible, or the lists of several ranks deadlock.
+
+    rank         whose list it is, in words; several ranks with a deadlock: None
+    number       of the instruction in that list, from 0; None where the fault is no single instruction's
+    instruction  itself
+    """
+
+    def __init__(
+        self, what: str, rank: str | None = None, number: int | None = None, instruction: Instruction | None = None
+    ) -> None:
+        self.rank, self.number, self.instruction = rank, number, instruction
+        at = "" if instruction is None else f" number {number} of its list, {instruction},"
+        super().__init__(what if rank is None else f"{rank}:{at} {what}")

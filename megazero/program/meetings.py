@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op, ProgramError
 from megazero.program.shape import RankShape
-from megazero.program.span import Span
+from megazero.program.times import Span
 
 Channel = tuple[int, int, bool]
 """(sending stage, receiving stage, whether it carries gradients)."""

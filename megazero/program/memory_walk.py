@@ -4,8 +4,8 @@ What a list allocates follows from its instructions: a gather allocates a bucket
 a backward frees what its forward has kept; under ZeRO-2 and 3, and where sums of gradients leave the device, the first
 gradient of a bucket borrows a buffer for the whole of it from a pool, and its reduction gives it back when it is over.
 How much that is follows from the buckets' shapes and from `StepBytes`. Activations that leave the device are in a
-buffer of host memory from their LEAVE to their backward, or to FREE_HOST and from READ_ACTIVATIONS on, and on the
-device until FREE and from RETURN on.
+buffer of host memory from the copy there to their backward, or to the end of a write and from the read on. They are on
+the device until they are freed, and from the copy back on.
 
 Within an instruction memory comes and goes: a chunk's backward frees one unit after the other. The walk looks at every
 such moment, and an instruction's sample is the moment with most bytes.
@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.program.effects import Effects, effects
-from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, kept_place
-from megazero.program.memory_copies import COPIES, ActivationCopies
-from megazero.program.memory_state import LEAVING, StateMemory
+from megazero.program.instruction import ACTIVATION_MOVES, LOAD, RELEASE, UPDATE, Instruction, Op
+from megazero.program.memory import BufferSizes, MemoryAccount, MemoryColumn, Place, Sample, StepBytes, kept_place
+from megazero.program.memory_state import FETCH, LEAVING, ActivationCopies, StateMemory
 from megazero.program.scope import Scope
-from megazero.program.step_bytes import StepBytes
 from megazero.program.values import Thing, Value
 
 
@@ -191,9 +189,9 @@ class _Walk:
             self._make(does)
             self._look()
             self._take(does)
-        elif i.op is Op.LOAD:
+        elif i.op == LOAD:
             self.state.load(*i.buckets)
-        elif i.op is Op.GATHER or i.op is Op.RELEASE:
+        elif i.op is Op.GATHER or i.op == RELEASE:
             self.state.gather(i)
         elif i.op is Op.REDUCE:
             self.state.reduce(i)
@@ -203,9 +201,9 @@ class _Walk:
             self.state.complete()
         elif i.op in LEAVING:
             self.state.leave(i)
-        elif i.op is Op.FETCH_GRADIENT or i.op is Op.UPDATE:
+        elif i.op == FETCH or i.op == UPDATE:
             self.state.fetch(i)
-        elif i.op in COPIES:
+        elif i.op in ACTIVATION_MOVES:
             self.copies.run(i)
         self._look()
 

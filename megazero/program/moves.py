@@ -19,7 +19,23 @@ from typing import NamedTuple
 
 from megazero.config.tiers import SLOTS, Tier
 from megazero.program.effects import Effects
-from megazero.program.instruction import READS, Instruction, Op, Piece
+from megazero.program.instruction import (
+    LEAVE,
+    LOAD,
+    READ_PARAMETERS,
+    READ_STATE,
+    READS,
+    UPDATE,
+    UPDATE_HOST,
+    Free,
+    Instruction,
+    Kind,
+    Op,
+    Piece,
+    TierMove,
+    Update,
+    hops,
+)
 from megazero.program.passes.slots import way_through
 from megazero.program.scope import Scope
 from megazero.program.shape import PartKey
@@ -56,41 +72,66 @@ USED_ON_DEVICE, USED_ON_HOST = Standing(Doing.COMPUTES, Tier.DEVICE), Standing(D
 
 _ADDERS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 _READERS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.GATHER)
-LEGAL: Mapping[tuple[Op, Piece], Mapping[Standing, Standing]] = MappingProxyType(
+_FIRST_SUM = TierMove(Piece.SUMS, Tier.DEVICE, Tier.HOST)
+
+
+def _from_home(move: TierMove) -> dict[Standing, Standing]:
+    """A piece leaves its home to be used. One that still comes home may be sent out again: its lanes keep the order."""
+    to = Standing(Doing.MOVES, move.destination)
+    return {Standing(Doing.RESTS, move.source): to, Standing(Doing.MOVES, move.source): to}
+
+
+def _after_use(move: TierMove) -> dict[Standing, Standing]:
+    """A piece comes home from where it was used."""
+    return {Standing(Doing.COMPUTES, move.source): Standing(Doing.MOVES, move.destination)}
+
+
+_STORED, _WRITTEN = hops(Piece.UPDATED, Tier.DEVICE, Tier.DISK)
+_FETCHED_BY = {
+    READ_STATE: Piece.STATE,
+    TierMove(Piece.SUMS, Tier.DISK, Tier.HOST): Piece.SUMS,
+    TierMove(Piece.GRADIENTS, Tier.DISK, Tier.HOST): Piece.SUMS,
+}
+_BROUGHT_BY = {
+    TierMove(Piece.STATE, Tier.HOST, Tier.DISK): Piece.STATE,
+    TierMove(Piece.SUMS, Tier.HOST, Tier.DISK): Piece.SUMS,
+    TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE): Piece.PARAMETERS,
+    _STORED: Piece.PARAMETERS,
+}
+LEGAL: Mapping[tuple[Kind, Piece], Mapping[Standing, Standing]] = MappingProxyType(
     {
-        (Op.READ_STATE, Piece.STATE): {ON_DISK: TO_HOST, TO_DISK: TO_HOST},
-        (Op.UPDATE_HOST, Piece.STATE): {TO_HOST: USED_ON_HOST, ON_HOST: ON_HOST},
-        (Op.WRITE_STATE, Piece.STATE): {USED_ON_HOST: TO_DISK},
-        (Op.UPDATE, Piece.STATE): {ON_DEVICE: ON_DEVICE},
-        (Op.COPY_GRADIENT, Piece.GRADIENTS): {ON_DEVICE: TO_HOST},
-        (Op.UPDATE_HOST, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},  # the copy is used up
-        (Op.UPDATE, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
-        (Op.STORE_GRADIENT, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
+        **{(move, piece): _from_home(move) for move, piece in _FETCHED_BY.items()},
+        **{(move, piece): _after_use(move) for move, piece in _BROUGHT_BY.items()},
+        (_WRITTEN, Piece.PARAMETERS): {USED_ON_HOST: TO_DISK, TO_HOST: TO_DISK},
+        (UPDATE_HOST, Piece.STATE): {TO_HOST: USED_ON_HOST, ON_HOST: ON_HOST},
+        (UPDATE, Piece.STATE): {ON_DEVICE: ON_DEVICE},
+        **{
+            (TierMove(piece, Tier.DEVICE, Tier.HOST), Piece.GRADIENTS): {ON_DEVICE: TO_HOST}
+            for piece in (Piece.GRADIENTS, Piece.REDUCED)
+        },
+        (UPDATE_HOST, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},  # the copy is used up
+        (UPDATE, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
         (Op.ADD_GRADIENT, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},
-        (Op.STORE_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
+        **{(op, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE} for op in (*_ADDERS, _FIRST_SUM)},
+        (_FIRST_SUM, Piece.SUMS): {ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
         (Op.ADD_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: USED_ON_HOST},
         (Op.COUNT_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, USED_ON_HOST: USED_ON_HOST},
-        (Op.READ_SUM, Piece.SUMS): {ON_DISK: TO_HOST, TO_DISK: TO_HOST},
-        (Op.WRITE_SUM, Piece.SUMS): {USED_ON_HOST: TO_DISK},
-        (Op.READ_GRADIENT, Piece.SUMS): {ON_DISK: TO_HOST, TO_DISK: TO_HOST},
-        (Op.FETCH_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: ON_DISK},  # a copy of them moves
-        (Op.UPDATE_HOST, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: ON_DISK},
         **{
-            (op, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE} for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            (kind, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: ON_DISK}  # a copy of them moves
+            for kind in (UPDATE_HOST, TierMove(Piece.GRADIENTS, Tier.HOST, Tier.DEVICE))
         },
-        (Op.UPDATE_HOST, Piece.PARAMETERS): {ON_DEVICE: USED_ON_HOST, ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
-        (Op.COPY_PARAMETERS, Piece.PARAMETERS): {USED_ON_HOST: TO_DEVICE},
-        (Op.UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, ON_HOST: USED_ON_DEVICE, ON_DISK: USED_ON_DEVICE},
-        (Op.STORE, Piece.PARAMETERS): {USED_ON_DEVICE: TO_HOST},
-        (Op.WRITE_PARAMETERS, Piece.PARAMETERS): {USED_ON_HOST: TO_DISK, TO_HOST: TO_DISK},
-        (Op.READ_PARAMETERS, Piece.PARAMETERS): {ON_DISK: ON_DISK, TO_DISK: ON_DISK},  # a copy of them moves
-        (Op.LOAD, Piece.PARAMETERS): {ON_HOST: ON_HOST, TO_HOST: ON_HOST, ON_DISK: ON_DISK},
+        (UPDATE_HOST, Piece.PARAMETERS): {ON_DEVICE: USED_ON_HOST, ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
+        (UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, ON_HOST: USED_ON_DEVICE, ON_DISK: USED_ON_DEVICE},
+        (READ_PARAMETERS, Piece.PARAMETERS): {ON_DISK: ON_DISK, TO_DISK: ON_DISK},  # a copy of them moves
+        (LOAD, Piece.PARAMETERS): {ON_HOST: ON_HOST, TO_HOST: ON_HOST, ON_DISK: ON_DISK},
         **{(op, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE} for op in _READERS},
-        (Op.LEAVE, Piece.ACTIVATIONS): {ON_DEVICE: TO_HOST},
-        (Op.FREE, Piece.ACTIVATIONS): {TO_HOST: ON_HOST},
-        (Op.RETURN, Piece.ACTIVATIONS): {ON_HOST: TO_DEVICE},
-        (Op.BACKWARD, Piece.ACTIVATIONS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE},
-        (Op.BACKWARD_INPUT, Piece.ACTIVATIONS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE},
+        (LEAVE, Piece.ACTIVATIONS): {ON_DEVICE: TO_HOST},
+        (Free(Piece.ACTIVATIONS, Tier.DEVICE), Piece.ACTIVATIONS): {TO_HOST: ON_HOST},
+        (TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE), Piece.ACTIVATIONS): {ON_HOST: TO_DEVICE},
+        **{
+            (op, Piece.ACTIVATIONS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE}
+            for op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        },
     }
 )
 """The legal moves. What a backward has used is gone: its next forward finds the place as if nothing had left it."""
@@ -136,7 +177,7 @@ class Moves:
 
     def take(self, i: Instruction, does: Effects) -> None:
         """The next instruction, and what it reads and writes. Raises IllegalMove."""
-        for piece, where in self._pieces(i, does) if i.part >= 0 or self.away or i.op is Op.LEAVE else ():
+        for piece, where in self._pieces(i, does) if i.part >= 0 or self.away or i.op == LEAVE else ():
             legal = LEGAL[i.op, piece]
             home = self._home(piece, where)
             stands, mover = self.away.get((piece, where), (home, None))
@@ -183,7 +224,7 @@ class Moves:
 
     def _concerns(self, i: Instruction, kind: Piece) -> bool:
         """Whether a bucket has such pieces there: an update reads the sum of gradients if that is not on the device."""
-        updates = i.op is Op.UPDATE or i.op is Op.UPDATE_HOST
+        updates = isinstance(i.op, Update)
         if kind is Piece.SUMS or (kind is Piece.GRADIENTS and updates):
             return self.scope.shape.buckets[i.buckets[0]].sums_leave is (kind is Piece.SUMS)
         return True
@@ -199,14 +240,14 @@ class Moves:
 
     def _slot(self, i: Instruction) -> None:
         """A part has one slot of a ring at a time, and keeps it until it has gone its whole way."""
-        way, slot = way_through(i, self.scope.shape), (i.op in READS, i.slot)
-        if not way and i.slot < 0:
+        uses, slot = way_through(i, self.scope.shape), (i.op in READS, i.slot)
+        if not uses and i.slot < 0:
             return
-        if not way or not 0 <= i.slot < SLOTS:
-            raise IllegalMove(f"names slot {i.slot} of {SLOTS}, and needs {'one' if way else 'none'}")
-        if i.frees_slot is not (i.op is way[-1]):
+        if not uses or not 0 <= i.slot < SLOTS:
+            raise IllegalMove(f"names slot {i.slot} of {SLOTS}, and needs {'one' if uses else 'none'}")
+        if i.frees_slot is not (i.op == uses[-1]):
             does = "frees" if i.frees_slot else "keeps"
-            raise IllegalMove(f"{does} slot {i.slot}; its part is there until {way[-1].value}")
+            raise IllegalMove(f"{does} slot {i.slot}; its part is there until {uses[-1].value}")
         holder = self.slots.get(slot)
         if holder is None and (slot[0], i.key) in {(ring, key) for (ring, _), key in self.slots.items()}:
             raise IllegalMove(f"takes slot {i.slot}, and its part has another one")

@@ -11,6 +11,8 @@ from itertools import islice
 
 from megazero.config.tiers import SLOTS, Tier
 
+IN_FLIGHT = 2
+"""Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 PartKey = tuple[int, int]
 """The number of a bucket and of its part."""
 

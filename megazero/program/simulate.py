@@ -10,7 +10,7 @@ over, as on a card that runs one at a time.
 Where all ranks of a group have the same list (the replicas of a role, the tp indexes of a stage), one of them stands
 for all, so its messages never wait for others. Nor do copies between the device and its host: each has its lane. A part
 that is updated in host memory waits there for its slot (`passes.slots`). Lanes of the host's processors slow each other
-and the computation down where it runs on them too (`program.processors`).
+and the computation down where it runs on them too (`program.simulated_rank`).
 
 Several steps run one behind the other: the copies and updates at the end of one go on beside the begin of the next. So
 the time of a step in a run is that from the end of one to the end of the next.
@@ -25,23 +25,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megazero.program.border import ON_TIME, Border
 from megazero.program.effects import Effects
-from megazero.program.error import ProgramError
-from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op
-from megazero.program.live_passes import peak_activations
+from megazero.program.instruction import LOCAL_LANES, UPDATE, Instruction, Lane, Op, ProgramError
 from megazero.program.meetings import Meetings, Message
-from megazero.program.processors import SHARED_LANES, Processors
-from megazero.program.scope import Scope
-from megazero.program.shape import RankShape, without_state
-from megazero.program.simulated_rank import RankWork, SimulatedRank
-from megazero.program.span import Span
-from megazero.program.times import ChunkTimes
+from megazero.program.passes.kept_graphs import peak_activations
+from megazero.program.scope import ON_TIME, Border, Scope
+from megazero.program.shape import IN_FLIGHT, RankShape, without_state
+from megazero.program.simulated_rank import SHARED_LANES, Processors, RankWork, SimulatedRank
+from megazero.program.times import ChunkTimes, Span
 from megazero.program.traffic import message_bytes, updated_bytes
 from megazero.program.values import Value, describe
-
-IN_FLIGHT = 2
-"""Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +206,7 @@ class _Simulation:
             alone = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
             rank.clock = rank.processors.end(start, alone)
             rank.spans.append(Span(i, start, rank.clock))
-        elif i.op is Op.UPDATE:
+        elif i.op == UPDATE:
             size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
             rank.clock = rank.processors.end(start, self.times.update * size)
             if rank.clock > start:
@@ -263,7 +256,7 @@ class _Simulation:
         rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, work.does, message)
-        if i.op is Op.STORE_GRADIENT or i.op is Op.COPY_GRADIENT:
+        if work.lane is Lane.TO_HOST and i.buckets:
             buckets = [bucket for bucket, _ in rank.in_flight]
             if i.buckets[0] in buckets and rank.scope.shape.buckets[i.buckets[0]].sums_leave:
                 rank.in_flight[buckets.index(i.buckets[0])] = i.buckets[0], message

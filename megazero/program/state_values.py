@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import UPDATE_HOST, Instruction, Piece
 from megazero.program.scope import Scope
 from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
 
@@ -68,26 +68,23 @@ def counted(i: Instruction, scope: Scope) -> Iterator[Value]:
             yield from scope.pieces(Thing.SQUARES, number)
 
 
-def leaving(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """The gradient of a part that leaves the device: that of its last reduction, or what an update is about to use."""
+def home(piece: Piece, i: Instruction, scope: Scope) -> Tier:
+    """The tier where a piece of the instruction's bucket, or of its part, rests."""
     bucket = scope.shape.buckets[i.buckets[0]]
-    if bucket.sums_leave:
-        yield of_bucket(Thing.SUMMED if bucket.partial else Thing.REDUCED, i.buckets[0], i.part)
-    else:
-        yield from final(i, scope)
+    if piece is Piece.STATE:
+        return bucket.parts[i.part].tier
+    return bucket.sums if piece is Piece.GRADIENTS else bucket.rests
+
+
+def last_reduced(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The gradient of a part behind its last reduction, which leaves the device to be summed."""
+    thing = Thing.SUMMED if scope.shape.buckets[i.buckets[0]].partial else Thing.REDUCED
+    yield of_bucket(thing, i.buckets[0], i.part)
 
 
 def summed(i: Instruction, scope: Scope) -> Iterator[Value]:
     """The sums whose squares are counted: of a part, or of all parts of a bucket."""
     yield from piece(Thing.SUM)(i, scope) if i.part >= 0 else pieces(Thing.SUM)(i, scope)
-
-
-def for_update_there(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """The gradient that an update in host memory uses up, or a copy to the device: where it rests, or read or copied
-    before.
-    """
-    sums = scope.shape.buckets[i.buckets[0]].sums
-    yield from final(i, scope) if sums is Tier.HOST else piece(Thing.HOST_GRADIENT)(i, scope)
 
 
 def for_update(i: Instruction, scope: Scope) -> Iterator[Value]:
@@ -117,7 +114,7 @@ def stale(i: Instruction, scope: Scope) -> Iterator[Value]:
     these values exists when the update runs.
     """
     for number in () if scope.border.is_late else i.buckets:
-        if i.op is Op.UPDATE_HOST or scope.shape.buckets[number].is_loaded:
+        if i.op == UPDATE_HOST or scope.shape.buckets[number].is_loaded:
             yield from renewed(i, scope)
         if scope.shape.buckets[number].gathered_after_update and i.part <= 0:
             yield of_bucket(Thing.PARAMETERS, number)
@@ -133,24 +130,9 @@ def updated(i: Instruction, scope: Scope) -> Iterator[Value]:
         yield from renewed(i, scope)
 
 
-def updated_there(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What an update in host memory makes, and a copy of updated weights there: parameters on their way, or at rest if
-    they rest there.
-    """
-    rests = scope.shape.buckets[i.buckets[0]].rests
-    yield from renewed(i, scope) if rests is Tier.HOST else piece(Thing.NEW_PARAMETERS)(i, scope)
-
-
-def in_memory(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a load reads of a bucket that rests in host memory."""
-    if scope.shape.buckets[i.buckets[0]].rests is Tier.HOST:
-        yield from pieces(Thing.SHARD)(i, scope)
-
-
-def was_read(i: Instruction, scope: Scope) -> Iterator[Value]:
-    """What a load uses up of one that rests on disks."""
-    if scope.shape.buckets[i.buckets[0]].rests is Tier.DISK:
-        yield from piece(Thing.HOST_PARAMETERS)(i, scope)
+def stored(i: Instruction, scope: Scope) -> Iterator[Value]:
+    """The parameters at rest that a use takes a copy of: a part of them, or all parts of a bucket."""
+    yield from piece(Thing.SHARD)(i, scope) if i.part >= 0 else pieces(Thing.SHARD)(i, scope)
 
 
 def on_device(i: Instruction, scope: Scope) -> Iterator[Value]:
@@ -174,14 +156,3 @@ def renewed(i: Instruction, scope: Scope) -> Iterator[Value]:
         bucket = scope.shape.buckets[number]
         if not bucket.gathered and not bucket.gathered_after_update:
             yield of_bucket(Thing.PARAMETERS, number, i.part)
-
-
-def on_disk(thing: Thing) -> Which:
-    """The value of the part of an instruction, where its optimizer state rests on disks."""
-
-    def which(i: Instruction, scope: Scope) -> Iterator[Value]:
-        for number in i.buckets:
-            if scope.shape.buckets[number].parts[i.part].tier is Tier.DISK:
-                yield of_bucket(thing, number, i.part)
-
-    return which

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megazero.program.border import Border
 from megazero.program.checker import check_list
 from megazero.program.instruction import Instruction
 from megazero.program.passes.ahead import place_reads_ahead, updates_read_ahead
 from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
-from megazero.program.passes.gathers import one_unit, place_gathers, two_units
+from megazero.program.passes.gathers import one_unit, place_gathers, place_loads, two_units
 from megazero.program.passes.gradients import place_sums
 from megazero.program.passes.late import place_late_updates
 from megazero.program.passes.leaving import place_leaving
-from megazero.program.passes.loads import place_loads
 from megazero.program.passes.reductions import place_reductions, reducing_passes
 from megazero.program.passes.slots import place_slots
 from megazero.program.passes.updates import place_across, place_norm, updates_of
 from megazero.program.passes.vertical import Groups, VerticalOrder, turn
-from megazero.program.scope import Scope
+from megazero.program.scope import Border, Scope
 from megazero.program.shape import RankShape
 
 

@@ -1,11 +1,11 @@
-"""The times that a simulation takes: of each model chunk's computations, and of messages."""
+"""The times that a simulation takes, of each model chunk's computations and of messages, and the one that it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megazero.program.instruction import Instruction, Lane, Op, Units
+from megazero.program.instruction import Instruction, Kind, Lane, Op, Units
 from megazero.system.given import given_count, given_time
 
 
@@ -23,7 +23,7 @@ class ChunkTimes:
     latency   of each such message, in addition
     update    of an update, for each byte of gradients that the rank updates
     beside    the share of its speed that work keeps while a lane of the host's processors is at work
-              (`program.processors`): 1 where the computation runs elsewhere
+              (`program.simulated_rank`): 1 where the computation runs elsewhere
     """
 
     forward: tuple[float, ...]
@@ -47,7 +47,7 @@ class ChunkTimes:
         shares = self.units[i.model_chunk]
         return whole * sum(shares[first:stop]) / sum(shares)
 
-    def of(self, op: Op, model_chunk: int) -> float:
+    def of(self, op: Kind, model_chunk: int) -> float:
         """The time of a computation of a whole chunk."""
         if op is Op.FORWARD:
             return self.forward[model_chunk]
@@ -81,3 +81,12 @@ def profiled_times(
     """Times that are given for a whole stage, divided equally among its chunks; that of a message is not divided."""
     v = virtual_stages
     return uniform_times(stages * v, forward / v, (backward_input + backward_weight) / v, message, backward_weight / v)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The start and the end of an instruction."""
+
+    instruction: Instruction
+    start: float
+    end: float

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.program.instruction import Instruction, Lane
-from megazero.program.memory import MemoryColumn, Sample, UnitKey
+from megazero.program.memory import MemoryColumn, Sample, StepBytes, UnitKey
 from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.simulate import SimulationReport
-from megazero.program.span import Span
-from megazero.program.step_bytes import StepBytes
+from megazero.program.times import Span
 
 LANES: Mapping[Lane, str] = MappingProxyType(
     {

@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
-from megazero.program.instruction import LOCAL_LANES, MOVES, Instruction, Lane, Op, Piece
+from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op, Piece, TierMove
 from megazero.program.shape import PartShape, RankShape
 
 _BYTES_OF_A_PART: Mapping[Piece, Callable[[PartShape], int]] = {
-    Piece.PARAMETERS: attrgetter("parameter_bytes"),
     Piece.STATE: attrgetter("state_bytes"),
-    Piece.GRADIENTS: attrgetter("gradient_bytes"),
-    Piece.SUMS: attrgetter("gradient_bytes"),
+    **dict.fromkeys((Piece.PARAMETERS, Piece.UPDATED), attrgetter("parameter_bytes")),
+    **dict.fromkeys((Piece.GRADIENTS, Piece.REDUCED, Piece.SUMS), attrgetter("gradient_bytes")),
 }
 
 
@@ -36,7 +35,7 @@ def message_bytes(i: Instruction, shape: RankShape) -> int:
 
 def moved_bytes(i: Instruction, shape: RankShape) -> int:
     """Bytes that an instruction on a lane of the rank's own moves; of an update in host memory its gradient's."""
-    move = MOVES.get(i.op)
+    move = i.op if isinstance(i.op, TierMove) else None
     if move is not None and move.piece is Piece.ACTIVATIONS:
         return shape.kept_by(i.chunk, i.units)
     bucket = shape.buckets[i.buckets[0]]

@@ -29,7 +29,6 @@ class Thing(Enum):
     SQUARES = "the squares of the gradient"
     FETCHED = "the gradient back on the device"
     STATE = "the optimizer state in host memory"
-    NEW_STATE = "the updated optimizer state in host memory"
     NEW_WEIGHTS = "the updated weights on the device"
     NEW_PARAMETERS = "the updated parameters in host memory"
     OWED = "the last step's gradient"

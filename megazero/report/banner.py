@@ -19,7 +19,7 @@ from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, fullest
-from megazero.plan.bytes import StageBytes
+from megazero.plan.rank_state import StageBytes
 from megazero.plan.step_memory import rank_of, rank_words
 from megazero.plan.traffic import GatheredBytes, Traffic
 from megazero.program.instruction import Lane

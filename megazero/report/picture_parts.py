@@ -8,24 +8,24 @@ from math import ceil
 from types import MappingProxyType
 from xml.sax.saxutils import escape
 
-from megazero.program.instruction import Op, Piece, moves_of
+from megazero.program.instruction import UPDATE, UPDATE_HOST, Kind, Op, Piece, moves_of
 from megazero.telemetry.units import size
 
 WIDTH, LEFT = 1200, 96
 INK = "#40464f"
 _OTHER = "other"
-KINDS: Mapping[str, tuple[str, frozenset[Op]]] = MappingProxyType(
+KINDS: Mapping[str, tuple[str, frozenset[Kind]]] = MappingProxyType(
     {
         "forward": ("#4477aa", frozenset({Op.FORWARD})),
         "backward": ("#ee6677", frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})),
-        "update": ("#aa3377", frozenset({Op.UPDATE, Op.UPDATE_HOST})),
+        "update": ("#aa3377", frozenset({UPDATE, UPDATE_HOST})),
         "parameters": (
             "#66ccee",
-            moves_of(Piece.PARAMETERS) | {Op.GATHER},
+            moves_of(Piece.PARAMETERS, Piece.UPDATED) | {Op.GATHER},
         ),
         "gradients": (
             "#ccbb44",
-            moves_of(Piece.GRADIENTS, Piece.SUMS)
+            moves_of(Piece.GRADIENTS, Piece.REDUCED, Piece.SUMS)
             | {Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.ADD_GRADIENT, Op.COUNT_GRADIENT},
         ),
         "optimizer state": ("#228833", moves_of(Piece.STATE)),
@@ -42,7 +42,7 @@ _SHADE = "#7d4a17"
 _MOST_NAMES = 12
 
 
-def kind_of(op: Op) -> str:
+def kind_of(op: Kind) -> str:
     """The name of an instruction's kind, a key of `KINDS`."""
     return _KIND_OF.get(op, _OTHER)
 

@@ -7,7 +7,7 @@ docs/reference/run-report.md says what each field is.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +22,14 @@ from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, has_budgets
-from megazero.plan.bytes import StageBytes, stage_bytes
-from megazero.plan.flops import recompute_step_flops, step_flops, trained_parameters
-from megazero.plan.offloaded import moved_in_step
+from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
+from megazero.plan.rank_state import StageBytes
 from megazero.plan.recompute import activation_peaks, activation_plan, gathered_inputs, recompute_choice
-from megazero.plan.step_lists import StageLists, activation_pieces
-from megazero.plan.step_memory import TierPeaks, host_bytes, run_peaks, spare_bytes
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import StageMemory, TierPeaks, run_peaks, stage_memories
 from megazero.plan.step_times import chunk_times
-from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, state_traffic
-from megazero.program.instruction import Lane, Op
+from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, moved_in_step, state_traffic
+from megazero.program.instruction import LEAVE, Lane, Op
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.simulate import simulate
 from megazero.program.traffic import message_bytes, moved_bytes
@@ -197,7 +196,7 @@ def _recompute(run: Run, axes: Axes, kind: str) -> RecomputeReport | None:
     choice = recompute_choice(run, axes, kind)
     return RecomputeReport(
         Counter(choice.table),
-        recompute_step_flops(run, choice.table) / step_flops(run),
+        recomputed_flops(run.model, 1, choice.table) / step_flops(run),
         choice.missed,
         max(gathered_inputs(run, axes, kind)) if run.parallel.shard_recompute_inputs else 0,
         () if budget is None else tuple(activation_peaks(run, axes, kind)),
@@ -205,19 +204,18 @@ def _recompute(run: Run, axes: Axes, kind: str) -> RecomputeReport | None:
 
 
 def _memory(steps: StageLists, kind: str) -> MemoryReport:
-    run, stages = steps.run, range(steps.axes.pp)
-    states = tuple(stage_bytes(run, steps.axes))
+    run, stages, memories = steps.run, range(steps.axes.pp), stage_memories(steps, kind)
     sharded, codes = shards_parameters(run.parallel, run.offload), run.lora.lora_base_bits is not None
     # Of codes the least possible is not known. The stages between the first and the last one are alike.
     gathered = [gathered_bytes(steps, stage) for stage in sorted({0, stages[-1]}) if sharded and not codes]
     tried, budgets = has_budgets(run) or run.trainer.report_json is not None, budgets_of(run, kind)
     return MemoryReport(
-        states,
-        tuple(_moved(steps, stage, states[stage]) for stage in stages) if any(tiers(run).values()) else (),
+        tuple(memory.state for memory in memories),
+        tuple(map(_moved, memories)) if any(tiers(run).values()) else (),
         tuple(each for each in gathered if each is not None),
         max(steps.of(stage).budget for stage in stages) if codes else None,
-        tuple(spare_bytes(steps, stage) for stage in stages),
-        _leaving(steps, kind) if run.offload.offload_activations else None,
+        tuple(memory.spare for memory in memories),
+        _leaving(memories) if run.offload.offload_activations else None,
         tuple(run_peaks(run, steps.axes, kind).every()) if tried else (),
         BudgetsReport(budgets.device, budgets.host, budgets.together) if has_budgets(run) else None,
         # What attention keeps depends on its body, which only a card can try.
@@ -225,24 +223,23 @@ def _memory(steps: StageLists, kind: str) -> MemoryReport:
     )
 
 
-def _moved(steps: StageLists, stage: int, state: StageBytes) -> dict[str, int]:
+def _moved(memory: StageMemory) -> dict[str, int]:
     """Bytes that a step moves, by lane. With --nvme-checkpoint what stays on the device is written too."""
-    moved = moved_in_step(steps.of(stage).instructions, steps.of(stage).shape)
-    return {lane.value: amount + state.elsewhere.copied * (lane is Lane.TO_DISK) for lane, amount in moved.items()}
+    step, copied = memory.steps.of(memory.stage), memory.state.elsewhere.copied
+    moved = moved_in_step(step.instructions, step.shape)
+    return {lane.value: amount + copied * (lane is Lane.TO_DISK) for lane, amount in moved.items()}
 
 
-def _leaving(steps: StageLists, kind: str) -> LeavingReport:
+def _leaving(memories: Sequence[StageMemory]) -> LeavingReport:
     """Activations that leave the device, on the stage with most of them in host memory."""
-    host = [host_bytes(steps, stage, kind) for stage in range(steps.axes.pp)]
-    stage = host.index(max(host))
-    step = steps.of(stage)
-    pieces = activation_pieces(step)
+    memory = max(memories, key=lambda memory: memory.waiting)
+    step, pieces = memory.steps.of(memory.stage), memory.activations
     return LeavingReport(
-        stage,
+        memory.stage,
         sum(graph.nbytes for graph in kept_graphs(step.instructions, step.shape)),
-        sum(moved_bytes(i, step.shape) for i in step.instructions if i.op is Op.LEAVE),
-        host[stage] + pieces.buffers,
-        pieces.file_bytes(len(steps.run.offload.nvme_path)),
+        sum(moved_bytes(i, step.shape) for i in step.instructions if i.op == LEAVE),
+        memory.waiting + pieces.buffers,
+        pieces.files,
         pieces.step_bytes,
     )
 

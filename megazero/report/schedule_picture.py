@@ -7,8 +7,8 @@ backward, and a dot is idle time. A picture that is wider than the terminal cont
 
 With `lanes`, a stage has a row for each lane on which it communicates as well: `|G2` gathers bucket 2, R reduces one, A
 reduces one across, T sums over tp, N is the norm, f and b are hidden states and gradients that arrive. U is an update.
-Of what is updated in host memory, r reads state from disks, h copies a gradient there, H updates, d copies parameters
-back and w writes state.
+Of what is updated in host memory, s is optimizer state, g gradients, H the update and u updated parameters: the name of
+the row says from where to where they go.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import UPDATE, UPDATE_HOST, Instruction, Kind, Lane, Op, Piece, moves_of
 from megazero.program.simulate import SimulationReport
-from megazero.program.span import Span
+from megazero.program.times import Span
 
 Shades = tuple[int, int]
 """Two colours of the 256-colour palette."""
@@ -31,7 +31,7 @@ _GATHER: tuple[Shades, ...] = ((66, 73),)
 _REDUCE: tuple[Shades, ...] = ((95, 138),)
 _HOST: tuple[Shades, ...] = ((103, 146),)
 _OTHER: tuple[Shades, ...] = ((240, 244),)
-_MESSAGES = {
+_MESSAGES: dict[Kind, tuple[str, str]] = {
     Op.RECV_FORWARD: ("f", "hidden states arrive"),
     Op.RECV_BACKWARD: ("b", "gradients arrive"),
     Op.GATHER: ("G", "gather of a bucket's parameters"),
@@ -39,36 +39,28 @@ _MESSAGES = {
     Op.REDUCE_ACROSS: ("A", "the same across"),
     Op.REDUCE_PARTIAL: ("T", "sum over tp"),
     Op.NORM: ("N", "norm"),
-    Op.UPDATE: ("U", "update"),
-    Op.LEAVE: ("O", "activations to the host"),
-    Op.RETURN: ("I", "and back"),
-    Op.WRITE_ACTIVATIONS: ("x", "activations written"),
-    Op.READ_ACTIVATIONS: ("y", "and read"),
-}
-_ELSEWHERE = {
-    Op.READ_PARAMETERS: ("p", "parameters read"),
-    Op.LOAD: ("L", "loaded"),
-    Op.STORE: ("S", "stored"),
-    Op.WRITE_PARAMETERS: ("q", "written"),
-    Op.READ_STATE: ("r", "state read"),
-    Op.COPY_GRADIENT: ("h", "gradient to host"),
-    Op.UPDATE_HOST: ("H", "update there"),
-    Op.COPY_PARAMETERS: ("d", "parameters back"),
-    Op.WRITE_STATE: ("w", "state written"),
-    Op.STORE_GRADIENT: ("s", "gradient stored"),
+    UPDATE: ("U", "update"),
+    UPDATE_HOST: ("H", "update there"),
     Op.ADD_GRADIENT: ("a", "added"),
     Op.COUNT_GRADIENT: ("c", "counted"),
-    Op.READ_SUM: ("i", "sum read"),
-    Op.WRITE_SUM: ("o", "sum written"),
-    Op.READ_GRADIENT: ("g", "gradient read"),
-    Op.FETCH_GRADIENT: ("k", "gradient back"),
 }
-_LETTERS = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
-_LETTERS |= {op: letter for op, (letter, _) in (_MESSAGES | _ELSEWHERE).items()}
+_PIECES = {
+    Piece.PARAMETERS: ("p", "parameters"),
+    Piece.UPDATED: ("u", "updated"),
+    Piece.STATE: ("s", "optimizer state"),
+    Piece.GRADIENTS: ("g", "gradients"),
+    Piece.REDUCED: ("r", "of a reduction"),
+    Piece.SUMS: ("m", "sums"),
+    Piece.ACTIVATIONS: ("k", "kept activations"),
+}
+"""The row of a move says from where to where."""
+_MOVES = {move: (letter, words) for piece, (letter, words) in _PIECES.items() for move in moves_of(piece)}
+_LETTERS: dict[Kind, str] = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_INPUT: "B", Op.BACKWARD_WEIGHT: "W"}
+_LETTERS |= {op: letter for op, (letter, _) in (_MESSAGES | _MOVES).items()}
 _FILLING = {"F": " ", "W": "=", "U": "+", "H": "+"}
 """Of the blocks in plain text; of others a dash."""
 _TABLES = {"F": _FORWARD, "B": _BACKWARD, "W": _WEIGHT, "G": _GATHER, "R": _REDUCE, "A": _REDUCE} | dict.fromkeys(
-    "rhHdw", _HOST
+    "sgHu", _HOST
 )
 _LANE_NAMES = {
     Lane.STAGES: "messages",
@@ -272,11 +264,11 @@ class _Painter:
         whole, eighths = divmod(round(share * width * 8), 8)
         return f"\x1b[38;5;67m{'█' * whole}{_BLOCKS[eighths].strip()}\x1b[0m"
 
-    def legend(self, margin: int, ops: Collection[Op]) -> Iterator[str]:
+    def legend(self, margin: int, ops: Collection[Kind]) -> Iterator[str]:
         """Lines that explain the colours or the letters. ops: what is drawn."""
         yield from self._computations(margin)
-        for table in (_MESSAGES, _ELSEWHERE):
-            words = [said for op, said in table.items() if op in ops]
+        for table in (_MESSAGES, _MOVES):
+            words = dict.fromkeys(row for op, row in table.items() if op in ops)
             signs = (self._coloured(letter, 0, 0, f" {letter} ") if self.colour else letter for letter, _ in words)
             shown = "  ".join(f"{sign} {said}" for sign, (_, said) in zip(signs, words, strict=True))
             yield from [" " * margin + shown] * bool(words)

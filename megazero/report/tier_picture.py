@@ -12,7 +12,7 @@ from types import MappingProxyType
 from xml.sax.saxutils import escape
 
 from megazero.program.instruction import Lane
-from megazero.program.span import Span
+from megazero.program.times import Span
 from megazero.program.trace import LANES, TimedStep
 from megazero.report.picture_parts import KINDS, kind_of, text
 from megazero.telemetry.units import size

@@ -15,7 +15,7 @@ from typing import Any
 
 from megazero.config.schema.trainer import TRACE_SUFFIXES
 from megazero.program.memory import MemoryColumn, Sample, UnitKey
-from megazero.program.span import Span
+from megazero.program.times import Span
 from megazero.program.trace import LANES, MemoryTrace, TimedStep
 from megazero.report.memory_picture import html, svg
 from megazero.report.tier_picture import TIERS

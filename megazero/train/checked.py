@@ -28,14 +28,12 @@ from megazero.data.indexed import DataError
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.budgets import has_budgets
-from megazero.plan.bytes import has_nccl
-from megazero.plan.order import order_notes
-from megazero.plan.rates import ASSUMED as ASSUMED_RATES
-from megazero.plan.rates import read_rates
+from megazero.plan.budgets import has_budgets, order_notes
+from megazero.plan.rank_state import has_nccl, micro_batches_of
 from megazero.plan.recompute import ASSUMED
-from megazero.plan.shapes import micro_batches_of
 from megazero.plan.step_lists import StageLists
+from megazero.plan.step_times import ASSUMED as ASSUMED_RATES
+from megazero.plan.step_times import read_rates
 from megazero.report.banner import verdict
 from megazero.report.report_json import write_report
 from megazero.report.run_report import gather

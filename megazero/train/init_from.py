@@ -36,8 +36,8 @@ from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Box, ParameterSpec, spec_of
 from megazero.system.reading import path_error
-from megazero.zero.fragment import Fragment
 from megazero.zero.frozen import FrozenParameters
+from megazero.zero.layout import Fragment
 
 PEFT = "peft"
 """The subfolder of a checkpoint that PEFT opens."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import uses_disks
+from megazero.config.derive import uses_disks, writes_activations
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.data.loader import batches_of
@@ -22,8 +22,7 @@ from megazero.pipeline.graphs import GraphedEngine
 from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.leaving import with_kept, writes_activations
-from megazero.plan.step_lists import StageLists
+from megazero.plan.step_lists import StageLists, with_kept
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
@@ -69,7 +68,7 @@ class Job:
         """
         if isinstance(self.trainer.engine, GraphedEngine):
             self.trainer.engine.release()
-        self.state.model.host.close(remove=not self.trainer.whole_steps.kept)
+        self.state.model.tiers.close(remove=not self.trainer.whole_steps.kept)
         if self.activations is not None:
             self.activations.close()
 
@@ -118,13 +117,13 @@ def build_job(
         if start.is_read and not uses_disks(run):
             require_finite_weights(run, grid, state)
         program = None if callbacks is None else CallbackSink(callbacks, signals)
-        swaps = state.model.host.swap, None if activation_swap is None else activation_swap.swap
+        swaps = state.model.tiers.swap, None if activation_swap is None else activation_swap.swap
         log = begin_log(prepared, grid, engines.steps, start, checkpoints, parsed, program)
         for backend in swap_backends(run, *swaps):
             log.note(backend)
         record = record_of(prepared, grid, state, engines.probe)
         save_policy = save_policy_of(run, checkpoints, record, log, program)
-        whole_steps = WholeSteps(state.model.host, swap_start, late=run.parallel.late_update)
+        whole_steps = WholeSteps(state.model, swap_start, late=run.parallel.late_update)
         engine = with_graphs(engines.training, state.model.actions, run, grid)
         trainer = Trainer(
             run, grid, engine, state, batches, log, save_policy, start.position, deadline, signals, whole_steps, memory

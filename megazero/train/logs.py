@@ -19,7 +19,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.step_plan import StepPlan
-from megazero.plan.flops import recompute_step_flops, step_flops
+from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
@@ -45,7 +45,7 @@ def as_config_error(flag: str) -> Iterator[None]:
 def step_log(run: Run, grid: ProcessGrid, sinks: list[Sink]) -> StepLog:
     """The log of a run's steps, which writes to these sinks. All ranks make one; its peak memory is an all-reduce."""
     peak = devices.peak_flops(grid.device, compute_dtype(run.optimizer.precision))
-    again = recompute_step_flops(run, recompute_table(run, grid.axes, grid.device.type))
+    again = recomputed_flops(run.model, 1, recompute_table(run, grid.axes, grid.device.type))
     rates = Rates(float(step_flops(run)), run.model.seq_length, grid.axes.world_size, peak, float(again))
 
     def peak_memory() -> int:

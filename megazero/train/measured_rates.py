@@ -36,7 +36,7 @@ from megazero.mpu.collectives import all_reduce, barrier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.head_loss import blocks_of
 from megazero.pipeline.build import attention_support, attention_workload
-from megazero.plan.rates import MachineRates, rates_of
+from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 from megazero.system.copy_thread import CopyThread
 from megazero.system.streams import host_tensor
@@ -80,7 +80,7 @@ def measured_rates(run: Run, grid: ProcessGrid) -> MachineRates:
     slowest = torch.tensor([*rates.values()], dtype=torch.float64, device=grid.device)  # in one order on all ranks
     all_reduce(slowest, grid.world, "min").wait()
     common = dict(zip(rates, slowest.tolist(), strict=True))
-    return rates_of({**common, "workspace": -common["workspace"]})
+    return MachineRates(**{**common, "workspace": -common["workspace"]})
 
 
 class Work(NamedTuple):

@@ -15,8 +15,8 @@ from megazero.mpu.axes import Axes
 from megazero.plan.budgets import budgets_of
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, PlacementChoice, choose_placement
-from megazero.plan.rates import MachineRates
 from megazero.plan.search import SearchLimits
+from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 from megazero.system import host_memory
 from megazero.telemetry.units import size
@@ -91,7 +91,7 @@ def _lines(choice: PlacementChoice, budgets: SearchLimits) -> Iterator[str]:
     stage = f" of stage {peak.stage}" * (best.machine.cluster.axes.pp > 1)
     own = f"{size(budgets.workspace)} of products, " * (budgets.workspace > 0)
     tiers = [f"device {_of(peak.nbytes, budgets.device)}, {own}fullest{stage} at {peak.instruction}"]
-    tiers += [f"host memory {_of(best.host, budgets.host)}"] * (best.host > 0)
+    tiers += [f"host memory {_of(best.host_bytes, budgets.host)}"] * (best.host_bytes > 0)
     tiers += [f"disks {size(best.disk)}"] * (best.disk > 0)
     yield f"takes, of a rank: {'; '.join(tiers)}"
     if other is None:

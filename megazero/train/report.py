@@ -30,7 +30,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import StateGroup
 from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.order import order_notes
+from megazero.plan.budgets import order_notes
 from megazero.plan.step_lists import StageLists
 from megazero.report.banner import banner
 from megazero.report.report_json import write_report

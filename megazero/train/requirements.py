@@ -15,7 +15,7 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
-from megazero.config.derive import tiers, uses_disks, whole_steps
+from megazero.config.derive import tiers, uses_disks, whole_steps, writes_activations
 from megazero.config.placement import AUTO, applied, as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier, TierShare
@@ -24,10 +24,8 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workload, compiled_ops
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems
-from megazero.plan.bytes import has_nccl
-from megazero.plan.leaving import buffer_problems, writes_activations
-from megazero.plan.offloaded import swap_file_bytes, swapped_pieces
-from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.rank_state import RankState, has_nccl
+from megazero.plan.step_lists import StageLists, buffer_problems
 from megazero.plan.traffic import unit_problems
 from megazero.system import device as devices
 from megazero.system import host_memory
@@ -211,11 +209,10 @@ def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
     for place in places:
         if place.pp in by_stage:  # the ranks of a stage have as much
             continue
-        by_stage[place.pp] = swap_file_bytes(run, swapped_pieces(run, axes, place, nccl=nccl))
+        by_stage[place.pp] = RankState(run, axes, place, nccl=nccl).files
         # On a card activations are not known before its bodies of attention are tried: opening says so.
         if writes_activations(run) and kind == "cpu" and not buffer_problems(run, axes, kind):
-            activations = activation_pieces(StageLists(run, axes, nccl=nccl).of(place.pp))
-            by_stage[place.pp] += activations.file_bytes(len(run.offload.nvme_path))
+            by_stage[place.pp] += StageLists(run, axes, nccl=nccl).activations(place.pp).files
     return sum(by_stage[place.pp] for place in places)
 
 

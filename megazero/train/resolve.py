@@ -21,9 +21,9 @@ from megazero.config.source import Decision
 from megazero.config.validate import problems_of
 from megazero.data.corpus import Corpus
 from megazero.mpu.axes import Axes, axes_of
-from megazero.plan.bytes import has_nccl
-from megazero.plan.order import leaves_order_to_budgets, order_within_budgets
-from megazero.plan.rates import MachineRates
+from megazero.plan.budgets import leaves_order_to_budgets, order_within_budgets
+from megazero.plan.rank_state import has_nccl
+from megazero.plan.step_times import MachineRates
 from megazero.train.epochs import Epoch, samples_of
 from megazero.train.init_from import AdapterBase
 from megazero.train.placed import Room, chosen

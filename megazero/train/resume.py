@@ -23,8 +23,7 @@ from megazero.telemetry.units import transfer
 from megazero.train.init_from import load_base, load_weights
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.whole_steps import SwapStart, saying_way_out
-from megazero.zero.initial import initialise_state
-from megazero.zero.portions import gather_parameters, round_weights
+from megazero.zero.portions import gather_parameters, initialise_state, read_residents, round_weights
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def _fill_from_swap(run: Run, state: TrainState, swapped: SwapStart, grid: Proce
 
     def fill() -> None:
         with saying_way_out(run.offload.nvme_path):
-            state.model.host.read_residents()
+            read_residents(state.model)
             round_weights(state.model)
 
     attempt_on_all_ranks(grid.world, grid.device, fill)

@@ -17,16 +17,14 @@ from pathlib import Path
 import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks, found_by_rank_0
-from megazero.config.derive import uses_disks
+from megazero.config.derive import uses_disks, writes_activations
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.budgets import has_budgets, memory_problems
-from megazero.plan.leaving import writes_activations
-from megazero.plan.rates import ASSUMED, read_rates
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks
-from megazero.plan.step_times import timed_traces
+from megazero.plan.step_times import ASSUMED, read_rates, timed_traces
 from megazero.report.trace_files import write
 from megazero.system import device as devices
 from megazero.system.allocator import return_large
@@ -54,7 +52,7 @@ def keep_budgets(run: Run, grid: ProcessGrid) -> None:
 def write_memory_trace(steps: StageLists, kind: str) -> str | None:
     """Write the file of --memory-trace, the memory of a step, and return a sentence on it; None without the flag.
 
-    kind: as in `plan.step_memory.stage_trace`. Times are at the rates of --placement-rates, or at assumed ones. Raises
+    kind: as in `plan.step_memory.StageMemory`. Times are at the rates of --placement-rates, or at assumed ones. Raises
     ConfigError if the file cannot be written.
     """
     if steps.run.trainer.memory_trace is None:

@@ -22,7 +22,7 @@ from megazero.convert.model_files import model_files
 from megazero.mpu.axes import Coordinates
 from megazero.mpu.grid import ProcessGrid, background_group
 from megazero.mpu.shared_memory import PeerError
-from megazero.plan.shapes import specs_of
+from megazero.plan.rank_state import specs_of
 from megazero.telemetry.units import transfer
 from megazero.train.init_from import peft_files
 from megazero.train.logs import as_config_error

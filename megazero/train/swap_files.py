@@ -12,7 +12,7 @@ import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.config.derive import tiers, uses_disks, whole_steps
+from megazero.config.derive import tiers, uses_disks, whole_steps, writes_activations
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.disk.opening import open_swap, remove_unused
@@ -21,8 +21,7 @@ from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.kept_disks import ActivationDisks
-from megazero.plan.leaving import writes_activations
-from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.step_lists import StageLists
 from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error
@@ -137,7 +136,7 @@ def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Itera
     if not writes_activations(run):
         yield None
         return
-    swapped = activation_pieces(StageLists(run, grid.axes, nccl=grid.world.is_on_device).of(grid.at.pp))
+    swapped = StageLists(run, grid.axes, nccl=grid.world.is_on_device).activations(grid.at.pp)
     token, opened = new_token(grid.world, grid.device)[:12], list[ActivationDisks]()
     folders = [Path(folder) for folder in run.offload.nvme_path]
 

@@ -195,7 +195,7 @@ class Trainer:
         with uncounted(*grid.step_groups):
             self.engine.warm_up(batches, loss_factor)
             self.state.model.reducer.discard()
-            self.state.model.gradients.discard()
+            self.state.model.mover.discard()
         return time.perf_counter() - began
 
     def reduce_once(self, *values: Tensor | float) -> list[Tensor]:

@@ -27,12 +27,13 @@ from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
 from megazero.mpu import collectives
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.offloaded import swap_contents, swapped_pieces
+from megazero.plan.rank_state import RankState
 from megazero.telemetry.steplog import StepLog
 from megazero.train.path_checks import start_position
 from megazero.train.same_data import with_present_names
 from megazero.train.state import TrainingPosition, TrainState
-from megazero.zero.host_parts import HostParts
+from megazero.zero.portions import flip
+from megazero.zero.state import ModelState
 
 NONE, FAR = -1, 2**62
 """A number of a step that is none, and one that no step has."""
@@ -106,7 +107,7 @@ def swap_start(
     fresh = {
         "run": record_of_run(run),
         "layout": grid.axes.sizes,
-        "contents": swap_contents(run, grid.axes, grid.at, nccl=grid.world.is_on_device),
+        "contents": RankState(run, grid.axes, grid.at, nccl=grid.world.is_on_device).contents,
         "job": token,
         "begun": begins,
         "data_plans": [list(plan) for plan in plans],
@@ -142,10 +143,10 @@ def left_problems(
     folders, begins = [Path(folder) for folder in run.offload.nvme_path], start_position(run, resumed)[0]
     problems = list[str]()
     for rank in ranks:
-        at = axes.coordinates(rank)
-        now = {"layout": axes.sizes, "contents": swap_contents(run, axes, at, nccl=nccl)}
+        state = RankState(run, axes, axes.coordinates(rank), nccl=nccl)
+        now = {"layout": axes.sizes, "contents": state.contents}
         try:
-            left = _left(folders, rank) if swapped_pieces(run, axes, at, nccl=nccl) else None
+            left = _left(folders, rank) if state.pieces else None
             if left is not None:
                 now["data_plans"] = left.about["data_plans"]
                 _assert_continues(left, run, now, newer=left.record.last.step > begins)
@@ -293,8 +294,8 @@ class WholeSteps:
     written.
     """
 
-    def __init__(self, host: HostParts, start: SwapStart | None, *, late: bool) -> None:
-        self._host, self._start, self._late = host, start, late
+    def __init__(self, model: ModelState, start: SwapStart | None, *, late: bool) -> None:
+        self._model, self._start, self._late = model, start, late
         self._left: tuple[int, dict[str, Any]] | None = None
         self._flip: DiskRequest | None = None
         self._over = False
@@ -328,12 +329,11 @@ class WholeSteps:
     @property
     def kept(self) -> bool:
         """Whether the files stay: they have a whole step, and the loop has not ended without need for it."""
-        return (
-            not self._over and self._start is not None and (swap := self._host.swap) is not None and bool(swap.record)
-        )
+        swap = self._model.tiers.swap
+        return not self._over and self._start is not None and swap is not None and bool(swap.record)
 
     def _flip_left(self) -> None:
-        if self._left is not None and self._host.swap is not None and self._start is not None:
+        if self._left is not None and self._model.tiers.swap is not None and self._start is not None:
             iteration, progress = self._left
-            self._flip = self._host.flip(iteration, {**self._start.about, "progress": progress})
+            self._flip = flip(self._model, iteration, {**self._start.about, "progress": progress})
         self._left = None

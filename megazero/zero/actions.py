@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
-from megazero.config.tiers import Tier
-from megazero.program.instruction import ComputationKey, Instruction, Op
+from megazero.program.instruction import ComputationKey, Instruction
+from megazero.program.shape import RankShape
 from megazero.zero.gatherer import ParameterGatherer
-from megazero.zero.host_gradients import HostGradients
-from megazero.zero.host_parts import HostParts
+from megazero.zero.mover import Mover
 from megazero.zero.owed import OwedUpdates
 from megazero.zero.reducer import Arrived, GradientReducer
 
 
 class BucketActions:
-    """The actions of one rank: reductions by its reducer, gathers by its gatherer, moves to host memory and back by its
-    host parts. Updates are those of `zero.step_end`.
+    """The actions of one rank: reductions by its reducer, gathers by its gatherer, moves between tiers by its mover.
+    Updates are those of `zero.step_end`.
 
-    owed: updates that a step leaves. gradients: sums of gradients that are not on the device.
+    owed: updates that a step leaves
     """
 
     def __init__(
         self,
+        shape: RankShape,
         reducer: GradientReducer,
         gatherer: ParameterGatherer,
+        mover: Mover,
         owed: OwedUpdates,
-        host: HostParts,
-        gradients: HostGradients,
     ) -> None:
-        self.reducer, self.gatherer, self.owed, self.host, self.gradients = reducer, gatherer, owed, host, gradients
+        self.shape, self.reducer, self.gatherer, self.mover, self.owed = shape, reducer, gatherer, mover, owed
 
     def settle(self) -> None:
         """Make the updates that the last step has left."""
@@ -37,20 +35,20 @@ class BucketActions:
 
     def ready(self, buckets: Sequence[int]) -> None:
         """Return once the parameters of these buckets are there."""
-        self.host.ready(buckets)
+        self.mover.ready(buckets)
         self.gatherer.ready(buckets)
 
     def move(self, i: Instruction) -> None:
         """Start what an instruction of `STATE_MOVES` says."""
-        _MOVES[i.op](self, i)
+        self.mover.move(i)
 
     def gather(self, bucket: int) -> None:
         """Start to gather a bucket's parameters, once this rank's shard is updated.
 
         A bucket that is loaded from host memory or disks needs no wait: its load has waited for the update.
         """
-        if not self.gatherer.resting.shape.buckets[bucket].is_loaded:
-            self.host.ready([bucket])
+        if not self.shape.buckets[bucket].is_loaded:
+            self.mover.ready([bucket])
         self.gatherer.gather(bucket)
 
     def release(self, bucket: int) -> None:
@@ -81,10 +79,6 @@ class BucketActions:
         """Sum partial gradients of buckets, or of all (none named), over tp."""
         self.reducer.sum_partials(buckets)
 
-    def copies_gradient(self, bucket: int) -> HostGradients | HostParts:
-        """What copies a reduced gradient to host memory: to be added to a sum there, or for an update there."""
-        return self.gradients if self.host.sums[bucket] is not Tier.DEVICE else self.host
-
     def arrived(self) -> Arrived:
         """See `GradientReducer.arrived`."""
         return self.reducer.arrived()
@@ -92,26 +86,3 @@ class BucketActions:
     def say_arrived(self, arrived: Arrived) -> None:
         """See `GradientReducer.say_arrived`."""
         self.reducer.say_arrived(arrived)
-
-
-_MOVES: Mapping[Op, Callable[[BucketActions, Instruction], object]] = MappingProxyType(
-    {
-        Op.READ_PARAMETERS: lambda of, i: of.gatherer.resting.read(i.key, i.slot),
-        # Once they are updated: what a load waits for is waited for on its lane.
-        Op.LOAD: lambda of, i: of.gatherer.load(*i.key, of.host.arriving(i.buckets[0])),
-        Op.COPY_PARAMETERS: lambda of, i: of.host.copy_parameters(i),
-        Op.STORE: lambda of, i: of.host.store(i),
-        Op.WRITE_PARAMETERS: lambda of, i: of.host.write_parameters(i),
-        Op.READ_STATE: lambda of, i: of.host.read(i),
-        Op.WRITE_STATE: lambda of, i: of.host.write(i),
-        Op.COPY_GRADIENT: lambda of, i: of.copies_gradient(i.buckets[0]).copy_gradient(i),
-        Op.STORE_GRADIENT: lambda of, i: of.gradients.store(i),
-        Op.ADD_GRADIENT: lambda of, i: of.gradients.add(i),
-        Op.COUNT_GRADIENT: lambda of, i: of.gradients.count(i),
-        Op.READ_SUM: lambda of, i: of.gradients.read(i),
-        Op.WRITE_SUM: lambda of, i: of.gradients.write_sum(i),
-        Op.READ_GRADIENT: lambda of, i: of.gradients.read(i),
-        Op.FETCH_GRADIENT: lambda of, i: of.gradients.fetch(i),
-    }
-)
-"""What the instructions of `STATE_MOVES` do."""

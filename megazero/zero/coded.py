@@ -27,13 +27,13 @@ from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, spec_of
-from megazero.zero.device_account import DeviceAccount
 from megazero.zero.gatherer import GATHERED, WholeParameters, make_views
 from megazero.zero.layout import UNSHARED, BucketLayout, Packing, frozen_sizes
 from megazero.zero.layout import pack as pack_buckets
+from megazero.zero.memories import Tiers
 from megazero.zero.parts import Resting
 from megazero.zero.sharding import Sharding
-from megazero.zero.storage import Bucket, Disk, StoredColumn, parameter_column
+from megazero.zero.storage import Bucket, StoredColumn, parameter_column
 
 ALIGNMENT = 16
 """Each rank's part of a row of bytes begins at a multiple of this."""
@@ -183,17 +183,16 @@ def coded_column(
     layouts: Sequence[CodedLayout],
     buckets: Sequence[Bucket],
     sharding: Sharding,
-    device: torch.device,
+    tiers: Tiers,
     resting: Sequence[Resting],
-    disk: Disk,
-    account: DeviceAccount | None = None,
+    first: int,
 ) -> StoredColumn:
-    """The rows of bytes of these buckets on this rank, zeros. resting, disk: as in `storage.parameter_column`."""
+    """The rows of bytes of these buckets on this rank, zeros. resting, first: as in `storage.parameter_column`."""
     rows = [
         Bucket(replace(layout.numbers, entries=(), numel=layout.nbytes), (), bucket.groups)
         for layout, bucket in zip(layouts, buckets, strict=True)
     ]
-    return parameter_column(sharding, torch.uint8, rows, device, resting, disk, account, "codes")
+    return parameter_column(sharding, torch.uint8, rows, tiers, "codes", resting, first)
 
 
 @dataclass(frozen=True)
@@ -207,8 +206,8 @@ class CodedParameters(WholeParameters):
         cls, column: StoredColumn, index: int, bucket: Bucket, codes: CodedLayout, dtype: torch.dtype
     ) -> CodedParameters:
         """Make the bucket's parameters views of a flat tensor of `dtype`, which has no memory at first."""
-        column.account.take(GATHERED, bucket.layout.numel * dtype.itemsize, f"the decoded parameters of bucket {index}")
-        whole = torch.empty(bucket.layout.numel, dtype=dtype, device=column.device)
+        what = f"the decoded parameters of bucket {index}"
+        whole = column.memory.allocate(bucket.layout.numel, dtype, GATHERED, what)
         make_views(bucket, whole)
         found = cls(bucket, column, index, whole, gathered=True, codes=codes)
         found.free()

@@ -12,10 +12,10 @@ from megazero.config.tiers import Tier
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
 from megazero.zero.coded import CodedParameters, FrozenLayouts, coded_column
-from megazero.zero.device_account import DeviceAccount
 from megazero.zero.gatherer import WholeParameters
 from megazero.zero.layout import BucketLayout
-from megazero.zero.resting import DiskColumn, RestingParameters
+from megazero.zero.memories import Tiers
+from megazero.zero.parts import Resting
 from megazero.zero.sharding import Sharding
 from megazero.zero.storage import Bucket, parameter_column
 
@@ -55,9 +55,9 @@ class FrozenParameters:
 
     layouts    of the buckets: `parameters` has those that are stored as they are, and then those of codes
     group_of   the process groups of the ranks that hold a parameter, by its group
-    sharding  of the parameter column: sharded with ZeRO-3
-    resting    the parameters of the rank that do not rest on the device, in which these buckets come last
-    account    counts what is allocated on the device
+    sharding   of the parameter column: sharded with ZeRO-3
+    tiers      the memories in which they rest
+    resting    where each bucket of the rank rests, in which these buckets come last
     """
 
     def __init__(
@@ -67,22 +67,18 @@ class FrozenParameters:
         group_of: Callable[[StateGroup], StateGroups],
         sharding: Sharding,
         dtype: torch.dtype,
-        device: torch.device,
-        resting: RestingParameters,
-        account: DeviceAccount | None = None,
+        tiers: Tiers,
+        resting: Sequence[Resting],
     ) -> None:
         self.by_name, self.layouts = parameters_by_name(chunks, trained=False), layouts
         plain, coded = layouts
-        first = len(resting.resting) - len(plain) - len(coded)
+        first = len(resting) - len(plain) - len(coded)
         then = first + len(plain)
         buckets = buckets_of(plain, self.by_name, group_of)
-        rests = resting.resting[first:then]
-        on_disk = DiskColumn(resting, first)
-        self.column = parameter_column(sharding, dtype, buckets, device, rests, on_disk, account, FROZEN)
+        self.column = parameter_column(sharding, dtype, buckets, tiers, FROZEN, resting[first:then], first)
         self.parameters = [WholeParameters.adopt(self.column, *each) for each in enumerate(buckets)]
         buckets = buckets_of([layout.numbers for layout in coded], self.by_name, group_of)
-        rests = resting.resting[then:]
-        self.codes = coded_column(coded, buckets, sharding, device, rests, DiskColumn(resting, then), account)
+        self.codes = coded_column(coded, buckets, sharding, tiers, resting[then:], then)
         self.parameters += [
             CodedParameters.made(self.codes, index, bucket, layout, dtype)
             for index, (bucket, layout) in enumerate(zip(buckets, coded, strict=True))

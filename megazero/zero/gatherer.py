@@ -4,7 +4,7 @@ There are two kinds of buckets. A kept bucket is whole on every rank; after a st
 different shards it is gathered once (ZeRO-1, 2). The parameters of a gathered bucket are there for each use only, and
 freed afterwards: their tensors stay, and only the memory behind them comes and goes, so a view that autograd has saved
 reads the right values in backward. Such are sharded buckets (ZeRO-3), those that do not rest on the device, which are
-loaded first (`zero.resting`), and frozen matrices that are stored as codes (`zero.coded`).
+loaded first (`zero.mover`), and frozen matrices that are stored as codes (`zero.coded`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import ParameterSpec, spec_of
 from megazero.mpu.quantized import all_gather_quantized
-from megazero.system.copy_thread import Copied
-from megazero.zero.resting import RestingParameters
 from megazero.zero.storage import Bucket, StoredColumn
 
 GATHERED = "gathered parameters"
@@ -50,7 +47,7 @@ class WholeParameters:
         """Make the bucket's parameters views of one flat tensor. Their values are undefined."""
         gathered, numel = column.is_sharded_in(index) or not column.is_on_device(index), bucket.layout.numel
         if gathered:
-            column.account.take(GATHERED, numel * column.dtype.itemsize, f"the parameters of bucket {index}")
+            column.memory.take(GATHERED, numel * column.dtype.itemsize, f"the parameters of bucket {index}")
         whole = torch.empty(numel, dtype=column.dtype, device=column.device) if gathered else column.held(index)
         make_views(bucket, whole)
         found = cls(bucket, column, index, whole, gathered)
@@ -66,7 +63,7 @@ class WholeParameters:
         """Give a gathered bucket's tensor memory. Its content is undefined."""
         storage = self.whole.untyped_storage()
         assert storage.nbytes() == 0, f"parameters of bucket {self.index} are gathered already"
-        self.column.account.take(GATHERED, self.nbytes, f"the whole parameters of bucket {self.index}, gathered,")
+        self.column.memory.take(GATHERED, self.nbytes, f"the whole parameters of bucket {self.index}, gathered,")
         storage.resize_(self.nbytes)
 
     def free(self) -> None:
@@ -80,7 +77,7 @@ class WholeParameters:
                 "such as an array of .numpy(), was made from it while it was whole (ZeRO-3); make it from a copy: "
                 "parameter.detach().clone().numpy()"
             )
-        self.column.account.give(GATHERED, storage.nbytes())
+        self.column.memory.give(GATHERED, storage.nbytes())
         storage.resize_(0)
 
     @property
@@ -145,15 +142,15 @@ def own_box(whole: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 class _Loading:
-    """A bucket that is being brought to the device. own: what the rank stores of it. copies: on their way."""
+    """A bucket that is being brought to the device. own: what the rank stores of it. arrived: waits for each copy."""
 
     def __init__(self, own: Tensor) -> None:
-        self.own, self.copies = own, list[Copied]()
+        self.own, self.arrived = own, list[Need]()
 
     def wait(self) -> None:
         """Return once it is there. Raises what has gone wrong on the way."""
-        for copied in self.copies:
-            copied.result()
+        for copied in self.arrived:
+            copied()
 
     def clear(self) -> None:
         """Let go of the memory."""
@@ -164,7 +161,6 @@ class ParameterGatherer:
     """Gathers whole parameters and frees them.
 
     parameters  by number of the bucket, the trained buckets first
-    resting     those that do not rest on the device
     masters     None, or gathers are in blocks of int8 (ZeRO++). Then: the column of exact weights from which a kept
                 bucket is quantised, since its own shard is overwritten with what all ranks get. Where some of them rest
                 elsewhere it is quantised from the parameters. A sharded bucket is quantised from its shard, and one
@@ -175,31 +171,23 @@ class ParameterGatherer:
     def __init__(
         self,
         parameters: Sequence[WholeParameters],
-        resting: RestingParameters,
         *,
         masters: StoredColumn | None = None,
         overlap: bool,
     ) -> None:
-        self.parameters, self.resting, self.masters, self.overlap = parameters, resting, masters, overlap
+        self.parameters, self.masters, self.overlap = parameters, masters, overlap
         self._gathers: dict[int, CommunicationHandle] = {}
         self._loads: dict[int, _Loading] = {}
 
-    def load(self, index: int, part: int, after: Sequence[Need] = ()) -> None:
-        """Start to bring what this rank stores of bucket `index` to the device, or a part of it that was read.
-
-        after: waited for before. The first part takes memory for all of them.
+    def loading(self, index: int, start: int, stop: int) -> tuple[Tensor, list[Need]]:
+        """Memory on the device for elements [start, stop) of what this rank stores of bucket `index`, and the list of
+        what there is to wait for before it is read. The first call takes memory for all of them.
         """
         at = self.parameters[index]
         first, last = at.column.range_of(at.index)
         if index not in self._loads:
             self._loads[index] = _Loading(_room(at, last - first))
-        loading, start, stop, held = self._loads[index], first, last, None
-        if part < 0:
-            held = at.column.held(at.index)
-        else:
-            start, stop, _ = self.resting.resting[index].parts[part]
-        target = loading.own[start - first : stop - first]
-        loading.copies.append(self.resting.load((index, part), target, held, after))
+        return self._loads[index].own[start - first : stop - first], self._loads[index].arrived
 
     def gather(self, index: int) -> None:
         """Start to gather bucket `index`. Communicates over the ranks that share out its state, if these do.
@@ -233,32 +221,6 @@ class ParameterGatherer:
     def wait(self) -> None:
         """Return once all launched buckets have been gathered."""
         self.ready(list(self._gathers))
-
-    @contextmanager
-    def reading(self, indices: Sequence[int]) -> Iterator[None]:
-        """A context in which these buckets are whole. A collective of the ranks that share out their state.
-
-        Those that are gathered for each use are so at its begin, and freed at its end.
-        """
-        gathered = [index for index in indices if self.parameters[index].gathered]
-        for index in gathered:
-            self._bring(index)
-            self.gather(index)
-        self.ready(indices)
-        try:
-            yield
-        finally:
-            for index in gathered:
-                self.release(index)
-
-    def _bring(self, index: int) -> None:
-        """Load all of a bucket that does not rest on the device."""
-        bucket = self.resting.shape.buckets[index]
-        for part in bucket.loads if bucket.is_loaded else ():
-            if part >= 0:
-                # Outside of lists nothing is under way: the parts take the slots in turn.
-                self.resting.read((index, part), part % SLOTS)
-            self.load(index, part)
 
 
 def _room(at: WholeParameters, stored: int) -> Tensor:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from fused_ops.quantise import BLOCK
 from megazero.config.derive import bucket_size, names_units, shards_parameters
@@ -17,7 +19,6 @@ from megazero.config.inventory import unit_of
 from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
-from megazero.zero.fragment import FragmentSpec
 from megazero.zero.sharding import Sharding
 
 UNSHARED = dict.fromkeys(StateGroup, 1)
@@ -34,6 +35,45 @@ class Entry:
     @property
     def stop(self) -> int:
         return self.offset + self.spec.local_numel
+
+
+@dataclass(frozen=True)
+class FragmentSpec:
+    """A fragment without its values: elements [start, stop), in row-major order, of the box of `spec`.
+
+    Layout arithmetic computes these for any rank.
+    """
+
+    spec: ParameterSpec
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class StoredFragment(FragmentSpec):
+    """A fragment of which some place has the values. dtypes: of the columns that exist, by their name in `Fragment`."""
+
+    dtypes: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Fragment(FragmentSpec):
+    """A fragment with one contiguous 1-D tensor of `numel` elements per column; None for a column that does not exist.
+
+    A model state gives its fragments in portions, whose tensors may exist only while they are looked at.
+
+    weight      the master weight, or the parameter where it is its own master
+    exp_avg     Adam's first moment; the momentum of sgd
+    exp_avg_sq  Adam's second moment
+    """
+
+    weight: Any = None
+    exp_avg: Any = None
+    exp_avg_sq: Any = None
 
 
 @dataclass(frozen=True)

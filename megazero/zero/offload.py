@@ -9,6 +9,7 @@ from megazero.config.schema import OffloadConfig
 from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, TierShare
 from megazero.disk.swap import SwapSpace
 from megazero.mpu.parameter import StateGroup
+from megazero.program.instruction import Piece
 from megazero.program.shape import RankShape
 from megazero.zero.coded import FrozenLayouts
 from megazero.zero.layout import BucketLayout
@@ -16,12 +17,10 @@ from megazero.zero.parts import (
     Range,
     Resident,
     Resting,
-    gradient_piece,
-    parameters_piece,
     parts_of,
+    piece_name,
     resident_piece,
     residents_of,
-    state_piece,
     tiers_of,
 )
 from megazero.zero.shape import StateWidths
@@ -115,10 +114,10 @@ def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int =
     found: dict[str, int] = {}
     for number, bucket in enumerate(shape.buckets):
         for index, part in enumerate(bucket.parts):
-            if bucket.rests is Tier.DISK:
-                found[parameters_piece((number, index))] = part.parameter_bytes
-            if bucket.sums is Tier.DISK:
-                found[gradient_piece((number, index))] = part.gradient_bytes
-            if part.tier is Tier.DISK:
-                found[state_piece((number, index))] = part.state_bytes
+            of_part = (
+                (Piece.PARAMETERS, bucket.rests, part.parameter_bytes),
+                (Piece.SUMS, bucket.sums, part.gradient_bytes),
+                (Piece.STATE, part.tier, part.state_bytes),
+            )
+            found |= {piece_name(piece, (number, index)): size for piece, tier, size in of_part if tier is Tier.DISK}
     return found | {resident_piece(one): (one.stop - one.start) * state for one in residents}

@@ -12,13 +12,13 @@ from fused_ops.adam import AdamRange, adam_steps, sgd_step
 from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
 from megazero.config.tiers import Tier
+from megazero.disk.lanes import Need
 from megazero.mpu.grid import ProcessGrid
 from megazero.program.instruction import Instruction
-from megazero.zero.counted import counted_runs
-from megazero.zero.fragment import Fragment, StoredFragment
-from megazero.zero.host_parts import PartTensors
+from megazero.zero.layout import Fragment, StoredFragment
+from megazero.zero.mover import PartTensors
 from megazero.zero.owed import UpdateValues
-from megazero.zero.parts import Part
+from megazero.zero.parts import Key, Part
 from megazero.zero.portions import portions, spread, stored
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
@@ -56,7 +56,7 @@ class ShardedOptimizer:
         if their replica of a gradient is not finite, so that a fault on one tp rank makes all ranks skip the step.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        elsewhere = [self.state.gradients.squares(index) for index in range(len(self.state.buckets))]
+        elsewhere = [self.state.mover.squares(index) for index in range(len(self.state.buckets))]
         for views, there in zip(self._counted, elsewhere, strict=True):
             for squares in (*map(sum_of_squares, views), *there.counted):
                 total += squares
@@ -74,12 +74,14 @@ class ShardedOptimizer:
         self.state.gatherer.ready(indices)
         self._update([own for index in indices for own in self._ranges(index, part)], now)
         for index in indices:
-            if self.state.host.sums[index] is not Tier.DEVICE:
-                self.state.gradients.used((index, part))
+            if self.state.resting[index].sums is not Tier.DEVICE:
+                self.state.mover.used((index, part))
 
     def update_host(self, i: Instruction, now: UpdateValues) -> None:
-        """Start to update a part of a bucket in host memory. It must be under way there (`zero.host_parts`)."""
-        self.state.host.update(i, lambda part, tensors: self._update_there(i.buckets[0], part, tensors, now))
+        """Start to update a part of a bucket in host memory, on the lane for that."""
+        needs, tensors = self.state.mover.part_to_update(i)
+        changed = self.state.tiers.updates.submit(self._update_there, i.key, needs, tensors, now).result
+        self.state.mover.updating(i, changed)
 
     def end_step(self, skip: Tensor) -> None:
         """Count the step unless it was skipped, and have the next gradients begin new sums. skip: as in `UpdateValues`.
@@ -93,7 +95,7 @@ class ShardedOptimizer:
     @property
     def resident(self) -> bool:
         """Whether all that a checkpoint holds of this rank is in memory."""
-        return not self.state.rests_on_disks
+        return self.state.tiers.swap is None
 
     def stored(self) -> list[list[StoredFragment]]:
         """See `zero.portions.stored`."""
@@ -109,20 +111,28 @@ class ShardedOptimizer:
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
         """Views of this rank's own gradients on the device that count in the norm here (or do not)."""
-        if self.state.host.sums[index] is not Tier.DEVICE:
+        if self.state.resting[index].sums is not Tier.DEVICE:
             return []
-        runs = counted_runs(self.state.buckets[index], self.grid.at.tp, counted=counted)
+        runs = self.state.buckets[index].counted_runs(self.grid.at.tp, counted=counted)
         return [self.state.columns[Column.GRADIENT].view(index, *run) for run in runs]
 
-    def _update_there(self, index: int, part: Part, tensors: PartTensors, now: UpdateValues) -> bool:
-        """Update a part with these tensors; return whether it has changed. Runs on a thread. Padding becomes zero."""
+    def _update_there(self, key: Key, needs: Sequence[Need], tensors: PartTensors, now: UpdateValues) -> bool:
+        """Executed on the lane of updates: once all of a part is in host memory, update it."""
+        for arrived in needs:
+            arrived()
+        return self.update_part(key, tensors, now)
+
+    def update_part(self, key: Key, tensors: PartTensors, now: UpdateValues) -> bool:
+        """Update a part with these tensors in host memory; return whether it has changed. Padding becomes zero."""
+        index, part = key[0], self.state.resting[key[0]].parts[key[1]]
+        weights, parameters, gradient = tensors[Column.MASTER], tensors[Column.PARAMETER], tensors[Column.GRADIENT]
         now = now.on_host()
         if now.skip:
+            if self.state.resting[index].rests is Tier.DISK:
+                parameters.copy_(weights)  # what rests on disks is written in a skipped step too
             return False
         second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])
-        weights, parameters, gradient = tensors[Column.MASTER], tensors[Column.PARAMETER], tensors[Column.GRADIENT]
-        used = self.state.buckets[index].layout.used
-        parameters[max(0, used - part.start) :].zero_()
+        parameters[max(0, self.state.buckets[index].layout.used - part.start) :].zero_()
         ranges = [
             AdamRange(parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay)
             for start, stop, decay in self._decay_ranges(index, part)
@@ -145,7 +155,7 @@ class ShardedOptimizer:
         """The tensors of these ranges on the device. SGD has no second moment; the first stands in its place."""
         table = self.state.columns
         second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
-        where = None if part < 0 else self.state.host.parts[index][part]
+        where = None if part < 0 else self.state.resting[index].parts[part]
         rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
         for start, stop, decay in self._decay_ranges(index, where):
             at = index, start, stop
@@ -160,8 +170,8 @@ class ShardedOptimizer:
 
     def _gradient(self, index: int, start: int, stop: int, part: int) -> Tensor:
         """A range of a bucket's gradient for an update on the device."""
-        if self.state.host.sums[index] is not Tier.DEVICE:
-            return self.state.gradients.fetched((index, part), start, stop)
+        if self.state.resting[index].sums is not Tier.DEVICE:
+            return self.state.mover.fetched((index, part), start, stop)
         return self.state.columns[Column.GRADIENT].view(index, start, stop)
 
     def _update(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:

@@ -6,25 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megazero.config.tiers import ALIGNMENT, Tier, TierShare
+from megazero.program.instruction import Piece
 
 Range = tuple[int, int]
 Key = tuple[int, int]
 """A bucket, and the number of a part of it."""
 
 
-def state_piece(key: Key) -> str:
-    """The name of a part's optimizer state in swap files."""
-    return f"bucket {key[0]}, part {key[1]}"
+_NAMES = {Piece.STATE: "", Piece.SUMS: ": gradient", Piece.PARAMETERS: ": parameters"}
 
 
-def gradient_piece(key: Key) -> str:
-    """The name of a part's summed gradient there."""
-    return f"{state_piece(key)}: gradient"
-
-
-def parameters_piece(key: Key) -> str:
-    """The name of a part's parameters there."""
-    return f"{state_piece(key)}: parameters"
+def piece_name(piece: Piece, key: Key) -> str:
+    """The name in swap files of a part's optimizer state, sum of gradients or parameters."""
+    return f"bucket {key[0]}, part {key[1]}{_NAMES[piece]}"
 
 
 class Part(NamedTuple):

@@ -1,24 +1,121 @@
-"""What a checkpoint holds of a model state, in portions: a bucket, or a part of one that rests elsewhere.
+"""The values of a model state in portions, a bucket or a part of one that rests elsewhere: initial weights, what a
+checkpoint holds, and what a whole step has on disks.
 
-Only one portion has to be in memory at a time.
+Only one portion has to be in memory at a time: a bucket that does not rest in memory is never whole there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megazero.config.tiers import SLOTS, Tier
+from megazero.disk.lanes import DiskRequest
 from megazero.mpu import collectives
-from megazero.zero.fragment import Fragment, StoredFragment
-from megazero.zero.layout import BucketFragment
+from megazero.mpu.random import initialise_range
+from megazero.program.instruction import Piece
+from megazero.zero.layout import BucketFragment, Fragment, StoredFragment
+from megazero.zero.memories import PartSlot
+from megazero.zero.mover import PartTensors
+from megazero.zero.parts import Key, Range, Resident, piece_name, resident_piece
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from megazero.zero.storage import Bucket
 
 SAVED = {"weight": Column.MASTER, "exp_avg": Column.EXP_AVG, "exp_avg_sq": Column.EXP_AVG_SQ}
 """The columns of checkpoints, by their names in a fragment."""
+DRAWN = 1 << 24
+"""Elements that are drawn at once of what other ranks update, and this one only keeps the parameters of."""
+
+
+# --- one portion ---------------------------------------------------------------------------------------------------
+
+
+def parts_at_rest(state: ModelState, index: int) -> list[tuple[int, Range]]:
+    """(number, elements) of each part in which what the rank updates of a bucket rests; -1: all of it, in memory."""
+    parts = state.resting[index].state_parts
+    return [(number, part[:2]) for number, part in enumerate(parts)] or [(-1, state.update_range(index))]
+
+
+@contextmanager
+def looking(state: ModelState, key: Key, *, reads: bool = True, writes: bool = False) -> Iterator[PartTensors]:
+    """A context in which the optimizer state of a part of `parts_at_rest` is in memory: zeros at first. A parameter may
+    be its own master only where all of it is (-1). Nothing may be under way.
+
+    reads: whether it has the state's values; else its content is undefined. writes: whether it is stored at the end.
+    Raises DiskError.
+    """
+    index, number = key
+    slot, parts = state.mover.updates.slots[0], state.resting[index].parts
+    if number < 0:
+        columns, own = _saved(state).values(), state.update_range(index)
+        yield {column: state.columns[column].view(index, *own) for column in columns}
+    elif parts[number].tier is not Tier.DISK:
+        yield state.mover.state_of(key, slot)
+    else:
+        disks, name = state.tiers.disks, piece_name(Piece.STATE, key)
+        memory = _state_memory(state, slot, parts[number].stop - parts[number].start)
+        if reads and disks.has(name):
+            disks.read({name: memory}).wait()
+        elif reads:
+            memory.zero_()
+        yield state.mover.state_of(key, slot)
+        if writes:
+            disks.write({name: memory}).wait()
+
+
+def _state_memory(state: ModelState, slot: PartSlot, numel: int) -> Tensor:
+    return slot.of(Piece.STATE, numel * state.mover.state_bytes)
+
+
+# --- initial weights -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialise_state(state: ModelState, seed: int) -> None:
+    """Set the initial weights, which are the same on every layout: the master weight, and the parameter rounded once.
+    Moments in parts become zero.
+
+    Frozen parameters are not set. Communicates nothing. Memory: a part of a bucket. Raises DiskError.
+    """
+    state.wait_parameters()
+    parameters = state.columns[Column.PARAMETER]
+    for index, bucket in enumerate(state.buckets):
+        (start, stop), (first, last) = parameters.range_of(index), state.weights.range_of(index)
+        parts = state.resting[index].state_parts
+        for number, part in enumerate(parts):
+            with looking(state, (index, number), reads=False, writes=True) as held:
+                for values in held.values():
+                    values.zero_()
+                _draw(held[Column.MASTER], bucket, part.start, seed)
+                parameters.keep(index, held[Column.MASTER], part.start)
+        if not parts:
+            weights = state.weights.held(index)
+            _draw(weights, bucket, first, seed)
+            if state.has_master:
+                parameters.keep(index, weights, first)
+        for others in ((start, first), (last, stop)):
+            for at in range(*others, DRAWN):
+                numel = min(DRAWN, others[1] - at)
+                values = torch.empty(numel, dtype=state.weights.dtype, device=state.weights.device)
+                _draw(values, bucket, at, seed)
+                parameters.keep(index, values, at)
+
+
+def _draw(out: Tensor, bucket: Bucket, start: int, seed: int) -> None:
+    """Fill `out` [n] with the initial values of a bucket's elements from `start` on; those of no parameter are zero."""
+    stop = start + out.numel()
+    out.zero_()
+    for one in bucket.layout.fragments(start, stop):
+        own = out[one.offset - start :][: one.numel]
+        initialise_range(own, one.spec, one.start, seed)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
 def stored(state: ModelState) -> list[list[StoredFragment]]:
@@ -45,36 +142,27 @@ def portions(state: ModelState, fill: Collection[str] = ()) -> Generator[list[Fr
 
 
 def _values(state: ModelState, fill: Collection[str]) -> Generator[list[Fragment], None, None]:
-    for index, number, fragments in _portions(state):
-        if number < 0:
-            views = {name: state.columns[column] for name, column in _saved(state).items()}
+    for key, start, fragments in _portions(state):
+        with looking(state, key, writes=bool(fill)) as held:
+            columns = {name: held[column] for name, column in _saved(state).items()}
             yield [
-                _fragment(one, {c: held.view(index, one.offset, one.offset + one.numel) for c, held in views.items()})
+                Fragment(
+                    one.spec,
+                    one.start,
+                    one.stop,
+                    **{name: values[one.offset - start :][: one.numel] for name, values in columns.items()},
+                )
                 for one in fragments
             ]
-            continue
-        start = state.host.state_parts[index][number].start
-        with state.host.looking((index, number), writes=bool(fill)) as held:
-            there = {name: held[column] for name, column in _saved(state).items()}
-            yield [
-                _fragment(one, {c: t[one.offset - start :][: one.numel] for c, t in there.items()}) for one in fragments
-            ]
 
 
-def _fragment(one: BucketFragment, values: Mapping[str, Tensor]) -> Fragment:
-    return Fragment(one.spec, one.start, one.stop, **values)
-
-
-def _portions(state: ModelState) -> Iterator[tuple[int, int, list[BucketFragment]]]:
-    """(bucket, part, fragments) of each portion; -1: of the whole bucket."""
+def _portions(state: ModelState) -> Iterator[tuple[Key, int, list[BucketFragment]]]:
+    """(bucket and part, its first element, fragments) of each portion."""
     for index, bucket in enumerate(state.buckets):
         start, stop = bucket.owned
-        if not state.host.state_parts[index]:
-            yield index, -1, list(bucket.layout.fragments(start, stop))
-        for number, part in enumerate(state.host.state_parts[index]):
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                yield index, number, list(bucket.layout.fragments(first, last))
+        for number, (first, last) in parts_at_rest(state, index):
+            if max(start, first) < min(stop, last):
+                yield (index, number), first, list(bucket.layout.fragments(max(start, first), min(stop, last)))
 
 
 def _saved(state: ModelState) -> dict[str, Column]:
@@ -94,7 +182,7 @@ def spread(state: ModelState) -> None:
     table = state.columns
     for index, bucket in enumerate(state.buckets):
         state.gatherer.wait()
-        if state.host.state_parts[index]:
+        if state.resting[index].state_parts:
             _spread_parts(state, index)
         else:
             for column in _saved(state).values():
@@ -102,6 +190,39 @@ def spread(state: ModelState) -> None:
             _round_weights(state, index)
         _gather(state, index)
     state.wait_parameters()
+
+
+def _spread(bucket: Bucket, held: Tensor, *, sharded: bool) -> None:
+    """Bring what other ranks own of a column to this rank. held: all that it stores of the bucket."""
+    first = bucket.shard[0] if sharded else 0
+    shard, owned = (held[start - first : stop - first] for start, stop in (bucket.shard, bucket.owned))
+    collectives.all_gather(shard, owned, bucket.groups.across).wait()
+    if not sharded:
+        collectives.all_gather(held, shard, bucket.groups.inner).wait()
+
+
+def _spread_parts(state: ModelState, index: int) -> None:
+    """The same for a bucket in parts, of which this rank has all in memory meanwhile if others own something of it. Its
+    parameters are set too.
+    """
+    bucket, weights, parts = state.buckets[index], state.weights, parts_at_rest(state, index)
+    first, last = weights.range_of(index)
+    if bucket.owned == (first, last):
+        _round_weights(state, index)
+        return
+    dtypes = state.mover.state_dtypes.items()
+    whole = {column: torch.empty(last - first, dtype=dtype, device=weights.device) for column, dtype in dtypes}
+    for number, (start, stop) in parts:
+        with looking(state, (index, number)) as held:
+            for column, values in whole.items():
+                values[start - first : stop - first].copy_(held[column])
+    for values in whole.values():
+        _spread(bucket, values, sharded=weights.is_sharded_in(index))
+    for number, (start, stop) in parts:
+        with looking(state, (index, number), reads=False, writes=True) as held:
+            for column, values in whole.items():
+                held[column].copy_(values[start - first : stop - first])
+    state.columns[Column.PARAMETER].keep(index, whole[Column.MASTER], first)
 
 
 @torch.no_grad()
@@ -112,6 +233,13 @@ def round_weights(state: ModelState) -> None:
     """
     for index in range(len(state.buckets)):
         _round_weights(state, index)
+
+
+def _round_weights(state: ModelState, index: int) -> None:
+    """Set the parameters of a bucket that this rank updates from its master weights."""
+    for number, (start, _) in parts_at_rest(state, index) if state.has_master else ():
+        with looking(state, (index, number)) as held:
+            state.columns[Column.PARAMETER].keep(index, held[Column.MASTER], start)
 
 
 def gather_parameters(state: ModelState) -> None:
@@ -128,47 +256,35 @@ def _gather(state: ModelState, index: int) -> None:
         state.gatherer.gather(index)
 
 
-def _round_weights(state: ModelState, index: int) -> None:
-    """Set the parameters of a bucket that this rank updates from its master weights."""
-    if not state.has_master:
-        return
-    parameters = state.columns[Column.PARAMETER]
-    if not state.host.state_parts[index]:
-        parameters.keep(index, state.weights.held(index), state.weights.range_of(index)[0])
-    for number, part in enumerate(state.host.state_parts[index]):
-        with state.host.looking((index, number)) as held:
-            parameters.keep(index, held[Column.MASTER], part.start)
+# --- whole steps on disks (--nvme-checkpoint) ----------------------------------------------------------------------
 
 
-def _spread(bucket: Bucket, held: Tensor, *, sharded: bool) -> None:
-    """Bring what other ranks own of a column to this rank. held: all that it stores of the bucket."""
-    first = bucket.shard[0] if sharded else 0
-    shard, owned = (held[start - first : stop - first] for start, stop in (bucket.shard, bucket.owned))
-    collectives.all_gather(shard, owned, bucket.groups.across).wait()
-    if not sharded:
-        collectives.all_gather(held, shard, bucket.groups.inner).wait()
+def flip(state: ModelState, step: int, about: Mapping[str, Any]) -> DiskRequest:
+    """Start to make what all parts have become a whole step on disks (`disk.swap`), with what is kept about it."""
+    ring = state.mover.updates
+    ring.assert_idle()
+    for number, one in enumerate(state.residents):
+        slot = ring.slots[number % SLOTS]
+        for end in slot.ends:
+            end()
+        for held, copy in _copies(state, one, slot):
+            copy.copy_(held)
+        memory = _state_memory(state, slot, one.stop - one.start)
+        slot.ends = [state.tiers.disks.write({resident_piece(one): memory}).wait]
+    return state.tiers.disks.flip(step, about)
 
 
-def _spread_parts(state: ModelState, index: int) -> None:
-    """The same for a bucket in parts, of which this rank has all in memory meanwhile if others own something of it. Its
-    parameters are set too.
-    """
-    bucket, host = state.buckets[index], state.host
-    first, last = state.weights.range_of(index)
-    ranges = [slice(part.start - first, part.stop - first) for part in host.state_parts[index]]
-    if bucket.owned == (first, last):
-        _round_weights(state, index)
-        return
-    device = state.weights.device
-    whole = {c: torch.empty(last - first, dtype=dtype, device=device) for c, dtype in host.state.items()}
-    for number, own in enumerate(ranges):
-        with host.looking((index, number)) as held:
-            for column, values in whole.items():
-                values[own].copy_(held[column])
-    for values in whole.values():
-        _spread(bucket, values, sharded=state.weights.is_sharded_in(index))
-    for number, own in enumerate(ranges):
-        with host.looking((index, number), reads=False, writes=True) as held:
-            for column, values in whole.items():
-                held[column].copy_(values[own])
-    state.columns[Column.PARAMETER].keep(index, whole[Column.MASTER], first)
+def read_residents(state: ModelState) -> None:
+    """Set what rests on the device from the swap files. Nothing may be under way. Raises DiskError."""
+    slot = state.mover.updates.slots[0]
+    for one in state.residents:
+        memory = _state_memory(state, slot, one.stop - one.start)
+        state.tiers.disks.read({resident_piece(one): memory}).wait()
+        for held, copy in _copies(state, one, slot):
+            held.copy_(copy)
+
+
+def _copies(state: ModelState, one: Resident, slot: PartSlot) -> list[tuple[Tensor, Tensor]]:
+    """For each column what rests on the device, and its place in a slot."""
+    copies = state.mover.state_in(slot, one.stop - one.start)
+    return [(state.columns[column].view(one.bucket, one.start, one.stop), copy) for column, copy in copies.items()]

@@ -24,7 +24,7 @@ from megazero.mpu.gradient import Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterKind
 from megazero.program.instruction import ComputationKey
-from megazero.program.simulate import IN_FLIGHT
+from megazero.program.shape import IN_FLIGHT
 from megazero.zero.across import AcrossSum
 from megazero.zero.bucket_target import BucketTarget
 from megazero.zero.leaving import LeavingGradients, sum_over
@@ -82,7 +82,7 @@ class GradientReducer:
         self._leaves = [tier is not Tier.DEVICE for tier in sums] or [False] * len(buckets)
         self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
         self.messages, self.overlap, self.tp = messages, overlap, tp
-        self.pool = BufferPool(column.dtype, column.device, column.account)
+        self.pool = BufferPool(column.dtype, column.memory)
         self.across = AcrossSum(buckets, column, state, dtype, messages)
         self.leaving = LeavingGradients(buckets, column, state, messages, self.across, self.pool, tp)
         self._borrowed: dict[int, Tensor] = {}

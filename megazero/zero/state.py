@@ -14,16 +14,16 @@ from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfi
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
+from megazero.program.passes.gathers import loads_of
+from megazero.program.passes.slots import place_slots
 from megazero.zero.actions import BucketActions
 from megazero.zero.coded import Coding, frozen_layouts
-from megazero.zero.device_account import DeviceAccount
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
-from megazero.zero.host_gradients import HostGradients
-from megazero.zero.host_lanes import HostLanes
-from megazero.zero.host_parts import HostParts
 from megazero.zero.layout import Packing, group_sizes, pack, packing_of, state_groups
+from megazero.zero.memories import DeviceMemory, Tiers
 from megazero.zero.messages import BITS, KEPT, GradientMessages
+from megazero.zero.mover import Mover
 from megazero.zero.offload import (
     NOTHING_LEAVES,
     OpenSwap,
@@ -34,11 +34,10 @@ from megazero.zero.offload import (
     run_residents,
 )
 from megazero.zero.owed import OwedUpdates
-from megazero.zero.parts import Part, Resting
+from megazero.zero.parts import Part, Range, Resting
 from megazero.zero.reducer import GradientReducer
-from megazero.zero.resting import DiskColumn, RestingParameters
 from megazero.zero.shape import rank_shape, state_widths
-from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
+from megazero.zero.sharding import Column, Sharding, run_columns, shardings
 from megazero.zero.storage import StoredColumn, parameter_column, stored_range, update_range
 
 HOST = "host memory"
@@ -65,7 +64,7 @@ class ModelState:
     open_swap  opens this rank's swap files; None where nothing rests on disks
 
     `actions` is what the engine calls, and `shape` is what the lists of a step are made from. After construction all
-    weights are zero: `zero.initial` or a checkpoint sets them. Construction communicates what `open_swap` does. Raises
+    weights are zero: `zero.portions` or a checkpoint sets them. Construction communicates what `open_swap` does. Raises
     ValueError for an unknown ZeRO stage.
     """
 
@@ -87,26 +86,25 @@ class ModelState:
         still = specs_by_unit(chunks, trained=False)
         frozen = frozen_layouts(still, sizes, row[Column.PARAMETER], packing, base)
         self.buckets = buckets_of(layouts, parameters_by_name(chunks, trained=True), grid.state_groups)
-        self.account = DeviceAccount(offload.device_memory_budget)
         widths = state_widths(optimizer, parallel, offload)
         ranges = [update_range(own, row) for own in self.buckets]
         trained = run_parts(ranges, layouts, widths, offload)
-        residents = run_residents(ranges, trained, widths, offload)
+        self.residents = run_residents(ranges, trained, widths, offload)
+        """What rests on the device, and is written to disks with each whole step; nobody reads it in training."""
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: _place(grid, group))
-        every = [*trained, *frozen_parts(frozen, stored, widths, offload)]
+        self.resting = [*trained, *frozen_parts(frozen, stored, widths, offload)]
+        """Where each bucket rests, by number in the list of `shape`: the trained ones come first."""
         at = state_groups(grid.axes, grid.at)
-        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, every)
-        pieces, lanes = pieces_of(self.shape, residents, widths.state), HostLanes.of(grid.device)
+        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, at, self.resting)
+        pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_swap is not None or not pieces, "validated: state on disks has --nvme-path"
-        swap = None if open_swap is None else open_swap(pieces)
-        self.rests_on_disks = swap is not None
-        self.resting = RestingParameters(self.shape, every, swap, lanes.to_device)
+        memory = DeviceMemory(grid.device, offload.device_memory_budget)
+        self.tiers = Tiers(memory, None if open_swap is None else open_swap(pieces))
         self.columns = self._made_columns(row, dtypes, trained)
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
-        sharding, resting = row[Column.PARAMETER], self.resting
         self.frozen = FrozenParameters(
-            chunks, frozen, grid.state_groups, sharding, held.dtype, grid.device, resting, self.account
+            chunks, frozen, grid.state_groups, held.sharding, held.dtype, self.tiers, self.resting
         )
         bits, gradient = BITS[parallel.zero_quantized_gradients], self.columns[Column.GRADIENT]
         self.messages = GradientMessages(self.buckets, bits, grid.device, keep=parallel.zero_gradient_error_feedback)
@@ -123,58 +121,51 @@ class ModelState:
         )
         self.gatherer = ParameterGatherer(
             [*self.parameters, *self.frozen.parameters],
-            self.resting,
             masters=self.weights if parallel.zero_quantized_weights else None,
             overlap=parallel.overlap,
         )
-        self.host = HostParts(self.columns, trained, swap, lanes, grid.device, residents)
-        """The parts that are updated in host memory."""
-        self.gradients = HostGradients(self.buckets, trained, self.reducer, self.host, grid.at.tp)
-        """Sums of gradients that are not on the device."""
+        self.mover = Mover(
+            self.shape,
+            self.resting,
+            self.columns,
+            self.tiers,
+            self.reducer,
+            self.gatherer,
+            self.residents,
+            grid.at.tp,
+        )
         self.owed = OwedUpdates()
         """What a step leaves to the next one; nothing without --late-update."""
-        self.actions = BucketActions(self.reducer, self.gatherer, self.owed, self.host, self.gradients)
+        self.actions = BucketActions(self.shape, self.reducer, self.gatherer, self.mover, self.owed)
 
     def _made_columns(
         self, row: Mapping[Column, Sharding], dtypes: Mapping[Column, torch.dtype], resting: Sequence[Resting]
     ) -> dict[Column, StoredColumn]:
         """All columns of the trained buckets."""
-        parts, device = [own.state_parts for own in resting], self.grid.device
+        parameter, gradient = row[Column.PARAMETER], row[Column.GRADIENT]
+        ranges = [stored_range(bucket, gradient) for bucket in self.buckets]
+        sums = [(Part(*whole, rests.sums),) for whole, rests in zip(ranges, resting, strict=True)]
+        parts = [rests.state_parts for rests in resting]
         made: dict[Column, StoredColumn] = {}
         for column, dtype in dtypes.items():
+            of = dtype, self.buckets, self.tiers, column.value
             if column is Column.PARAMETER:
-                disk = DiskColumn(self.resting, 0)
-                made[column] = parameter_column(
-                    row[column], dtype, self.buckets, device, resting, disk, self.account, column.value
-                )
-                continue
-            allocate = torch.empty if column is Column.GRADIENT else torch.zeros
-            rests: Sequence[tuple[Part, ...]] = parts if column in OPTIMIZER else ()
-            flag = "--offload-optimizer"
-            if column is Column.GRADIENT:
-                ranges = [stored_range(own, row[column]) for own in self.buckets]
-                tiers = [own.sums for own in resting]
-                rests, flag = (
-                    [(Part(*own, tier),) for own, tier in zip(ranges, tiers, strict=True)],
-                    "--offload-gradients",
-                )
-            made[column] = StoredColumn(
-                row[column],
-                dtype,
-                self.buckets,
-                device,
-                allocate,
-                parts=rests,
-                flag=flag,
-                account=self.account,
-                name=column.value,
-            )
+                made[column] = parameter_column(parameter, *of, resting)
+            elif column is Column.GRADIENT:
+                # Not zeroed: a step's first gradient is written, and not added.
+                made[column] = StoredColumn(gradient, *of, "--offload-gradients", torch.empty, sums)
+            else:
+                made[column] = StoredColumn(row[column], *of, parts=parts)
         return made
 
     @property
     def weights(self) -> StoredColumn:
         """The column that the optimizer updates: the master weights, or the parameters where there are none."""
         return self.columns.get(Column.MASTER, self.columns[Column.PARAMETER])
+
+    def update_range(self, index: int) -> Range:
+        """The elements of a bucket that this rank updates."""
+        return self.columns[Column.EXP_AVG].range_of(index)
 
     @property
     def has_master(self) -> bool:
@@ -188,7 +179,7 @@ class ModelState:
         """
         held = {column.value: stored.nbytes_in(Tier.DEVICE) for column, stored in self.columns.items()}
         there = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values()) + self.frozen.nbytes_in(Tier.HOST)
-        there += self.host.memory_bytes + self.resting.buffer_bytes
+        there += self.mover.nbytes + (0 if self.tiers.swap is None else self.tiers.swap.memory_bytes)
         more = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: there}
         return held | {name: nbytes for name, nbytes in more.items() if nbytes}
 
@@ -200,7 +191,7 @@ class ModelState:
         then it is a collective of all ranks.
         """
         self.owed.settle()
-        self.host.wait()
+        self.mover.wait()
         self.gatherer.wait()
 
     @contextmanager
@@ -210,13 +201,22 @@ class ModelState:
         A collective of the ranks that share out their state; of all ranks if updates are owed.
         """
         self.owed.settle()
-        self.host.wait()
+        self.mover.wait()
         wanted = None if unit is None else {id(parameter) for parameter in unit.parameters()}
         held = [at.bucket.parameters for at in self.gatherer.parameters]
-        with self.gatherer.reading(
-            [n for n, own in enumerate(held) if wanted is None or any(id(parameter) in wanted for parameter in own)]
-        ):
+        buckets = [n for n, own in enumerate(held) if wanted is None or any(id(each) in wanted for each in own)]
+        gathered = [n for n in buckets if self.gatherer.parameters[n].gathered]
+        for n in gathered:
+            # Outside of lists nothing is under way, so the parts take the slots in turn.
+            for i in place_slots(loads_of(n, self.shape), self.shape) if self.shape.buckets[n].is_loaded else ():
+                self.mover.move(i)
+            self.gatherer.gather(n)
+        self.gatherer.ready(buckets)
+        try:
             yield
+        finally:
+            for n in gathered:
+                self.gatherer.release(n)
 
 
 def packing_on(grid: ProcessGrid, parallel: ParallelConfig, offload: OffloadConfig) -> Packing:

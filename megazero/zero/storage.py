@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +11,10 @@ from torch import Tensor
 from megazero.config.tiers import Tier
 from megazero.mpu.grid import StateGroups
 from megazero.mpu.parameter import Parameter
-from megazero.system.streams import host_tensor
-from megazero.zero.device_account import DeviceAccount
+from megazero.program.instruction import Piece
 from megazero.zero.layout import BucketLayout
-from megazero.zero.parts import Part, Range, Resting
+from megazero.zero.memories import DeviceMemory, Tiers
+from megazero.zero.parts import Part, Range, Resting, piece_name
 from megazero.zero.sharding import Column, Sharding
 
 
@@ -42,6 +41,22 @@ class Bucket:
         inner, across = self.groups.inner, self.groups.across
         return self.layout.owned((inner.index, inner.size), (across.index, across.size))
 
+    def counted_runs(self, tp: int, *, counted: bool) -> list[Range]:
+        """The ranges [start, stop) of its own gradients that count in the norm here (or do not). Adjacent ones are
+        merged.
+
+        The owner of a range counts it, and of parameters that are replicated over tp its index 0 does. tp: this rank's.
+        """
+        runs: list[Range] = []
+        for fragment in self.layout.fragments(*self.owned):
+            if counted == (fragment.spec.tp_sharded or tp == 0):
+                stop = fragment.offset + fragment.numel
+                if runs and runs[-1][1] == fragment.offset:
+                    runs[-1] = runs[-1][0], stop
+                else:
+                    runs.append((fragment.offset, stop))
+        return runs
+
 
 def update_range(bucket: Bucket, row: Mapping[Column, Sharding]) -> Range:
     """The range of a bucket that this rank updates."""
@@ -54,23 +69,17 @@ def stored_range(bucket: Bucket, sharding: Sharding, *, whole: bool = False) -> 
     return bucket.shard if sharded else (0, bucket.layout.numel)
 
 
-class Disk(Protocol):
-    """Takes what rests on disks."""
-
-    def keep(self, index: int, part: int, values: Tensor) -> None:
-        """Keep the values of a part of bucket `index`. Returns when that is done. Raises DiskError."""
-
-
 class StoredColumn:
     """One column of a model state on this rank: per bucket a 1-D tensor of `dtype`, whole or this rank's shard.
 
-    allocate  `torch.zeros` or `torch.empty`
-    whole     numbers of buckets that are stored whole although the column is sharded
+    tiers     the memories in which it rests
+    name      of the column in the account of the device
+    flag      what needs host memory, for errors
+    make      `torch.zeros` or `torch.empty`
     parts     for each bucket the parts in which it rests in several places (`zero.parts`); none: it is on the device.
               A part on a disk has no tensor here
-    account   counts what is allocated on the device. name: of the column there
-    disk      takes what such parts are to keep
-    flag      what needs host memory, for errors
+    whole     numbers of buckets that are stored whole although the column is sharded
+    first     of parameters that rest on disks: the number of the column's first bucket among all of the rank
     """
 
     def __init__(
@@ -78,23 +87,30 @@ class StoredColumn:
         sharding: Sharding,
         dtype: torch.dtype,
         buckets: Sequence[Bucket],
-        device: torch.device,
-        allocate: Callable[..., Tensor] = torch.zeros,
-        whole: Collection[int] = (),
-        parts: Sequence[Sequence[Part]] = (),
-        disk: Disk | None = None,
+        tiers: Tiers,
+        name: str,
         flag: str = "--offload-optimizer",
-        account: DeviceAccount | None = None,
-        name: str = "column",
+        make: Callable[..., Tensor] = torch.zeros,
+        parts: Sequence[Sequence[Part]] = (),
+        whole: Collection[int] = (),
+        first: int = 0,
     ) -> None:
-        self.account, self.name = account or DeviceAccount(), name
-        self.sharding, self.dtype, self.device, self._whole = sharding, dtype, device, frozenset(whole)
-        self._buckets, self._disk, self._flag = buckets, disk, flag
+        self.sharding, self.dtype, self.name, self._whole = sharding, dtype, name, frozenset(whole)
+        self._buckets, self._tiers, self._flag, self._make, self._first = buckets, tiers, flag, make, first
         self._parts = [
             tuple(parts[index]) if parts and parts[index] else (Part(*self.range_of(index), Tier.DEVICE),)
             for index in range(len(buckets))
         ]
-        self._held = [[self._allocated(part, allocate) for part in of_bucket] for of_bucket in self._parts]
+        self._held = [[self._allocated(part) for part in of_bucket] for of_bucket in self._parts]
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The device's memory."""
+        return self._tiers.device
+
+    @property
+    def device(self) -> torch.device:
+        return self.memory.device
 
     @property
     def is_sharded(self) -> bool:
@@ -148,18 +164,18 @@ class StoredColumn:
             if held is not None:
                 held[first - part.start : last - part.start].copy_(own)
             else:
-                assert self._disk is not None and (first, last) == part[:2], f"bucket {index} rests on a disk"
-                self._disk.keep(index, number, own.to(self.dtype))
+                assert (first, last) == part[:2], f"bucket {index} rests on a disk"
+                piece = piece_name(Piece.PARAMETERS, (self._first + index, number))
+                written = own.to(self.dtype).cpu().contiguous()  # held here, so that this thread frees it
+                self._tiers.disks.write({piece: written}).wait()
 
-    def _allocated(self, part: Part, allocate: Callable[..., Tensor]) -> Tensor | None:
+    def _allocated(self, part: Part) -> Tensor | None:
+        numel = part.stop - part.start
         if part.tier is Tier.DISK:
             return None
-        numel = part.stop - part.start
         if part.tier is Tier.HOST:
-            return host_tensor(numel, self.dtype, self.device, self._flag)
-        self.account.take(self.name, numel * self.dtype.itemsize, f"a part of the {self.name} column")
-        made: Tensor = allocate(numel, dtype=self.dtype, device=self.device)
-        return made
+            return self._tiers.in_host_memory(numel, self.dtype, self._flag)
+        return self.memory.allocate(numel, self.dtype, self.name, f"a part of the {self.name} column", self._make)
 
     def view(self, index: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of bucket `index`, which this rank must store, in memory and in one part."""
@@ -182,14 +198,12 @@ def parameter_column(
     sharding: Sharding,
     dtype: torch.dtype,
     buckets: Sequence[Bucket],
-    device: torch.device,
+    tiers: Tiers,
+    name: str,
     resting: Sequence[Resting],
-    disk: Disk,
-    account: DeviceAccount | None = None,
-    name: str = "parameter",
+    first: int = 0,
 ) -> StoredColumn:
-    """A column of parameters, zeros in memory, each bucket where it rests. disk: takes what rests on disks. account,
-    name: as in `StoredColumn`.
+    """A column of parameters, zeros in memory, each bucket where it rests. Arguments as of `StoredColumn`.
 
     Buckets that are kept whole are so where the others are sharded.
     """
@@ -200,28 +214,18 @@ def parameter_column(
         ranges = [part[:2] for part in own.parts] if own.rests is Tier.DISK else [stored]
         parts.append(tuple(Part(start, stop, own.rests) for start, stop in ranges))
     return StoredColumn(
-        sharding,
-        dtype,
-        buckets,
-        device,
-        torch.zeros,
-        whole=whole,
-        parts=parts,
-        disk=disk,
-        flag="--offload-params",
-        account=account,
-        name=name,
+        sharding, dtype, buckets, tiers, name, "--offload-params", parts=parts, whole=whole, first=first
     )
 
 
 class BufferPool:
     """Spare flat buffers for whole gradients that live for part of a step, so that they are not allocated each time.
 
-    A buffer's content is undefined. account: counts them.
+    A buffer's content is undefined.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, account: DeviceAccount) -> None:
-        self.dtype, self.device, self.account = dtype, device, account
+    def __init__(self, dtype: torch.dtype, memory: DeviceMemory) -> None:
+        self.dtype, self.memory = dtype, memory
         self.free: list[Tensor] = []
         self.nbytes = 0
 
@@ -230,8 +234,8 @@ class BufferPool:
         fitting = [i for i, buffer in enumerate(self.free) if buffer.numel() >= numel]
         if fitting:
             return self.free.pop(min(fitting, key=lambda i: self.free[i].numel()))
-        self.account.take("whole gradients", numel * self.dtype.itemsize, "a buffer for the whole gradient of a bucket")
-        buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+        what = "a buffer for the whole gradient of a bucket"
+        buffer = self.memory.allocate(numel, self.dtype, "whole gradients", what)
         self.nbytes += buffer.nbytes
         return buffer
 

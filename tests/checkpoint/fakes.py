@@ -19,8 +19,7 @@ from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, v
 from megazero.checkpoint.writer import write_fragments, write_manifest
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup, shard
-from megazero.zero.fragment import Fragment, StoredFragment
-from megazero.zero.layout import BucketFragment, Packing, owned_fragments
+from megazero.zero.layout import BucketFragment, Fragment, Packing, StoredFragment, owned_fragments
 
 VOCAB, HIDDEN, BLOCKS = 37, 12, 4
 EVERY = slice(None)

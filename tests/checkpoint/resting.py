@@ -16,7 +16,7 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.mpu.grid import single_process_grid, single_rank_group
-from megazero.zero.fragment import Fragment, FragmentSpec, StoredFragment
+from megazero.zero.layout import Fragment, FragmentSpec, StoredFragment
 
 Rest = dict[tuple[str, str], Tensor]
 """The values that rest somewhere, by (name, column)."""

@@ -12,7 +12,7 @@ from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
 from megazero.mpu.grid import Group, ProcessGrid, single_process_grid, single_rank_group
-from megazero.zero.fragment import Fragment, StoredFragment
+from megazero.zero.layout import Fragment, StoredFragment
 from tests.checkpoint.fakes import Layout, Values, fragments_of, global_values, told
 
 

@@ -23,8 +23,8 @@ from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.grid import single_process_grid
 from megazero.pipeline.build import build_stages
-from megazero.zero.initial import initialise_state
 from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.portions import initialise_state
 from megazero.zero.state import ModelState
 from tests.checkpoint.runs import names
 from tests.checkpoint.test_state import held_by_all

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megazero.mpu.parameter import ParameterKind, shard
-from megazero.zero.fragment import FragmentSpec
+from megazero.zero.layout import FragmentSpec
 from tests.checkpoint.resting import Rest, RestingState, checkpoints_of
 from tests.forks import fork
 

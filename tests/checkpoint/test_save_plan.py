@@ -12,7 +12,7 @@ from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
 from megazero.checkpoint.writer import write_manifest
 from megazero.mpu.parameter import ParameterKind, shard
-from megazero.zero.fragment import FragmentSpec
+from megazero.zero.layout import FragmentSpec
 from tests.checkpoint.fakes import Layout, expect, fragments_of, global_values, save, told, write_rank
 
 LAYOUTS = [

@@ -15,10 +15,10 @@ from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfi
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.build import build_stages
-from megazero.plan.shapes import specs_of
-from megazero.zero.initial import initialise_state
+from megazero.plan.rank_state import specs_of
 from megazero.zero.layout import owned_fragments, packing_of
 from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.portions import initialise_state
 from megazero.zero.state import ModelState
 from tests.checkpoint.fakes import box_of
 from tests.parameters import Piece, assemble, held_fragments, values_of

@@ -20,9 +20,8 @@ from megazero.disk.backend import DiskOptions
 from megazero.disk.errors import DiskError
 from megazero.disk.measure import DiskTrial
 from megazero.mpu.axes import Axes
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.offloaded import swapped_pieces
-from megazero.plan.rates import NEEDED, read_rates
+from megazero.plan.rank_state import RankState, stage_bytes
+from megazero.plan.step_times import NEEDED, read_rates
 
 WITHOUT_RINGS = "--ioengine=libaio"
 AXES = Axes(1, 1, 1, 1)
@@ -77,7 +76,7 @@ def test_parts_are_as_large_as_those_of_a_run(precision: str) -> None:
     """Which cuts a bucket into equal parts of at most so many bytes."""
     flags = "--num-layers 1 --hidden-size 1024 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --device cpu"
     words = [*flags.split(), "--precision", precision, "--offload-optimizer", "nvme", "--nvme-path", "."]
-    largest = max(swapped_pieces(parse_run(words, 1), AXES, AXES.coordinates(0), nccl=False).values())
+    largest = max(RankState(parse_run(words, 1), AXES, AXES.coordinates(0), nccl=False).pieces.values())
     assert 0.8 < largest / bench_nvme._part_bytes(precision) <= 1.0
 
 

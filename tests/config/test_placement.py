@@ -12,7 +12,7 @@ from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier, TierShare
-from megazero.plan.rates import MachineRates, read_rates
+from megazero.plan.step_times import MachineRates, read_rates
 
 
 def written(folder: Path, text: str) -> str:

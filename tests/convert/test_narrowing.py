@@ -21,7 +21,7 @@ from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import WEIGHT, ConversionError
 from megazero.data.progress import silent
 from megazero.mpu.parameter import ParameterKind, shard, spec_of
-from megazero.zero.fragment import Fragment, StoredFragment
+from megazero.zero.layout import Fragment, StoredFragment
 from tests.convert.sources import BLOOM, Made, made
 
 LARGE, NAME = 7e4, "blocks.1.mlp.up.weight"

@@ -35,6 +35,7 @@ from megazero.telemetry.record import StepRecord
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import prepare
+from megazero.zero.portions import looking, parts_at_rest
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.ranks import be_deterministic
@@ -210,10 +211,9 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
 def _moments(model: ModelState) -> Iterator[Tensor]:
     """Bucket by bucket, and part by part where one has parts."""
     names = [name for name in (Column.EXP_AVG, Column.EXP_AVG_SQ) if name in model.columns]
-    for index, parts in enumerate(model.host.parts):
-        yield from () if parts else (model.columns[name].held(index) for name in names)
-        for number in range(len(parts)):
-            with model.host.looking((index, number)) as state:
+    for index in range(len(model.buckets)):
+        for number, _ in parts_at_rest(model, index):
+            with looking(model, (index, number)) as state:
                 yield from (state[name] for name in names)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fused_ops.coded import CodedBox, decode, encode, pack
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.report.banner import banner
 from tests.lora.families import saved_base, their_base, with_adapters
 from tests.lora.test_layouts import bases, flags_for, is_adapter

@@ -14,7 +14,7 @@ from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError
 from megazero.convert.native import open_native
 from megazero.convert.registry import open_source
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.report.banner import banner
 from megazero.train.init_from import model_source
 from tests.parameters import held_fragments

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.report.banner import banner
 from megazero.zero.sharding import Column
 from megazero.zero.state import HOST
@@ -27,7 +27,7 @@ def told_and_held(rank: int, size: int, flags: list[str]) -> tuple[tuple[int, ..
     held = job.state.model.bytes()
     optimizer = sum(held.get(column.value, 0) for column in (Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ))
     text = banner(replace(report_of(job), changes=(("tp", "1", "2"),)))
-    job.state.model.host.close()
+    job.state.model.tiers.close()
     return (
         (told.weights, told.gradients, told.optimizer, told.elsewhere.memory),
         (held[Column.PARAMETER.value], held[Column.GRADIENT.value], optimizer, held.get(HOST, 0)),

@@ -113,7 +113,7 @@ def _trained(rank: int, size: int, flags: list[str], fused: str, way: Way) -> tu
         job, recorder = job_on_rank(rank, size, flags)
         way.begin(job, rank)
         job.fit()
-    job.state.model.account.budget = None  # it is training's: here all parameters are whole at once
+    job.state.model.tiers.device.budget = None  # it is training's: here all parameters are whole at once
     with job.state.model.reading():
         weights = values_of(nn.ModuleList(job.stages))
     job.close()

@@ -21,7 +21,7 @@ from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import Parameter
 from megazero.train.job import Job
-from megazero.zero.host_parts import HostParts
+from megazero.zero.memories import Tiers
 from tests.late import late_collectives
 from tests.unwritten import unwritten_memory_is_nan
 
@@ -74,7 +74,7 @@ class Way:
         if self.infinite and rank == job.grid.world.size - 1:
             spoil(job, self.infinite)
         if self.delays is not None:
-            delay(job.state.model.host, random.Random(1000 * self.delays + rank))
+            delay(job.state.model.tiers, random.Random(1000 * self.delays + rank))
 
 
 PLAIN = Way()
@@ -123,7 +123,7 @@ def spoil(job: Job, steps: Set[int], value: float = math.inf) -> None:
     trained[-1].gradient_target = InfAt(job, trained[-1].gradient_target, steps, value)
 
 
-def delay(host: HostParts, chance: random.Random) -> None:
+def delay(tiers: Tiers, chance: random.Random) -> None:
     """Have some of what lanes do take longer."""
 
     def slow(lane: Any) -> None:
@@ -135,5 +135,5 @@ def delay(host: HostParts, chance: random.Random) -> None:
 
         lane.submit = lambda work, *rest, **more: submit(after_a_while, work, *rest, **more)
 
-    for lane in (host.lanes.to_host._thread, host.lanes.to_device._thread, host.lanes.updates):
+    for lane in (tiers.to_host._thread, tiers.to_device._thread, tiers.updates):
         slow(lane)

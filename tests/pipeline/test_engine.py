@@ -20,7 +20,7 @@ from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
 from megazero.program.instruction import ComputationKey, Instruction
-from megazero.program.live_passes import peak_activations
+from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import Lists, StepOptions
 from tests.pipeline.toy import HIDDEN, LAYERS, SEQUENCE, ToyStage, gradients, micro_batch, sequential, split_batch

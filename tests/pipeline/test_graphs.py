@@ -60,7 +60,7 @@ class Replays(GraphCapture):
             tensor.copy_(old)
 
         def replay() -> None:
-            assert not self.state.host._arriving, "nothing in a graph waits for the updates in host memory"
+            assert not self.state.mover._updated, "nothing in a graph waits for the updates in host memory"
             self.log.append(name)
             reducer = self.state.reducer
             own = {key: value for key, value in vars(reducer).items() if key.startswith("_") and key != "_partials"}

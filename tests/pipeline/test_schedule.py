@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from megazero.pipeline.schedule import CHUNKS, forward_only, is_breadth_first, make_schedule, stage_schedule
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
-from megazero.program.live_passes import peak_activations
+from megazero.program.instruction import Instruction, Op, ProgramError
+from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.simulate import simulate
 from megazero.program.times import uniform_times
 from tests.program.steps import check_schedule

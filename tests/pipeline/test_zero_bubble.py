@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.pipeline.schedule import CHUNKS, make_schedule, stage_schedule
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
-from megazero.program.live_passes import peak_activations
+from megazero.program.instruction import Instruction, Op, ProgramError
+from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.times import profiled_times, uniform_times
 from tests.pipeline.test_schedule import SPLIT

@@ -26,7 +26,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.mpu.parameter import Parameter
 from megazero.pipeline.build import attention_support, attention_workload, build_stages
-from megazero.pipeline.entry import GraphEntry
+from megazero.pipeline.schedule_run import GraphEntry
 from megazero.plan.activations import ActivationPlan
 from megazero.plan.tape import UnitBytes
 from tests.plan.meter import Target, is_table, metered
@@ -177,9 +177,9 @@ def planned(run: Run) -> list[tuple[str, UnitBytes]]:
     plan = plan_of(run)
     graded = run.lora.lora_rank is None
     return [
-        ("Embedding", plan.embedding()),
+        ("Embedding", plan.embedding),
         *(("Block", plan.block(graded=graded or number > 0)) for number in range(run.model.num_layers)),
-        ("Head", plan.head()),
+        ("Head", plan.head),
     ]
 
 

@@ -11,12 +11,11 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
 from megazero.plan.budget_changes import BudgetSearch, MemoryChange
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems, shortened
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.rates import ASSUMED
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks
-from megazero.plan.step_times import timed_traces
+from megazero.plan.step_times import ASSUMED, timed_traces
 from megazero.report.banner import budgets_sentence, peaks_table
 from megazero.report.run_report import RunReport, gather
 from megazero.system import host_memory

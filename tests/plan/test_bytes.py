@@ -6,7 +6,7 @@ import pytest
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from tests.stages import STAGES
 
 HELD = {"bf16": (2, 4, 12), "fp16": (2, 4, 12), "fp32": (4, 4, 8), "fp64": (8, 8, 16)}

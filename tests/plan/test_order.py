@@ -14,12 +14,11 @@ from megazero.config.parse import parse_run
 from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
-from megazero.plan.budgets import memory_problems
-from megazero.plan.order import leaves_order_to_budgets, order_notes, order_within_budgets
+from megazero.plan.budgets import leaves_order_to_budgets, memory_problems, order_notes, order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks
-from megazero.program.instruction import Op
+from tests.program import kinds
 
 MODEL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 --data-path x "
@@ -59,7 +58,7 @@ def test_one_micro_batch_computes_the_same_in_both_orders_and_reads_no_more() ->
     lists = [StageLists(run, axes_of(run, 1), nccl=False).of(0).instructions for run in runs]
     horizontal, vertical = ([i for i in own if i.is_compute] for own in lists)
     assert horizontal == vertical and len(vertical) == 2 * (3 + 2)
-    reads, others = (sum(i.op is Op.READ_PARAMETERS for i in own) for own in lists)
+    reads, others = (sum(i.op == kinds.READ_PARAMETERS for i in own) for own in lists)
     assert 0 < others <= reads
     assert order_notes(runs[0], runs[0], 1) == []
 

@@ -14,12 +14,12 @@ from megazero.config.placement import ROWS, applied, as_flags
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
 from megazero.plan.placed_step import Cluster, Machine, PlacedStep
 from megazero.plan.placement import EQUAL, SWITCHES, PlacementChoice, choose_placement
-from megazero.plan.rates import MachineRates
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.search import SearchLimits
-from megazero.plan.step_memory import run_peaks, stage_trace
+from megazero.plan.step_memory import StageMemory, run_peaks
+from megazero.plan.step_times import MachineRates
 from megazero.program.instruction import Lane
 
 CARD = MachineRates(1e12, to_host=10e9, to_device=12e9, update=40e9, update_host=2e9, read=2e9, write=1e9, messages=5e9)
@@ -69,7 +69,7 @@ def need(of: Machine) -> int:
 def chosen(of: Machine, budgets: SearchLimits) -> PlacementChoice:
     found = choose_placement(of, budgets)
     for step in filter(None, (found.best, found.next_best)):
-        assert budgets.hold(step), (dict(step.settings), step.device, step.host, step.disk)
+        assert budgets.hold(step), (dict(step.settings), step.device, step.host_bytes, step.disk)
         assert problems_of(step.run, of.cluster.axes.world_size) == []
     return found
 
@@ -149,8 +149,8 @@ def test_disks_where_host_memory_is_too_small() -> None:
     of = machine("one rank", more=f"--nvme-path d {LARGE}", micro_batches=2)
     device = of.placed(static("nvme")).device.nbytes
     roomy = chosen(of, SearchLimits(device)).best
-    assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host > of.placed(static("nvme")).host
-    budgets = SearchLimits(device, of.placed(static("nvme")).host)
+    assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host_bytes > of.placed(static("nvme")).host_bytes
+    budgets = SearchLimits(device, of.placed(static("nvme")).host_bytes)
     tight = chosen(of, budgets).best
     assert as_flags(dict(tight.settings)) == "--offload-optimizer nvme" and tight.disk > 0
     diskless = Machine(of.run, of.cluster, replace(CARD, read=None, write=None))
@@ -200,7 +200,7 @@ def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
     everything = need(of)
     half = SearchLimits(memory=everything * 3 // 4, is_one=True)
     found = chosen(of, half).best
-    assert found.disk > 0 and found.device.nbytes + found.host <= everything * 3 // 4
+    assert found.disk > 0 and found.device.nbytes + found.host_bytes <= everything * 3 // 4
     assert chosen(of, replace(half, memory=everything)).best.disk == 0
     assert chosen(of, replace(half, is_one=False)).best.disk == 0
     diskless = Machine(of.run, of.cluster, replace(of.rates, read=None, write=None))
@@ -254,13 +254,13 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
         step = Machine(run, of.cluster, CARD).placed(settings)
         found = []
         for stage, state in enumerate(step.states):
-            total = stage_trace(step.lists, stage, state, "cpu").peak.total
+            total = StageMemory(step.lists, stage, state, "cpu").trace.peak.total
             found.append(total - state.elsewhere.memory)
         assert step.device.nbytes == max(found)
         assert step.device.stage == found.index(max(found))
         peaks = run_peaks(run, of.cluster.axes, "cpu").every()
         assert step.device.nbytes == max(peak.device_bytes for peak in peaks)
-        assert step.host == max(peak.host_bytes for peak in peaks)
+        assert step.host_bytes == max(peak.host_bytes for peak in peaks)
         assert step.disk == max(peak.disk for peak in peaks)
 
 
@@ -293,7 +293,7 @@ def test_what_placements_share_is_what_each_would_find_alone(layout: str) -> Non
         assert step.states == stage_bytes(alone, shared.cluster.axes), settings
         if late and order == "vertical":
             fresh = Machine(shared.run, shared.cluster, CARD).placed(settings)
-            assert (step.device, step.host, step.disk) == (fresh.device, fresh.host, fresh.disk), settings
+            assert (step.device, step.host_bytes, step.disk) == (fresh.device, fresh.host_bytes, fresh.disk), settings
 
 
 @pytest.mark.few(cases=2)

@@ -16,8 +16,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.grid import build_grid
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.chunk_bytes import chunk_bytes, peak_bytes
+from megazero.plan.activations import chunk_bytes, peak_bytes
 from megazero.plan.flops import attention_core_flops, block_flops, recomputed_flops
 from megazero.plan.recompute import (
     activation_peaks,
@@ -27,7 +26,7 @@ from megazero.plan.recompute import (
     recompute_table,
 )
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import stage_trace
+from megazero.plan.step_memory import stage_memories
 from megazero.program.memory import MemoryColumn
 from tests.plan.meter import metered
 from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
@@ -136,11 +135,8 @@ def test_the_account_of_the_whole_step_agrees(name: str) -> None:
     run = asked(f"{words} --activation-memory-budget {budget}", ranks)
     assert set(recompute_table(run, axes, "cpu")) != {"none"}
     planned, steps = activation_peaks(run, axes, "cpu"), StageLists(run, axes, nccl=False)
-    for stage, state in enumerate(stage_bytes(run, axes)):
-        held = [
-            sum(sample.columns.get(column, 0) for column in HELD)
-            for sample in stage_trace(steps, stage, state, "cpu").samples
-        ]
+    for stage, memory in enumerate(stage_memories(steps, "cpu")):
+        held = [sum(sample.columns.get(column, 0) for column in HELD) for sample in memory.trace.samples]
         waiting = HIDDEN_STATES if axes.pp > 1 else 0
         assert planned[stage] - waiting - 200 <= max(held) <= planned[stage] + 200 <= budget + 200
 
@@ -203,15 +199,14 @@ def test_a_chunk_takes_what_is_planned(table: tuple[str, ...]) -> None:
     assert kept + backward.peak == pytest.approx(planned.backward, rel=0.02)
 
 
-def test_units_of_a_chunk_add_up() -> None:
-    """Cut at every unit, a chunk keeps each unit's input; as one graph only those that a unit needs."""
+def test_a_recomputed_block_keeps_its_input_alone() -> None:
     run = parsed("--precision fp16 --num-layers 4")
     plan, (spec,) = activation_plan(run, "cpu"), stage_specs(run)
-    chunk = chunk_bytes(plan, spec, ("none", "full", "none", "none"))
-    assert chunk.units(0, 6).kept == chunk.kept and chunk.units(0, 6).backward == chunk.backward
-    assert sum(chunk.units(i, i + 1).kept for i in range(6)) == chunk.kept
-    assert chunk.units(2, 3).kept == plan.hidden_bytes, "a recomputed block keeps its input alone"
-    assert chunk.units(3, 5).deferred == 2 * plan.block().deferred
+    some, none = (chunk_bytes(plan, spec, ("none", kind, "none", "none")) for kind in ("full", "none"))
+    block = plan.block()
+    assert none.kept - some.kept == block.kept + block.input - plan.hidden_bytes > 0
+    units = (plan.embedding, *(block,) * 4, plan.head)
+    assert none.kept == sum(unit.kept + unit.input for unit in units)
 
 
 def test_the_work_is_that_of_the_flops() -> None:

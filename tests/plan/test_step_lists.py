@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.shapes import shape_of
+from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
@@ -28,7 +28,7 @@ def body(rank: int, size: int, flags: list[str]) -> str:
     """Compare the shape of this rank's model state with that by arithmetic; returns its list in words."""
     job, _ = job_on_rank(rank, size, flags)
     grid = job.grid
-    assert job.state.model.shape == shape_of(job.run, grid.axes, grid.at, nccl=False)
+    assert job.state.model.shape == RankState(job.run, grid.axes, grid.at, nccl=False).shape
     steps = StageLists(job.run, grid.axes, nccl=False)
     steps.check()
     owed = job.run.parallel.late_update

@@ -15,7 +15,7 @@ from torch.autograd.profiler import profile, record_function
 from bench.contestants.megazero_meter import in_host_memory
 from megazero.mpu import p2p
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import run_peaks, spare_bytes
+from megazero.plan.step_memory import run_peaks, stage_memories
 from tests.parity.training import job_on_rank
 from tests.plan.meter import allocations
 from tests.ranks import run_ranks
@@ -123,9 +123,9 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
             model, activations = job.state.model, job.activations
             model.wait_parameters()
             disks = None if activations is None else activations.disks
-            swaps = model.host.swap, None if disks is None else disks.swap
+            swaps = model.tiers.swap, None if disks is None else disks.swap
             files = sum(path.stat().st_size for swap in swaps if swap is not None for path in swap.paths)
-            model.host.close()
+            model.tiers.close()
     assert recorded.kineto_results is not None
     begin = max(e.start_ns() for e in recorded.kineto_results.events() if e.name() == "step")
     changes = allocations(recorded)
@@ -134,7 +134,7 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
     host, seen = in_host_memory(job)
     at, kept = job.grid.at.pp, 0 if activations is None else activations.buffers.nbytes
     planned = run_peaks(job.run, job.grid.axes, "cpu").of(at)
-    spare = spare_bytes(StageLists(job.run, job.grid.axes, nccl=False), at)
+    spare = stage_memories(StageLists(job.run, job.grid.axes, nccl=False), "cpu")[at].spare
     return Held(
         dict(planned.device),
         *(most - seen, planned.device_bytes),

@@ -9,10 +9,9 @@ import pytest
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.rates import MachineRates
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks
-from megazero.plan.step_times import timed_traces
+from megazero.plan.step_times import MachineRates, timed_traces
 from megazero.program.instruction import Lane
 from megazero.program.memory import MemoryColumn
 from megazero.program.trace import MemoryTrace, TimedStep

@@ -9,8 +9,8 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.config.tiers import Tier
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.leaving import with_kept
-from megazero.plan.shapes import shape_of, updated_layouts
+from megazero.plan.rank_state import RankState
+from megazero.plan.step_lists import with_kept
 from megazero.train.init_from import model_source
 from tests.parity.training import small_model
 
@@ -50,8 +50,8 @@ def test_what_leaves_is_what_is_named(name: str, ranks: int, words: str, tmp_pat
     axes, left, settings = axes_of(run, ranks), dict[str, set[str]](), vars(run.parallel) | vars(run.offload)
     for stage in range(axes.pp):
         at = Coordinates(stage, 0, 0, 0)
-        shape, (layouts, _) = shape_of(run, axes, at, nccl=False), updated_layouts(run, axes, at, nccl=False)
-        for layout, bucket in zip(layouts, shape.buckets, strict=True):
+        state = RankState(run, axes, at, nccl=False)
+        for layout, bucket in zip(state.layouts, state.shape.buckets, strict=True):
             tiers = {part.tier for part in bucket.parts} or {Tier.DEVICE}
             if layout.kept_whole:  # small parameters of several units, of which some have no name here
                 assert (tiers, bucket.rests, bucket.sums) == ({Tier.DEVICE}, Tier.DEVICE, Tier.DEVICE)
@@ -63,7 +63,7 @@ def test_what_leaves_is_what_is_named(name: str, ranks: int, words: str, tmp_pat
                 if tier is not Tier.DEVICE:
                     left.setdefault(column, set()).add(unit)
                     assert tier is settings[f"offload_{column}"].tier
-        for units in with_kept(shape, run, axes, stage).kept:
+        for units in with_kept(state.shape, run, axes, stage).kept:
             if any(units):
                 left.setdefault("activations", set()).update(str(number) for number, size in enumerate(units) if size)
     assert left == NAMED[name]

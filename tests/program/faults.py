@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind, Op, ProgramError
 from megazero.program.passes.vertical import VerticalOrder
+from tests.program import kinds
 from tests.program.steps import Model, changed, checked, step_of
 
 List = list[Instruction]
@@ -23,9 +23,14 @@ def find(instructions: List, text: str, nth: int = 0) -> int:
     return found[nth]
 
 
-def words_of(op: Op) -> Callable[..., str]:
+def words_of(op: Kind) -> Callable[..., str]:
     """The begin of the texts of an instruction, as a function of its bucket and part."""
     return lambda bucket, part=None: f"{op.value} (bucket {bucket}" + ("" if part is None else f", part {part}")
+
+
+def all_words_of(*kinds: Kind) -> list[Callable[..., str]]:
+    """`words_of` each of these kinds."""
+    return [words_of(kind) for kind in kinds]
 
 
 def drop(text: str, nth: int = 0) -> Callable[[List], List]:
@@ -130,7 +135,7 @@ VERTICAL = Model(zero=3, vertical=VerticalOrder())
 VERTICAL2 = Model("interleaved", virtual=2, micro_batches=4, zero=2, vertical=VerticalOrder(2))
 
 FORWARD, BACKWARD, INPUT, WEIGHTS = "forward", "backward", "backward of the input", "backward of the weights"
-GATHER, RELEASE = "gather parameters (bucket {})", "release parameters (bucket {})"
+GATHER, RELEASE = "gather parameters (bucket {})", "free parameters (bucket {})"
 REDUCE = "reduce gradients (bucket {})"
 SENDS, RECEIVES = "send hidden states", "receive hidden states"
 
@@ -146,13 +151,13 @@ FAULTS = {
         ZERO3, drop(GATHER.format(1)), unit(FORWARD, 0, 1), "parameters of bucket 1, which no instruction before"
     ),
     "a later gather is missing": Fault(
-        ZERO3, drop(GATHER.format(0), 1), unit(FORWARD, 1, 0), "bucket 0, which number 3, release parameters"
+        ZERO3, drop(GATHER.format(0), 1), unit(FORWARD, 1, 0), "bucket 0, which number 3, free parameters"
     ),
     "a gather comes after its use": Fault(
         ZERO3, move(GATHER.format(0), unit(FORWARD, 0, 1)), unit(FORWARD, 0, 0), "whole parameters of bucket 0", stage=1
     ),
     "a release comes before its use": Fault(
-        ZERO3, move(RELEASE.format(0), unit(FORWARD, 0, 0)), unit(FORWARD, 0, 0), "number 2, release parameters"
+        ZERO3, move(RELEASE.format(0), unit(FORWARD, 0, 0)), unit(FORWARD, 0, 0), "number 2, free parameters"
     ),
     "a release comes before a backward": Fault(
         ZERO3, move(RELEASE.format(2), unit(BACKWARD, 0, 2), 1), unit(BACKWARD, 0, 2), "bucket 2, which number"
@@ -183,7 +188,7 @@ FAULTS = {
         ZERO0, put(Instruction(Op.GATHER, buckets=(0,)), FORWARD), GATHER.format(0), "every rank has from the start"
     ),
     "a release of what every rank keeps": Fault(
-        ZERO0, put(Instruction(Op.RELEASE, buckets=(1,)), "norm"), RELEASE.format(1), "which nothing makes again"
+        ZERO0, put(Instruction(kinds.RELEASE, buckets=(1,)), "norm"), RELEASE.format(1), "which nothing makes again"
     ),
     "frozen parameters are not gathered": Fault(
         ADAPTERS, drop(GATHER.format(2)), unit(FORWARD, 0, 0), "whole parameters of bucket 2"
@@ -265,7 +270,7 @@ FAULTS = {
         ZERO2, again("update (bucket 1)"), "update (bucket 1)", "the reduced gradient of bucket 1, which number", 1
     ),
     "two instructions update a bucket": Fault(
-        ZERO3, put(Instruction(Op.UPDATE, buckets=(1,)), "update"), "update (buckets 0, 1, 2)", "bucket 1"
+        ZERO3, put(Instruction(kinds.UPDATE, buckets=(1,)), "update"), "update (buckets 0, 1, 2)", "bucket 1"
     ),
     "an update leaves a bucket out": Fault(
         ZERO3,
@@ -361,7 +366,7 @@ FAULTS = {
     ),
     "a stage without a norm": Fault(
         Model(zero=0, pp=2, frozen=False),
-        lambda own: [i for i in own if i.op not in (Op.NORM, Op.UPDATE)],
+        lambda own: [i for i in own if i.op not in (Op.NORM, kinds.UPDATE)],
         REDUCE.format(2),
         "nothing after it updates the weights",
         stage=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 
 
@@ -27,7 +27,7 @@ def texts(instructions: Iterable[Instruction]) -> list[str]:
     return [str(i) for i in instructions]
 
 
-def lettered(instructions: Iterable[Instruction], letters: Mapping[Op, str]) -> str:
+def lettered(instructions: Iterable[Instruction], letters: Mapping[Kind, str]) -> str:
     """What is done to which bucket, and its part; of a computation its unit. Others are left out."""
     found = []
     for i in instructions:

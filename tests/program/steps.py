@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule
-from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.checker import Role, check
 from megazero.program.instruction import Instruction
 from megazero.program.passes.gathers import one_unit, two_units
 from megazero.program.passes.vertical import Groups, VerticalOrder
+from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import BucketShape, PartShape, RankShape, UnitShape
 from megazero.program.simulate import schedule_shape
 from megazero.program.step import StepOptions, evaluation_step, settling_list, training_step

@@ -8,21 +8,21 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING, Border
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import Instruction, Kind, Lane, Op, ProgramError
+from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
-from tests.program.faults import Fault, again, alter, drop, move, swap, words_of
+from tests.program import kinds
+from tests.program.faults import Fault, again, all_words_of, alter, drop, move, swap
 from tests.program.steps import Model, changed, checked, step_of
 
 MANY = Model(pp=1, micro_batches=2, zero=0, units=(6,), parts=(Tier.DISK,), ahead=True)
 """Embedding, six blocks and a head, a bucket of one part each: 0 to 7. The first six are read ahead."""
 FIRST_AHEAD, LATE_AHEAD, SETTLING_AHEAD = (replace(border, ahead=True) for border in (FIRST, LATE, SETTLING))
 Change = Callable[[list[Instruction]], list[Instruction]]
-LETTERS = {Op.READ_STATE: "r", Op.UPDATE_HOST: "h", Op.WRITE_STATE: "w", Op.NORM: "norm"}
-LETTERS |= {Op.FORWARD: "f", Op.BACKWARD: "b", Op.WRITE_SUM: "s"}
-READ, UPDATE, WRITE = map(words_of, (Op.READ_STATE, Op.UPDATE_HOST, Op.WRITE_STATE))
+LETTERS: dict[Kind, str] = {kinds.READ_STATE: "r", kinds.UPDATE_HOST: "h", kinds.WRITE_STATE: "w", Op.NORM: "norm"}
+LETTERS |= {Op.FORWARD: "f", Op.BACKWARD: "b", kinds.WRITE_SUM: "s"}
+READ, UPDATE, WRITE = all_words_of(kinds.READ_STATE, kinds.UPDATE_HOST, kinds.WRITE_STATE)
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -59,13 +59,13 @@ def test_nothing_that_a_computation_needs_waits_behind_them() -> None:
     """Parameters on disks are read on the same lane: those of the last backward come first."""
     step = checked(step_of(replace(MANY, rests=Tier.DISK, border=LATE_AHEAD)))
     read = [i.op for i in step.lists[0, 0] if i.lane is Lane.FROM_DISK]
-    assert read[-SLOTS:] == [Op.READ_STATE] * SLOTS and Op.READ_PARAMETERS in read
+    assert read[-SLOTS:] == [kinds.READ_STATE] * SLOTS and kinds.READ_PARAMETERS in read
 
 
 def test_parts_that_are_read_ahead_come_before_parts_in_host_memory() -> None:
     """Those take slots as well, and would wait for one for ever."""
     step = checked(step_of(replace(MANY, parts=(Tier.HOST, Tier.DISK), border=LATE_AHEAD)))
-    updates = [(i.buckets[0], i.part) for i in step.lists[0, 0] if i.op is Op.UPDATE_HOST]
+    updates = [(i.buckets[0], i.part) for i in step.lists[0, 0] if i.op == kinds.UPDATE_HOST]
     assert updates[: SLOTS + 1] == [*((bucket, 1) for bucket in range(SLOTS)), (0, 0)]
 
 

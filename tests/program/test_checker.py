@@ -9,8 +9,7 @@ import pytest
 
 from megazero.pipeline.schedule import make_schedule
 from megazero.program.checker import check
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Op
+from megazero.program.instruction import Op, ProgramError
 from tests.program.faults import FAULTS, ZERO0, Fault, find
 from tests.program.steps import check_schedule, checked, drawn, step_of
 

@@ -24,9 +24,10 @@ from megazero.program.passes.gathers import (
 from megazero.program.passes.vertical import VerticalOrder, turn
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
+from tests.program import kinds
 from tests.program.test_caching import least_of_all
 
-MOVES = (Op.GATHER, Op.RELEASE)
+MOVES = (Op.GATHER, kinds.RELEASE)
 LAYOUTS = [
     (name, pp, virtual)
     for name, chunks in CHUNKS.items()
@@ -90,7 +91,7 @@ def replay(listed: Sequence[Instruction], shape: RankShape, budget: int) -> int:
             held |= {*i.buckets}
             gathered += shape.bytes_of(i.buckets)
             assert shape.bytes_of(held) <= budget, f"{i}: {shape.bytes_of(held)} bytes"
-        elif i.op is Op.RELEASE:
+        elif i.op == kinds.RELEASE:
             assert held >= {*i.buckets}, f"{i}: it is not there"
             held -= {*i.buckets}
         assert held >= uses(i, shape), f"{i} has {held}"
@@ -196,7 +197,7 @@ def test_large_lists_are_solved_as_well() -> None:
 
 def text(listed: Sequence[Instruction]) -> str:
     """F0 forward of unit 0, B backward, +1 gather of bucket 1, -1 release, *1 reduction; the rest in lower case."""
-    short = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.GATHER: "+", Op.RELEASE: "-", Op.REDUCE: "*"}
+    short = {Op.FORWARD: "F", Op.BACKWARD: "B", Op.GATHER: "+", kinds.RELEASE: "-", Op.REDUCE: "*"}
     return " ".join(
         f"{short.get(i.op, i.op.value.split()[0])}{i.units[0] if i.units else ''}{','.join(map(str, i.buckets))}"
         for i in listed
@@ -297,7 +298,7 @@ def test_the_weights_part_of_a_backward_holds_nothing() -> None:
     shape = blocks_of([10])
     listed = [Instruction(op, 0, 0, units=(0, 1)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
     ops = [i.op for i in place_gathers(listed, shape, 10)]
-    assert ops == [Op.GATHER, Op.FORWARD, Op.BACKWARD_INPUT, Op.RELEASE, Op.BACKWARD_WEIGHT]
+    assert ops == [Op.GATHER, Op.FORWARD, Op.BACKWARD_INPUT, kinds.RELEASE, Op.BACKWARD_WEIGHT]
 
 
 def test_parameters_that_are_not_sharded_are_left_alone() -> None:

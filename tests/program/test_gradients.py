@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE, SETTLING
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.memory import StepBytes, UnitSizes
 from megazero.program.memory_walk import spare_buffers
-from megazero.program.scope import Scope
-from megazero.program.step_bytes import StepBytes, UnitSizes
+from megazero.program.scope import LATE, SETTLING, Scope
 from megazero.program.traffic import traffic
-from tests.program.faults import Fault, again, drop, move, put, swap, words_of
+from tests.program import kinds
+from tests.program.faults import Fault, again, all_words_of, drop, move, put, swap
 from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
 
@@ -23,10 +23,28 @@ ALONE = Model(pp=1, dp=1, zero=0, micro_batches=2, units=(1,), sums=Tier.HOST)
 """Embedding, a block and a head, a bucket each: 0 to 2."""
 ON_DISK = replace(ALONE, sums=Tier.DISK)
 SHARED = replace(ALONE, dp=2, zero=3)
-LETTERS = {Op.BACKWARD: "B", Op.REDUCE: "R", Op.REDUCE_ACROSS: "A", Op.REDUCE_PARTIAL: "T", Op.STORE_GRADIENT: "s"}
-LETTERS |= {Op.COPY_GRADIENT: "c", Op.ADD_GRADIENT: "+", Op.COUNT_GRADIENT: "n", Op.READ_SUM: "r", Op.WRITE_SUM: "w"}
-LETTERS |= {Op.READ_GRADIENT: "g", Op.FETCH_GRADIENT: "f", Op.NORM: "norm", Op.READ_STATE: "rs", Op.UPDATE_HOST: "h"}
-LETTERS |= {Op.UPDATE: "u", Op.COPY_PARAMETERS: "b", Op.WRITE_STATE: "ws"}
+LETTERS: dict[Kind, str] = {
+    Op.BACKWARD: "B",
+    Op.REDUCE: "R",
+    Op.REDUCE_ACROSS: "A",
+    Op.REDUCE_PARTIAL: "T",
+    kinds.STORE_GRADIENT: "s",
+}
+LETTERS |= {
+    kinds.COPY_REDUCED: "c",
+    Op.ADD_GRADIENT: "+",
+    Op.COUNT_GRADIENT: "n",
+    kinds.READ_SUM: "r",
+    kinds.WRITE_SUM: "w",
+}
+LETTERS |= {
+    kinds.READ_GRADIENT: "g",
+    kinds.FETCH_GRADIENT: "f",
+    Op.NORM: "norm",
+    kinds.READ_STATE: "rs",
+    kinds.UPDATE_HOST: "h",
+}
+LETTERS |= {kinds.UPDATE: "u", kinds.COPY_PARAMETERS: "b", kinds.WRITE_STATE: "ws"}
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -112,9 +130,9 @@ def test_every_reduction_leaves_once(seed: int) -> None:
             for number in shape.trained if ops else ():
                 reductions = ops[Op.REDUCE, number]
                 moved += reductions * shape.buckets[number].parts[0].gradient_bytes
-                assert ops[Op.STORE_GRADIENT, number] == ops[Op.COUNT_GRADIENT, number] == min(1, reductions)
-                assert ops[Op.ADD_GRADIENT, number] == ops[Op.COPY_GRADIENT, number] == max(0, reductions - 1)
-                assert ops[Op.WRITE_SUM, number] == reductions * (model.sums is Tier.DISK)
+                assert ops[kinds.STORE_GRADIENT, number] == ops[Op.COUNT_GRADIENT, number] == min(1, reductions)
+                assert ops[Op.ADD_GRADIENT, number] == ops[kinds.COPY_REDUCED, number] == max(0, reductions - 1)
+                assert ops[kinds.WRITE_SUM, number] == reductions * (model.sums is Tier.DISK)
                 seen[model.sums] += reductions
             assert traffic(instructions, shape).get(Lane.TO_HOST, 0) == moved
     assert min(seen[Tier.HOST], seen[Tier.DISK]) > 200
@@ -131,9 +149,9 @@ def test_few_whole_gradients_are_on_the_device(model: Model, blocks: int) -> Non
     assert 1 < len(buffers) <= 4 and sum(buffers) < 5 * max(bucket.gradient_bytes for bucket in shape.buckets)
 
 
-STORE, COPY, ADD = map(words_of, (Op.STORE_GRADIENT, Op.COPY_GRADIENT, Op.ADD_GRADIENT))
-COUNT, READ, WRITE = map(words_of, (Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM))
-REDUCE, FETCH, GET, UPDATE = map(words_of, (Op.REDUCE, Op.FETCH_GRADIENT, Op.READ_GRADIENT, Op.UPDATE))
+STORE, COPY, ADD = all_words_of(kinds.STORE_GRADIENT, kinds.COPY_REDUCED, Op.ADD_GRADIENT)
+COUNT, READ, WRITE = all_words_of(Op.COUNT_GRADIENT, kinds.READ_SUM, kinds.WRITE_SUM)
+REDUCE, FETCH, GET, UPDATE = all_words_of(Op.REDUCE, kinds.FETCH_GRADIENT, kinds.READ_GRADIENT, kinds.UPDATE)
 LATE_HOST = replace(ALONE, border=LATE)
 FAULTS = {
     "a gradient does not leave": Fault(
@@ -142,7 +160,7 @@ FAULTS = {
     "it is stored twice": Fault(ALONE, again(STORE(1)), STORE(1), "the reduced gradient of part 0 of bucket 1", 1),
     "a later one is stored over the sum": Fault(
         ALONE,
-        lambda own: [replace(i, op=Op.STORE_GRADIENT) if str(i).startswith(COPY(1)) else i for i in own],
+        lambda own: [replace(i, op=kinds.STORE_GRADIENT) if str(i).startswith(COPY(1)) else i for i in own],
         STORE(1),
         "makes the sum of gradients in host memory of part 0 of bucket 1",
         1,
@@ -175,14 +193,14 @@ FAULTS = {
     ),
     "a gradient comes back that nobody uses": Fault(
         ALONE,
-        put(Instruction(Op.FETCH_GRADIENT, buckets=(1,), part=0), FETCH(1)),
+        put(Instruction(kinds.FETCH_GRADIENT, buckets=(1,), part=0), FETCH(1)),
         FETCH(1),
         "the sum of gradients in host memory of part 0 of bucket 1",
         1,
     ),
     "a late gradient is stored over one that is owed": Fault(
         LATE_HOST,
-        lambda own: [i for i in own if i.op not in (Op.FETCH_GRADIENT, Op.UPDATE) or i.buckets != (0,)],
+        lambda own: [i for i in own if i.op not in (kinds.FETCH_GRADIENT, kinds.UPDATE) or i.buckets != (0,)],
         "forward",
         "whose update from the last step is still owed",
     ),

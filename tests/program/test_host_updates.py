@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE, SETTLING
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import Instruction, Kind, Lane, Op, ProgramError
+from megazero.program.scope import LATE, SETTLING
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
-from tests.program.faults import Fault, again, alter, drop, move, words_of
+from tests.program import kinds
+from tests.program.faults import Fault, again, all_words_of, alter, drop, move
 from tests.program.made import lettered
 from tests.program.steps import Model, changed, checked, step_of
 
@@ -20,10 +20,15 @@ BOTH = Tier.DEVICE, Tier.DISK
 ONE_RANK = Model(pp=1, micro_batches=2, parts=BOTH)
 """Embedding, two blocks and a head, a bucket each: 0 to 3. Of each the first part is on the device."""
 ZERO3 = Model(zero=3, parts=(Tier.HOST, Tier.HOST))
-COPY, READ, UPDATE, ON_DEVICE = map(words_of, (Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.UPDATE))
-BACK, WRITE, GATHER = map(words_of, (Op.COPY_PARAMETERS, Op.WRITE_STATE, Op.GATHER))
-LETTERS = {Op.COPY_GRADIENT: "c", Op.READ_STATE: "r", Op.UPDATE_HOST: "h", Op.COPY_PARAMETERS: "b"}
-LETTERS |= {Op.WRITE_STATE: "w", Op.UPDATE: "u", Op.GATHER: "g", Op.NORM: "norm", Op.FORWARD: "f"}
+COPY, READ, UPDATE, ON_DEVICE = all_words_of(kinds.COPY_GRADIENT, kinds.READ_STATE, kinds.UPDATE_HOST, kinds.UPDATE)
+BACK, WRITE, GATHER = all_words_of(kinds.COPY_PARAMETERS, kinds.WRITE_STATE, Op.GATHER)
+LETTERS: dict[Kind, str] = {
+    kinds.COPY_GRADIENT: "c",
+    kinds.READ_STATE: "r",
+    kinds.UPDATE_HOST: "h",
+    kinds.COPY_PARAMETERS: "b",
+}
+LETTERS |= {kinds.WRITE_STATE: "w", kinds.UPDATE: "u", Op.GATHER: "g", Op.NORM: "norm", Op.FORWARD: "f"}
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -68,11 +73,9 @@ FAULTS = {
         ONE_RANK, move(UPDATE(1, 1), READ(1, 1)), UPDATE(1, 1), "in host memory of part 1"
     ),
     "a state is read twice": Fault(ONE_RANK, again(READ(2, 1)), READ(2, 1), "the optimizer state", 1),
-    "a state is not written": Fault(
-        ONE_RANK, drop(WRITE(2, 1)), UPDATE(2, 1), "the updated optimizer state in host memory"
-    ),
+    "a state is not written": Fault(ONE_RANK, drop(WRITE(2, 1)), UPDATE(2, 1), "the optimizer state in host memory"),
     "a state is written before its update": Fault(
-        ONE_RANK, move(WRITE(2, 1), UPDATE(2, 1)), WRITE(2, 1), "the updated optimizer state"
+        ONE_RANK, move(WRITE(2, 1), UPDATE(2, 1)), WRITE(2, 1), "legal where they are in use in host memory"
     ),
     "parameters are not copied": Fault(
         ONE_RANK, drop(BACK(3, 1)), GATHER(3), "reads the stored parameters of part 1 of bucket 3"
@@ -115,7 +118,7 @@ def test_lanes_run_beside_each_other_and_beside_the_next_forward() -> None:
     read = [sum(3 * size for size in sizes[: at + 1]) for at in range(3)]
     updated, ends = 0.0, list[float]()
     for bucket, size in enumerate(sizes):
-        assert spans[f"read optimizer state (bucket {bucket}, part 0)"][1] == read[bucket]
+        assert spans[f"read optimizer states (bucket {bucket}, part 0)"][1] == read[bucket]
         start = max(updated, read[bucket])
         updated = start + 5 * size
         assert spans[f"update in host memory (bucket {bucket}, part 0)"] == (start, updated)
@@ -127,7 +130,7 @@ def test_lanes_run_beside_each_other_and_beside_the_next_forward() -> None:
 def test_a_part_that_no_bucket_has() -> None:
     step = step_of(ONE_RANK)
     own = step.lists[0, 0]
-    for op in (Op.UPDATE, Op.READ_STATE):
-        at = next(number for number, i in enumerate(own) if i.op is op)
+    for op in (kinds.UPDATE, kinds.READ_STATE):
+        at = next(number for number, i in enumerate(own) if i.op == op)
         with pytest.raises(ProgramError, match="names part 5 of bucket 0, which has no such part"):
             checked(changed(step, 0, (*own[:at], replace(own[at], part=5), *own[at + 1 :])))

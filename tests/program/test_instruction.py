@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.program.instruction import Instruction, Lane, Op
+from tests.program import kinds
 
 TEXTS = [
     (Instruction(Op.FORWARD, 3, 1, model_chunk=5), Lane.COMPUTE, "forward (micro-batch 3, chunk 1)"),
@@ -21,35 +22,43 @@ TEXTS = [
         "receive hidden states (micro-batch 4, chunk 0, from stage 0)",
     ),
     (Instruction(Op.GATHER, buckets=(7,)), Lane.SHARDS, "gather parameters (bucket 7)"),
-    (Instruction(Op.RELEASE, buckets=(7,)), Lane.COMPUTE, "release parameters (bucket 7)"),
+    (Instruction(kinds.RELEASE, buckets=(7,)), Lane.COMPUTE, "free parameters (bucket 7)"),
     (Instruction(Op.REDUCE, buckets=(0,)), Lane.SHARDS, "reduce gradients (bucket 0)"),
     (Instruction(Op.REDUCE_ACROSS, buckets=(0,)), Lane.ACROSS, "reduce gradients across (bucket 0)"),
     (Instruction(Op.REDUCE_PARTIAL), Lane.TENSOR, "sum partial gradients over tp"),
     (Instruction(Op.NORM), Lane.WORLD, "norm"),
-    (Instruction(Op.UPDATE, buckets=(0, 2)), Lane.COMPUTE, "update (buckets 0, 2)"),
-    (Instruction(Op.COPY_GRADIENT, buckets=(3,), part=1), Lane.TO_HOST, "copy gradient to the host (bucket 3, part 1)"),
-    (Instruction(Op.READ_STATE, buckets=(3,), part=1), Lane.FROM_DISK, "read optimizer state (bucket 3, part 1)"),
-    (Instruction(Op.UPDATE_HOST, buckets=(3,), part=1), Lane.HOST, "update in host memory (bucket 3, part 1)"),
+    (Instruction(kinds.UPDATE, buckets=(0, 2)), Lane.COMPUTE, "update (buckets 0, 2)"),
     (
-        Instruction(Op.COPY_PARAMETERS, buckets=(3,), part=1),
-        Lane.TO_DEVICE,
-        "copy parameters to the device (bucket 3, part 1)",
+        Instruction(kinds.COPY_GRADIENT, buckets=(3,), part=1),
+        Lane.TO_HOST,
+        "copy gradients to host memory (bucket 3, part 1)",
     ),
-    (Instruction(Op.WRITE_STATE, buckets=(3,), part=1), Lane.TO_DISK, "write optimizer state (bucket 3, part 1)"),
-    (Instruction(Op.READ_PARAMETERS, buckets=(3,), part=1), Lane.FROM_DISK, "read parameters (bucket 3, part 1)"),
-    (Instruction(Op.LOAD, buckets=(3,)), Lane.TO_DEVICE, "load parameters (bucket 3)"),
-    (Instruction(Op.STORE, buckets=(3,)), Lane.TO_HOST, "store parameters (bucket 3)"),
-    (Instruction(Op.WRITE_PARAMETERS, buckets=(3,), part=1), Lane.TO_DISK, "write parameters (bucket 3, part 1)"),
+    (Instruction(kinds.READ_STATE, buckets=(3,), part=1), Lane.FROM_DISK, "read optimizer states (bucket 3, part 1)"),
+    (Instruction(kinds.UPDATE_HOST, buckets=(3,), part=1), Lane.HOST, "update in host memory (bucket 3, part 1)"),
     (
-        Instruction(Op.LEAVE, 1, 0, units=(2, 3)),
+        Instruction(kinds.COPY_PARAMETERS, buckets=(3,), part=1),
+        Lane.TO_DEVICE,
+        "copy updated parameters to the device (bucket 3, part 1)",
+    ),
+    (Instruction(kinds.WRITE_STATE, buckets=(3,), part=1), Lane.TO_DISK, "write optimizer states (bucket 3, part 1)"),
+    (Instruction(kinds.READ_PARAMETERS, buckets=(3,), part=1), Lane.FROM_DISK, "read parameters (bucket 3, part 1)"),
+    (Instruction(kinds.LOAD, buckets=(3,)), Lane.TO_DEVICE, "copy parameters to the device (bucket 3)"),
+    (Instruction(kinds.STORE, buckets=(3,)), Lane.TO_HOST, "copy updated parameters to host memory (bucket 3)"),
+    (
+        Instruction(kinds.WRITE_PARAMETERS, buckets=(3,), part=1),
+        Lane.TO_DISK,
+        "write updated parameters (bucket 3, part 1)",
+    ),
+    (
+        Instruction(kinds.LEAVE, 1, 0, units=(2, 3)),
         Lane.TO_HOST,
         "copy activations to host memory (micro-batch 1, chunk 0, unit 2)",
     ),
-    (Instruction(Op.FREE, 1, 0, units=(2, 3)), Lane.COMPUTE, "free activations (micro-batch 1, chunk 0, unit 2)"),
-    (Instruction(Op.RETURN, 1, 0), Lane.TO_DEVICE, "copy activations to the device (micro-batch 1, chunk 0)"),
-    (Instruction(Op.WRITE_ACTIVATIONS, 1, 0), Lane.TO_DISK, "write activations (micro-batch 1, chunk 0)"),
-    (Instruction(Op.FREE_HOST, 1, 0), Lane.COMPUTE, "free activations in host memory (micro-batch 1, chunk 0)"),
-    (Instruction(Op.READ_ACTIVATIONS, 1, 0), Lane.FROM_DISK, "read activations (micro-batch 1, chunk 0)"),
+    (Instruction(kinds.FREE, 1, 0, units=(2, 3)), Lane.COMPUTE, "free activations (micro-batch 1, chunk 0, unit 2)"),
+    (Instruction(kinds.RETURN, 1, 0), Lane.TO_DEVICE, "copy activations to the device (micro-batch 1, chunk 0)"),
+    (Instruction(kinds.WRITE_ACTIVATIONS, 1, 0), Lane.TO_DISK, "write activations (micro-batch 1, chunk 0)"),
+    (Instruction(kinds.FREE_HOST, 1, 0), Lane.COMPUTE, "free activations in host memory (micro-batch 1, chunk 0)"),
+    (Instruction(kinds.READ_ACTIVATIONS, 1, 0), Lane.FROM_DISK, "read activations (micro-batch 1, chunk 0)"),
 ]
 
 
@@ -59,12 +68,12 @@ def test_text_and_lane(instruction: Instruction, lane: Lane, text: str) -> None:
 
 
 def test_every_kind_is_a_computation_a_transfer_on_model_state_or_a_copy() -> None:
-    on_state = {Op.GATHER, Op.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, Op.UPDATE}
-    on_state |= {Op.READ_PARAMETERS, Op.LOAD, Op.STORE, Op.WRITE_PARAMETERS}
-    on_state |= {Op.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM}
-    on_state |= {Op.READ_GRADIENT, Op.FETCH_GRADIENT}
-    on_state |= {Op.COPY_GRADIENT, Op.READ_STATE, Op.UPDATE_HOST, Op.COPY_PARAMETERS, Op.WRITE_STATE}
-    copies = {Op.LEAVE, Op.FREE, Op.RETURN, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS}
+    on_state = {Op.GATHER, kinds.RELEASE, Op.REDUCE, Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL, Op.NORM, kinds.UPDATE}
+    on_state |= {kinds.READ_PARAMETERS, kinds.LOAD, kinds.STORE, kinds.WRITE_PARAMETERS}
+    on_state |= {kinds.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, kinds.READ_SUM, kinds.WRITE_SUM}
+    on_state |= {kinds.READ_GRADIENT, kinds.FETCH_GRADIENT}
+    on_state |= {kinds.COPY_GRADIENT, kinds.READ_STATE, kinds.UPDATE_HOST, kinds.COPY_PARAMETERS, kinds.WRITE_STATE}
+    copies = {kinds.LEAVE, kinds.FREE, kinds.RETURN, kinds.WRITE_ACTIVATIONS, kinds.FREE_HOST, kinds.READ_ACTIVATIONS}
     for op in Op:
         i = Instruction(op, 0, 0)
         assert [i.is_compute, i.is_transfer, op in on_state, op in copies].count(True) == 1

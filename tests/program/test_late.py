@@ -10,18 +10,17 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
 from megazero.pipeline.schedule import make_schedule
 from megazero.plan.step_lists import StageLists
-from megazero.program.border import FIRST, LATE, ON_TIME, SETTLING
 from megazero.program.checker import check_list
-from megazero.program.error import ProgramError
 from megazero.program.example import ExampleModel
-from megazero.program.instruction import Instruction, Op
-from megazero.program.scope import Scope
+from megazero.program.instruction import Instruction, Op, ProgramError
+from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Scope
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.simulate import simulate
 from megazero.program.step import Lists, StepOptions, training_step
 from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
 from tests.parity.training import small_model
+from tests.program import kinds
 from tests.program.faults import GATHER, REDUCE, Fault, again, drop, find, move, put, unit
 from tests.program.made import texts
 from tests.program.steps import Model, changed, checked, step_of
@@ -35,7 +34,7 @@ def words(instructions: tuple[Instruction, ...], shape: RankShape) -> str:
     """The begin of a list, up to the end of the first forward: f is the forward of a unit or of all, u an update, g a
     gather, x a release and r a receive.
     """
-    letters = {Op.FORWARD: "f", Op.UPDATE: "u", Op.GATHER: "g", Op.RELEASE: "x", Op.RECV_FORWARD: "r"}
+    letters = {Op.FORWARD: "f", kinds.UPDATE: "u", Op.GATHER: "g", kinds.RELEASE: "x", Op.RECV_FORWARD: "r"}
     found: list[str] = []
     for i in instructions:
         if i.op is Op.BACKWARD:
@@ -92,12 +91,12 @@ def test_the_three_lists_of_a_run(zero: int) -> None:
     step = {border: step_of(Model(zero=zero, border=border)) for border in (ON_TIME, FIRST, LATE, SETTLING)}
     for role, shape in step[LATE].shapes.items():
         late, first, alone = (step[border].lists[role] for border in (LATE, FIRST, SETTLING))
-        updated = [bucket for i in late if i.op is Op.UPDATE for bucket in i.buckets]
+        updated = [bucket for i in late if i.op == kinds.UPDATE for bucket in i.buckets]
         assert sorted(updated) == list(shape.trained)
-        assert max(n for n, i in enumerate(late) if i.op is Op.UPDATE) < late.index(Instruction(Op.NORM))
+        assert max(n for n, i in enumerate(late) if i.op == kinds.UPDATE) < late.index(Instruction(Op.NORM))
         assert late[-1] == first[-1] == Instruction(Op.NORM)
         renewed = [i for i in late if i.op is Op.GATHER and shape.buckets[i.buckets[0]].gathered_after_update]
-        assert [i for i in late if i.op is not Op.UPDATE and i not in renewed] == list(first)
+        assert [i for i in late if i.op != kinds.UPDATE and i not in renewed] == list(first)
         assert traffic(late, shape) == traffic(step[ON_TIME].lists[role], shape)
         on_time = step[ON_TIME].lists[role]
         assert on_time == (*first, *alone)
@@ -131,11 +130,11 @@ FAULTS = {
         ZERO1, again(UPDATE.format(1)), UPDATE.format(1), "the last step's gradient of bucket 1, which number", 1
     ),
     "an update comes again behind the norm": Fault(
-        ZERO3, lambda own: [*own, Instruction(Op.UPDATE, buckets=(1,))], UPDATE.format(1), "has ended", 1
+        ZERO3, lambda own: [*own, Instruction(kinds.UPDATE, buckets=(1,))], UPDATE.format(1), "has ended", 1
     ),
     "an update of frozen parameters": Fault(
         replace(PIPELINE, frozen=True),
-        put(Instruction(Op.UPDATE, buckets=(3,)), FORWARD),
+        put(Instruction(kinds.UPDATE, buckets=(3,)), FORWARD),
         UPDATE.format(3),
         "the last step's gradient of bucket 3, which no instruction",
     ),
@@ -143,7 +142,7 @@ FAULTS = {
     "a reduction is missing": Fault(ZERO1, drop(REDUCE.format(1)), "norm", "the reduced gradient of bucket 1"),
     "a first step has an update": Fault(
         replace(ZERO0, border=FIRST),
-        put(Instruction(Op.UPDATE, buckets=(0,)), FORWARD),
+        put(Instruction(kinds.UPDATE, buckets=(0,)), FORWARD),
         UPDATE.format(0),
         "the last step's norm, which no instruction",
     ),
@@ -197,7 +196,7 @@ def test_a_gradient_is_not_added_to_before_its_update() -> None:
     shape = RankShape(((UnitShape((), (), (0,)),),), (BucketShape(0, 8, 16),))
     compute = [Instruction(op, 0, 0, model_chunk=0) for op in (Op.FORWARD, Op.BACKWARD)]
     end = [Instruction(Op.REDUCE, buckets=(0,)), Instruction(Op.NORM)]
-    update = Instruction(Op.UPDATE, buckets=(0,))
+    update = Instruction(kinds.UPDATE, buckets=(0,))
     scope = Scope(shape, 1, border=LATE)
     for legal in ([update, *compute, *end], [compute[0], update, compute[1], *end]):
         check_list(legal, scope, 1)
@@ -226,7 +225,7 @@ def test_a_later_stage_updates_while_it_waits() -> None:
     lists = [training_step(own, shape, options) for own, shape in zip(schedule, shapes, strict=True)]
     report = simulate(lists, replace(uniform_times(3), update=0.5 / 4), shapes, border=LATE)
     first = [next(span for span in row if span.instruction.op is Op.FORWARD) for row in report.spans]
-    updates = [[span for span in row if span.instruction.op is Op.UPDATE] for row in report.spans]
+    updates = [[span for span in row if span.instruction.op == kinds.UPDATE] for row in report.spans]
     assert [sum(span.end - span.start for span in row) for row in updates] == [2.0, 2.0, 2.0]
     assert [span.start for span in first] == [2.0, 3.0, 4.0]
 

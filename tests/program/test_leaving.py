@@ -12,27 +12,33 @@ from pathlib import Path
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import FIRST, LATE, ON_TIME
 from megazero.program.effects import Scope
-from megazero.program.instruction import Instruction, Lane, Op
-from megazero.program.memory import MemoryColumn
+from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import host_buffers, samples
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.passes.leaving import LEAST_DISTANCE, leaving_graphs, place_leaving
+from megazero.program.scope import FIRST, LATE, ON_TIME
 from megazero.program.simulate import simulate
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from megazero.program.trace import trace
 from megazero.program.traffic import traffic
 from megazero.report.trace_files import write
+from tests.program import kinds
 from tests.program.faults import Fault, again, drop, move, swap, unit
 from tests.program.made import lettered
 from tests.program.steps import Model, Step, checked, drawn, step_of
 
 ONE = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(3,), leaving=1.0)
 """Embedding, three blocks and a head: units 0 to 4."""
-LETTERS = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.BACKWARD_INPUT: "b", Op.BACKWARD_WEIGHT: "w", Op.LEAVE: "out"}
-LETTERS |= {Op.FREE: "free", Op.RETURN: "in"}
+LETTERS: dict[Kind, str] = {
+    Op.FORWARD: "f",
+    Op.BACKWARD: "b",
+    Op.BACKWARD_INPUT: "b",
+    Op.BACKWARD_WEIGHT: "w",
+    kinds.LEAVE: "out",
+}
+LETTERS |= {kinds.FREE: "free", kinds.RETURN: "in"}
 
 
 def words(instructions: Sequence[Instruction]) -> str:
@@ -61,7 +67,7 @@ def test_the_furthest_next_use_leaves_first() -> None:
 
 def test_of_equal_distances_the_first_leave() -> None:
     found = listed(replace(ONE, micro_batches=3, leaving=0.4))  # 72 bytes of 180: three times unit 0, twice unit 1
-    assert [(i.micro_batch, i.units) for i in found if i.op is Op.LEAVE] == [
+    assert [(i.micro_batch, i.units) for i in found if i.op == kinds.LEAVE] == [
         *((0, (0, 1)), (0, (1, 2))),
         *((1, (0, 1)), (1, (1, 2))),
         (2, (0, 1)),
@@ -77,7 +83,7 @@ def test_a_split_backward_needs_activations_for_its_first_half() -> None:
 def test_a_stage_that_is_waited_for_keeps_its_last_units() -> None:
     """1f1b: the last stage begins its backward at once, the first one has the most time."""
     model = Model(pp=3, micro_batches=4, units=(2,), leaving=1.0)
-    counts = [sum(i.op is Op.LEAVE for i in listed(model, stage)) for stage in range(3)]
+    counts = [sum(i.op == kinds.LEAVE for i in listed(model, stage)) for stage in range(3)]
     assert counts[0] == 4 * 3 and 0 < counts[2] < 4 * 3
 
 
@@ -85,14 +91,14 @@ def away(instructions: Sequence[Instruction]) -> None:
     """Each copy out is freed behind one computation and comes back ahead of one, with another one between."""
     order = [i for i in instructions if i.op in LETTERS]
     for at, i in enumerate(order):
-        if i.op is not Op.LEAVE:
+        if i.op != kinds.LEAVE:
             continue
-        own = {j.op: n for n, j in enumerate(order) if replace(j, op=Op.LEAVE) == i}
-        computed = [sum(j.is_compute for j in order[:n]) for n in (at, own[Op.FREE], own[Op.RETURN])]
+        own = {j.op: n for n, j in enumerate(order) if replace(j, op=kinds.LEAVE) == i}
+        computed = [sum(j.is_compute for j in order[:n]) for n in (at, own[kinds.FREE], own[kinds.RETURN])]
         end = min(own[op] for op in (Op.BACKWARD, Op.BACKWARD_INPUT) if op in own)
-        assert order[at - 1] == replace(i, op=Op.FORWARD) or order[at - 1].op is Op.FREE
+        assert order[at - 1] == replace(i, op=Op.FORWARD) or order[at - 1].op == kinds.FREE
         assert computed[1] - computed[0] == 1 and computed[2] - computed[1] >= 1
-        assert sum(j.is_compute for j in order[own[Op.RETURN] : end]) == 1
+        assert sum(j.is_compute for j in order[own[kinds.RETURN] : end]) == 1
 
 
 @pytest.mark.slow
@@ -200,13 +206,13 @@ def test_memory_is_free_from_free_to_return() -> None:
     expected_host = expected = 0
     for sample in found:
         i, size = sample.instruction, 60 - 10 * (sample.instruction.units == (0, 1))
-        expected_host += size * (i.op is Op.LEAVE)
-        expected += size * ((i.op in (Op.FORWARD, Op.RETURN)) - (i.op is Op.FREE))
+        expected_host += size * (i.op == kinds.LEAVE)
+        expected += size * ((i.op in (Op.FORWARD, kinds.RETURN)) - (i.op == kinds.FREE))
         if i.op is Op.BACKWARD:
             expected -= size
             expected_host -= size * (i.units in ((0, 1), (1, 2), (2, 3)))
             continue  # the sample shows it while it runs
-        if i.op is not Op.FREE:  # the same
+        if i.op != kinds.FREE:  # the same
             assert sample.columns.get(MemoryColumn.ACTIVATIONS, 0) == expected, sample
         assert sample.columns.get(MemoryColumn.HOST, 0) == expected_host, sample
         assert sample.total == sum(size for c, size in sample.columns.items() if c is not MemoryColumn.HOST)

@@ -9,25 +9,24 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import FIRST, LATE, ON_TIME
-from megazero.program.instruction import Instruction, Lane, Op
-from megazero.program.memory import MemoryColumn
+from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import host_buffers, samples
 from megazero.program.passes.kept_graphs import kept_graphs
-from megazero.program.passes.leaving_disks import (
+from megazero.program.passes.leaving import (
     LEAST_BUFFERS,
-    LEAST_DISTANCE,
+    LEAST_DISTANCE_TO_DISKS,
     WRITING,
     able_to_write,
     buffer_bytes,
     largest_unit,
     most_pieces,
 )
-from megazero.program.scope import Scope
+from megazero.program.scope import FIRST, LATE, ON_TIME, Scope
 from megazero.program.simulate import simulate
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
+from tests.program import kinds
 from tests.program.faults import Fault, again, drop, move, unit
 from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
@@ -36,8 +35,14 @@ BUFFER = buffer_bytes(60)
 LEAST = LEAST_BUFFERS * BUFFER
 ONE = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(6,), leaving=1.0, disk_buffers=LEAST)
 """Embedding, six blocks and a head: units 0 to 7. They keep 10, 20, 30 bytes and so on, so units 0 to 2 are small."""
-LETTERS = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.LEAVE: "out", Op.FREE: "free", Op.WRITE_ACTIVATIONS: "write"}
-LETTERS |= {Op.FREE_HOST: "drop", Op.READ_ACTIVATIONS: "read", Op.RETURN: "in"}
+LETTERS: dict[Kind, str] = {
+    Op.FORWARD: "f",
+    Op.BACKWARD: "b",
+    kinds.LEAVE: "out",
+    kinds.FREE: "free",
+    kinds.WRITE_ACTIVATIONS: "write",
+}
+LETTERS |= {kinds.FREE_HOST: "drop", kinds.READ_ACTIVATIONS: "read", kinds.RETURN: "in"}
 
 
 def test_a_write_stands_behind_the_copy_and_a_read_where_a_buffer_is_free() -> None:
@@ -59,7 +64,7 @@ def test_more_buffers_are_read_earlier() -> None:
     for buffers in (4, 6):
         listed = step_of(replace(model, disk_buffers=buffers * buffer_bytes(30))).lists[0, 0]
         at = {i: number for number, i in enumerate(listed)}
-        reads = [i for i in listed if i.op is Op.READ_ACTIVATIONS]
+        reads = [i for i in listed if i.op == kinds.READ_ACTIVATIONS]
         backwards = [i for i in listed if i.op is Op.BACKWARD]
         assert len(reads) > 6
         shares.append(sum(at[replace(i, op=Op.BACKWARD)] - at[i] for i in reads))
@@ -73,11 +78,11 @@ def occupied(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
     found, leaving, back = [], set[object](), set[object]()
     for i in instructions:
         key = i.micro_batch, i.chunk, i.units
-        if i.op is Op.LEAVE:
+        if i.op == kinds.LEAVE:
             leaving.add(key)
-        elif i.op is Op.FREE_HOST:
+        elif i.op == kinds.FREE_HOST:
             leaving.remove(key)
-        elif i.op is Op.READ_ACTIVATIONS:
+        elif i.op == kinds.READ_ACTIVATIONS:
             back.add(key)
         elif i.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             back.discard(key)
@@ -99,11 +104,11 @@ def test_drawn_steps_are_legal_and_never_take_more_buffers(seed: int) -> None:
             shape = step.shapes[role]
             graphs = kept_graphs(instructions, shape)
             able = {graph.forward for graph in able_to_write(graphs, largest_unit(shape.kept))}
-            assert all(graph.distance >= LEAST_DISTANCE for graph in graphs if graph.forward in able)
-            ops = {op: [replace(i, op=Op.FORWARD) for i in instructions if i.op is op] for op in LETTERS}
-            leaves = ops[Op.LEAVE]
+            assert all(graph.distance >= LEAST_DISTANCE_TO_DISKS for graph in graphs if graph.forward in able)
+            ops = {op: [replace(i, op=Op.FORWARD) for i in instructions if i.op == op] for op in LETTERS}
+            leaves = ops[kinds.LEAVE]
             assert {*leaves} <= able and (model.leaving < 1 or {*leaves} == able)
-            for op in (Op.FREE, Op.WRITE_ACTIVATIONS, Op.FREE_HOST, Op.READ_ACTIVATIONS, Op.RETURN):
+            for op in (kinds.FREE, kinds.WRITE_ACTIVATIONS, kinds.FREE_HOST, kinds.READ_ACTIVATIONS, kinds.RETURN):
                 assert {*ops[op]} == {*leaves} and len(ops[op]) == len(leaves)
             for leaving, back in occupied(instructions):
                 assert leaving <= WRITING and back <= buffers - WRITING
@@ -123,9 +128,9 @@ def test_the_walk_counts_buffers() -> None:
     for sample, (leaving, back) in zip(samples(listed, scope, sizes), occupied(listed), strict=True):
         held = sample.columns.get(MemoryColumn.HOST, 0)
         # Within an instruction the sample is the moment with most bytes on the device.
-        assert held == BUFFER * (leaving + back) or sample.instruction.op in (Op.BACKWARD, Op.FREE_HOST)
+        assert held == BUFFER * (leaving + back) or sample.instruction.op in (Op.BACKWARD, kinds.FREE_HOST)
     assert sum(host_buffers(listed, scope, sizes)) <= LEAST
-    assert 0 < most_pieces(listed) <= sum(i.op is Op.LEAVE for i in listed)
+    assert 0 < most_pieces(listed) <= sum(i.op == kinds.LEAVE for i in listed)
 
 
 def test_a_slow_disk_holds_up_the_step() -> None:

@@ -10,15 +10,16 @@ import pytest
 
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import make_schedule
-from megazero.program.border import LATE, SETTLING
 from megazero.program.example import ExampleModel
-from megazero.program.instruction import Instruction, Lane, Op
-from megazero.program.passes.loads import place_loads
+from megazero.program.instruction import Instruction, Kind, Lane, Op
+from megazero.program.passes.gathers import place_loads
+from megazero.program.scope import LATE, SETTLING
 from megazero.program.simulate import simulate
 from megazero.program.step import StepOptions, training_step
 from megazero.program.times import uniform_times
 from megazero.program.traffic import traffic
-from tests.program.faults import Fault, again, alter, drop, move, put, swap, words_of
+from tests.program import kinds
+from tests.program.faults import Fault, again, all_words_of, alter, drop, move, put, swap, words_of
 from tests.program.made import lettered
 from tests.program.steps import Model, checked, drawn, step_of
 
@@ -26,9 +27,22 @@ ALONE = Model(pp=1, dp=1, zero=0, micro_batches=1, units=(1,), rests=Tier.HOST)
 """Embedding, a block and a head, a bucket each: 0 to 2. What rests in host memory is whole there."""
 ON_DISK = replace(ALONE, rests=Tier.DISK, parts=(Tier.DEVICE, Tier.DISK))
 SHARED = replace(ALONE, dp=2, zero=3)
-LETTERS = {Op.READ_PARAMETERS: "r", Op.LOAD: "l", Op.GATHER: "g", Op.RELEASE: "x", Op.FORWARD: "F", Op.BACKWARD: "B"}
-LETTERS |= {Op.NORM: "norm", Op.COPY_GRADIENT: "c", Op.READ_STATE: "rs", Op.UPDATE_HOST: "h", Op.UPDATE: "u"}
-LETTERS |= {Op.COPY_PARAMETERS: "b", Op.STORE: "s", Op.WRITE_PARAMETERS: "w", Op.WRITE_STATE: "ws"}
+LETTERS: dict[Kind, str] = {
+    kinds.READ_PARAMETERS: "r",
+    kinds.LOAD: "l",
+    Op.GATHER: "g",
+    kinds.RELEASE: "x",
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+}
+LETTERS |= {
+    Op.NORM: "norm",
+    kinds.COPY_GRADIENT: "c",
+    kinds.READ_STATE: "rs",
+    kinds.UPDATE_HOST: "h",
+    kinds.UPDATE: "u",
+}
+LETTERS |= {kinds.COPY_PARAMETERS: "b", kinds.STORE: "s", kinds.WRITE_PARAMETERS: "w", kinds.WRITE_STATE: "ws"}
 
 
 def words(instructions: tuple[Instruction, ...]) -> str:
@@ -104,11 +118,11 @@ def test_every_gather_has_its_own_loads(seed: int) -> None:
         for role, instructions in step.lists.items():
             shape, waiting, moved = step.shapes[role], dict[int, list[int]](), 0
             for before, i in zip((None, *instructions), instructions, strict=False):
-                if i.op is Op.LOAD:
+                if i.op == kinds.LOAD:
                     bucket = shape.buckets[i.buckets[0]]
                     waiting.setdefault(i.buckets[0], []).append(i.part)
                     assert len(waiting) <= (2 if bucket.is_sharded else 1)
-                    assert bucket.rests is Tier.HOST or before == replace(i, op=Op.READ_PARAMETERS, frees_slot=False)
+                    assert bucket.rests is Tier.HOST or before == replace(i, op=kinds.READ_PARAMETERS, frees_slot=False)
                 elif i.op is Op.GATHER:
                     bucket = shape.buckets[i.buckets[0]]
                     assert tuple(waiting.pop(i.buckets[0])) == bucket.loads
@@ -125,12 +139,12 @@ def test_a_bucket_that_alone_is_loaded_is_not_loaded_ahead_of_itself() -> None:
     shape = step_of(SHARED).shapes[0, 0]
     others = [replace(bucket, rests=Tier.DEVICE) for bucket in shape.buckets[1:]]
     shape = replace(shape, buckets=(shape.buckets[0], *others))
-    gathers = [Instruction(op, buckets=(n,)) for n in (0, 1, 0) for op in (Op.GATHER, Op.RELEASE)]
+    gathers = [Instruction(op, buckets=(n,)) for n in (0, 1, 0) for op in (Op.GATHER, kinds.RELEASE)]
     assert words(place_loads(gathers, shape)) == "l0 g0 x0 g1 x1 l0 g0 x0"
 
 
-LOAD, READ, STORE, WRITE = map(words_of, (Op.LOAD, Op.READ_PARAMETERS, Op.STORE, Op.WRITE_PARAMETERS))
-UPDATE, GATHER = words_of(Op.UPDATE), words_of(Op.GATHER)
+LOAD, READ, STORE, WRITE = all_words_of(kinds.LOAD, kinds.READ_PARAMETERS, kinds.STORE, kinds.WRITE_PARAMETERS)
+UPDATE, GATHER = words_of(kinds.UPDATE), words_of(Op.GATHER)
 LATE_DISK = replace(ON_DISK, border=LATE)
 FAULTS = {
     "a load is missing": Fault(ALONE, drop(LOAD(1)), GATHER(1), "the loaded parameters of bucket 1"),
@@ -144,7 +158,7 @@ FAULTS = {
     ),
     "a gather before its load": Fault(SHARED, move(GATHER(0), LOAD(0)), GATHER(0), "the loaded parameters of bucket 0"),
     "a load of what is not gathered": Fault(
-        ALONE, put(Instruction(Op.LOAD, buckets=(0,)), "norm"), LOAD(0), "the loaded parameters of bucket 0", -1
+        ALONE, put(Instruction(kinds.LOAD, buckets=(0,)), "norm"), LOAD(0), "the loaded parameters of bucket 0", -1
     ),
     "a part is loaded that was not read": Fault(
         ON_DISK, drop(READ(2, 0)), LOAD(2, 0), "the parameters that were read of part 0 of bucket 2"

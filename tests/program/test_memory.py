@@ -12,12 +12,11 @@ import pytest
 
 from megazero.pipeline.schedule import make_schedule
 from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import MemoryColumn, Sample
+from megazero.program.memory import MemoryColumn, Sample, StepBytes, UnitSizes
 from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.scope import Scope
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import StepOptions, training_step
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.trace import MemoryTrace, trace
 from megazero.report.trace_files import write
 

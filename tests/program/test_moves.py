@@ -12,12 +12,11 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE
 from megazero.program.effects import effects
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op, Piece
+from megazero.program.instruction import Instruction, Piece, ProgramError
 from megazero.program.moves import LEGAL, Doing, IllegalMove, Moves, Standing
-from megazero.program.scope import Scope
+from megazero.program.scope import LATE, Scope
+from tests.program import kinds
 from tests.program.faults import again, drop, find, move
 from tests.program.steps import Model, changed, checked, drawn, step_of
 
@@ -51,9 +50,9 @@ def refusal(model: Model, change: Change) -> tuple[str, str] | None:
 
 def late_slots(own: list[Instruction]) -> list[Instruction]:
     """All reads come before the first update."""
-    reads = [i for i in own if i.op is Op.READ_STATE]
-    rest = [i for i in own if i.op is not Op.READ_STATE]
-    at = find(rest, "copy gradient to the host (bucket 0")
+    reads = [i for i in own if i.op == kinds.READ_STATE]
+    rest = [i for i in own if i.op != kinds.READ_STATE]
+    at = find(rest, "copy gradients to host memory (bucket 0")
     return [*rest[:at], *reads, *rest[at:]]
 
 
@@ -65,73 +64,73 @@ def slots(change: Callable[[int, Instruction], Instruction]) -> Change:
 FAULTS = {
     "state is read twice": (
         DISK,
-        again(f"read optimizer state {PART.format(1)}"),
-        f"read optimizer state {PART.format(1)}",
-        "master weights and moments of part 1 of bucket 1 are on their way to host memory since read optimizer state",
+        again(f"read optimizer states {PART.format(1)}"),
+        f"read optimizer states {PART.format(1)}",
+        "optimizer states of part 1 of bucket 1 are on their way to host memory since read optimizer states",
     ),
     "state is updated before it is read": (
         DISK,
-        move(f"update in host memory {PART.format(1)}", f"read optimizer state {PART.format(1)}"),
+        move(f"update in host memory {PART.format(1)}", f"read optimizer states {PART.format(1)}"),
         f"update in host memory {PART.format(1)}",
-        "master weights and moments of part 1 of bucket 1 rest on disks",
+        "optimizer states of part 1 of bucket 1 rest on disks",
     ),
     "state is updated while it is written": (
         DISK,
-        move(f"write optimizer state {PART.format(1)}", f"update in host memory {PART.format(1)}"),
-        f"write optimizer state {PART.format(1)}",
-        "of bucket 1 are on their way to host memory since read optimizer state",
+        move(f"write optimizer states {PART.format(1)}", f"update in host memory {PART.format(1)}"),
+        f"write optimizer states {PART.format(1)}",
+        "of bucket 1 are on their way to host memory since read optimizer states",
     ),
     "state is updated again, after it has been written": (
         DISK,
-        lambda own: [*own, Instruction(Op.UPDATE_HOST, buckets=(1,), part=1)],
+        lambda own: [*own, Instruction(kinds.UPDATE_HOST, buckets=(1,), part=1)],
         f"update in host memory {PART.format(1)}",
-        "master weights and moments of part 1 of bucket 1 are on their way to disks since write optimizer state",
+        "optimizer states of part 1 of bucket 1 are on their way to disks since write optimizer states",
     ),
     "state on the device is updated in host memory": (
         DISK,
-        lambda own: [*own, Instruction(Op.UPDATE_HOST, buckets=(1,), part=0)],
+        lambda own: [*own, Instruction(kinds.UPDATE_HOST, buckets=(1,), part=0)],
         f"update in host memory {PART.format(0)}",
-        "master weights and moments of part 0 of bucket 1 rest on the device: legal where they are on their way",
+        "optimizer states of part 0 of bucket 1 rest on the device: legal where they are on their way",
     ),
     "state in host memory is read from disks": (
         HOST,
-        lambda own: [Instruction(Op.READ_STATE, buckets=(1,), part=0), *own],
-        f"read optimizer state {PART.format(0)}",
-        "master weights and moments of part 0 of bucket 1 rest in host memory: legal where they rest on disks",
+        lambda own: [Instruction(kinds.READ_STATE, buckets=(1,), part=0), *own],
+        f"read optimizer states {PART.format(0)}",
+        "optimizer states of part 0 of bucket 1 rest in host memory: legal where they rest on disks",
     ),
     "a gradient moves twice": (
         HOST,
-        again(f"copy gradient to the host {PART.format(0)}"),
-        f"copy gradient to the host {PART.format(0)}",
+        again(f"copy gradients to host memory {PART.format(0)}"),
+        f"copy gradients to host memory {PART.format(0)}",
         "gradients of part 0 of bucket 1 are on their way to host memory",
     ),
     "an update before its gradient has left": (
         HOST,
-        move(f"update in host memory {PART.format(0)}", f"copy gradient to the host {PART.format(0)}"),
+        move(f"update in host memory {PART.format(0)}", f"copy gradients to host memory {PART.format(0)}"),
         f"update in host memory {PART.format(0)}",
         "gradients of part 0 of bucket 1 rest on the device",
     ),
     "a backward adds to a gradient that is leaving": (
         HOST,
-        move(f"copy gradient to the host {PART.format(0)}", "backward (micro-batch 1"),
+        move(f"copy gradients to host memory {PART.format(0)}", "backward (micro-batch 1"),
         "backward (micro-batch 1, chunk 0, unit 1)",
         "gradients of part 0 of bucket 1 are on their way to host memory",
     ),
     "parameters are copied before their update": (
         HOST,
-        move(f"copy parameters to the device {PART.format(0)}", f"update in host memory {PART.format(0)}"),
-        f"copy parameters to the device {PART.format(0)}",
+        move(f"copy updated parameters to the device {PART.format(0)}", f"update in host memory {PART.format(0)}"),
+        f"copy updated parameters to the device {PART.format(0)}",
         "parameters of part 0 of bucket 1 rest on the device",
     ),
     "a forward while parameters are in use elsewhere": (
         LATE_HOST,
-        move(f"copy parameters to the device {PART.format(0)}", "backward (micro-batch 0"),
+        move(f"copy updated parameters to the device {PART.format(0)}", "backward (micro-batch 0"),
         "forward (micro-batch 0, chunk 0, unit 1)",
         "parameters of part 0 of bucket 1 are in use in host memory since update in host memory",
     ),
     "parameters do not come back": (
         HOST,
-        drop(f"copy parameters to the device {PART.format(0)}"),
+        drop(f"copy updated parameters to the device {PART.format(0)}"),
         "",
         "leaves parameters of part 0 of bucket 1 where they are in use in host memory",
     ),
@@ -143,7 +142,7 @@ FAULTS = {
     ),
     "a backward works with activations that are leaving": (
         LEAVING,
-        lambda own: [i for i in own if i.op not in (Op.FREE, Op.RETURN)],
+        lambda own: [i for i in own if i.op not in (kinds.FREE, kinds.RETURN)],
         "backward (micro-batch 0, chunk 0, unit 3)",
         "the activations of units 3 to 3 of chunk 0 as one graph (micro-batch 0) are on their way to host memory",
     ),
@@ -162,38 +161,38 @@ FAULTS = {
     "a slot that another part has": (
         MANY,
         late_slots,
-        "read optimizer state (bucket 6, part 0)",
+        "read optimizer states (bucket 6, part 0)",
         "takes slot 0 of 6, which part 0 of bucket 0 has not left",
     ),
     "two parts in one slot": (
         replace(MANY, ahead=True),
         slots(lambda bucket, i: replace(i, slot=0) if bucket == 2 else i),
-        "read optimizer state (bucket 2, part 0)",
+        "read optimizer states (bucket 2, part 0)",
         "takes slot 0 of 6, which part 0 of bucket 0 has not left",
     ),
     "a part in two slots": (
         MANY,
-        slots(lambda bucket, i: replace(i, slot=5) if i.op is Op.WRITE_STATE and bucket == 7 else i),
-        "write optimizer state (bucket 7, part 0)",
+        slots(lambda bucket, i: replace(i, slot=5) if i.op == kinds.WRITE_STATE and bucket == 7 else i),
+        "write optimizer states (bucket 7, part 0)",
         "takes slot 5, and its part has another one",
     ),
     "a part without a slot": (
         DISK,
-        slots(lambda bucket, i: replace(i, slot=-1) if i.op is Op.READ_STATE else i),
-        "read optimizer state (bucket 0, part 1)",
+        slots(lambda bucket, i: replace(i, slot=-1) if i.op == kinds.READ_STATE else i),
+        "read optimizer states (bucket 0, part 1)",
         "names slot -1 of 6, and needs one",
     ),
     "a slot beyond the last one": (
         MANY,
         slots(lambda bucket, i: replace(i, slot=i.slot + 1)),
-        "read optimizer state (bucket 5, part 0)",
+        "read optimizer states (bucket 5, part 0)",
         "names slot 6 of 6, and needs one",
     ),
     "a slot that is free before its part has left": (
         MANY,
-        slots(lambda bucket, i: replace(i, frees_slot=i.op is Op.UPDATE_HOST)),
+        slots(lambda bucket, i: replace(i, frees_slot=i.op == kinds.UPDATE_HOST)),
         "update in host memory (bucket 0, part 0)",
-        "frees slot 0; its part is there until write optimizer state",
+        "frees slot 0; its part is there until write optimizer states",
     ),
 }
 
@@ -217,7 +216,7 @@ def test_the_checker_names_the_instruction_that_takes_a_used_slot() -> None:
     planted = tuple(late_slots(list(step.lists[0, 0])))
     with pytest.raises(ProgramError, match="takes slot 0 of 6, which part 0 of bucket 0 has not left") as refused:
         checked(changed(step, 0, planted))
-    assert refused.value.number == find(list(planted), "read optimizer state (bucket 6")
+    assert refused.value.number == find(list(planted), "read optimizer states (bucket 6")
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -239,8 +238,11 @@ def test_every_move_of_the_table_is_one_step_between_tiers() -> None:
             assert Standing(Doing.COMPUTES, Tier.DISK) not in (before, after)
             if before.tier is not after.tier and piece is not Piece.GRADIENTS:
                 # New ones are made where the weights are, and a new sum where it is stored.
-                updates = op in (Op.UPDATE, Op.UPDATE_HOST, Op.STORE_GRADIENT)
+                updates = op in (kinds.UPDATE, kinds.UPDATE_HOST, kinds.STORE_GRADIENT)
                 assert Doing.MOVES in (before.doing, after.doing) or updates, (op, piece, before, after)
             twice = before.doing is Doing.MOVES and after.doing is Doing.MOVES
             # What is copied to a slot goes on from there, and a read waits for the write of its piece.
-            assert not twice or op in (Op.WRITE_PARAMETERS, Op.READ_STATE, Op.READ_SUM, Op.READ_GRADIENT), (op, piece)
+            assert not twice or op in (kinds.WRITE_PARAMETERS, kinds.READ_STATE, kinds.READ_SUM, kinds.READ_GRADIENT), (
+                op,
+                piece,
+            )

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import Tier
-from megazero.program.border import LATE, ON_TIME
 from megazero.program.instruction import Lane
-from megazero.program.processors import Processors
+from megazero.program.scope import LATE, ON_TIME
 from megazero.program.simulate import simulate, step_time
+from megazero.program.simulated_rank import Processors
 from megazero.program.times import ChunkTimes
 from tests.program.steps import Model, step_of
 

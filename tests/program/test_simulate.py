@@ -9,13 +9,13 @@ import pytest
 
 from megazero.pipeline.schedule import make_schedule
 from megazero.plan.traffic import state_traffic
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import Instruction, Lane, Op, ProgramError
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.step import StepOptions, training_step
 from megazero.program.times import ChunkTimes, uniform_times
 from megazero.program.traffic import traffic
+from tests.program import kinds
 from tests.program.steps import Model, drawn, step_of
 
 TIMES = replace(uniform_times(1, 2.0, 4.0), per_byte={Lane.SHARDS: 0.01, Lane.ACROSS: 0.01})
@@ -35,7 +35,7 @@ def run(zero: int, times: ChunkTimes = TIMES, gathered_bytes: int | None = None)
 
 
 def ends(report: SimulationReport, op: Op) -> list[float]:
-    return [round(span.end, 9) for span in report.messages[0] if span.instruction.op is op]
+    return [round(span.end, 9) for span in report.messages[0] if span.instruction.op == op]
 
 
 def test_reductions_travel_while_backward_goes_on():
@@ -48,7 +48,7 @@ def test_reductions_travel_while_backward_goes_on():
 def test_parameters_travel_while_the_next_bucket_is_updated():
     """The norm is known at 8. Updates take 1 each; the gathers follow them, one after the other."""
     report = run(1, replace(TIMES, update=0.01))
-    updates = [(span.start, span.end) for span in report.spans[0] if span.instruction.op is Op.UPDATE]
+    updates = [(span.start, span.end) for span in report.spans[0] if span.instruction.op == kinds.UPDATE]
     assert updates == [(8.0, 9.0), (9.0, 10.0)] and ends(report, Op.GATHER) == [10.0, 11.0]
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.border import LATE, ON_TIME, SETTLING, Border
-from megazero.program.instruction import READS, Lane, Op
+from megazero.program.instruction import READS, Kind, Lane
+from megazero.program.scope import LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.step import settling_list
 from megazero.program.times import ChunkTimes
+from tests.program import kinds
 from tests.program.steps import Model, Step, drawn, step_of
 
 EIGHT = Model(pp=1, micro_batches=1, zero=0, dp=1, units=(6,), parts=(Tier.DISK,))
@@ -26,8 +27,8 @@ def ran(step: Step, per_byte: dict[Lane, float], *, steps: int = 1, forward: flo
     return simulate([step.lists[0, 0]], times, [step.shapes[0, 0]], border=step.border, steps=steps)
 
 
-def spans(report: SimulationReport, op: Op) -> dict[int, tuple[float, float]]:
-    return {s.instruction.buckets[0]: (s.start, s.end) for s in report.messages[0] if s.instruction.op is op}
+def spans(report: SimulationReport, op: Kind) -> dict[int, tuple[float, float]]:
+    return {s.instruction.buckets[0]: (s.start, s.end) for s in report.messages[0] if s.instruction.op == op}
 
 
 def test_a_read_waits_for_the_slot_of_the_sixth_part_before_it() -> None:
@@ -37,7 +38,7 @@ def test_a_read_waits_for_the_slot_of_the_sixth_part_before_it() -> None:
     for size in SIZES:
         end += 3 * size
         written.append(end)
-    reads, writes = spans(report, Op.READ_STATE), spans(report, Op.WRITE_STATE)
+    reads, writes = spans(report, kinds.READ_STATE), spans(report, kinds.WRITE_STATE)
     assert [writes[bucket][1] for bucket in range(8)] == written
     assert [reads[bucket][0] for bucket in range(8)] == [300.0] * SLOTS + written[:2]
 
@@ -45,8 +46,8 @@ def test_a_read_waits_for_the_slot_of_the_sixth_part_before_it() -> None:
 def test_a_slot_is_free_when_both_the_parameters_and_the_state_have_left_it() -> None:
     """Here the copies to the device take longest, 1 for each byte of parameters. State is written at once."""
     report = ran(step_of(EIGHT), {Lane.TO_DEVICE: 10.0, Lane.TO_DISK: 0.5})
-    copies = spans(report, Op.COPY_PARAMETERS)
-    reads = spans(report, Op.READ_STATE)
+    copies = spans(report, kinds.COPY_PARAMETERS)
+    reads = spans(report, kinds.READ_STATE)
     assert reads[6][0] == copies[0][1] == 300 + 10 * (70 // 2)
     assert reads[7][0] == copies[1][1]
 
@@ -54,7 +55,7 @@ def test_a_slot_is_free_when_both_the_parameters_and_the_state_have_left_it() ->
 def test_a_part_in_host_memory_takes_a_slot_too() -> None:
     step = step_of(replace(EIGHT, parts=(Tier.HOST,)))
     report = ran(step, {Lane.HOST: 1.0})
-    gradients, back = spans(report, Op.COPY_GRADIENT), spans(report, Op.COPY_PARAMETERS)
+    gradients, back = spans(report, kinds.COPY_GRADIENT), spans(report, kinds.COPY_PARAMETERS)
     assert [gradients[bucket][0] for bucket in range(8)] == [300.0] * SLOTS + [back[0][1], back[1][1]]
 
 
@@ -137,9 +138,9 @@ def test_state_that_is_read_ahead_is_where_the_next_list_expects_it() -> None:
     border = Border(owed=True, leaves=True, ahead=True)
     step = step_of(replace(EIGHT, border=border, ahead=True, sums=Tier.DISK))
     own, shape = step.lists[0, 0], step.shapes[0, 0]
-    ahead = {i.key: i.slot for i in own if i.op is Op.READ_STATE and i.key in shape.read_ahead}
+    ahead = {i.key: i.slot for i in own if i.op == kinds.READ_STATE and i.key in shape.read_ahead}
     assert ahead == {key: slot for slot, key in enumerate(shape.read_ahead)} and len(ahead) == SLOTS
     for listed in (own, settling_list(shape, ahead=True)):
-        first = {i.key: i.slot for i in reversed(listed) if i.op is Op.UPDATE_HOST and i.key in ahead}
+        first = {i.key: i.slot for i in reversed(listed) if i.op == kinds.UPDATE_HOST and i.key in ahead}
         assert first == ahead
     assert sum(i.frees_slot for i in own) % SLOTS, "else the turns would end where they begin by chance"

@@ -10,15 +10,15 @@ from megazero.config.parse import parse_run
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.pipeline.build import schedules, step_lists
 from megazero.plan import step_lists as step_lists_of_run
-from megazero.plan.shapes import shape_of
+from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import gathered_bytes
 from megazero.program import step
-from megazero.program.error import ProgramError
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Op, ProgramError
 from megazero.program.passes.gathers import place_gathers
 from megazero.program.step import Lists
 from tests.parity.training import small_model
+from tests.program import kinds
 from tests.program.made import texts
 
 MICRO_BATCHES = 4
@@ -30,7 +30,7 @@ def lists_of(*flags: str, dp: int = 2, pp: int = 1, stage: int = 0) -> Lists:
     words = [*small_model(4, heads=4), "--pp", str(pp), "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]
     run = parse_run([*words, *flags], pp * dp)
     axes = axes_of(run, pp * dp)
-    return step_lists(run, stage, shape_of(run, axes, Coordinates(stage, 0, 0, 0), nccl=False))
+    return step_lists(run, stage, RankState(run, axes, Coordinates(stage, 0, 0, 0), nccl=False).shape)
 
 
 def cut_in(instructions: tuple[Instruction, ...], *ops: Op) -> list[int]:
@@ -87,9 +87,9 @@ def test_every_bucket_is_reduced_and_updated_and_the_norm_lies_between(flags: li
     found = lists.training(MICRO_BATCHES)
     (norm,) = (at for at, i in enumerate(found) if i.op is Op.NORM)
     reduced = {bucket for i in found[:norm] if i.op is Op.REDUCE for bucket in i.buckets}
-    updated = [bucket for i in found[norm:] if i.op is Op.UPDATE for bucket in i.buckets]
+    updated = [bucket for i in found[norm:] if i.op == kinds.UPDATE for bucket in i.buckets]
     assert sorted(updated) == list(lists.shape.trained) == sorted(reduced) and len(reduced) > 3
-    assert not any(i.op is Op.REDUCE for i in found[norm:]) and not any(i.op is Op.UPDATE for i in found[:norm])
+    assert not any(i.op is Op.REDUCE for i in found[norm:]) and not any(i.op == kinds.UPDATE for i in found[:norm])
 
 
 def test_what_a_list_prints() -> None:

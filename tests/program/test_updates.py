@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind, Op
 from megazero.program.passes.updates import place_across, place_norm, updates_of
 from megazero.program.shape import BucketShape, RankShape
+from tests.program import kinds
 from tests.program.made import lettered, shape, texts
 
 REDUCTIONS = [
@@ -19,8 +20,8 @@ REDUCTIONS = [
 ]
 
 
-LETTERS = {Op.BACKWARD: "b", Op.REDUCE: "r", Op.REDUCE_ACROSS: "a", Op.NORM: "n"}
-LETTERS |= {Op.UPDATE: "u", Op.GATHER: "g", Op.REDUCE_PARTIAL: "p"}
+LETTERS: dict[Kind, str] = {Op.BACKWARD: "b", Op.REDUCE: "r", Op.REDUCE_ACROSS: "a", Op.NORM: "n"}
+LETTERS |= {kinds.UPDATE: "u", Op.GATHER: "g", Op.REDUCE_PARTIAL: "p"}
 
 
 def short(instructions: tuple[Instruction, ...]) -> str:

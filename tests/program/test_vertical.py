@@ -12,7 +12,7 @@ import pytest
 
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
 from megazero.program.instruction import Instruction, Op
-from megazero.program.memory import MemoryColumn
+from megazero.program.memory import MemoryColumn, StepBytes, UnitSizes
 from megazero.program.memory_walk import samples
 from megazero.program.passes.gathers import least_bytes, one_unit, place_gathers, two_units
 from megazero.program.passes.vertical import VerticalOrder, turn
@@ -20,7 +20,6 @@ from megazero.program.scope import Scope
 from megazero.program.shape import without_state
 from megazero.program.simulate import simulate
 from megazero.program.step import StepOptions, training_step
-from megazero.program.step_bytes import StepBytes, UnitSizes
 from megazero.program.times import uniform_times
 from tests.launches import ONE_QUEUE, deadlock, differences
 from tests.pipeline.test_one_queue import messages
@@ -106,7 +105,7 @@ def test_rows(name: str, virtual: int) -> None:
             assert len(listed) == sum(len(groups[i.micro_batch]) for i in whole) * 3
             for (_, _, number), row in groupby(listed, key=lambda i: (i.chunk, i.units, _group(i, groups))):
                 own = list(row)
-                rows = [[i.micro_batch for i in own if i.op is op] for op in {i.op for i in own}]
+                rows = [[i.micro_batch for i in own if i.op == op] for op in {i.op for i in own}]
                 assert all(found == list(groups[number]) for found in rows)
                 if own[0].micro_batch == own[1].micro_batch:
                     at_head = {(i.model_chunk, i.units) for i in own}
@@ -128,7 +127,7 @@ def test_what_is_gathered_and_reduced_does_not_grow_with_the_micro_batches(pp: i
         passes = len(model.groups)
         for stage in range(pp):
             own = step.lists[stage, 0]
-            gathers, reductions = (Counter(i.buckets[0] for i in own if i.op is op) for op in (Op.GATHER, Op.REDUCE))
+            gathers, reductions = (Counter(i.buckets[0] for i in own if i.op == op) for op in (Op.GATHER, Op.REDUCE))
             buckets = range(len(step.shapes[stage, 0].buckets))
             turning = {buckets[-1]} if stage == pp - 1 else set()
             assert reductions == dict.fromkeys(buckets, passes)
@@ -165,7 +164,7 @@ def test_hidden_states_of_all_micro_batches_live_between_two_units() -> None:
 
     def most(op: Op, unit: int) -> tuple[list[int], list[int]]:
         own = [
-            sample for sample in found if sample.instruction.op is op and sample.instruction.units == (unit, unit + 1)
+            sample for sample in found if sample.instruction.op == op and sample.instruction.units == (unit, unit + 1)
         ]
         return tuple(  # type: ignore[return-value]
             [sample.columns.get(column, 0) for sample in own]

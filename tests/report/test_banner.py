@@ -8,7 +8,7 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import Axes, Coordinates, axes_of
 from megazero.plan import knapsack
-from megazero.plan.bytes import StageBytes
+from megazero.plan.rank_state import StageBytes
 from megazero.plan.recompute import recompute_choice
 from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic

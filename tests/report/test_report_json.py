@@ -18,7 +18,7 @@ from megazero.config.parse import parse_arguments, parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import axes_of
-from megazero.plan.bytes import stage_bytes
+from megazero.plan.rank_state import stage_bytes
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Lane
 from megazero.program.traffic import traffic

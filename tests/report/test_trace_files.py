@@ -13,9 +13,8 @@ import pytest
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.rates import MachineRates
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_times import timed_traces
+from megazero.plan.step_times import MachineRates, timed_traces
 from megazero.report.trace_files import write
 
 RATES = MachineRates(1e9, to_host=2e7, to_device=3e7, update=4e7, update_host=5e6, read=6e6, write=7e6, messages=8e6)

@@ -62,7 +62,7 @@ def returns_on_rank(rank: int, flags: list[str]) -> tuple[int, int, int]:
         above = len(returned)
         patch.setattr(devices, "memory_bytes", lambda _: 0)
         job.trainer.train_step(stop=False)
-    job.state.model.host.close()
+    job.state.model.tiers.close()
     return count, above, len(returned) - above
 
 

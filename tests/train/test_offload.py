@@ -17,9 +17,9 @@ from megazero.config.parse import ConfigError, parse_run
 from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.offloaded import moved_in_step, swapped_pieces
-from megazero.plan.step_lists import StageLists, activation_pieces
+from megazero.plan.rank_state import RankState, stage_bytes
+from megazero.plan.step_lists import StageLists
+from megazero.plan.traffic import moved_in_step
 from megazero.program.instruction import Lane
 from megazero.report.banner import schedule_lines, stage_table
 from megazero.report.run_report import gather
@@ -124,13 +124,13 @@ def test_activations_need_room_too(tmp_path: Path) -> None:
         nearest = problem.split("nearest: --nvme-buffer-bytes ")[1]
         fits = parse_run([*flags, "--nvme-buffer-bytes", nearest], 1)
         assert budget_problems(fits, 1, tries_cards=True) == []
-        found = activation_pieces(StageLists(fits, axes, nccl=False).of(0))
+        found = StageLists(fits, axes, nccl=False).activations(0)
         assert found.count and found.buffer_bytes <= int(nearest) // 4
         with small_disk(tmp_path / f"disk{len(words)}", most * 4096) as disk:
             there = parse_run([*flags, "--nvme-buffer-bytes", nearest, "--nvme-path", str(disk)], 1)
             (problem,) = room_problems(there, 1, range(1))
             needed = swap_bytes(there, axes, range(1))
-            rest = needed - found.file_bytes(1)
+            rest = needed - found.files
             assert f"need {needed:,} bytes" in problem and problem.endswith("a folder more, on another disk")
             assert (rest > 0) == ("--offload-optimizer" in words)
 
@@ -177,7 +177,7 @@ def test_sgd_is_the_same(where: str, corpus: Path, tmp_path: Path) -> None:
     found = []
     for more in ([], [*on_disk(tmp_path, share=where), *PARTS] if where == "nvme" else ["--offload-optimizer", where]):
         job, recorder = job_on_rank(0, 1, [*flags, *more])
-        parts = sum(len(of_bucket) for of_bucket in job.state.model.host.parts)
+        parts = sum(len(rests.parts) for rests in job.state.model.resting)
         job.fit()
         found.append((parts, [record.loss for record in recorder.records], values_of(nn.ModuleList(job.stages))))
     (none, losses, weights), (some, other_losses, other_weights) = found
@@ -191,7 +191,7 @@ def test_the_report_counts_what_the_disk_has(corpus: Path, tmp_path: Path) -> No
     steps = StageLists(job.run, job.grid.axes, nccl=False)
     told = dict(schedule_lines(gather(steps)))["disks"]
     job.fit()
-    swap = job.state.model.host.swap
+    swap = job.state.model.tiers.swap
     assert swap is not None
     state = sum(part.state_bytes for bucket in steps.of(0).shape.buckets for part in bucket.parts)
     assert told == f"a step reads {size(state)} and writes {size(state)}; files are in {tmp_path}"
@@ -206,10 +206,10 @@ def test_activations_on_disks_are_counted_and_told(corpus: Path, tmp_path: Path)
     flags = [*MODEL, *ACTIVATIONS, "--nvme-path", str(tmp_path), *data_flags(corpus, tmp_path / "cache")]
     job, _ = job_on_rank(0, 1, flags)
     steps = StageLists(job.run, job.grid.axes, nccl=False)
-    told, found = dict(schedule_lines(gather(steps)))["activations"], activation_pieces(steps.of(0))
+    told, found = dict(schedule_lines(gather(steps)))["activations"], steps.activations(0)
     job.fit()
     assert told.endswith(
-        f"of host memory to {size(found.file_bytes(1))} of files on a rank; a step writes {size(found.step_bytes)} "
+        f"of host memory to {size(found.files)} of files on a rank; a step writes {size(found.step_bytes)} "
         "there and reads as much"
     )
     assert job.disks.written == 3 * found.step_bytes > 0
@@ -245,10 +245,10 @@ def test_a_step_moves_what_the_banner_says(words: str, corpus: Path, tmp_path: P
 
         setattr(where, name, counting)
 
-    count(model.host.lanes.to_host, "copy", Lane.TO_HOST, lambda target, source, *_: target.nbytes)
-    count(model.host.lanes.to_device, "copy", Lane.TO_DEVICE, lambda target, source, *_: target.nbytes)
+    count(model.tiers.to_host, "copy", Lane.TO_HOST, lambda target, source, *_: target.nbytes)
+    count(model.tiers.to_device, "copy", Lane.TO_DEVICE, lambda target, source, *_: target.nbytes)
     for name, lane in {"read": Lane.FROM_DISK, "write": Lane.TO_DISK}.items() if disk else ():
-        count(model.host.swap, name, lane, lambda tensors: sum(tensor.nbytes for tensor in tensors.values()))
+        count(model.tiers.swap, name, lane, lambda tensors: sum(tensor.nbytes for tensor in tensors.values()))
     next(taken)
     moved = moved_in_step(own.instructions, own.shape)
     assert counted == Counter({lane: moved[lane] for lane in moved if lane is not Lane.HOST})
@@ -310,7 +310,7 @@ def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
     (stage,) = stage_bytes(run, axes_of(run, 1))
-    pieces = swapped_pieces(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    pieces = RankState(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
     assert stage.elsewhere.disk == sum(pieces.values())

@@ -15,7 +15,7 @@ from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import build_grid
-from megazero.plan.order import order_within_budgets
+from megazero.plan.budgets import order_within_budgets
 from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_memory import run_peaks
 from megazero.train import resolve as resolving
@@ -40,10 +40,10 @@ def test_a_unit_is_read_once_for_all_micro_batches(corpus: Path, tmp_path: Path)
     read = []
     for words in ([], HORIZONTAL):
         job, _ = job_on_rank(0, 1, [*flags_of(corpus, tmp_path), *words])
-        assert job.state.model.host.swap is not None
-        begun = job.state.model.host.swap.bytes_read
+        assert job.state.model.tiers.swap is not None
+        begun = job.state.model.tiers.swap.bytes_read
         job.fit()
-        read.append(job.state.model.host.swap.bytes_read - begun)
+        read.append(job.state.model.tiers.swap.bytes_read - begun)
         job.close()
     assert 0 < 3 * read[0] < read[1]
 

@@ -20,7 +20,7 @@ from megazero.config.schema import Run
 from megazero.data.progress import silent
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
-from megazero.plan.rates import NAMES, MachineRates, read_rates
+from megazero.plan.step_times import NAMES, MachineRates, read_rates
 from megazero.train import checked, placed
 from megazero.train.checked import dry_run_text, resolved_on_all_ranks
 from megazero.train.job import build_job

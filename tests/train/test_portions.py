@@ -14,10 +14,9 @@ from megazero.convert.registry import open_source
 from megazero.convert.source import ConversionError
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import single_process_grid
-from megazero.plan.shapes import specs_of
+from megazero.plan.rank_state import specs_of
 from megazero.train.init_from import load_weights
-from megazero.zero.fragment import FragmentSpec
-from megazero.zero.layout import Packing, owned_fragments
+from megazero.zero.layout import FragmentSpec, Packing, owned_fragments
 from tests.checkpoint.fakes import box_of
 from tests.checkpoint.resting import Rest, RestingState, checkpoints_of
 

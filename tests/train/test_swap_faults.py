@@ -18,14 +18,14 @@ from megazero.disk.opening import open_swap, record_of
 from megazero.disk.record import SwapRecord
 from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu.axes import Coordinates, axes_of
-from megazero.plan.offloaded import swapped_pieces
+from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import Instruction
 from megazero.report.banner import schedule_lines
 from megazero.report.run_report import gather
 from megazero.train.checked import dry_run_text
 from megazero.train.requirements import swap_bytes
-from megazero.zero.host_parts import HostParts
+from megazero.zero.mover import Mover
 from tests.disks import fill, remount, small_disk
 from tests.parity.training import job_on_rank
 from tests.ranks import run_ranks
@@ -77,15 +77,15 @@ def begin_fails(flags: list[str], kind: type[Exception] = ConfigError) -> str:
 def fails(flags: list[str], step: int, fault: Callable[[], object]) -> str:
     """What a run says whose fault comes with the first part that it writes in this step."""
     job, _ = job_on_rank(0, 1, flags)
-    write = HostParts.write
+    write = Mover.write
 
-    def written(host: HostParts, i: Instruction) -> None:
-        if job.trainer.position.iteration == step - 1 and i.key == (len(host.parts) - 1, 0):
+    def written(mover: Mover, i: Instruction) -> None:
+        if job.trainer.position.iteration == step - 1 and i.key == (len(job.state.model.buckets) - 1, 0):
             fault()
-        write(host, i)
+        write(mover, i)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DiskError) as raised:
-        patch.setattr(HostParts, "write", written)
+        patch.setattr(Mover, "write", written)
         job.fit()
     job.close()
     return str(raised.value)
@@ -156,7 +156,7 @@ def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, straight: Bi
     """In the slot that the step is read from, or in the other one, from which nobody reads."""
     left(flags)
     parsed = parse_run(flags, 1)
-    pieces = swapped_pieces(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False)
+    pieces = RankState(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
     space = open_swap([disks], pieces, job=CHECKPOINT, resume=True)
     assert space.record is not None and parsed.offload.nvme_checkpoint
     name = list(pieces)[-1]
@@ -282,7 +282,7 @@ def test_files_are_twice_as_large(flags: list[str], tmp_path: Path) -> None:
 def file_bytes_on_rank(rank: int, size: int, flags: list[str]) -> int:
     """Of the files that a job makes."""
     job, _ = job_on_rank(rank, size, flags)
-    files = job.state.model.host.swap
+    files = job.state.model.tiers.swap
     job.close()
     assert files is not None
     return files.file_bytes
@@ -316,7 +316,7 @@ def on_both_sides(rank: int, size: int, flags: list[str]) -> int:
         patch.setattr(job.trainer.whole_steps, "wait", waited)
         job.fit()
     job.close()
-    swap_files = job.state.model.host.swap
+    swap_files = job.state.model.tiers.swap
     assert swap_files is not None and swap_files.record is not None
     return swap_files.record.last.step
 
@@ -365,24 +365,24 @@ def test_killed_before_the_first_flip_of_all_ranks(corpus: Path, tmp_path: Path,
 def early_on_rank(rank: int, size: int, flags: list[str], late: int) -> int:
     """How many parts a run has written. While it writes one, all ranks have flipped to the step before."""
     job, _ = job_on_rank(rank, size, flags)
-    write, flip, seen = HostParts.write, SwapRecord.write, [0]
+    write, flip, seen = Mover.write, SwapRecord.write, [0]
 
     def slow(record: SwapRecord, path: Path) -> None:
         flip(record, path)
         for _ in range(200 * rank):
             json.dumps(record.last.about)
 
-    def written(host: HostParts, i: Instruction) -> None:
+    def written(mover: Mover, i: Instruction) -> None:
         under_way = job.trainer.position.iteration + 1 - late
         for other in range(size):
             record = record_of([Path(job.run.offload.nvme_path[0])], CHECKPOINT, other)
             assert under_way <= 1 or (record is not None and record.last.step >= under_way - 1), (under_way, other)
         seen[0] += 1
-        write(host, i)
+        write(mover, i)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwapRecord, "write", slow)
-        patch.setattr(HostParts, "write", written)
+        patch.setattr(Mover, "write", written)
         job.trainer.batches.valid.clear()  # type: ignore[attr-defined]
         job.fit()
     job.close()

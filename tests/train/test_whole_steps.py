@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.config.parse import ConfigError
 from megazero.program.instruction import Instruction
-from megazero.zero.host_parts import HostParts
+from megazero.zero.mover import Mover
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.parity.ways import FP16, UNTIED, spoil
@@ -83,15 +83,15 @@ def bits_on_rank(rank: int, size: int, flags: list[str], infinite: set[int], die
         spoil(job, frozenset(infinite))
     with pytest.MonkeyPatch.context() as patch:
         if dies:
-            write, at, made = HostParts.write, job.trainer, [0]
+            write, at, made = Mover.write, job.trainer, [0]
 
-            def written(host: HostParts, i: Instruction) -> None:
-                write(host, i)
+            def written(mover: Mover, i: Instruction) -> None:
+                write(mover, i)
                 made[0] += at.position.iteration == dies - 1
                 if made[0] == 2:
                     raise Died
 
-            patch.setattr(HostParts, "write", written)
+            patch.setattr(Mover, "write", written)
             with pytest.raises(Died):
                 job.fit()
             job.close()
@@ -156,8 +156,8 @@ def sizes_on_rank(rank: int, size: int, flags: list[str]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megazero.disk.opening.weights_of", lambda *_: (2.0, 1.0))
         job, _ = job_on_rank(rank, size, flags)
-    assert job.state.model.host.swap is not None
-    sizes = [path.stat().st_size for path in job.state.model.host.swap.paths]
+    assert job.state.model.tiers.swap is not None
+    sizes = [path.stat().st_size for path in job.state.model.tiers.swap.paths]
     job.close()
     return sizes
 

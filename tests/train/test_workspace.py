@@ -13,8 +13,8 @@ from bench.contestants.megazero_meter import Meter
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.mpu.axes import axes_of
-from megazero.plan.rates import read_rates
 from megazero.plan.step_memory import run_peaks
+from megazero.plan.step_times import read_rates
 from megazero.train.measured_rates import product_workspace
 from megazero.train.placed import chosen
 from tests.parity.training import data_flags, job_on_rank

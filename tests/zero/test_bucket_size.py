@@ -13,8 +13,7 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import ParallelConfig
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import Group
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.shapes import specs_of
+from megazero.plan.rank_state import specs_of, stage_bytes
 from megazero.zero.layout import BucketLayout, Packing, group_sizes, pack
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks

@@ -14,8 +14,7 @@ from megazero.config.source import ConfigSource
 from megazero.mpu.axes import axes_of
 from megazero.mpu.parameter import ParameterSpec
 from megazero.pipeline.build import build_stages, schedules, step_options
-from megazero.plan.bytes import stage_bytes
-from megazero.plan.shapes import shape_of
+from megazero.plan.rank_state import RankState, stage_bytes
 from megazero.program.passes.gathers import one_unit, two_units
 from megazero.program.step import gathered_budget, training_step
 from megazero.zero.coded import CodedParameters, coding_of
@@ -108,7 +107,7 @@ def test_bytes_and_shape_are_those_of_the_plan(zero: int, size: int, words: str)
     state, axes = state_of(run, 1 % size, size), axes_of(run, size)
     (told,) = stage_bytes(run, axes)
     assert sum(state.bytes().values()) == told.total
-    assert state.shape == shape_of(run, axes, state.grid.at, nccl=False)
+    assert state.shape == RankState(run, axes, state.grid.at, nccl=False).shape
     resting = sum(bucket.stored_bytes for bucket in state.shape.buckets)
     assert resting == told.weights
     shares = {bucket.shards for bucket in state.shape.buckets if bucket.code_bytes is not None}
@@ -123,7 +122,7 @@ def test_bytes_and_shape_are_those_of_the_plan(zero: int, size: int, words: str)
 def test_without_messages_the_budget_is_one_unit() -> None:
     for size, zero, budget in ((1, 3, one_unit), (4, 1, one_unit), (4, 3, two_units)):
         run = run_of(f"--lora-base-bits 4 --zero-stage {zero}", size)
-        shape = shape_of(run, axes_of(run, size), state_of(run, 0, size).grid.at, nccl=False)
+        shape = RankState(run, axes_of(run, size), state_of(run, 0, size).grid.at, nccl=False).shape
         options = step_options(run)
         listed = training_step(schedules(run, 0)(2), shape, options)
         assert gathered_budget(listed, shape, options) == budget(listed, shape)

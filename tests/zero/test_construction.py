@@ -14,7 +14,7 @@ from megazero.mpu.axes import Coordinates, axes_of
 from megazero.mpu.grid import Group, ProcessGrid, StateGroups, single_process_grid
 from megazero.mpu.parameter import StateGroup, spec_of
 from megazero.pipeline.build import build_stages
-from megazero.zero.initial import initialise_state
+from megazero.zero.portions import initialise_state
 from megazero.zero.state import ModelState
 from tests.plan.meter import metered
 
@@ -64,10 +64,10 @@ def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     state = ModelState(stages, grid, run.optimizer, run.parallel, offload=run.offload, open_swap=opened)
     _, taken = metered(lambda: initialise_state(state, 7))
     embedding = max(p.numel() for bucket in state.buckets for p in bucket.parameters)
-    part = max(stop - start for parts in state.host.parts for start, stop, _ in parts)
+    part = max(stop - start for rests in state.resting for start, stop, _ in rests.parts)
     with state.reading():
         found = [p.detach().clone() for bucket in state.buckets for p in bucket.parameters]
-    state.host.close()
+    state.tiers.close()
     alone = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, ParallelConfig(device="cpu"))
     initialise_state(alone, 7)
     wanted = {spec_of(p).name: p for bucket in alone.buckets for p in bucket.parameters}

@@ -18,7 +18,7 @@ from megazero.mpu.grid import single_process_grid
 from megazero.mpu.parameter import ParameterKind
 from megazero.pipeline.build import build_stages
 from megazero.train.resume import probe_batches
-from megazero.zero.initial import initialise_state
+from megazero.zero.portions import initialise_state
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.stages import STAGES

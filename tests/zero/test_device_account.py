@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError
@@ -13,7 +14,7 @@ from megazero.mpu.axes import axes_of
 from megazero.plan.step_memory import run_peaks
 from megazero.train import requirements
 from megazero.train.prepare import prepare
-from megazero.zero.device_account import BudgetExceeded, DeviceAccount
+from megazero.zero.memories import BudgetExceeded, DeviceMemory
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.ranks import run_ranks
 
@@ -21,15 +22,15 @@ MODEL = [*small_model(2, heads=4), "--global-batch-size", "4", "--micro-batch-si
 
 
 def test_the_account() -> None:
-    tier = DeviceAccount(100)
-    tier.take("parameter", 60, "a column")
-    tier.take("gathered parameters", 40, "bucket 1")
-    tier.give("gathered parameters", 40)
-    tier.take("whole gradients", 39, "a buffer")
+    memory = DeviceMemory(torch.device("cpu"), 100)
+    memory.take("parameter", 60, "a column")
+    memory.take("gathered parameters", 40, "bucket 1")
+    memory.give("gathered parameters", 40)
+    memory.take("whole gradients", 39, "a buffer")
     with pytest.raises(BudgetExceeded, match="bucket 3 would take 2 bytes, and the model state has 99 already") as told:
-        tier.take("gathered parameters", 2, "bucket 3")
+        memory.take("gathered parameters", 2, "bucket 3")
     assert "(60 of parameter, 39 of whole gradients)" in str(told.value)
-    assert tier.nbytes == 99, "what is refused is not allocated"
+    assert memory.nbytes == 99, "what is refused is not allocated"
 
 
 def peak(words: list[str], ranks: int) -> int:
@@ -43,8 +44,8 @@ def counted_on_rank(rank: int, size: int, flags: list[str]) -> tuple[dict[str, i
     job, _ = job_on_rank(rank, size, flags)
     job.trainer.fit()
     job.state.model.wait_parameters()
-    held, columns, account = dict(job.state.model.account.held), job.state.model.bytes(), job.state.model.account
-    account.budget = account.nbytes
+    memory, columns = job.state.model.tiers.device, job.state.model.bytes()
+    held, memory.budget = dict(memory.held), memory.nbytes
     try:
         job.trainer.train_step(stop=False)
         told = ""

@@ -9,9 +9,10 @@ import pytest
 
 from megazero.config.tiers import SLOTS
 from megazero.disk.errors import SwapDamaged
-from megazero.program.instruction import Instruction, Op
-from megazero.zero.part_slots import PartSlot
+from megazero.program.instruction import Instruction
+from megazero.zero.memories import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
+from tests.program import kinds
 from tests.ranks import run_ranks
 
 WORDS = "--micro-batch-size 1 --global-batch-size 8 --train-iters 6 --precision bf16 --micro-batch-order horizontal"
@@ -26,18 +27,17 @@ def flags_of(words: str, corpus: Path, cache: Path) -> list[str]:
 def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], list[int], int]:
     """For each bucket its number of parts; the slots in the order in which parts have taken them; bytes written."""
     job, _ = job_on_rank(rank, size, flags)
-    host, taken = job.state.model.host, list[int]()
-    take = host.taken
+    model, ring, taken = job.state.model, job.state.model.mover.updates, list[int]()
+    take = ring.slot_of
 
     def watched(i: Instruction) -> PartSlot:
-        taken.extend([i.slot] * (i.key not in host._under_way))
+        taken.extend([i.slot] * (i.key not in ring.under_way))
         return take(i)
 
-    host.taken = watched  # type: ignore[method-assign]
+    ring.slot_of = watched  # type: ignore[method-assign]
     job.fit()
-    assert host.swap is not None
     job.close()
-    return [len(parts) for parts in host.parts], taken, host.swap.bytes_written
+    return [len(rests.parts) for rests in model.resting], taken, model.tiers.disks.bytes_written
 
 
 @pytest.mark.slow
@@ -53,13 +53,13 @@ def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Pat
     """What a load waits for is waited for on its lane; the program waits where it reads them."""
     job, _ = job_on_rank(0, 1, flags_of("--offload-params cpu", corpus, tmp_path))
     model, waiting = job.state.model, list[str]()
-    model.host._arriving[1].append(lambda: waiting.append(current_thread().name))
-    model.actions.move(Instruction(Op.LOAD, buckets=(1,)))
+    model.mover._updated[1].append(lambda: waiting.append(current_thread().name))
+    model.actions.move(Instruction(kinds.LOAD, buckets=(1,)))
     model.actions.gather(1)
     model.actions.ready([0])
     assert current_thread().name not in waiting
     model.actions.ready([1])
-    assert waiting[0].startswith("to-device") and model.host.arriving(1) == ()
+    assert waiting[0].startswith("to-device") and 1 not in model.mover._updated
     model.actions.release(1)
     job.close()
 
@@ -68,11 +68,11 @@ def test_a_slot_is_not_taken_twice(corpus: Path, tmp_path: Path) -> None:
     """Parts are read into a few slots. One more would overwrite the first, which nobody has loaded."""
     words = f"--offload-params nvme --nvme-path {tmp_path} --nvme-buffer-bytes 100KB"
     job, _ = job_on_rank(0, 1, flags_of(words, corpus, tmp_path))
-    resting = job.state.model.resting
+    mover = job.state.model.mover
     for part in range(SLOTS):
-        resting.read((0, part), part)
-    with pytest.raises(AssertionError, match="bucket 0, part 0: parameters has not been loaded"):
-        resting.read((0, SLOTS), 0)
+        mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=part, slot=part))
+    with pytest.raises(AssertionError, match=f"part {SLOTS}.* would overwrite bucket 0, part 0, which is under way"):
+        mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=SLOTS, slot=0))
     job.close()
 
 
@@ -82,13 +82,13 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
     """In a sum that is added to, and in one that is used."""
     words = f"--offload-gradients nvme --nvme-path {tmp_path} --global-batch-size {2 if what == 'to add to it' else 1}"
     job, _ = job_on_rank(0, 1, flags_of(f"{words} {SMALL}", corpus, tmp_path))
-    swap, gradients = job.state.model.host.disks, job.state.model.gradients
-    op = Op.READ_SUM if what == "to add to it" else Op.READ_GRADIENT
-    read = gradients.read
+    swap, mover = job.state.model.tiers.disks, job.state.model.mover
+    op = kinds.READ_SUM if what == "to add to it" else kinds.READ_GRADIENT
+    read = mover.read
 
     def flipped(i: Instruction) -> None:
         key = i.key
-        assert i.op is op
+        assert i.op == op
         swap._newest[f"bucket {key[0]}, part {key[1]}: gradient"].request.wait()  # type: ignore[union-attr]
         with swap.paths[0].open("r+b") as file:
             extent = swap._layout.extents(f"bucket {key[0]}, part {key[1]}: gradient", 0)[0]
@@ -98,7 +98,7 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
             file.write(bytes([byte ^ 1]))
         read(i)
 
-    gradients.read = flipped  # type: ignore[method-assign]
+    mover.read = flipped  # type: ignore[method-assign]
     with pytest.raises(SwapDamaged, match=r"part \d+: gradient' of .* bytes has the checksum"):
         job.fit()
     job.close()

@@ -29,13 +29,14 @@ from megazero.optim.clip import clip_coefficient
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import units_of
 from megazero.program.step import StepOptions, training_step
-from megazero.zero.initial import initialise_state
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.owed import UpdateValues
+from megazero.zero.portions import initialise_state
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
 from tests.late import late_collectives
 from tests.parameters import Piece, held_fragments, values_of
+from tests.program import kinds
 
 HIDDEN, VOCABULARY, PADDED = 6, 11, 24
 SEED = 7
@@ -211,7 +212,7 @@ class Rank:
     def execute(self, instructions: Iterable[Instruction], step: int, now: UpdateValues | None = None) -> None:
         """Execute a part of a step's list. now: for its updates."""
         state, mine = self.state, sample_numbers(self.case, step)[self.grid.replicas.index :: self.grid.replicas.size]
-        on_one = {Op.GATHER: "gather", Op.RELEASE: "release", Op.REDUCE: "reduce", Op.REDUCE_ACROSS: "reduce_across"}
+        on_one = {Op.GATHER: "gather", kinds.RELEASE: "release", Op.REDUCE: "reduce", Op.REDUCE_ACROSS: "reduce_across"}
         for i in instructions:
             if i.op is Op.FORWARD:
                 self._forward(i, mine[i.micro_batch :: self.case.accumulation])
@@ -221,7 +222,7 @@ class Rank:
                 getattr(state.actions, on_one[i.op])(*i.buckets)
             elif i.op is Op.REDUCE_PARTIAL:
                 state.actions.reduce_partial(i.buckets)
-            elif i.op is Op.UPDATE:
+            elif i.op == kinds.UPDATE:
                 assert now is not None
                 self.optimizer.update(i.buckets, now)
             else:

@@ -7,7 +7,7 @@ import torch
 from docs.extension.svg import COLOURS, Picture, shade
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.parameter import ParameterSpec, StateGroup
-from megazero.plan.shapes import specs_of
+from megazero.plan.rank_state import specs_of
 from megazero.zero.layout import BucketLayout, Packing, pack
 from megazero.zero.sharding import SHARDINGS, Sharding, columns
 

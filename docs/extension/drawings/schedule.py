@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from docs.extension.svg import Picture, shade
 from megazero.pipeline.schedule import CHUNKS, make_schedule
-from megazero.program.instruction import Op
+from megazero.program.instruction import Kind, Op
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.times import uniform_times
 
-COLOURS = {
+COLOURS: dict[Kind, str] = {
     Op.FORWARD: "#4878a8",
     Op.BACKWARD: "#c87f3e",
     Op.BACKWARD_INPUT: "#c87f3e",
@@ -76,7 +76,7 @@ def _legend(picture: Picture, reports: Sequence[SimulationReport]) -> None:
     """The colours that occur."""
     shown = {span.instruction.op for report in reports for row in report.spans for span in row}
     split = Op.BACKWARD_WEIGHT in shown
-    words = {
+    words: dict[Kind, str] = {
         Op.FORWARD: "forward",
         Op.BACKWARD: "backward" + ", or its part for the input" * split,
         Op.BACKWARD_WEIGHT: "backward, the part for the weights",

@@ -10,9 +10,8 @@ from megazero.checkpoint.save_plan import fragments_to_write
 from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import ParameterSpec
-from megazero.plan.shapes import specs_of
-from megazero.zero.fragment import FragmentSpec
-from megazero.zero.layout import Packing, owned_fragments
+from megazero.plan.rank_state import specs_of
+from megazero.zero.layout import FragmentSpec, Packing, owned_fragments
 
 _LEFT, _ROW = 96, 30
 _MODEL = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, vocab_size=256, seq_length=32)

@@ -9,67 +9,47 @@ from docs.extension.svg import Picture, shade
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, chunk_map, make_schedule
 from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTES, ExampleModel
-from megazero.program.instruction import Lane, Op
+from megazero.program.instruction import UPDATE, UPDATE_HOST, Kind, Lane, Op, Piece, moves_of
 from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.simulate import SimulationReport, simulate
-from megazero.program.span import Span
 from megazero.program.step import StepOptions, training_step
-from megazero.program.times import uniform_times
+from megazero.program.times import Span, uniform_times
 
-COLOURS = {
+COLOURS: dict[Kind, str] = {
     Op.FORWARD: "#4878a8",
     Op.BACKWARD: "#c87f3e",
     Op.BACKWARD_INPUT: "#c87f3e",
     Op.BACKWARD_WEIGHT: "#5d9a6b",
-    Op.UPDATE: "#7a7f8c",
     Op.GATHER: "#4d9a9a",
     Op.REDUCE: "#b85c66",
     Op.REDUCE_ACROSS: "#9a6fb0",
-    Op.READ_PARAMETERS: "#b9a58f",
-    Op.LOAD: "#8fae7a",
-    Op.STORE: "#b8925a",
-    Op.WRITE_PARAMETERS: "#a08a72",
-    Op.READ_STATE: "#a58b6f",
-    Op.COPY_GRADIENT: "#b8925a",
-    Op.STORE_GRADIENT: "#b8925a",
+    UPDATE: "#7a7f8c",
+    UPDATE_HOST: "#7a7f8c",
     Op.ADD_GRADIENT: "#9a8fae",
     Op.COUNT_GRADIENT: "#9a8fae",
-    Op.READ_SUM: "#b9a58f",
-    Op.WRITE_SUM: "#a08a72",
-    Op.READ_GRADIENT: "#a58b6f",
-    Op.FETCH_GRADIENT: "#6f8f5a",
-    Op.UPDATE_HOST: "#7a7f8c",
-    Op.COPY_PARAMETERS: "#6f8f5a",
-    Op.WRITE_STATE: "#8a6f58",
-    Op.LEAVE: "#a58b6f",
-    Op.RETURN: "#c9b458",
 }
-WORDS = {
+PIECES = {
+    Piece.PARAMETERS: "#8fae7a",
+    Piece.UPDATED: "#6f8f5a",
+    Piece.STATE: "#a58b6f",
+    Piece.GRADIENTS: "#b8925a",
+    Piece.REDUCED: "#b8925a",
+    Piece.SUMS: "#a08a72",
+    Piece.ACTIVATIONS: "#c9b458",
+}
+COLOURS |= {move: colour for piece, colour in PIECES.items() for move in moves_of(piece)}
+WORDS: dict[Kind, str] = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
-    Op.UPDATE: "update",
+    UPDATE: "update",
     Op.GATHER: "gather",
     Op.REDUCE: "reduction",
     Op.REDUCE_ACROSS: "reduction across",
-    Op.READ_PARAMETERS: "read of parameters",
-    Op.LOAD: "load",
-    Op.STORE: "store",
-    Op.WRITE_PARAMETERS: "write of parameters",
-    Op.READ_STATE: "read",
-    Op.COPY_GRADIENT: "copy to the host",
-    Op.STORE_GRADIENT: "gradient to the host",
+    UPDATE_HOST: "update there",
     Op.ADD_GRADIENT: "addition there",
     Op.COUNT_GRADIENT: "count",
-    Op.READ_SUM: "read of a sum",
-    Op.WRITE_SUM: "write of a sum",
-    Op.READ_GRADIENT: "read of a gradient",
-    Op.FETCH_GRADIENT: "gradient back",
-    Op.UPDATE_HOST: "update there",
-    Op.COPY_PARAMETERS: "copy back",
-    Op.WRITE_STATE: "write",
-    Op.LEAVE: "activations to the host",
-    Op.RETURN: "and back",
 }
+WORDS |= {move: piece.value for piece in PIECES for move in moves_of(piece)}
 _LANES = {
     Lane.SHARDS: "shards",
     Lane.ACROSS: "across",
@@ -176,10 +156,9 @@ def _block(picture: Picture, span: Span, y: float, scale: float) -> None:
         picture.text(x + width / 2, y + 15, str(number), size=10.5, fill="#fff")
 
 
-def _legend(picture: Picture, shown: set[Op]) -> None:
+def _legend(picture: Picture, shown: set[Kind]) -> None:
     x, y = float(_MARGIN), picture.height - 8
-    for op, said in WORDS.items():
-        if op in shown:
-            picture.box(x, y - 10, 14, 12, COLOURS[op])
-            picture.text(x + 20, y, said, at="start", size=11)
-            x += 46 + 6.2 * len(said)
+    for said, colour in dict.fromkeys((said, COLOURS[kind]) for kind, said in WORDS.items() if kind in shown):
+        picture.box(x, y - 10, 14, 12, colour)
+        picture.text(x + 20, y, said, at="start", size=11)
+        x += 46 + 6.2 * len(said)

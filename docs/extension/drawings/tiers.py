@@ -8,9 +8,8 @@ from types import MappingProxyType
 
 from megazero.config.parse import parse_run
 from megazero.mpu.axes import axes_of
-from megazero.plan.rates import MachineRates
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_times import timed_traces
+from megazero.plan.step_times import MachineRates, timed_traces
 from megazero.program.trace import TimedStep
 from megazero.report.tier_picture import PictureScale, tiers_svg
 

@@ -17,7 +17,7 @@ _OF_A_RATE = (*_COUNTS, Measure.SHARE)
 class ScheduleConfig:
     """Batch sizes, the learning rate, and lengths: all in iterations or all in samples, or epochs and a share."""
 
-    # Each of a length's `measures` is a flag and a key, too: --lr-warmup-iters, --lr-warmup-samples, --train-samples.
+    # Each of a length's `measures` is a flag and a key, too (`config.options.measured_keys`): --lr-warmup-iters, ...
 
     micro_batch_size: int = option(2, common=True)
     "Samples in one forward pass of one rank."

@@ -3,7 +3,7 @@
 An update needs the norm, which comes behind the last backward. What the update reads from disks does not. So the slots
 of host memory (`passes.slots`) are filled beside the last backward, and the first updates begin with the norm. With
 late updates these reads stand in one list, and the updates in the next one or in a list of updates alone
-(`program.border.Border.ahead`).
+(`program.scope.Border.ahead`).
 
 A read takes a slot, until the part's state is written again. So the parts that are read ahead (`RankShape.read_ahead`)
 are the first to be updated, and nothing that needs a slot stands between their reads and their updates.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import READ_STATE, Instruction, Lane, Op
 from megazero.program.passes.slots import way_through
 from megazero.program.passes.updates import way_of_part
 from megazero.program.shape import RankShape
@@ -22,7 +22,7 @@ from megazero.program.shape import RankShape
 def updates_read_ahead(shape: RankShape) -> tuple[Instruction, ...]:
     """The updates of the parts whose state has been read: all of their way but the read."""
     ways = (way_of_part(shape, *key) for key in shape.read_ahead)
-    return tuple(i for way in ways for i in way if i.op is not Op.READ_STATE)
+    return tuple(i for way in ways for i in way if i.op != READ_STATE)
 
 
 def place_reads_ahead(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -32,7 +32,7 @@ def place_reads_ahead(instructions: Sequence[Instruction], shape: RankShape) -> 
     norm = next(number for number, i in enumerate(instructions) if i.op is Op.NORM)
     before = [number for number in range(norm) if _comes_first(instructions[number], shape)]
     at = max(_last_backward(instructions), max(before, default=-1) + 1)
-    reads = [Instruction(Op.READ_STATE, buckets=(bucket,), part=part) for bucket, part in shape.read_ahead]
+    reads = [Instruction(READ_STATE, buckets=(bucket,), part=part) for bucket, part in shape.read_ahead]
     return (*instructions[:at], *reads, *instructions[at:])
 
 

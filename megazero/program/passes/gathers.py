@@ -1,4 +1,5 @@
-"""Place the gathers and releases of sharded parameters (ZeRO-3) in a list, under a budget of bytes.
+"""Place the gathers and releases of sharded parameters (ZeRO-3) in a list, under a budget of bytes, and the loads of
+those that do not rest on the device, in front of their gathers.
 
 The computations that read sharded parameters are the uses. Two decisions follow each other.
 
@@ -16,7 +17,13 @@ list: a computation is about to wait for them, while for a reduction nobody wait
 In vertical order (`passes.vertical`) the uses of a unit are a row of computations. The next unit's gather has the whole
 row to travel: it starts beside the first computation of it.
 
-Parameters change at the end of a step. Each bucket is released after its last use in the list, before its UPDATE.
+Parameters change at the end of a step. Each bucket is released after its last use in the list, before its update.
+
+A bucket that rests in host memory is loaded by one copy. One that rests on disks comes in parts: each is read into host
+memory and copied from there. Reads and copies have lanes of their own, and few parts are in host memory at a time, so
+each read stands right before its copy. What no other rank has a share of is loaded to where it is used, and its GATHER
+only waits for that: the two stand together. A shard is loaded into memory of its own, from where it is sent to the
+others. It is loaded one gather ahead, so that no gather has to wait for a copy that has just begun.
 """
 
 from __future__ import annotations
@@ -28,8 +35,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import median_high
 
+from megazero.config.tiers import Tier
 from megazero.program.effects import ParametersRead
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import LOAD, READ_PARAMETERS, RELEASE, Instruction, Op, Piece, hops
 from megazero.program.passes.caching import CachePlan, CacheSearch, as_bits, fewest_bytes
 from megazero.program.shape import RankShape
 
@@ -216,12 +224,12 @@ def _placement(
             if bucket in last:
                 if start == free:
                     continue
-                releases[free - 1].append(Instruction(Op.RELEASE, buckets=(bucket,)))
+                releases[free - 1].append(Instruction(RELEASE, buckets=(bucket,)))
             gathers[start].append(Instruction(Op.GATHER, buckets=(bucket,)))
             gathered, late, latest = gathered + sizes[bucket], late + sizes[bucket] * (start == number), start
         last.update(dict.fromkeys(use, number))
     for bucket in sorted(last):
-        releases[last[bucket]].append(Instruction(Op.RELEASE, buckets=(bucket,)))
+        releases[last[bucket]].append(Instruction(RELEASE, buckets=(bucket,)))
     return _Placement(gathers, releases, gathered, late)
 
 
@@ -257,3 +265,29 @@ def _room(order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Collect
             change[number + 1] -= sizes[bucket]
             last[bucket] = number
     return [budget - full for full in accumulate(change[:-1])]
+
+
+BRINGS = frozenset({Op.GATHER, LOAD, READ_PARAMETERS})
+"""The instructions that bring a bucket's parameters."""
+
+
+def place_loads(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
+    """The list with what loads a bucket before each GATHER of one that does not rest on the device. It has the gathers
+    already, and no updates.
+    """
+    gathers = [at for at, i in enumerate(instructions) if i.op is Op.GATHER and shape.buckets[i.buckets[0]].is_loaded]
+    if not gathers:
+        return tuple(instructions)
+    before: dict[int, list[Instruction]] = {at: [] for at in gathers}
+    for earlier, at in zip([gathers[0], *gathers], gathers, strict=False):
+        number = instructions[at].buckets[0]
+        ahead = shape.buckets[number].is_sharded and instructions[earlier].buckets[0] != number
+        before[earlier if ahead else at] += loads_of(number, shape)
+    return tuple(placed for at, i in enumerate(instructions) for placed in (*before.get(at, ()), i))
+
+
+def loads_of(number: int, shape: RankShape) -> list[Instruction]:
+    """What loads a bucket that does not rest on the device."""
+    bucket = shape.buckets[number]
+    moves = hops(Piece.PARAMETERS, bucket.rests, Tier.DEVICE)
+    return [Instruction(move, buckets=(number,), part=part) for part in bucket.loads for move in moves]

@@ -14,11 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import Instruction, Kind, Op, Piece, hops
 from megazero.program.shape import RankShape
-
-SUMMING = frozenset({Op.STORE_GRADIENT, Op.ADD_GRADIENT, Op.COUNT_GRADIENT, Op.READ_SUM, Op.WRITE_SUM})
-"""What is done to a sum that does not rest on the device; COPY_GRADIENT too, of a bucket whose sum does not."""
 
 
 def place_sums(instructions: Sequence[Instruction], shape: RankShape, *, overlap: bool) -> tuple[Instruction, ...]:
@@ -62,9 +59,15 @@ def _chain(number: int, shape: RankShape, *, first: bool, last: bool) -> list[In
     return found
 
 
-def summing_way(sums: Tier, *, first: bool, last: bool) -> tuple[Op, ...]:
+def summing_way(sums: Tier, *, first: bool, last: bool) -> tuple[Kind, ...]:
     """What a part of a reduced gradient does, whose sum rests in this tier. first, last: reduction of the step."""
-    if sums is Tier.HOST:
-        return (Op.STORE_GRADIENT,) if first else (Op.COPY_GRADIENT, Op.ADD_GRADIENT)
-    summed = (Op.STORE_GRADIENT,) if first else (Op.READ_SUM, Op.COPY_GRADIENT, Op.ADD_GRADIENT)
-    return (*summed, *((Op.COUNT_GRADIENT,) * last), Op.WRITE_SUM)
+    if first:
+        summed: tuple[Kind, ...] = hops(Piece.SUMS, Tier.DEVICE, Tier.HOST)
+    else:
+        summed = (
+            *hops(Piece.SUMS, sums, Tier.HOST),
+            *hops(Piece.REDUCED, Tier.DEVICE, Tier.HOST),
+            Op.ADD_GRADIENT,
+        )
+    counted = (Op.COUNT_GRADIENT,) * (last and sums is Tier.DISK)  # in host memory a whole bucket is counted at once
+    return (*summed, *counted, *hops(Piece.SUMS, Tier.HOST, sums))

@@ -27,7 +27,7 @@ from megazero.config.tiers import Tier
 from megazero.program.effects import ParametersRead
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import Pass
-from megazero.program.passes.loads import BRINGS
+from megazero.program.passes.gathers import BRINGS
 from megazero.program.passes.updates import device_updates, host_updates
 from megazero.program.shape import PartKey, RankShape
 

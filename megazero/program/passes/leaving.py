@@ -1,26 +1,37 @@
 """Place the copies of activations to host memory and back (--offload-activations).
 
-What a computation keeps for its backward can leave the device: LEAVE stands right behind the forward, and the copy
-travels beside the next computation. FREE stands behind that. RETURN stands one computation ahead of the backward, so
-that this copy travels beside a computation too. So activations leave only if at least one more computation comes
-between: else their memory would never be free.
+What a computation keeps for its backward can leave the device. The copy to host memory stands right behind the forward,
+and travels beside the next computation. `Free` stands behind that. The copy back stands one computation ahead of the
+backward, so that this copy travels beside a computation too. So activations leave only if at least one more
+computation comes between: else their memory would never be free.
 
-Which ones leave follows from the list, whose order is known: those whose backward is furthest away first, as a cache
-evicts what is used last (Belady 1966), until the share of the bytes is reached. A micro-batch's last units, whose
+With --offload-activations nvme they go on from host memory to disks. Host memory is a few buffers of one size then. Two
+of them are for what leaves: while one is filled, the other is written. All others are for what comes back. So a list
+says at every instruction which buffers are taken, and the program never has more of them:
+
+- a write stands behind the `Free` of the device: by then the copy in host memory is made, and no other one is;
+- the `Free` of host memory waits for the write. It stands before the copy after the next one, which takes the buffer;
+- a read stands as early as there is a buffer: behind the backward that gives one back. Reads come in the order of the
+  backwards, which is known, so none is made in vain.
+
+Which activations leave follows from the list, whose order is known: those whose backward is furthest away first, as a
+cache evicts what is used last (Belady 1966), until the share of the bytes is reached. A micro-batch's last units, whose
 backward comes at once, stay.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from megazero.program.instruction import Instruction, Op
+from megazero.config.tiers import Tier
+from megazero.program.instruction import LEAVE, READ_ACTIVATIONS, WRITE_ACTIVATIONS, Free, Instruction, Piece, hops
 from megazero.program.passes.kept_graphs import GraphUse, kept_graphs
-from megazero.program.passes.leaving_disks import able_to_write, disk_moves, largest_unit, read_buffers
 from megazero.program.shape import RankShape
 
+_FREE = Free(Piece.ACTIVATIONS, Tier.DEVICE)
+(_RETURN,) = hops(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE)
 LEAST_DISTANCE = 4
 """Computations from a forward to its backward, that one counted: the copy there, one without the memory, the copy back.
 """
@@ -30,7 +41,7 @@ def leaving_graphs(graphs: Sequence[GraphUse], share: float, largest: int | None
     """Those that leave: the furthest next use first, and of equal ones the first, as far as the share has room.
 
     share: of the bytes that have time to leave, above 0 and at most 1. largest: where they go on to disks, of
-    `passes.leaving_disks.largest_unit`
+    `largest_unit`
     """
     able = [graph for graph in graphs if graph.distance >= LEAST_DISTANCE and graph.nbytes]
     if largest is not None:
@@ -47,9 +58,9 @@ def leaving_graphs(graphs: Sequence[GraphUse], share: float, largest: int | None
 def place_leaving(
     instructions: Sequence[Instruction], shape: RankShape, share: float, disk_buffers: int | None = None
 ) -> tuple[Instruction, ...]:
-    """The list with LEAVE, FREE and RETURN for the activations that leave. share: as in `leaving_graphs`.
+    """The list with copies there and back, and `Free`, of the activations that leave. share: as in `leaving_graphs`.
 
-    disk_buffers: bytes of host memory through which they go on to disks (`passes.leaving_disks`); None: they stay there
+    disk_buffers: bytes of host memory through which they go on to disks ; None: they stay there
 
     The result depends on the arguments only, so it is the same on all ranks of a role. It stands last among the passes:
     the other ones know nothing of copies.
@@ -60,13 +71,13 @@ def place_leaving(
     before: dict[int, list[Instruction]] = defaultdict(list)
     behind: dict[int, list[Instruction]] = defaultdict(list)
     for graph in leaving:
-        behind[graph.first + 1].append(replace(graph.forward, op=Op.FREE))
-        before[graph.backward - 1].append(replace(graph.forward, op=Op.RETURN))
+        behind[graph.first + 1].append(replace(graph.forward, op=_FREE))
+        before[graph.backward - 1].append(replace(graph.forward, op=_RETURN))
     if disk_buffers is not None and largest is not None:
         for number, i in disk_moves(leaving, read_buffers(largest, disk_buffers)):
             behind[number].append(i)
     for graph in leaving:
-        behind[graph.first].append(replace(graph.forward, op=Op.LEAVE))
+        behind[graph.first].append(replace(graph.forward, op=LEAVE))
     placed: list[Instruction] = []
     computations = 0
     for i in instructions:
@@ -76,3 +87,76 @@ def place_leaving(
         placed += [*before[computations], i, *behind[computations]]
         computations += 1
     return tuple(placed)
+
+
+_FREE_HOST = Free(Piece.ACTIVATIONS, Tier.HOST)
+WRITING = 2
+"""Buffers of what leaves."""
+LEAST_BUFFERS = WRITING + 2
+"""With two for what comes back, one is read while a backward works with the other one."""
+LEAST_DISTANCE_TO_DISKS = 6
+"""Computations from a forward to its backward: beside the copies there and back one for the write and one for the read.
+"""
+PAGE = 4096
+SPARE = 8192
+"""Bytes of a buffer for the alignment of the pieces in it."""
+
+
+def largest_unit(kept: Iterable[Sequence[int]]) -> int:
+    """The most bytes that a unit keeps which goes to disks. kept: by each unit of each chunk.
+
+    A chunk's last unit does not count, since its backward comes soon: a head may keep more than all others. So the
+    buffers of a rank are those of every list that it executes, whatever the number of micro-batches.
+    """
+    return max((size for chunk in kept for size in (chunk[:-1] or chunk)), default=0)
+
+
+def buffer_bytes(largest: int) -> int:
+    """The bytes of a buffer. largest: of `largest_unit`."""
+    return -(-(largest + SPARE) // PAGE) * PAGE
+
+
+def able_to_write(graphs: Sequence[GraphUse], largest: int) -> list[GraphUse]:
+    """Those that go to disks, if they leave: they have time, and at least half of the largest one's bytes. Smaller ones
+    stay on the device, since each would take a whole buffer.
+    """
+    return [
+        graph
+        for graph in graphs
+        if graph.distance >= LEAST_DISTANCE_TO_DISKS and largest <= 2 * graph.nbytes and 0 < graph.nbytes <= largest
+    ]
+
+
+def read_buffers(largest: int, room: int) -> int:
+    """The buffers for what comes back, of so many bytes of all buffers."""
+    return room // buffer_bytes(largest) - WRITING
+
+
+def disk_moves(graphs: Sequence[GraphUse], reads: int) -> Iterator[tuple[int, Instruction]]:
+    """(number of the computation behind which it stands, instruction), in order at each of them.
+
+    graphs: those that leave, in order of their forwards. reads: buffers for what comes back, at least 2.
+    """
+    assert reads >= LEAST_BUFFERS - WRITING or not graphs, "validated: the buffers hold four times what a unit keeps"
+    back = sorted(graphs, key=lambda graph: graph.backward)
+    read_behind: dict[GraphUse, int] = {}
+    latest = 0
+    for number, graph in enumerate(back):
+        given_back = back[number - reads].backward if number >= reads else 0
+        read_behind[graph] = latest = max(graph.first + 2, given_back, latest)
+    for graph in graphs:
+        yield graph.first + 1, replace(graph.forward, op=WRITE_ACTIVATIONS)
+    for number, graph in enumerate(graphs):
+        taken = [graphs[number + WRITING].first] if number + WRITING < len(graphs) else []
+        yield min([read_behind[graph], *taken]), replace(graph.forward, op=_FREE_HOST)
+    for graph in back:
+        yield read_behind[graph], replace(graph.forward, op=READ_ACTIVATIONS)
+
+
+def most_pieces(instructions: Iterable[Instruction]) -> int:
+    """The most graphs that have a piece of the swap files at a time: from the copy to host memory to the read."""
+    now = most = 0
+    for i in instructions:
+        now += (i.op == LEAVE) - (i.op == READ_ACTIVATIONS)
+        most = max(most, now)
+    return most

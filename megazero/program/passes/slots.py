@@ -1,23 +1,36 @@
 """Give the instructions on parts of buckets their slots of host memory, as a compiler gives values their registers.
 
 A part on its way needs a slot from the first instruction that uses the slot to the last one. There are two rings of
-slots: of parts that are updated in host memory, or whose new parameters or sums of gradients go to disks
-(`zero.host_parts`), and of parameters that are read (`zero.resting`). Slots of a ring are taken in turn, so a part
-takes the one that has been free for longest.
+slots (`zero.mover`): of parts that are updated in host memory, or whose new parameters or sums of gradients go to
+disks, and of parameters that are read. Slots of a ring are taken in turn, so a part takes the one that has been free
+for longest.
 
 Slots are numbers in the list. The checker, the simulator and the model state read them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 
 from megazero.config.tiers import SLOTS, Tier
-from megazero.program.instruction import READS, Instruction, Op
-from megazero.program.passes.gradients import SUMMING, summing_way
+from megazero.program.instruction import READ_STATE, READS, SUMMING, UPDATE, Instruction, Kind, Piece, TierMove, hops
+from megazero.program.passes.gradients import summing_way
 from megazero.program.passes.updates import way_of
 from megazero.program.shape import PartKey, RankShape
+
+SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
+    {
+        Piece.GRADIENTS: frozenset(
+            TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.GRADIENTS, Piece.REDUCED)
+        ),
+        Piece.PARAMETERS: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, Tier.DISK)),
+        Piece.STATE: frozenset({READ_STATE}),
+        Piece.SUMS: frozenset({TierMove(Piece.SUMS, Tier.DISK, Tier.HOST)}),
+    }
+)
+"""The memory of a slot by what it holds, and the copies that need it. What rests in host memory needs none."""
 
 
 def place_slots(
@@ -37,17 +50,17 @@ def place_slots(
     turns = {False: len(held), True: 0}
     placed: list[Instruction] = []
     for i in instructions:
-        way = way_through(i, shape)
-        if not way:
+        uses = way_through(i, shape)
+        if not uses:
             placed.append(i)
             continue
         ring = i.op in READS
-        if i.op is Op.READ_STATE and left and i.key == left[0]:
+        if i.op == READ_STATE and left and i.key == left[0]:
             turns[ring] = 0  # all slots are free here (`passes.ahead`)
         if (ring, i.key) not in taken:
             taken[ring, i.key] = turns[ring] % SLOTS
             turns[ring] += 1
-        is_last = i.op is way[-1]
+        is_last = i.op == uses[-1]
         # Not `replace`, which is slow: a list has thousands of these.
         placed.append(Instruction(i.op, buckets=i.buckets, part=i.part, slot=taken[ring, i.key], frees_slot=is_last))
         if is_last:
@@ -55,35 +68,35 @@ def place_slots(
     return tuple(placed)
 
 
-def way_through(i: Instruction, shape: RankShape) -> tuple[Op, ...]:
+def way_through(i: Instruction, shape: RankShape) -> tuple[Kind, ...]:
     """What a part does with the slot that this instruction uses, the last one included; none: it uses no slot."""
     if i.part < 0:
         return ()
     bucket = shape.buckets[i.buckets[0]]
-    way: tuple[Op, ...] = (
+    uses: tuple[Kind, ...] = (
         READS if i.op in READS else _way_of_part(i.op, bucket.parts[i.part].tier, bucket.rests, bucket.sums)
     )
-    return way if i.op in way else ()
+    return uses if i.op in uses else ()
 
 
 @cache  # of every instruction of long lists the same few are asked for
-def _way_of_part(op: Op, tier: Tier, rests: Tier, sums: Tier) -> tuple[Op, ...]:
+def _way_of_part(op: Kind, tier: Tier, rests: Tier, sums: Tier) -> tuple[Kind, ...]:
     """What a part does with a slot of those that are updated in host memory or written, if this is one of it. tier,
     rests, sums: as in `way_of`.
     """
-    if op in SUMMING or (op is Op.COPY_GRADIENT and sums is not Tier.DEVICE):
+    if op in SUMMING:
         later = summing_way(sums, first=False, last=True)
-        return later if sums is Tier.HOST else (Op.STORE_GRADIENT, *later)
-    way = way_of(tier, rests, sums)
+        return later if sums is Tier.HOST else (*hops(Piece.SUMS, Tier.DEVICE, Tier.HOST), *later)
+    update = way_of(tier, rests, sums)
     if tier is not Tier.DEVICE:
-        return way
-    before, after = way[: way.index(Op.UPDATE)], way[way.index(Op.UPDATE) + 1 :]
+        return update
+    before, after = update[: update.index(UPDATE)], update[update.index(UPDATE) + 1 :]
     if op in before:
         return before if sums is Tier.DISK else ()
     return after if rests is Tier.DISK else ()
 
 
-def ops_of_part(tier: Tier, rests: Tier, sums: Tier) -> frozenset[Op]:
+def ops_of_part(tier: Tier, rests: Tier, sums: Tier) -> frozenset[Kind]:
     """All that a part ever does, but for loads. Arguments as of `way_of`."""
     ops = {*way_of(tier, rests, sums)}
     for first in (True, False):

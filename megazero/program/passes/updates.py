@@ -8,44 +8,26 @@ of its own and waits for what it needs, so they stand one behind the other: the 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import Instruction, Op
+from megazero.program.instruction import UPDATE, Instruction, Kind, Op, Piece, Update, hops
 from megazero.program.shape import PartKey, RankShape
 
-_STATE = {
-    Tier.DEVICE: ((), ()),
-    Tier.HOST: ((), ()),
-    Tier.DISK: ((Op.READ_STATE,), (Op.WRITE_STATE,)),
-}
-"""By where optimizer state rests: what brings it, and what is left to do once the parameters are where they rest."""
-_GRADIENT = {
-    (False, Tier.DEVICE): (),
-    (False, Tier.HOST): (Op.FETCH_GRADIENT,),
-    (False, Tier.DISK): (Op.READ_GRADIENT, Op.FETCH_GRADIENT),
-    (True, Tier.DEVICE): (Op.COPY_GRADIENT,),
-    (True, Tier.HOST): (),
-    (True, Tier.DISK): (Op.READ_GRADIENT,),
-}
-"""What brings the gradient to its update, by whether that is in host memory, and where the gradient rests."""
-_BRING = {
-    (False, Tier.DEVICE): (),
-    (False, Tier.HOST): (Op.STORE,),
-    (False, Tier.DISK): (Op.STORE, Op.WRITE_PARAMETERS),
-    (True, Tier.DEVICE): (Op.COPY_PARAMETERS,),
-    (True, Tier.HOST): (),
-    (True, Tier.DISK): (Op.WRITE_PARAMETERS,),
-}
-"""What brings updated parameters to where they rest, by whether they were updated in host memory, and where that is."""
 
-
-def way_of(tier: Tier, rests: Tier, sums: Tier = Tier.DEVICE) -> tuple[Op, ...]:
+@cache  # of the same few tiers for every part of a list
+def way_of(tier: Tier, rests: Tier, sums: Tier = Tier.DEVICE) -> tuple[Kind, ...]:
     """What updates a part of a bucket whose optimizer state rests in `tier`, its parameters in `rests`, and its
-    gradient in `sums`.
+    gradient in `sums`. State that is not on the device is updated in host memory, and all else comes to the state.
     """
-    there = tier is not Tier.DEVICE
-    update, (begin, end) = Op.UPDATE_HOST if there else Op.UPDATE, _STATE[tier]
-    return (*begin, *_GRADIENT[there, sums], update, *_BRING[there, rests], *end)
+    updated_in = Tier.DEVICE if tier is Tier.DEVICE else Tier.HOST
+    return (
+        *hops(Piece.STATE, tier, updated_in),
+        *hops(Piece.GRADIENTS, sums, updated_in),
+        Update(updated_in),
+        *hops(Piece.UPDATED, updated_in, rests),
+        *hops(Piece.STATE, updated_in, tier),  # last: only the parameters are waited for
+    )
 
 
 def place_across(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -126,17 +108,17 @@ def device_updates(buckets: Sequence[int], shape: RankShape) -> tuple[Instructio
         if bucket.parts:
             parts = [part for part, of_part in enumerate(bucket.parts) if of_part.tier is Tier.DEVICE]
             for part in parts:
-                way = way_of_part(shape, number, part)
-                begins = [i.op for i in way].index(Op.UPDATE)
-                found += [*way[:begins], *ahead]
-                found, ahead = (found, way[begins:]) if begins else ([*found, *way], [])
+                update = way_of_part(shape, number, part)
+                begins = [i.op for i in update].index(UPDATE)
+                found += [*update[:begins], *ahead]
+                found, ahead = (found, update[begins:]) if begins else ([*found, *update], [])
             late += gather
         elif bucket.is_loaded:
             found += way_of_part(shape, number, -1)
         elif gather:
-            found += [Instruction(Op.UPDATE, buckets=(number,)), *gather]
+            found += [Instruction(UPDATE, buckets=(number,)), *gather]
         else:
             together.append(number)
     if together:
-        found.append(Instruction(Op.UPDATE, buckets=tuple(together)))
+        found.append(Instruction(UPDATE, buckets=tuple(together)))
     return (*found, *ahead, *late)

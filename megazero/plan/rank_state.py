@@ -1,0 +1,341 @@
+"""The model state of any rank by arithmetic: its parameters, the buckets that hold them, and where how many bytes rest.
+
+What a rank of a run computes when it starts (`zero.state`) is computed here for every rank, with the same functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import torch
+
+from megazero.config.derive import whole_steps
+from megazero.config.placement import unplaced
+from megazero.config.schema import ParallelConfig, Run
+from megazero.config.tiers import SLOTS, Tier
+from megazero.disk.backend import DiskOptions
+from megazero.disk.layout import SwapLayout
+from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.grid import Group
+from megazero.mpu.parameter import ParameterSpec, StateGroup
+from megazero.pipeline.build import stages_of
+from megazero.pipeline.stage_specs import specs_of_stage
+from megazero.program.instruction import Piece
+from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
+from megazero.program.shape import PartShape, RankShape
+from megazero.zero.coded import FrozenLayouts, coding_of, frozen_layouts
+from megazero.zero.frozen import specs_by_unit
+from megazero.zero.layout import BucketLayout, Packing, SharedBy, group_sizes, pack, packing_of, state_groups
+from megazero.zero.offload import frozen_parts, frozen_ranges, pieces_of, run_parts, run_residents
+from megazero.zero.parts import Resident, Resting
+from megazero.zero.shape import StateWidths, rank_shape, state_widths, update_ranges
+from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
+
+KEPT_BYTES = 4
+"""Of an element that error feedback keeps."""
+
+
+def micro_batches_of(run: Run, axes: Axes) -> int:
+    """Number of micro-batches of a step with the run's whole global batch."""
+    return run.schedule.global_batch_size // (run.schedule.micro_batch_size * axes.dp)
+
+
+def has_nccl(parallel: ParallelConfig, axes: Axes) -> bool:
+    """Whether the run says that it will have NCCL: with `auto` for both, the machine decides later, and this is False.
+
+    A bucket's size changes the bytes of a sharded state by its padding only.
+    """
+    on_card = parallel.backend == "auto" and parallel.device == "cuda"
+    return axes.world_size > 1 and (parallel.backend == "nccl" or on_card)
+
+
+def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) -> list[list[list[ParameterSpec]]]:
+    """The specs of the parameters that a rank with these coordinates trains, by chunk and unit.
+
+    The stages are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
+    rank holds and does not train (with --lora-rank, all but the adapters).
+    """
+    return [[[*unit] for unit in chunk] for chunk in _specs(unplaced(run), pp_index, tp_index, trained)]
+
+
+# Both are of runs without a placement, on which they do not depend: a search asks for them hundreds of times.
+@lru_cache(maxsize=64)
+def _specs(run: Run, pp_index: int, tp_index: int, trained: bool) -> list[list[list[ParameterSpec]]]:
+    tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
+    stages = stages_of(run, pp_index, tp, torch.device("meta"))
+    return specs_by_unit([stage.units() for stage in stages], trained=trained)
+
+
+@lru_cache(maxsize=64)
+def _packed(
+    run: Run, sizes: tuple[tuple[StateGroup, int], ...], pp_index: int, tp_index: int, packing: Packing
+) -> tuple[BucketLayout, ...]:
+    return pack(specs_of(run, pp_index, tp_index), dict(sizes), packing)
+
+
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """What of a rank's model state is not on the device.
+
+    parts       number of parts that are updated in host memory
+    optimizer   bytes of optimizer state in host memory, and on disks
+    parameters  the same of parameters
+    gradients   the same of summed gradients
+    slots       bytes of host memory through which parts pass
+    buffers     bytes of host memory through which files are read and written
+    copied      bytes of optimizer state on the device that is written to disks too (--nvme-checkpoint)
+    files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
+    """
+
+    parts: int = 0
+    optimizer: tuple[int, int] = (0, 0)
+    parameters: tuple[int, int] = (0, 0)
+    gradients: tuple[int, int] = (0, 0)
+    slots: int = 0
+    buffers: int = 0
+    copied: int = 0
+    files: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes that rest in host memory."""
+        return self.optimizer[0] + self.parameters[0] + self.gradients[0]
+
+    @property
+    def disk(self) -> int:
+        """Bytes that rest on disks."""
+        return self.optimizer[1] + self.parameters[1] + self.gradients[1]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of host memory."""
+        return self.host + self.slots + self.buffers
+
+    def __bool__(self) -> bool:
+        return self.host + self.disk > 0
+
+
+NOTHING = OffloadedBytes()
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The model state of one rank of a stage.
+
+    blocks      number of blocks, in `chunks` model chunks
+    embedding   whether the rank has the embedding
+    head        whether the rank has the head
+    parameters  number of parameters, frozen ones included
+    weights, gradients, optimizer
+                bytes of these columns on the device; the gradients' with error feedback, the optimizer's are the
+                master weights and the moments
+    feedback    bytes of error feedback alone
+    elsewhere   what rests in host memory and on disks
+    """
+
+    blocks: int
+    chunks: int
+    embedding: bool
+    head: bool
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    feedback: int = 0
+    elsewhere: OffloadedBytes = NOTHING
+
+    @property
+    def total(self) -> int:
+        """Of what is on the device."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class RankState:
+    """The model state of the rank at `at`, as `zero.state.ModelState` on that rank. What is asked for is computed once.
+
+    nccl  whether the run communicates through NCCL, which has larger buckets
+    """
+
+    run: Run
+    axes: Axes
+    at: Coordinates
+    nccl: bool = field(kw_only=True)
+
+    @property
+    def _row(self) -> dict[Column, Sharding]:
+        return shardings(self.run.parallel, self.run.offload)
+
+    @property
+    def _packing(self) -> Packing:
+        return packing_of(self.run.parallel, self.run.offload, self.axes.dp * self.axes.cp, nccl=self.nccl)
+
+    @property
+    def _widths(self) -> StateWidths:
+        return state_widths(self.run.optimizer, self.run.parallel, self.run.offload)
+
+    @cached_property
+    def _groups(self) -> dict[StateGroup, SharedBy]:
+        return state_groups(self.axes, self.at)
+
+    @cached_property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """The trained buckets."""
+        sizes = tuple(group_sizes(self.axes, self.at).items())
+        return _packed(unplaced(self.run), sizes, self.at.pp, self.at.tp, self._packing)
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """What the rank updates of each trained bucket."""
+        return update_ranges(self.layouts, self._row, self._groups)
+
+    @cached_property
+    def _resting(self) -> list[Resting]:
+        """Where each trained bucket rests."""
+        return run_parts(self._ranges, self.layouts, self._widths, self.run.offload)
+
+    @cached_property
+    def _frozen(self) -> FrozenLayouts:
+        still = specs_of(self.run, self.at.pp, self.at.tp, trained=False)
+        sizes, coding = group_sizes(self.axes, self.at), coding_of(self.run.lora, self.run.model)
+        return frozen_layouts(still, sizes, self._row[Column.PARAMETER], self._packing, coding)
+
+    @cached_property
+    def shape(self) -> RankShape:
+        """The shape for the list of a step."""
+        trained, still = (specs_of(self.run, self.at.pp, self.at.tp, trained=trained) for trained in (True, False))
+        specs = [
+            [[*of_unit, *others] for of_unit, others in zip(*chunks, strict=True)]
+            for chunks in zip(trained, still, strict=True)
+        ]
+        row, widths, frozen, groups = self._row, self._widths, self._frozen, self._groups
+        stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
+        resting = [*self._resting, *frozen_parts(frozen, stored, widths, self.run.offload)]
+        return rank_shape(specs, self.layouts, frozen, row, widths, groups, resting)
+
+    @cached_property
+    def _residents(self) -> list[Resident]:
+        """What stays on the device and is written to disks too."""
+        return run_residents(self._ranges, self._resting, self._widths, self.run.offload)
+
+    @property
+    def pieces(self) -> dict[str, int]:
+        """The bytes of each piece in its swap files, by name."""
+        return pieces_of(self.shape, self._residents, self._widths.state)
+
+    @property
+    def files(self) -> int:
+        """The bytes of its swap files."""
+        slots = 2 if whole_steps(self.run.offload) else 1  # a whole step stays beside the one that is written
+        return swap_file_bytes(self.run, self.pieces, slots=slots)
+
+    @property
+    def contents(self) -> str:
+        """A digest of what the pieces hold: which elements of which parameters, in which columns."""
+        dtypes, groups = run_columns(self.run.optimizer, self.run.parallel, self.run.offload), self._groups
+        contents = (
+            [(column.value, str(dtypes[column])) for column in OPTIMIZER if column in dtypes],
+            sorted(self.axes.sizes.items()),
+            (self.at.pp, self.at.dp, self.at.cp, self.at.tp),
+            [
+                (
+                    layout.numel,
+                    tuple(groups[layout.group]),
+                    [(entry.spec.name, entry.spec.shape, entry.spec.box, entry.offset) for entry in layout.entries],
+                    [(part.start, part.stop, part.tier.value) for part in rest.parts],
+                    rest.rests.value,
+                )
+                for layout, rest in zip(self.layouts, self._resting, strict=True)
+            ],
+        )
+        return hashlib.sha256(repr(contents).encode()).hexdigest()
+
+    @property
+    def bytes(self) -> StageBytes:
+        """The bytes of it, in every tier."""
+        frozen, buckets, elsewhere = self._frozen, self.shape.buckets, self._elsewhere
+        layouts = (*self.layouts, *frozen.plain, *(codes.numbers for codes in frozen.coded))
+        specs = specs_of_stage(self.run, self.at.pp)
+        sums = (b.gradient_bytes // (b.shards if b.sharded_gradient else 1) for b in buckets if b.sums is Tier.DEVICE)
+        feedback = KEPT_BYTES * self._fed_back if self.run.parallel.zero_gradient_error_feedback else 0
+        return StageBytes(
+            blocks=sum(len(spec.blocks) for spec in specs),
+            chunks=len(specs),
+            embedding=any(spec.has_embedding for spec in specs),
+            head=any(spec.has_head for spec in specs),
+            parameters=sum(layout.parameters for layout in layouts),
+            weights=sum(bucket.stored_bytes for bucket in buckets if bucket.rests is Tier.DEVICE),
+            gradients=sum(sums) + feedback,
+            optimizer=self._widths.state * sum(stop - start for start, stop in self._ranges) - sum(elsewhere.optimizer),
+            feedback=feedback,
+            elsewhere=elsewhere,
+        )
+
+    @property
+    def _fed_back(self) -> int:
+        """Elements that error feedback keeps: those of each message in blocks, to the ranks of a shard and across."""
+        pairs = [(layout.numel, self._groups[layout.group]) for layout in self.layouts]
+        return sum(numel * (by.shards > 1) + numel // by.shards * (by.across > 1) for numel, by in pairs)
+
+    @property
+    def _elsewhere(self) -> OffloadedBytes:
+        buckets, state = self.shape.buckets, self._widths.state
+        parts = [(bucket, part) for bucket in buckets for part in bucket.parts]
+        copied = [(resident.stop - resident.start) * state for resident in self._residents]
+        return OffloadedBytes(
+            parts=sum(part.tier is not Tier.DEVICE for _, part in parts),
+            optimizer=_off_device((part.tier, part.state_bytes) for _, part in parts),
+            parameters=_off_device((bucket.rests, bucket.stored_bytes) for bucket in buckets),
+            gradients=_off_device((bucket.sums, part.gradient_bytes) for bucket, part in parts),
+            slots=_slots(self.shape, max(copied, default=0)),
+            buffers=DiskOptions().memory_bytes if self.pieces else 0,
+            copied=sum(copied),
+            files=self.files,
+        )
+
+
+def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, int]:
+    """Bytes in host memory and on disks, of bytes on any tier."""
+    totals = dict.fromkeys(Tier, 0)
+    for tier, nbytes in sizes:
+        totals[tier] += nbytes
+    return totals[Tier.HOST], totals[Tier.DISK]
+
+
+def _slots(shape: RankShape, resident: int) -> int:
+    """Bytes of all slots, each as large as the largest part that needs it: those of parts that are updated, and those
+    for parameters that are read (`zero.mover`). resident: most bytes of a piece that stays on the device.
+    """
+    ways = [
+        (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
+        for bucket in shape.buckets
+        if bucket.trained
+        for part in bucket.parts
+    ]
+
+    def most(piece: Piece) -> PartShape:
+        needing = (part for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way))
+        return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
+
+    way = most(Piece.GRADIENTS).gradient_bytes + most(Piece.SUMS).gradient_bytes
+    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.PARAMETERS).parameter_bytes
+    on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
+    return SLOTS * (way + max(on_disk, default=0))
+
+
+def swap_file_bytes(run: Run, pieces: Mapping[str, int], *, slots: int) -> int:
+    """The bytes of a rank's swap files with so many slots of each of these pieces."""
+    return sum(SwapLayout(pieces, (1.0,) * len(run.offload.nvme_path), slots).file_bytes) if pieces else 0
+
+
+def stage_state(run: Run, axes: Axes, stage: int) -> RankState:
+    """The state of the ranks of a stage with dp, cp and tp index 0. All ranks of the stage have as many bytes."""
+    return RankState(run, axes, Coordinates(stage, 0, 0, 0), nccl=has_nccl(run.parallel, axes))
+
+
+def stage_bytes(run: Run, axes: Axes) -> list[StageBytes]:
+    """The bytes of each stage's ranks, without buffers of buckets in flight."""
+    return [stage_state(run, axes, stage).bytes for stage in range(axes.pp)]
