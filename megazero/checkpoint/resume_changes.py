@@ -22,6 +22,7 @@ from megazero.config.schema import ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.optim.lr_schedule import LearningRate
 from megazero.system.reading import shown
+from megazero.system.words import value_words
 
 _Value = Callable[[Run], Any]
 
@@ -39,11 +40,16 @@ class Change:
 
     def words(self) -> tuple[str, str, str]:
         """Field, old value and new value as text."""
-        return self.field, _shown(self.old), _shown(self.new)
+        return self.field, value_words(self.old), value_words(self.new)
+
+    @property
+    def both(self) -> str:
+        """The flag with both values, as a sentence begins."""
+        return f"--{self.field}: {value_words(self.old)} in the checkpoint, {value_words(self.new)} now"
 
     def __str__(self) -> str:
         by = f" ({self.allowed_by})" if self.allowed_by else ""
-        return f"{self.field} {_shown(self.old)} -> {_shown(self.new)}{by}"
+        return f"{self.field} {value_words(self.old)} -> {value_words(self.new)}{by}"
 
 
 @dataclass(frozen=True)
@@ -52,12 +58,6 @@ class Comparison:
 
     problems: tuple[str, ...]
     changes: tuple[Change, ...]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " ".join(str(item) for item in value) or "none"
-    return "none" if value is None else str(value)
 
 
 def _get(section: str, name: str) -> _Value:
@@ -281,10 +281,7 @@ def _other_adapters(saved: Run, now: Run) -> list[str]:
             "model: --init-from"
         ]
     found = _differences(_ADAPTERS, saved, now)
-    return [
-        f"--{c.field}: {_shown(c.old)} in the checkpoint, {_shown(c.new)} now; the adapters cannot change on resume"
-        for c in found
-    ]
+    return [f"{change.both}; the adapters cannot change on resume" for change in found]
 
 
 def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Change]:
@@ -320,7 +317,7 @@ def _cause(change: Change, saved: Run, now: Run) -> Change:
 def _length_problem(cause: Change, changes: Sequence[Change], flag: str, now: Run) -> str:
     """A sentence for a flag from which lengths of the learning-rate schedule follow: which schedule each way keeps."""
     lengths = [
-        f"{_LENGTH_FROM[change.field][0]} ({_shown(change.old)} there, {_shown(change.new)} now)"
+        f"{_LENGTH_FROM[change.field][0]} ({value_words(change.old)} there, {value_words(change.new)} now)"
         for change in changes
         if change.field in _LENGTH_FROM
     ]
@@ -333,12 +330,10 @@ def _length_problem(cause: Change, changes: Sequence[Change], flag: str, now: Ru
             f"; to keep the old schedule, whose rate is --min-lr {now.schedule.min_lr:g} after its end: "
             f"--lr-decay {kept}"
         )
-    return (
-        f"--{cause.field}: {_shown(cause.old)} in the checkpoint, {_shown(cause.new)} now, and with it the learning "
-        f"rate's {' and '.join(lengths)}; to go on with the new schedule: {flag}{keeps}"
-    )
+    changed = f"{cause.both}, and with it the learning rate's {' and '.join(lengths)}"
+    return f"{changed}; to go on with the new schedule: {flag}{keeps}"
 
 
 def _problem(change: Change, flag: str | None) -> str:
     way_out = f"; to change it on resume: {flag}" if flag else f"; {SHAPE_STAYS}"
-    return f"--{change.field}: {_shown(change.old)} in the checkpoint, {_shown(change.new)} now{way_out}"
+    return f"{change.both}{way_out}"

@@ -29,10 +29,8 @@ class ConfigError(ValueError):
     known, and other problems may be for want of it. of_all_ranks: whether every rank raises it, in one agreement.
     """
 
-    of_all_ranks = False
-
-    def __init__(self, problems: Sequence[str], notes: Sequence[str] = ()) -> None:
-        self.problems, self.notes = tuple(problems), tuple(notes)
+    def __init__(self, problems: Sequence[str], notes: Sequence[str] = (), *, of_all_ranks: bool = False) -> None:
+        self.problems, self.notes, self.of_all_ranks = tuple(problems), tuple(notes), of_all_ranks
         damaged = [isinstance(problem, Damage) for problem in problems]
         self.status = FAILED if any(damaged) else MISTAKEN
         wrong = f"{counted(len(problems), 'problem')} in the configuration"

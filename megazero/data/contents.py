@@ -98,13 +98,18 @@ def _of_files(paths: Sequence[Path]) -> _Part:
     stats = [path.stat() for path in paths]
 
     def read() -> tuple[int, ...]:
-        checksum = 0
-        for path in paths:
-            with open(path, "rb") as file:
-                while block := file.read(BLOCK):
-                    checksum = zlib.crc32(block, checksum)
-        return len(paths), sum(stat.st_size for stat in stats), checksum
+        return len(paths), sum(stat.st_size for stat in stats), checksum_of(paths)
 
     names = [str(path.resolve()) for path in paths]
     facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in zip(names, stats, strict=True)]
     return _Part({"files": facts}, read)
+
+
+def checksum_of(paths: Sequence[Path]) -> int:
+    """The CRC-32 of all that these files hold, one after the other."""
+    checksum = 0
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK):
+                checksum = zlib.crc32(block, checksum)
+    return checksum

@@ -13,3 +13,12 @@ def counted(number: int, noun: str, nouns: str = "") -> str:
 def either(words: Iterable[str]) -> str:
     """Words to choose from: "a, b or c"."""
     return " or ".join(", ".join(words).rsplit(", ", 1))
+
+
+def value_words(value: object) -> str:
+    """The value of a setting as a person writes it: on, off, none, or the words of a sequence."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(value_words, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)

@@ -103,17 +103,17 @@ def result_on_all_ranks(
     else:
         with suppress(Exception):  # rank 0 may serve the store, and has ended
             are_set(store, ["all have arrived"], WAIT_AFTER_FAILURE)
+    if isinstance(failure, ConfigError):
+        arrived = False
+        with suppress(Exception):
+            arrived = store.check(["all have arrived"])
+        raise ConfigError(failure.problems, failure.notes, of_all_ranks=arrived) from failure
     if failure is not None:
-        if isinstance(failure, ConfigError):
-            with suppress(Exception):
-                failure.of_all_ranks = store.check(["all have arrived"])
         raise failure
     if store.check(["wrong"]):
         wrong = json.loads(store.get("wrong"))
         if wrong["problems"] is not None:
-            problem_of_another = ConfigError([f"rank {wrong['rank']}: {problem}" for problem in wrong["problems"]])
-            problem_of_another.of_all_ranks = True
-            raise problem_of_another
+            raise ConfigError([f"rank {wrong['rank']}: {problem}" for problem in wrong["problems"]], of_all_ranks=True)
         raise RuntimeError(f"rank {wrong['rank']} could not begin: {wrong['error']}")
     return result
 

@@ -168,16 +168,22 @@ def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     """
     opened: Source = attempt_on_all_ranks(grid.world, grid.device, lambda: open_source(Path(path).expanduser()))
     name = broadcast_text(grid.world, grid.device, opened.path.name)
-    other = opened.path.with_name(name) if name and opened.path.name else opened.path
+    other = of_that_name(opened.path, name)
 
     def reopened() -> Source:
-        if other == opened.path or not other.exists():
+        if other == opened.path:
             return opened
         opened.closing.close()
         return open_source(other)
 
     source: Source = attempt_on_all_ranks(grid.world, grid.device, reopened)
     return source
+
+
+def of_that_name(checkpoint: Path, name: str | None) -> Path:
+    """The checkpoint of the name that rank 0 has opened, if it is beside this one; else this one."""
+    other = checkpoint.with_name(name) if name and checkpoint.name else checkpoint
+    return other if other.exists() else checkpoint
 
 
 def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:

@@ -134,9 +134,11 @@ def _named_data(begun: Asked, report: Report) -> Prepared:
     report = without_repeats(report)  # the data are opened to count their epochs, and again for the run
     if asked.schedule.epochs is not None and facts.epoch is None:
         facts = replace(facts, epoch=epoch_of(resolve(asked, facts).run, tokenizer, report))
-    resolved = begun.resolved if facts == begun.resolved.facts else resolve(asked, facts)
-    if problems := contradictions(resolved):
-        raise ConfigError(problems)
+    resolved = begun.resolved
+    if facts != resolved.facts:
+        resolved = resolve(asked, facts)
+        if problems := contradictions(resolved):  # those of the facts before are among the problems of the check
+            raise ConfigError(problems)
     run = resolved.run
     needed, used = samples_asked(run, resumed), samples_used(run, resumed)
     datasets, instructions_text = _datasets(run, needed, tokenizer, report)

@@ -15,6 +15,7 @@ from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.tiers import Tier, TierShare
+from megazero.system.words import value_words
 from tests.lengths import iterations, samples, share
 
 BASE = Run(schedule=ScheduleConfig(train_length=iterations(100), lr_warmup=iterations(5)))
@@ -161,7 +162,7 @@ def test_what_decides_training_needs_its_override(change, override):
     if not name.startswith("lr_warmup"):
         old = getattr(getattr(BASE, section), name)
         assert found.problems[0].startswith(
-            f"--{name.replace('_', '-')}: {changes._shown(old)} in the checkpoint, {changes._shown(new)} now"
+            f"--{name.replace('_', '-')}: {value_words(old)} in the checkpoint, {value_words(new)} now"
         )
     allowed = compare(BASE, changed(now, **{f"checkpoint__{override}": True}))
     assert allowed.problems == () and [change.allowed_by for change in allowed.changes] == [flag]

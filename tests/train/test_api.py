@@ -346,7 +346,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(what: str) -> None:
         assert one.startswith("ConfigError: ") and "train_data[0] is int64 of shape [3], not 9 integers" in one
         assert zero.startswith("ConfigError: ") and "rank 1: train_data[0] is int64 of shape [3]" in zero
     elif what == "rows":
-        told = "another run than that of rank 0: order of training samples [[10, "
+        told = "another run than that of rank 0: checksum of the program's own training data: "
         assert one.startswith("ConfigError: ") and zero.startswith("ConfigError: ") and told in one and told in zero
     else:
         assert one == "KeyError: 'no length today'"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ import torch.distributed as dist
 import yaml
 
 from megazero.config.parse import parse_run
+from megazero.config.schema import Run
 from megazero.config.source import ConfigError
+from megazero.convert.source import Source
 from megazero.data.progress import silent
 from megazero.launch import Environment
 from megazero.train import same_run
@@ -65,6 +69,7 @@ def answers(*ranks: Prepared) -> list[Exception | None]:
     return raised
 
 
+OLD = "all ranks need the same, and a file or an installation on this rank's host may be an old one"
 DIFFERENT = {
     "--lr 0.0005": "--lr 0.0005, where rank 0 has 0.001; ",
     "--seed 7": "--seed 7, where rank 0 has 1234; ",
@@ -105,16 +110,13 @@ def test_the_same_run_under_other_names_of_places_is_one_run(corpora: Path, tmp_
 @pytest.mark.parametrize(
     ("here_words", "other_words", "difference"),
     [
-        ("here", "other", "training data (documents, tokens, checksum) [[40, "),
-        (
-            "here --valid-data-path x here",
-            "here --valid-data-path x other",
-            "validation data (documents, tokens, checksum) [[40, ",
-        ),
+        ("here", "other", "rank 0: checksum of training data: "),
+        ("1 here 1 here", "1 here 1 other", "rank 0: checksum of training data, part 2 of 2: "),
+        ("here --valid-data-path x here", "here --valid-data-path x other", "rank 0: checksum of validation data: "),
         ("1 here 3 other", "3 here 1 other", "--data-path a place 0.75 0.25, where rank 0 has a place 0.25 0.75"),
         ("here", "1 here", "--data-path a place 1.0, where rank 0 has a place"),
     ],
-    ids=["contents", "validation", "weights", "blend"],
+    ids=["contents", "part", "validation", "weights", "blend"],
 )
 def test_other_data_are_another_run(here_words: str, other_words: str, difference: str, corpora: Path) -> None:
     """A mixture of two corpora would train without any sign of it."""
@@ -127,12 +129,87 @@ def test_other_data_are_another_run(here_words: str, other_words: str, differenc
         assert difference in str(error)
 
 
+def on_hosts(same: Prepared, folders: tuple[Path, Path], section: str, **fields: str) -> list[Prepared]:
+    """The run on two hosts, where the fields name places in a folder each."""
+    runs = []
+    for folder in folders:
+        part = getattr(same.run, section)
+        places = {name: word.format(folder) for name, word in fields.items()}
+        run = replace(same.run, **{section: replace(part, **places)})
+        runs.append(replace(same, resolved=replace(same.resolved, run=run)))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "name", "difference"),
+    [
+        (
+            "data",
+            {"tokenizer": "gpt2", "tokenizer_path": "{}"},
+            "merges.txt",
+            "--tokenizer-path: checksum of merges.txt: {:08x}, where rank 0 has {:08x}; all ranks",
+        ),
+        (
+            "offload",
+            {"placement_rates": "{}/rates.yaml"},
+            "rates.yaml",
+            "--placement-rates: checksum of the file: {:08x}, where rank 0 has {:08x}; all ranks",
+        ),
+        (
+            "checkpoint",
+            {"init_from": "{}"},
+            "model.safetensors",
+            "--init-from: bytes of model.safetensors: 6, where rank 0 has 3; all ranks",
+        ),
+    ],
+)
+def test_other_files_in_a_place_are_another_run(
+    section: str,
+    fields: dict[str, str],
+    name: str,
+    difference: str,
+    corpora: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An old copy on one host would train with other tokens or weights, or be placed for another machine."""
+    monkeypatch.setattr(same_run, "open_source", lambda path: Source("hf", path, Run(), {}))
+    same, hosts = (
+        prepared(corpora, "--data-path", str(corpora / "here")),
+        (tmp_path / "a" / "model", tmp_path / "b" / "model"),
+    )
+    for host in hosts:
+        host.mkdir(parents=True)
+        for file in ("vocab.json", "merges.txt", "rates.yaml", "model.safetensors", ".fetched"):
+            (host / file).write_text("new")
+    (hosts[1] / ".fetched").write_text("a moment later")
+    assert answers(*on_hosts(same, hosts, section, **fields)) == [None, None]
+    (hosts[1] / name).write_text("an old")
+    told = f"another run than that of rank 0: {difference.format(crc32(b'an old'), crc32(b'new'))}"
+    for error in answers(*on_hosts(same, hosts, section, **fields)):
+        assert isinstance(error, ConfigError) and told in str(error)
+
+
+def test_of_a_folder_of_checkpoints_rank_0_says_which_is_compared(
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer one may appear before the last rank looks."""
+    folders = [tmp_path / name for name in ("iter_0000001", "iter_0000002")]
+    for size, folder in enumerate(folders, 1):
+        folder.mkdir()
+        (folder / "manifest.json").write_text("x" * size)
+    newest = iter((folders[0], folders[0], folders[1]))
+    monkeypatch.setattr(same_run, "open_source", lambda path: Source("megazero", next(newest), Run(), {}))
+    same = prepared(corpora, "--data-path", str(corpora / "here"))
+    assert answers(*on_hosts(same, (tmp_path, tmp_path), "checkpoint", init_from="{}")) == [None, None]
+
+
 def test_another_version_is_the_reason_that_is_told(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = prepared(corpora, "--data-path", str(corpora / "here"))
-    mine, first = (same_run._identity(same) for _ in range(2))
+    mine, first = (same_run._identity(same) | same_run._weights(same) for _ in range(2))
     mine["versions"]["megazero"] = "0.0.9"
     mine["settings"]["lr"] = 1.0
-    assert same_run._difference(mine, first) == f"megazero 0.0.9, where rank 0 has {same_run.__version__}"
+    assert same_run._difference(mine, first) == f"megazero 0.0.9, where rank 0 has {same_run.__version__}; {OLD}"
     assert same_run._difference(first, first) is None
 
 
