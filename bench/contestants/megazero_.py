@@ -84,7 +84,7 @@ class JobStep:
         """
         if not self.late:
             self.model.wait_parameters()
-        for slot in self.model.mover.updates.slots:
+        for slot in self.model.mover.update_slots.slots:
             for end in slot.ends:
                 end()
 

@@ -117,7 +117,7 @@ class Step:
         parts = [(bucket, part) for bucket, rests in enumerate(model.resting) for part in range(len(rests.parts))]
         before, begin, ends = sum(self._moved()), time.perf_counter(), list[Need]()
         for turn, key in enumerate(parts):
-            slot, needs = model.mover.updates.slots[turn % SLOTS], ends[-SLOTS:][:1] if len(ends) >= SLOTS else []
+            slot, needs = model.mover.update_slots.slots[turn % SLOTS], ends[-SLOTS:][:1] if len(ends) >= SLOTS else []
             start, stop, _ = model.resting[key[0]].parts[key[1]]
             memory = slot.of(Piece.STATE, (stop - start) * model.mover.state_bytes)
             piece = {piece_name(Piece.STATE, key): memory}

@@ -74,8 +74,10 @@ def in_host_memory(job: Job) -> tuple[int, int]:
     swaps = (model.tiers.swap, None if disks is None else disks.swap)
     of_files = sum(swap.memory_bytes for swap in swaps if swap is not None)
     every = columns + model.mover.nbytes + of_files + kept
-    beside_disks = [slot.memory[piece] for slot in model.mover.updates.slots for piece in (Piece.STATE, Piece.SUMS)]
-    direct = model.mover.loads.nbytes + sum(memory.nbytes for memory in beside_disks)
+    beside_disks = [
+        slot.memory[piece] for slot in model.mover.update_slots.slots for piece in (Piece.STATE, Piece.SUMS)
+    ]
+    direct = model.mover.load_slots.nbytes + sum(memory.nbytes for memory in beside_disks)
     return every, every - of_files - direct - kept * (disks is not None)
 
 

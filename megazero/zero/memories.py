@@ -73,14 +73,16 @@ class Tiers:
 
     device     the device's memory
     swap       the swap files of what rests on disks; None where nothing does
-    to_host, to_device  copies between device and host memory. Reads and writes have lanes in `swap`
-    updates    work on what is in host memory
+    to_host, to_device
+               copies between device and host memory, by one thread each. Reads and writes have threads in `swap`
+    host_updates
+               work on what is in host memory, by one thread
     """
 
     def __init__(self, device: DeviceMemory, swap: SwapSpace | None = None) -> None:
         self.device, self.swap = device, swap
         self.to_host, self.to_device = CopyThread(device.device, "to-host"), CopyThread(device.device, "to-device")
-        self.updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-updates")
+        self.host_updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-updates")
 
     @property
     def disks(self) -> SwapSpace:
@@ -100,7 +102,7 @@ class Tiers:
         """End the lanes; what has not begun is cancelled. remove: delete the swap files too."""
         self.to_host.close()
         self.to_device.close()
-        self.updates.shutdown(cancel_futures=True)
+        self.host_updates.shutdown(cancel_futures=True)
         if self.swap is not None:
             self.swap.close(remove=remove)
 

@@ -86,9 +86,9 @@ class Mover:
         self.reducer, self.gatherer = reducer, gatherer
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
         stays = max((piece.stop - piece.start for piece in residents), default=0)
-        self.updates = update_ring(shape, stays * self.state_bytes, tiers)
+        self.update_slots = update_ring(shape, stays * self.state_bytes, tiers)
         """For parts that are updated in host memory, or whose new parameters or sums go to disks."""
-        self.loads = load_ring(shape, tiers)
+        self.load_slots = load_ring(shape, tiers)
         """For parameters that are read: these may be under way beside late updates."""
         self._runs = [
             tuple(bucket.counted_runs(tp, counted=which) for which in (True, False)) for bucket in reducer.buckets
@@ -110,7 +110,7 @@ class Mover:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, in host memory."""
-        return self.updates.nbytes + self.loads.nbytes
+        return self.update_slots.nbytes + self.load_slots.nbytes
 
     # --- what a step's list says -----------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Mover:
         """Start to add the gradient of a part that was copied to its sum."""
         gradient, total = self._place(i, Piece.REDUCED), self._place(i, Piece.SUMS)
         needs = *gradient.arrived, *total.arrived  # a copy of both lists: the sum's grows by this addition
-        over = self.tiers.updates.submit(_added, needs, total.memory, gradient.memory).result
+        over = self.tiers.host_updates.submit(_added, needs, total.memory, gradient.memory).result
         total.arrived.append(over)
         self._passed(i, Piece.SUMS, over)
 
@@ -178,7 +178,7 @@ class Mover:
             ]
             for runs in self._runs[index]
         )
-        squares = self.tiers.updates.submit(_squares, tuple(place.arrived), counted, others)
+        squares = self.tiers.host_updates.submit(_squares, tuple(place.arrived), counted, others)
         self._squares[index].append(squares)
         if i.part < 0:
             del self._summed[index]
@@ -188,7 +188,7 @@ class Mover:
 
     def part_to_update(self, i: Instruction) -> tuple[list[Need], PartTensors]:
         """What to wait for before a part is updated in host memory, and its columns there."""
-        slot = self.updates.slot_of(i)
+        slot = self.update_slots.slot_of(i)
         tensors = {
             **self.state_of(i.key, slot),
             Column.GRADIENT: self._place(i, Piece.GRADIENTS).memory,
@@ -200,14 +200,14 @@ class Mover:
         """The update of a part in host memory is under way. changed: waits for it, and says whether it has changed
         anything.
         """
-        index, slot = i.buckets[0], self.updates.slot_of(i)
+        index, slot = i.buckets[0], self.update_slots.slot_of(i)
         slot.changed = changed  # a skipped step's copy to the device must not take what the slot had before
         slot.arrived.append(changed)
         if self.resting[index].sums is Tier.HOST:
             self._readers[i.key].append(changed)
         if self.resting[index].rests is Tier.HOST:
             self._updated[index].append(changed)
-        self.updates.passed(i, changed)
+        self.update_slots.passed(i, changed)
 
     def squares(self, index: int) -> Squares:
         """The squares of a bucket's gradient. Waits for the count. Raises what has gone wrong on the way of the sum."""
@@ -230,16 +230,19 @@ class Mover:
     # --- waiting ---------------------------------------------------------------------------------------------------
 
     def ready(self, buckets: Iterable[int]) -> None:
-        """Return once the updated parameters of these buckets are there. Raises what has gone wrong on their way."""
+        """Return once the updated parameters of these buckets are there, as far as they rest in memory. Those on disks
+        are not waited for: the read of a piece waits for the write of it (`disk.swap.SwapSpace.read`). Raises what has
+        gone wrong on their way.
+        """
         for index in buckets:
             for arrived in self._updated.pop(index, ()):
                 arrived()
 
     def wait(self) -> None:
         """Return once all parts have come to the end of their way. Raises what has gone wrong on it."""
-        self.updates.assert_idle()
+        self.update_slots.assert_idle()
         self.ready(list(self._updated))
-        self.updates.wait()
+        self.update_slots.wait()
 
     def discard(self) -> None:
         """Forget the sums of a step. Waits for what is under way."""
@@ -314,7 +317,7 @@ class Mover:
         return buffer[: stop - start], arrived
 
     def _ring(self, piece: Piece) -> Ring:
-        return self.loads if piece is Piece.PARAMETERS else self.updates
+        return self.load_slots if piece is Piece.PARAMETERS else self.update_slots
 
     def _passed(self, i: Instruction, piece: Piece, over: Need) -> None:
         """An instruction has begun. over: waits for its end."""

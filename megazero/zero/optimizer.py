@@ -79,7 +79,8 @@ class ShardedOptimizer:
         """
         if i.op == UPDATE_HOST:
             needs, tensors = self.state.mover.part_to_update(i)
-            changed = self.state.tiers.updates.submit(self._update_there, i.key, needs, tensors, now).result
+            # The result is whether the update has changed anything; copies and writes of what it makes wait for it.
+            changed = self.state.tiers.host_updates.submit(self._update_there, i.key, needs, tensors, now).result
             self.state.mover.updating(i, changed)
             return
         self.state.gatherer.ready(i.buckets)

@@ -50,7 +50,7 @@ def looking(state: ModelState, key: Key, *, reads: bool = True, writes: bool = F
     Raises DiskError.
     """
     index, number = key
-    slot, parts = state.mover.updates.slots[0], state.resting[index].parts
+    slot, parts = state.mover.update_slots.slots[0], state.resting[index].parts
     if number < 0:
         columns, updated = _saved(state).values(), state.update_range(index)
         yield {column: state.columns[column].view(index, *updated) for column in columns}
@@ -261,7 +261,7 @@ def _gather(state: ModelState, index: int) -> None:
 
 def flip(state: ModelState, step: int, about: Mapping[str, Any]) -> DiskRequest:
     """Start to make what all parts have become a whole step on disks (`disk.swap`), with what is kept about it."""
-    ring = state.mover.updates
+    ring = state.mover.update_slots
     ring.assert_idle()
     for number, resident in enumerate(state.residents):
         slot = ring.slots[number % SLOTS]
@@ -276,7 +276,7 @@ def flip(state: ModelState, step: int, about: Mapping[str, Any]) -> DiskRequest:
 
 def read_residents(state: ModelState) -> None:
     """Set what rests on the device from the swap files. Nothing may be under way. Raises DiskError."""
-    slot = state.mover.updates.slots[0]
+    slot = state.mover.update_slots.slots[0]
     for resident in state.residents:
         memory = _state_memory(state, slot, resident.stop - resident.start)
         state.tiers.disks.read({resident_piece(resident): memory}).wait()

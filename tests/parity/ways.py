@@ -135,5 +135,5 @@ def delay(tiers: Tiers, chance: random.Random) -> None:
 
         lane.submit = lambda work, *rest, **more: submit(after_a_while, work, *rest, **more)
 
-    for lane in (tiers.to_host._thread, tiers.to_device._thread, tiers.updates):
+    for lane in (tiers.to_host._thread, tiers.to_device._thread, tiers.host_updates):
         slow(lane)

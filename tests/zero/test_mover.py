@@ -27,7 +27,7 @@ def flags_of(words: str, corpus: Path, cache: Path) -> list[str]:
 def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], list[int], int]:
     """For each bucket its number of parts; the slots in the order in which parts have taken them; bytes written."""
     job, _ = job_on_rank(rank, size, flags)
-    model, ring, taken = job.state.model, job.state.model.mover.updates, list[int]()
+    model, ring, taken = job.state.model, job.state.model.mover.update_slots, list[int]()
     take = ring.slot_of
 
     def watched(i: Instruction) -> PartSlot:
