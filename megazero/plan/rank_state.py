@@ -321,7 +321,7 @@ def _slots(shape: RankShape, resident: int) -> int:
         return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
 
     way = most(Piece.GRADIENTS).gradient_bytes + most(Piece.SUMS).gradient_bytes
-    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.PARAMETERS).parameter_bytes
+    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.UPDATED).parameter_bytes
     on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
     return SLOTS * (way + max(on_disk, default=0))
 
