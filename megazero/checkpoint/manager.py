@@ -19,7 +19,7 @@ from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.background import BackgroundSave, SaveOutcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
-from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest
+from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, FragmentSpec, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, check_sizes, read_manifest, read_portions
 from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
@@ -28,7 +28,8 @@ from megazero.config.schema import CheckpointConfig
 from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
-from megazero.zero.layout import StoredFragment
+from megazero.telemetry.units import transfer
+from megazero.zero.layout import Fragment, StoredFragment
 
 
 class CheckpointedState(Protocol):
@@ -128,6 +129,11 @@ class LoadStatistics:
 
     bytes: int
     seconds: float
+
+    @property
+    def words(self) -> list[str]:
+        """What the load has done, for the banner."""
+        return [f"{transfer(self.bytes, self.seconds)} read"]
 
 
 def _require_as_on_rank_0(load: Path, newest: Path | None, rank: int) -> None:

@@ -22,12 +22,10 @@ from megazero.zero.layout import BucketFragment, Fragment, StoredFragment
 from megazero.zero.memories import PartSlot
 from megazero.zero.mover import PartTensors
 from megazero.zero.parts import Key, Range, Resident, piece_name, resident_piece
-from megazero.zero.sharding import Column
+from megazero.zero.sharding import SAVED, Column
 from megazero.zero.state import ModelState
 from megazero.zero.storage import Bucket
 
-SAVED = {"weight": Column.MASTER, "exp_avg": Column.EXP_AVG, "exp_avg_sq": Column.EXP_AVG_SQ}
-"""The columns of checkpoints, by their names in a fragment."""
 DRAWN = 1 << 24
 """Elements that are drawn at once of what other ranks update, and this one only keeps the parameters of."""
 
@@ -150,7 +148,7 @@ def _values(state: ModelState, fill: Collection[str]) -> Generator[list[Fragment
                     one.spec,
                     one.start,
                     one.stop,
-                    **{name: values[one.offset - start :][: one.numel] for name, values in columns.items()},
+                    {name: values[one.offset - start :][: one.numel] for name, values in columns.items()},
                 )
                 for one in fragments
             ]
@@ -167,7 +165,7 @@ def _portions(state: ModelState) -> Iterator[tuple[Key, int, list[BucketFragment
 
 def _saved(state: ModelState) -> dict[str, Column]:
     """The columns of this state; a parameter may be its own master."""
-    named = SAVED if state.has_master else SAVED | {"weight": Column.PARAMETER}
+    named = SAVED if state.has_master else {**SAVED, "weight": Column.PARAMETER}
     return {name: column for name, column in named.items() if column in state.columns}
 
 

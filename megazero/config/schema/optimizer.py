@@ -51,3 +51,13 @@ class OptimizerConfig:
     max_skipped_steps: int = option(20, expert=True)
     """Steps in a row that may be skipped at the lowest loss scale, because their loss or gradients are not finite. Then
     the run ends with an error that says what is not finite. 0: any number."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The columns without which the optimizer cannot go on, by their names in checkpoints. sgd has its momentum."""
+        return ("exp_avg",) if self.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that are kept beside the weights and updated with them, by their names in checkpoints."""
+        return self.moments
