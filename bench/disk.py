@@ -37,11 +37,11 @@ from bench import results
 from bench.script import parser_of, report
 from megazero.config.lengths import bytes_of
 from megazero.config.tiers import SLOTS
-from megazero.disk.backend import DiskOptions, open_backend
 from megazero.disk.lanes import DiskLanes, Need
 from megazero.disk.layout import HEADER_BYTES
 from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
+from megazero.disk.transports import DiskOptions, open_backend
 
 MIB = 1 << 20
 PIECE = 48 * MIB

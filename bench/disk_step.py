@@ -41,11 +41,11 @@ from bench.script import parser_of, report
 from fused_ops.adam import AdamRange, adam_steps
 from megazero.config.tiers import SLOTS
 from megazero.disk import buffers
-from megazero.disk.backend import DiskOptions, open_backend
 from megazero.disk.buffers import DirectMemory
 from megazero.disk.lanes import DiskLanes, Need
 from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
+from megazero.disk.transports import DiskOptions, open_backend
 
 MIB = 1 << 20
 PART = 29_822_976

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,10 +39,22 @@ WAIT_FOR_RANK_0 = 5.0
 """Seconds in which a rank whose configuration is wrong waits for rank 0 to report it, before it does so itself."""
 WAIT_FOR_CHECKS = 10.0
 """Seconds in which a rank that has reported what is wrong waits for the other ranks to end their checks."""
+WAIT_FOR_READERS = 30.0
+"""Seconds in which rank 0, where it serves the ranks' store, waits for the other ranks to read there why it ends."""
+LOOKS = 0.5
+"""Seconds between two looks of a rank that waits for the others to come. Hundreds of ranks may wait."""
 FIRST_REPORT = "megazero/first report"
 """A key in the launcher's store, set by the first rank that has reported why the run ends: a list in JSON of its rank,
-its exit status, and a sentence for the other ranks.
+its exit status, a sentence for the other ranks, and what it says is wrong.
 """
+_OUTCOME = "megazero/outcome of the meeting"
+"""A key of the ranks' store, for which ranks without a launcher wait: set by the last that comes, or by the first that
+reports.
+"""
+_ALL_ARE_HERE, _REPORTED = "all are here", "one has reported"
+_COME = "megazero/ranks that have come"
+SHORT = 160
+"""Characters of what is wrong with another rank, in a line."""
 NOTHING_WRONG = "nothing wrong"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SAYS_HOW = "the configuration is wrong; rank {} says how"
@@ -84,6 +97,14 @@ class Environment:
         return range(max(0, first), min(self.world_size, first + self.local_world_size))
 
 
+class RankEnded(PeerError):
+    """A rank has ended before all ranks have met. status: its exit status, as far as that is known."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @contextmanager
 def launch(
     run: Run, environment: Environment, agree: Callable[[dist.Store], object] = lambda store: None
@@ -93,7 +114,8 @@ def launch(
     dp is world size / (tp * pp). agree: called with the ranks' key-value store before there are process groups, in a
     world of several ranks.
     Entering and leaving are collectives of the world. A world of one makes no process group. After a failure the groups
-    are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does.
+    are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does, and
+    without a launcher RankEnded if another rank does not come.
     """
     die_with_parent()
     torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
@@ -101,14 +123,41 @@ def launch(
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
         return
-    _nothing_wrong(environment)
-    meeting = dist.rendezvous("env://", environment.rank, environment.world_size, timeout=world.timeout)
-    store, _, _ = next(meeting)
+    store = _meet(environment, world.timeout)
     agree(dist.PrefixStore("before groups", store))
     init_default_group(world, dist.PrefixStore("default group", store), environment)
     yield connected_grid(world, run.parallel)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
+    """The store of the ranks, when all have come to it. Raises RankEnded if one has reported why the run ends instead.
+
+    torchrun ends the ranks that wait for one that has failed. Without it nobody does, and each rank has to look.
+    """
+    if agent_serves():
+        _nothing_wrong(environment)
+        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))
+        return store
+    store, report = _store(environment, timeout), None
+    try:
+        if environment.rank == 0:  # only for rank 0 do others wait before they report
+            store.set(_checks_of(0), NOTHING_WRONG)
+        if store.add(_COME, 1) == environment.world_size:
+            store.compare_set(_OUTCOME, "", _ALL_ARE_HERE)
+        if not are_set(store, [_OUTCOME], timeout.total_seconds(), LOOKS):
+            minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
+            raise TimeoutError(f"{store.add(_COME, 0)} of {environment.world_size} ranks have come in {minutes}")
+        # The outcome, and not the report, decides: a rank may report soon after all ranks have gone on from here.
+        if store.get(_OUTCOME) == _REPORTED.encode():
+            report = json.loads(store.get(FIRST_REPORT))
+    except dist.DistError as error:
+        raise RankEnded("rank 0, which serves the store of the ranks, has ended", FAILED) from error
+    if report is not None:
+        first, status, _, problem = report
+        raise RankEnded(f"rank {first} says {problem}", status)
+    return store
 
 
 def connected_grid(world: World, parallel: ParallelConfig, guest_backend: str | None = None) -> ProcessGrid:
@@ -192,10 +241,17 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     A ConfigError is printed once, by rank 0 if it has the same one (`_report_once`). Of other errors, the first rank to
     fail prints its traceback.
     """
+    if environment.world_size > 1 and serves_the_store(environment):
+        with suppress(Exception):  # from now on, so that ranks whose checks end earlier have where to report
+            _store(environment)
     try:
         main()
     except ConfigError as error:
-        _report_once(str(error), error.status, environment, together=error.of_all_ranks or dist.is_initialized())
+        _report_once(error, environment, together=error.of_all_ranks or dist.is_initialized())
+        return error.status
+    except RankEnded as error:
+        _say_last(f"rank {environment.rank} stopped: {error}", first=False)
+        _let_others_read(environment, error.status)
         return error.status
     except PeerError as error:  # a consequence: the rank that failed first prints the reason, if it can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
@@ -238,7 +294,7 @@ def exit_early(signal: str, environment: Environment, leave: Callable[[], None] 
                 time.sleep(0.05)
                 told = store.add("megazero/told to stop", 0)
             if store.check([FIRST_REPORT]):
-                _, status, reason = json.loads(store.get(FIRST_REPORT))
+                _, status, reason, _ = json.loads(store.get(FIRST_REPORT))
                 _record(reason, first=False)
                 leave()
                 exit_now(status)
@@ -266,29 +322,50 @@ def attempt() -> str:
     return f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _store(environment: Environment) -> dist.Store:
+def serves_the_store(environment: Environment) -> bool:
+    """Whether this rank serves the ranks' store, because there is no launcher that does."""
+    return environment.rank == 0 and not agent_serves()
+
+
+def _store(environment: Environment, patience: timedelta = timedelta(seconds=30)) -> dist.Store:
     """The launcher's key-value store, before any process group exists. Without a launcher's, rank 0 serves one."""
     if dist.is_initialized() and not agent_serves():
         return dist.distributed_c10d._get_default_store()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+    return dist.PrefixStore(attempt(), ranks_store(environment, patience))
+
+
+def ranks_store(environment: Environment, patience: timedelta) -> dist.Store:
+    """torchrun's store; without torchrun, a store that rank 0 serves as long as its process lives.
+
+    patience: how long a rank waits for rank 0 to serve it. Raises ConfigError if the environment does not say where.
+    """
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            [f"WORLD_SIZE is {environment.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
+        )
+    return _connected_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), environment, patience)
+
+
+@cache
+def _connected_store(address: str, port: int, environment: Environment, patience: timedelta) -> dist.Store:
+    return dist.TCPStore(
+        address,
+        port,
         environment.world_size,
-        is_master=environment.rank == 0 and not agent_serves(),
-        timeout=timedelta(seconds=30),
+        is_master=serves_the_store(environment),
+        timeout=patience,
         multi_tenant=True,  # the process of rank 0 may serve the ranks' meeting already
         wait_for_workers=False,  # rank 0 has something to say, whether or not all others come
     )
-    return dist.PrefixStore(attempt(), store)
 
 
-def are_set(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Wait until all these keys are set, and return whether they are."""
+def are_set(store: dist.Store, keys: list[str], seconds: float, pause: float = 0.05) -> bool:
+    """Wait until all these keys are set, and return whether they are. pause: seconds between two looks."""
     deadline = time.monotonic() + seconds  # `Store.wait` would write lines about a timeout to stderr
     while not store.check(keys):
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(pause)
     return True
 
 
@@ -301,14 +378,31 @@ def _checks_of(rank: int, *, together: bool = False) -> str:
 
 def _nothing_wrong(environment: Environment) -> None:
     """Tell the ranks that have found something wrong that this rank has not, and waits for them to meet."""
-    if agent_serves():  # else rank 0 would have to serve a store first
-        with suppress(Exception):  # where the store is gone, the ranks do not meet either
-            _store(environment).set(_checks_of(environment.rank), NOTHING_WRONG)
+    with suppress(Exception):  # where the store is gone, the ranks do not meet either
+        _store(environment).set(_checks_of(environment.rank), NOTHING_WRONG)
 
 
-def _first_report(store: dist.Store, rank: int, status: int, reason: str) -> int:
-    """Note that a rank has reported why the run ends, unless another was before. Returns the rank that is noted."""
-    return int(json.loads(store.compare_set(FIRST_REPORT, "", json.dumps([rank, status, reason])))[0])
+def _first_report(store: dist.Store, rank: int, status: int, reason: str, problem: str) -> int:
+    """Note that a rank has reported why the run ends, unless another was before, and wake the ranks that wait for all
+    to come. Returns the rank that is noted.
+    """
+    report = json.dumps([rank, status, reason, problem[:SHORT]])
+    first = int(json.loads(store.compare_set(FIRST_REPORT, "", report))[0])
+    store.compare_set(_OUTCOME, "", _REPORTED)
+    return first
+
+
+def _let_others_read(environment: Environment, status: int) -> None:
+    """Without a launcher: say in the store that this rank ends. The rank that serves the store stays until all others
+    have said so, for some time.
+    """
+    if not agent_serves() and not dist.is_initialized():
+        with suppress(Exception):  # the store may be gone, and rank 0 with it
+            store = _store(environment)
+            store.set(_checks_of(environment.rank), str(status))
+            if serves_the_store(environment):
+                others = range(1, environment.world_size)
+                are_set(store, [_checks_of(other) for other in others], WAIT_FOR_READERS)
 
 
 def _say_last(message: str, *, first: bool) -> None:
@@ -330,16 +424,16 @@ def _record(message: str, *, first: bool) -> None:
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
-def _report_once(message: str, status: int, environment: Environment, *, together: bool) -> None:
+def _report_once(error: ConfigError, environment: Environment, *, together: bool) -> None:
     """Print what is wrong with the configuration once, before the launcher kills all ranks because one has ended.
 
-    status: that of the program after it. together: whether the ranks have met. Usually all ranks have the same
+    together: whether the ranks have met. Usually all ranks have the same
     message. Then rank 0 prints it, and the others wait for that. A rank whose message rank 0 does not have prints it:
     at once if rank 0 has found nothing wrong, else after `WAIT_FOR_RANK_0`, as rank 0 may read long data. No two
     ranks print the same message. A rank that has printed lets the others end their checks, so that different messages
     of several ranks are all printed. Communicates through the launcher's store.
     """
-    rank, told_by, store = environment.rank, environment.rank, None
+    message, rank, told_by, store = str(error), environment.rank, environment.rank, None
     if environment.world_size > 1:
         with suppress(Exception):
             store = _store(environment)
@@ -358,11 +452,13 @@ def _report_once(message: str, status: int, environment: Environment, *, togethe
     else:
         _record(SAYS_HOW.format(told_by), first=False)
     with suppress(Exception):
-        _first_report(store, told_by, status, SAYS_HOW.format(told_by))
-        store.set(_checks_of(rank, together=together), str(status))
-        if told_by == rank:
+        _first_report(store, told_by, error.status, SAYS_HOW.format(told_by), error.problems[0])
+        store.set(_checks_of(rank, together=together), str(error.status))
+        if told_by == rank and (together or not serves_the_store(environment)):
             others = (other for other in range(environment.world_size) if other != rank)
             are_set(store, [_checks_of(other, together=together) for other in others], WAIT_FOR_CHECKS)
+    if not together:
+        _let_others_read(environment, error.status)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:
@@ -370,11 +466,11 @@ def _report_failure(trace: str, environment: Environment) -> None:
 
     The first rank is found by an atomic compare-and-set in the store.
     """
-    first = environment.rank
+    first, reason = environment.rank, trace.strip().splitlines()[-1]
     with suppress(Exception):
-        first = _first_report(_store(environment), first, FAILED, f"rank {first} failed first")
+        first = _first_report(_store(environment), first, FAILED, f"rank {first} failed first", reason)
     if first == environment.rank:
         _say_last(f"rank {environment.rank} of {environment.world_size} failed:\n{trace}", first=True)
     else:
-        reason = trace.strip().splitlines()[-1]
-        _say_last(f"rank {environment.rank} stopped because rank {first} failed first: {reason[:160]}", first=False)
+        _say_last(f"rank {environment.rank} stopped because rank {first} failed first: {reason[:SHORT]}", first=False)
+    _let_others_read(environment, FAILED)

@@ -66,10 +66,10 @@ def test_ranks_that_are_all_told_to_stop_end_well(
 @pytest.mark.parametrize(
     ("rank", "report", "status", "recorded"),
     [
-        (0, [0, 2, "the configuration is wrong; rank 0 says how"], 2, "its own"),
-        (1, [0, 2, "the configuration is wrong; rank 0 says how"], 2, None),
-        (0, [1, 2, "the configuration is wrong; rank 1 says how"], 2, None),
-        (0, [1, 1, "rank 1 failed first"], 1, None),
+        (0, [0, 2, "the configuration is wrong; rank 0 says how", "--lr 0"], 2, "its own"),
+        (1, [0, 2, "the configuration is wrong; rank 0 says how", "--lr 0"], 2, None),
+        (0, [1, 2, "the configuration is wrong; rank 1 says how", "--lr 0"], 2, None),
+        (0, [1, 1, "rank 1 failed first", "OSError"], 1, None),
     ],
 )
 def test_the_end_has_one_reason_whoever_leaves_first(

@@ -333,6 +333,7 @@ FOLDERS = (
     "megazero/plan",
     "megazero/report",
     "megazero/train",
+    "megazero/zero",
 )
 """Folders in which files are counted and measured. More are to follow."""
 

@@ -106,16 +106,23 @@ def require_sizes(found: FoundCheckpoint) -> None:
 
 
 def _with_offer(error: Damaged, path: Path) -> Damaged:
-    """The error, extended by the path of its checkpoint and the newest earlier one that looks whole."""
+    """The error, extended by the path of its checkpoint, the newest earlier one without visible damage, and what is
+    known of that one.
+    """
     offer = "No earlier one is there."
     for earlier in folders.earlier_checkpoints(path):
+        seen = "looks whole"
         try:
             manifest = read_manifest(earlier)
-            if not manifest.is_scattered:
+            if manifest.is_scattered:  # this node has a part of the files
+                seen = (
+                    f"has a whole manifest, and files on the disks of {manifest.layout['places']} nodes, not looked at"
+                )
+            else:
                 check_files(earlier, manifest)
         except (Damaged, ValueError):
             continue
-        offer = f"The one before it looks whole; to resume from it: --load {earlier}"
+        offer = f"The one before it {seen}; to resume from it: --load {earlier}"
         break
     return Damaged(f"checkpoint {path} is damaged: {error}. {offer}")
 

@@ -21,7 +21,7 @@ FIO = (
     "fio --name=raw --directory=PATH --unlink=1 --size=4g --rw=read --bs=4m --iodepth=16 --ioengine=io_uring "
     "--direct=1 --overwrite=1 --time_based --runtime=10"
 )
-"""What measures a disk alone, with the requests of `disk.backend.DiskOptions`, over a file that is there already."""
+"""What measures a disk alone, with the requests of `disk.transports.DiskOptions`, over a file that is there already."""
 DESCRIPTION = f"""
 What a training with its optimizer state under PATH reaches there: parts are read, updated by Adam and written again as
 in a step, with its buffers, checksums and requests. Also the rates that --placement auto measures at the start of a run
@@ -153,9 +153,9 @@ def run(args: argparse.Namespace) -> None:
 
 def measure(path: Path, total: int, seconds: float, precision: str) -> DiskSpeed:
     """Measure for about so many seconds with a file of `total` bytes. Raises DiskError."""
-    from megazero.disk.backend import DiskOptions
     from megazero.disk.measure import TRIAL, DiskTrial
     from megazero.disk.swap_file import remove_leftovers
+    from megazero.disk.transports import DiskOptions
 
     remove_leftovers(path, jobs=TRIAL)  # not the state of a training, which may go on from it
     with DiskTrial(path, DiskOptions(), total, min(_part_bytes(precision), total // LEAST_PARTS)) as trial:

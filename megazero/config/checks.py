@@ -17,12 +17,14 @@ class CheckContext:
     world_size  number of ranks; None if it is not known
     given       fields that the command line itself sets
     own_data    whether a program passes the training data, so that the run does not name any
+    decided     fields whose values are not the user's, but follow from facts
     """
 
     run: Run
     world_size: int | None
     given: frozenset[str]
     own_data: bool = False
+    decided: frozenset[str] = frozenset()
 
     @property
     def dp(self) -> int | None:

@@ -5,13 +5,15 @@ anybody wants: a long run that hardly saves, and a learning rate with which hard
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
+from megazero.config.batch_schedule import BatchSchedule
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
 from megazero.config.derive import BASE_BITS, ffn_width, query_groups
 from megazero.config.inventory import FP8_MULTIPLE, LORA_TARGETS, adaptable_layers, block_layers, fp8_layers
-from megazero.config.lengths import Length, Measure
-from megazero.config.schema import Run
+from megazero.config.lengths import FRACTIONS, Length, Measure
+from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.schema.trainer import TRACE_SUFFIXES
 from megazero.system.words import counted, either
 
@@ -77,30 +79,54 @@ def _length(context: CheckContext) -> Problems:
         yield f"{samples} are fewer than the first global batch has, {first}; nearest: {first}"
 
 
-@reads("lr min_lr lr_decay_style train_length lr_warmup lr_decay lr_wsd_decay")
+@reads("lr min_lr lr_decay_style train_length lr_warmup lr_decay lr_wsd_decay global_batch_size rampup_batch_size")
 def _rate(context: CheckContext) -> Problems:
     s = context.run.schedule
     if s.min_lr > s.lr:
         yield f"--min-lr {s.min_lr:g} is above --lr {s.lr:g}"
-    if s.lr_decay_style == "constant":
+    longest = s.lr_decay or s.train_length
+    if s.lr_decay_style == "constant" or longest is None or longest.measure in FRACTIONS:
         return
-    for measure in (Measure.ITERATIONS, Measure.SAMPLES):
-        run, rise, decay, fall = (
-            length if length is not None and length.measure is measure else None
-            for length in (s.train_length, s.lr_warmup, s.lr_decay, s.lr_wsd_decay)
-        )
-        longest = decay or run
-        if longest is None:
-            continue
-        whole, called = longest.number, longest.behind("--train-length" if decay is None else "--lr-decay")
-        if rise is not None and rise.number > whole:
-            yield f"{rise.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {whole}"
-        if s.lr_decay_style == "wsd" and fall is not None:
-            rise = rise or Length(0, measure, by_name=fall.by_name)
-            if fall.number + rise.number > whole:
-                valid = replace(fall, number=max(whole - rise.number, 1)).behind("--lr-wsd-decay")
-                both = f"{fall.behind('--lr-wsd-decay')} + {rise.behind('--lr-warmup')}"
-                yield f"{both} is longer than {called}; nearest: {valid}"
+    rise, fall = (
+        None if length is None or length.measure in FRACTIONS else length
+        for length in (s.lr_warmup, s.lr_wsd_decay if s.lr_decay_style == "wsd" else None)
+    )
+    try:
+        compared = _Compared(s, [length for length in (longest, rise, fall) if length is not None])
+    except ValueError:  # no batches, which `_ramp` says
+        return
+    whole, called = compared.number(longest), longest.behind("--train-length" if s.lr_decay is None else "--lr-decay")
+    risen = 0 if rise is None else compared.number(rise)
+    if rise is not None and risen > whole:
+        valid = compared.length(rise, whole).number
+        yield f"{rise.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {valid}"
+    if fall is not None and compared.number(fall) + risen > whole:
+        rise = rise or replace(fall, number=0)
+        both = f"{fall.behind('--lr-wsd-decay')} + {rise.behind('--lr-warmup')}"
+        valid_fall = compared.length(fall, max(whole - risen, 1)).behind("--lr-wsd-decay")
+        yield f"{both} is longer than {called}; nearest: {valid_fall}"
+
+
+class _Compared:
+    """Lengths as numbers that can be compared: of what all of them count, or else of samples.
+
+    Raises ValueError if iterations would have to be samples and there is no such schedule of batches.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, lengths: Sequence[Length]) -> None:
+        # The samples of --epochs are the one length that a run may have in another measure than the others.
+        self._batches = BatchSchedule(schedule) if len({length.measure for length in lengths}) > 1 else None
+
+    def number(self, length: Length) -> int:
+        if self._batches is None or length.measure is Measure.SAMPLES:
+            return int(length.number)
+        return self._batches.consumed_after(int(length.number))
+
+    def length(self, like: Length, number: int) -> Length:
+        """The longest length in the measure of another one that is at most such a number, and at least 1."""
+        if self._batches is not None and like.measure is Measure.ITERATIONS:
+            number = self._batches.iterations_within(number)
+        return replace(like, number=max(number, 1))
 
 
 @reads("precision loss_scale initial_loss_scale min_loss_scale")
@@ -219,7 +245,11 @@ def _tokens(context: CheckContext) -> Problems:
         reason = "without --tokenizer" if d.tokenizer is None else "on --tokenizer byte"
         yield f"--tokenizer-path {d.tokenizer_path} has no effect {reason}"
     if vocab is not None and d.eod_id is not None and d.eod_id >= vocab:
-        yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
+        if "eod_id" in context.decided:  # by the tokenizer, so that only the number of tokens is the user's to change
+            ends = f"does not have the --eod-id {d.eod_id}; without --vocab-size the tokenizer says both"
+            yield f"--vocab-size {vocab} {ends}"
+        else:
+            yield f"--eod-id {d.eod_id} is no token of --vocab-size {vocab}; nearest: {vocab - 1}"
     of_documents = {"--document-mask": context.run.model.document_mask, "--eod-mask-loss": d.eod_mask_loss}
     flags = [flag for flag, on in of_documents.items() if on]
     if flags and d.data_path and d.tokenizer is None and d.eod_id is None:

@@ -138,6 +138,7 @@ def problems_of(
     bad: set[str] | None = None,
     given: frozenset[str] = frozenset(),
     own_data: bool = False,
+    decided: frozenset[str] = frozenset(),
 ) -> list[str]:
     """A sentence for everything that is wrong with a run.
 
@@ -146,6 +147,7 @@ def problems_of(
     given       fields that the command line itself sets. Only there is a flag without effect a problem: a preset or a
                 file may contain settings for another precision or optimizer
     own_data    whether a program passes the training data
+    decided     fields whose values are not the user's, but follow from facts
     """
     bad, problems = set(bad or ()), list[str]()
     for name, known in run_options().items():
@@ -155,7 +157,7 @@ def problems_of(
             bad.add(name)  # its number means nothing to the checks below
     if world_size is not None and world_size < 1:
         return [*problems, f"--world-size {world_size}: must be at least 1"]
-    context = CheckContext(run, world_size, given, own_data)
+    context = CheckContext(run, world_size, given, own_data, decided)
     for check in (*CHECKS, *effect_checks()):
         if bad.isdisjoint(check.reads):
             problems += check.find(context)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from megazero.disk.errors import DiskError
+from megazero.disk.swap_file import DiskError
 from megazero.disk.transports import Transport
 
 Work = Callable[[Transport], list[int]]

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from megazero.config.tiers import SLOTS
-from megazero.disk.backend import DiskOptions
 from megazero.disk.checksum import BLOCK
 from megazero.disk.lanes import Need
 from megazero.disk.layout import HEADER_BYTES, SwapLayout, padded
 from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import SwapFile, stem_of
+from megazero.disk.transports import DiskOptions
 
 TRIAL = "trial-"
 """What the name of its job begins with."""
 TRIAL_BYTES = 16 << 20, 128 << 20
-"""The least and the most of the file by which a path is weighed. It is no larger than what the paths will hold."""
+"""The least and the most of the file by which a folder is measured."""
 TRIAL_SECONDS = 0.3
 """For which the largest such file is read, and written; a smaller one for as much less."""
 AREAS = 2
@@ -136,22 +136,33 @@ class DiskTrial:
         return moved / (time.perf_counter() - start)
 
 
+class FolderRates(NamedTuple):
+    """Bytes that a folder reads in a second, and that it writes: one lane after the other."""
+
+    read: float
+    write: float
+
+
+def folder_rates(folder: Path, options: DiskOptions, held_bytes: int | None = None) -> FolderRates:
+    """The rates of a folder. held_bytes: what it will hold, if that is known: little is not worth a long trial.
+
+    Raises DiskError.
+    """
+    least, most = TRIAL_BYTES
+    total = most if held_bytes is None else min(max(held_bytes, least), most)
+    seconds = TRIAL_SECONDS * total / most
+    with DiskTrial(folder, options, total, padded(total // 8, BLOCK)) as trial:
+        trial.fill()
+        (writes,), (reads,) = trial.rates(True, seconds=seconds), trial.rates(False, seconds=seconds)
+    return FolderRates(reads, writes)
+
+
 def weights_of(folders: Sequence[Path], options: DiskOptions, held_bytes: int) -> tuple[float, ...]:
-    """The shares of several paths, which add up to 1, in proportion to what each reads and writes in a second.
-
-    held_bytes  of all that the paths will hold together: little of that is not worth a long trial
-
-    A path alone is not measured. Raises DiskError.
+    """The shares of several paths, which add up to 1, in proportion to what each reads and writes in a second. A path
+    alone is not measured. held_bytes: of all that the paths will hold together. Raises DiskError.
     """
     if len(folders) == 1:
         return (1.0,)
-    least, most = TRIAL_BYTES
-    total = min(max(held_bytes, least), most)
-    piece_bytes, seconds = padded(total // 8, BLOCK), TRIAL_SECONDS * total / most
-    rates = []
-    for folder in folders:
-        with DiskTrial(folder, options, total, piece_bytes) as trial:
-            trial.fill()
-            (writes,), (reads,) = trial.rates(True, seconds=seconds), trial.rates(False, seconds=seconds)
-        rates.append(1 / (1 / reads + 1 / writes))
+    measured = [folder_rates(folder, options, held_bytes) for folder in folders]
+    rates = [1 / (1 / folder.read + 1 / folder.write) for folder in measured]
     return tuple(rate / sum(rates) for rate in rates)

@@ -6,13 +6,20 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megazero.disk.backend import DiskOptions
-from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.layout import SwapLayout
 from megazero.disk.measure import weights_of
-from megazero.disk.record import SwapRecord
-from megazero.disk.swap import SwapSpace
-from megazero.disk.swap_file import CHECKPOINT, PREFIX, SwapFile, owner_of, remove_leftovers, stem_of
+from megazero.disk.swap import SwapRecord, SwapSpace
+from megazero.disk.swap_file import (
+    CHECKPOINT,
+    PREFIX,
+    DiskError,
+    SwapDamaged,
+    SwapFile,
+    owner_of,
+    remove_leftovers,
+    stem_of,
+)
+from megazero.disk.transports import DiskOptions
 
 
 def open_swap(

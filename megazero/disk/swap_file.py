@@ -1,4 +1,6 @@
-"""A swap file: made, locked while its process lives, sized from the start, removed by whoever finds it left over."""
+"""A swap file: made, locked while its process lives, sized from the start, removed by whoever finds it left over; and
+what goes wrong with one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megazero.disk.buffers import own_pages
-from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.layout import HEADER_BYTES
 from megazero.system.durable import sync_folder
 from megazero.system.names import is_plain_file_name
@@ -32,6 +33,41 @@ NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 RELEASE_SECONDS = 10.0
 """How long the lock of a process that has ended may still be held."""
 O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DiskError(OSError):
+    """A swap file cannot be made, read or written. The message names path, piece and bytes.
+
+    code  errno of the system's error; None where there is none
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)  # without the errno, which would become a part of its text
+        self.code = code
+
+    @classmethod
+    def of(cls, message: str, error: OSError) -> DiskError:
+        """The message, and what the system says."""
+        return cls(f"{message}: {reason(error.errno or 0)}", error.errno)
+
+
+class SwapDamaged(DiskError):
+    """What is on disk is not what was written there: a file that is missing or ends early, a checksum that differs."""
+
+
+ADVICE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of this user is used up",
+    errno.EFBIG: "a limit on the size of files (ulimit -f, or the file system's own) ends there",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the disk reports an error",
+}
+
+
+def reason(code: int) -> str:
+    """An errno in words."""
+    system_words = f"{os.strerror(code)} (errno {code})"
+    return f"{ADVICE[code]}: {system_words}" if code in ADVICE else system_words
 
 
 def stem_of(job: str, rank: int) -> str:

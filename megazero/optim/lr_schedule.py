@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import SupportsFloat
 
+from megazero.config.batch_schedule import BatchSchedule
 from megazero.config.lengths import Length, Measure
 from megazero.config.schema import ScheduleConfig
-from megazero.optim.batch_schedule import BatchSchedule
 from megazero.system.extensions import LR_DECAY_STYLES, load, refuse_twin
 
 WSD_SHARE = 0.1

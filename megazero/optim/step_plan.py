@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megazero.config.batch_schedule import BatchSchedule
 from megazero.config.schema import ScheduleConfig
-from megazero.optim.batch_schedule import BatchSchedule
 from megazero.optim.lr_schedule import LearningRate
 
 

@@ -67,11 +67,10 @@ class StepEnd(Protocol):
     def norm(self, loss_sum: Tensor) -> None:
         """Reduce what all ranks have to know: the norm, the loss and requests. loss_sum: 0-dim float64 of this rank."""
 
-    def update(self, buckets: Sequence[int], part: int) -> None:
-        """Update the ranges of these buckets that this rank owns, or a part of one (-1: all)."""
-
-    def update_host(self, i: Instruction) -> None:
-        """Start to update a part of a bucket in host memory."""
+    def update(self, i: Instruction) -> None:
+        """Update the ranges of an instruction's buckets that this rank owns, or a part of one. In host memory the
+        update is started.
+        """
 
 
 class KeptGraph(Protocol):

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megazero.disk.errors import DiskError
 from megazero.disk.lanes import DiskRequest
 from megazero.disk.swap import SwapSpace
+from megazero.disk.swap_file import DiskError
 from megazero.system.streams import reached
 
 FLAG = "--offload-activations"

@@ -148,7 +148,7 @@ class ScheduleRun:
             Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(i.buckets),
             Op.NORM: self._norm,
             UPDATE: self._update,
-            UPDATE_HOST: self._update_host,
+            UPDATE_HOST: self._update,
             **dict.fromkeys(STATE_MOVES, self.state.move),
             **dict.fromkeys(ACTIVATION_MOVES, lambda i: self.kept[self._key(i)].move(i.op)),
         }
@@ -249,11 +249,7 @@ class ScheduleRun:
 
     def _update(self, i: Instruction) -> None:
         assert self.end is not None
-        self.end.update(i.buckets, i.part)
-
-    def _update_host(self, i: Instruction) -> None:
-        assert self.end is not None
-        self.end.update_host(i)
+        self.end.update(i)
 
     # --- hidden states and their gradients -------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ needs it (`UnitBytes.input`). In vertical order a computation of a schedule is t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
@@ -29,7 +29,7 @@ from megazero.config.derive import (
     query_groups,
 )
 from megazero.config.dtypes import compute_dtype
-from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, UP, block_layers, linears
+from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, TP_AXIS, UP, block_layers, linears
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.mpu.head_loss import BLOCK_BYTES, LEAST_ROWS
@@ -41,17 +41,15 @@ from megazero.plan.layer_tapes import (
     Product,
     Widths,
     activated,
+    adapter,
     added,
     attention,
     column,
-    column_adapter,
     dropout,
     gated,
     halves,
     norm,
-    norm_of_sum,
     row,
-    row_adapter,
 )
 from megazero.plan.tape import NEW, PASS, Buffer, Tape, UnitBytes
 from megazero.program.instruction import Instruction, Kind, Op
@@ -107,16 +105,13 @@ class ActivationPlan:
         if adapters is None or not adapters.adapts(name):
             return y
         linear = next(linear for linear in linears(run.model) if linear.name == name)
-        pair = LowRankPair(*linear.on_rank(tp), adapters.rank, adapters.dropout)
-        if linear.tp_axis == 0:
-            return column_adapter(tape, self.widths, x, y, pair)
-        return row_adapter(tape, self.widths, x, y, replace(pair, slices=adapters.slices // tp))
+        slices = None if linear.tp_axis == 0 else adapters.slices // tp
+        pair = LowRankPair(*linear.on_rank(tp), adapters.rank, adapters.dropout, slices)
+        return adapter(tape, self.widths, x, y, pair)
 
-    def _column(self, tape: Tape, name: str, x: Buffer) -> Buffer:
-        return self._adapted(tape, name, x, column(tape, self.widths, x, self._product(name)))
-
-    def _row(self, tape: Tape, name: str, x: Buffer) -> Buffer:
-        return self._adapted(tape, name, x, row(tape, self.widths, x, self._product(name)))
+    def _linear(self, tape: Tape, name: str, x: Buffer) -> Buffer:
+        layer = column if TP_AXIS[name] == 0 else row
+        return self._adapted(tape, name, x, layer(tape, self.widths, x, self._product(name)))
 
     @cached_property
     def embedding(self) -> UnitBytes:
@@ -134,7 +129,7 @@ class ActivationPlan:
         if model.position_embedding == "learned":
             x = self._positions(tape, x)
         if model.embedding_layernorm:
-            x = self._norm(tape, x)
+            _, x = self._norm(tape, x)
         if model.hidden_dropout:
             x = dropout(tape, x, w.local)
         return tape.measure(x)
@@ -168,9 +163,7 @@ class ActivationPlan:
         x = self._attention(tape, source, selective=recompute == SELECTIVE)
         model, w = self.run.model, self.widths
         with tape.holding(x):
-            hidden, normalised = norm_of_sum(
-                tape, w, x, source, model.hidden_size, centred=model.norm == "layernorm", trained=self.trains_all
-            )
+            hidden, normalised = self._norm(tape, x, source)
             y = self._mlp(tape, normalised)
             with tape.holding(normalised, y):
                 out = dropout(tape, y, w.local, hidden) if model.hidden_dropout else added(tape, y, hidden)
@@ -179,8 +172,8 @@ class ActivationPlan:
 
     def _attention(self, tape: Tape, source: Buffer, *, selective: bool) -> Buffer:
         model, w = self.run.model, self.widths
-        normalised = self._norm(tape, source)
-        mixed = self._column(tape, QKV, normalised)
+        _, normalised = self._norm(tape, source)
+        mixed = self._linear(tape, QKV, normalised)
         if model.position_embedding == "rotary":
             mixed = tape.op((mixed,), mixed.nbytes)
         groups, repeats = query_groups(model), model.num_attention_heads // query_groups(model)
@@ -188,7 +181,7 @@ class ActivationPlan:
         heads = Heads(*shape, self.body, model.attention_dropout > 0)
         context = attention(tape, w, mixed, heads, selective=selective)
         with tape.holding(normalised, mixed, context):
-            x = self._row(tape, OUTPUT, context)
+            x = self._linear(tape, OUTPUT, context)
         return dropout(tape, x, w.local) if model.hidden_dropout else x
 
     def _mlp(self, tape: Tape, x: Buffer) -> Buffer:
@@ -199,9 +192,9 @@ class ActivationPlan:
                 up = self._adapted(tape, UP, x, up)
             y = gated(tape, gate, up)
         else:
-            y = activated(tape, self._column(tape, UP, x))
+            y = activated(tape, self._linear(tape, UP, x))
         with tape.holding(x, y):
-            return self._row(tape, DOWN, y)
+            return self._linear(tape, DOWN, y)
 
     @cached_property
     def head(self) -> UnitBytes:
@@ -209,7 +202,7 @@ class ActivationPlan:
         model, w = self.run.model, self.widths
         source = Buffer(self.hidden_bytes)
         tape = Tape(source, {source})
-        y = self._norm(tape, source)
+        _, y = self._norm(tape, source)
         whole = w.tokens * model.hidden_size * w.item
         x = y
         if w.gathers:
@@ -239,10 +232,9 @@ class ActivationPlan:
         w = self.widths
         return self._logit_rows() * padded_vocab(self.run.model, w.tp) // w.tp * w.item
 
-    def _norm(self, tape: Tape, x: Buffer) -> Buffer:
-        model, w = self.run.model, self.widths
-        centred = model.norm == "layernorm"
-        return norm(tape, w, x, model.hidden_size, centred=centred, trained=self.trains_all, rows=w.local)
+    def _norm(self, tape: Tape, x: Buffer, residual: Buffer | None = None) -> tuple[Buffer, Buffer]:
+        hidden, centred, trained = self.run.model.hidden_size, self.run.model.norm == "layernorm", self.trains_all
+        return norm(tape, self.widths, x, hidden, centred=centred, trained=trained, residual=residual)
 
 
 Runs = tuple[tuple[UnitBytes, int], ...]

@@ -124,24 +124,18 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
 
 def _excess(peaks: TierPeaks, budgets: SearchLimits, whose: str) -> str:
     """Which budgets are exceeded, and by what."""
-    sentences = []
-    if budgets.device is not None and peaks.device_bytes > budgets.device:
-        sentences.append(
-            f"--device-memory-budget {budgets.device:,}: {whose} takes {peaks.device_bytes:,} bytes on the device at "
-            f"{peaks.moment}: {_largest(peaks.device)}"
-        )
-    if budgets.host is not None and peaks.host_bytes > budgets.host:
-        sentences.append(
-            f"--host-memory-budget {budgets.host:,}: {whose} takes {peaks.host_bytes:,} bytes of host memory: "
-            f"{_largest(peaks.host)}"
-        )
-    if budgets.together is not None:
-        parts = {f"{what} that left the device" if what in peaks.device else what: n for what, n in peaks.host.items()}
-        sentences.append(
-            f"--device-memory-budget {budgets.together:,}: {whose} takes {peaks.total_bytes:,} bytes of memory at "
-            f"{peaks.moment}: {_largest({**peaks.device, **parts})}"
-        )
-    return "; ".join(sentences)
+    left = {f"{what} that left the device" if what in peaks.device else what: n for what, n in peaks.host.items()}
+    device, host, total = peaks.device_bytes, peaks.host_bytes, peaks.total_bytes
+    rows = (
+        ("--device-memory-budget", budgets.device, device, f"on the device at {peaks.moment}", peaks.device),
+        ("--host-memory-budget", budgets.host, host, "of host memory", peaks.host),
+        ("--device-memory-budget", budgets.together, total, f"of memory at {peaks.moment}", {**peaks.device, **left}),
+    )
+    return "; ".join(
+        f"{flag} {budget:,}: {whose} takes {nbytes:,} bytes {where}: {_largest(parts)}"
+        for flag, budget, nbytes, where, parts in rows
+        if budget is not None and nbytes > budget
+    )
 
 
 def _largest(parts: Mapping[str, int]) -> str:

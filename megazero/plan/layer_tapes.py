@@ -75,7 +75,7 @@ class LowRankPair:
 
     rank    r
     p       dropout of its input
-    slices  of a row-parallel layer with dropout: keys of a token; None: one, of a column-parallel layer
+    slices  of a row-parallel layer: keys of a token, if there is dropout; None: a column-parallel layer, with one
     """
 
     n: int
@@ -93,43 +93,25 @@ class LowRankPair:
         return Product(self.n, self.rank, bias=False, trained=True)
 
 
-def norm(tape: Tape, w: Widths, x: Buffer, hidden: int, *, centred: bool, trained: bool, rows: int) -> Buffer:
-    """LayerNorm (centred) or RMSNorm: saves its input and one or two statistics of each row."""
-    return _norm(tape, w, (x,), (Buffer(rows * hidden * w.item),), x, hidden, centred, trained, rows)
-
-
-def norm_of_sum(
-    tape: Tape, w: Widths, x: Buffer, residual: Buffer, hidden: int, *, centred: bool, trained: bool
+def norm(
+    tape: Tape, w: Widths, x: Buffer, hidden: int, *, centred: bool, trained: bool, residual: Buffer | None = None
 ) -> tuple[Buffer, Buffer]:
-    """(x + residual, its normalisation). Saves the sum and its statistics; both inputs have one gradient."""
-    total, y = Buffer(x.nbytes), Buffer(x.nbytes)
-    _norm(tape, w, (x, residual), (y, total), total, hidden, centred, trained, w.local)
-    return total, y
-
-
-def _norm(
-    tape: Tape,
-    w: Widths,
-    reads: tuple[Buffer, ...],
-    makes: tuple[Buffer, ...],
-    saved: Buffer,
-    hidden: int,
-    centred: bool,
-    trained: bool,
-    rows: int,
-) -> Buffer:
+    """(what is normalised, its normalisation): LayerNorm (centred) or RMSNorm of x, or of x + residual, which then have
+    one gradient. Saves what is normalised and one or two statistics of each row.
+    """
+    total, y = x if residual is None else Buffer(x.nbytes), Buffer(x.nbytes)
     vectors = 2 if centred else 1
     rounded = vectors * hidden * w.item if w.item < w.wide else 0
-    statistics = Buffer(vectors * rows * w.wide)
-    return tape.op(
-        reads,
-        makes,
-        saves=(saved, statistics),
+    tape.op(
+        (x,) if residual is None else (x, residual),
+        (y,) if residual is None else (y, total),
+        saves=(total, Buffer(vectors * w.local * w.wide)),
         gradient=SHARED,
         back=vectors * hidden * w.wide + rounded,
         trained=trained,
         vectors=(rounded or vectors * hidden * w.wide) if trained else 0,
     )
+    return total, y
 
 
 def column(tape: Tape, w: Widths, x: Buffer, layer: Product) -> Buffer:
@@ -138,11 +120,14 @@ def column(tape: Tape, w: Widths, x: Buffer, layer: Product) -> Buffer:
     return make(tape, w, x, layer, rows=w.local, gathers=w.gathers)
 
 
-def column_adapter(tape: Tape, w: Widths, x: Buffer, y: Buffer, pair: LowRankPair) -> Buffer:
-    """y plus the adapter's output for a column-parallel layer's input x."""
+def adapter(tape: Tape, w: Widths, x: Buffer, y: Buffer, pair: LowRankPair) -> Buffer:
+    """y plus the adapter's output for a layer's input x; of a row-parallel layer what is between A and B is summed."""
+    is_row = pair.slices is not None
+    rows = w.tokens if is_row else w.local
     with tape.holding(x, y):
-        low = _product(tape, w, _dropped(tape, x, pair, w.local), pair.first, rows=w.local, gathers=False)
-        up = _product(tape, w, _scaled(tape, low), pair.second, rows=w.local, gathers=w.gathers)
+        low = _product(tape, w, _dropped(tape, x, pair, rows), pair.first, rows=rows, gathers=False)
+        low = _scaled(tape, _summed(tape, w, low, pair.rank) if is_row else low)
+        up = _product(tape, w, low, pair.second, rows=w.local, gathers=w.gathers and not is_row)
         return added(tape, up, y)
 
 
@@ -156,15 +141,6 @@ def row(tape: Tape, w: Widths, x: Buffer, layer: Product) -> Buffer:
         row = {"saves": (bias,), "trained": layer.trained, "back": layer.n * w.wide, "holds": layer.trained}
         y = tape.op((y,), y.nbytes, gradient=PASS, **row)
     return y
-
-
-def row_adapter(tape: Tape, w: Widths, x: Buffer, y: Buffer, pair: LowRankPair) -> Buffer:
-    """y plus the adapter's output for a row-parallel layer's input x."""
-    with tape.holding(x, y):
-        low = _product(tape, w, _dropped(tape, x, pair, w.tokens), pair.first, rows=w.tokens, gathers=False)
-        low = _scaled(tape, _summed(tape, w, low, pair.rank))
-        up = _product(tape, w, low, pair.second, rows=w.local, gathers=False)
-        return added(tape, up, y)
 
 
 def _product(tape: Tape, w: Widths, x: Buffer, layer: Product, *, rows: int, gathers: bool) -> Buffer:

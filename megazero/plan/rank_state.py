@@ -16,8 +16,8 @@ from megazero.config.derive import whole_steps
 from megazero.config.placement import unplaced
 from megazero.config.schema import ParallelConfig, Run
 from megazero.config.tiers import SLOTS, Tier
-from megazero.disk.backend import DiskOptions
 from megazero.disk.layout import SwapLayout
+from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterSpec, StateGroup
@@ -321,7 +321,7 @@ def _slots(shape: RankShape, resident: int) -> int:
         return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
 
     way = most(Piece.GRADIENTS).gradient_bytes + most(Piece.SUMS).gradient_bytes
-    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.PARAMETERS).parameter_bytes
+    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.UPDATED).parameter_bytes
     on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
     return SLOTS * (way + max(on_disk, default=0))
 

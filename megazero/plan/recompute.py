@@ -28,7 +28,7 @@ from megazero.config.source import ConfigError
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import attention_support, attention_workload, schedules, step_options
-from megazero.pipeline.stage_specs import chunks_of, stage_specs
+from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
 from megazero.plan.activations import (
     ActivationPlan,
     ChunkBytes,
@@ -174,8 +174,7 @@ class StageActivations:
     """
 
     def __init__(self, run: Run, axes: Axes, stage: int, kind: str) -> None:
-        self.plan, specs = activation_plan(run, kind), stage_specs(run)
-        self.specs = [specs[number] for number in chunks_of(run).of(stage)]
+        self.plan, self.specs = activation_plan(run, kind), specs_of_stage(run, stage)
         self.instructions, self.groups = instructions_of(run, axes, stage), chunk_groups(run, axes, stage)
         stay = (group.micro_batches for group in self.groups if group is not None and group.stays)
         self.waiting = self.plan.hidden_bytes * max(stay, default=1) if axes.pp > 1 else 0
@@ -219,13 +218,12 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
 
     0 without --shard-recompute-inputs.
     """
-    plan, specs = activation_plan(run, kind), stage_specs(run)
     if not run.parallel.shard_recompute_inputs:
         return [0] * axes.pp
     table = recompute_table(run, axes, kind)
-    whole = plan.input_part * run.parallel.tp * micro_batches_of(run, axes)
+    whole = activation_plan(run, kind).input_part * run.parallel.tp * micro_batches_of(run, axes)
     return [
-        whole * sum(table[block] == FULL for number in chunks_of(run).of(stage) for block in specs[number].blocks)
+        whole * sum(table[block] == FULL for spec in specs_of_stage(run, stage) for block in spec.blocks)
         for stage in range(axes.pp)
     ]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megazero.config.derive import writes_activations
 from megazero.config.schema import Run
 from megazero.config.tiers import plain_unit
-from megazero.disk.backend import DiskOptions
+from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names

@@ -108,16 +108,18 @@ class Tape:
         if recorded:
             self.graded.update(made)
         self.ops.append((op, recorded))
-        for buffer in (*read, *made):
-            self.held[buffer.memory] = max(self.held.get(buffer.memory, 0), len(self.ops) - 1)
+        self._hold(*read, *made)
         return made[0]
 
     @contextmanager
     def holding(self, *buffers: Buffer) -> Iterator[None]:
         """Within the block, code holds these tensors: they are a function's arguments or local names."""
         yield
-        for buffer in buffers:
-            self.held[buffer.memory] = max(self.held.get(buffer.memory, 0), len(self.ops) - 1)
+        self._hold(*buffers)
+
+    def _hold(self, *buffers: Buffer) -> None:
+        """Code holds these tensors until the last operation so far, which is later than any that held them before."""
+        self.held |= {buffer.memory: len(self.ops) - 1 for buffer in buffers}
 
     def measure(
         self, output: Buffer, *, keeps: bool = True, consumes: bool = False, part: int | None = None

@@ -184,6 +184,10 @@ READS = READ_PARAMETERS, LOAD = hops(Piece.PARAMETERS, Tier.DISK, Tier.DEVICE)
 READ_STATE = TierMove(Piece.STATE, Tier.DISK, Tier.HOST)
 SUMMING = moves_of(Piece.REDUCED, Piece.SUMS) | {Op.ADD_GRADIENT, Op.COUNT_GRADIENT}
 """What is done to sums of gradients that do not rest on the device."""
+GRADIENTS_LEAVE = frozenset(
+    TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.REDUCED, Piece.SUMS, Piece.GRADIENTS)
+)
+"""What takes a reduced gradient from the device."""
 STATE_MOVES = SUMMING | moves_of(Piece.STATE, Piece.GRADIENTS, Piece.PARAMETERS, Piece.UPDATED)
 """What moves model state between tiers, or sums it there, beside the computation."""
 ACTIVATION_MOVES: frozenset[Kind] = moves_of(Piece.ACTIVATIONS) | {

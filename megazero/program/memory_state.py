@@ -8,6 +8,7 @@ from typing import Protocol
 from megazero.config.tiers import Tier
 from megazero.program.effects import Scope
 from megazero.program.instruction import (
+    GRADIENTS_LEAVE,
     LEAVE,
     READ_ACTIVATIONS,
     RELEASE,
@@ -21,12 +22,7 @@ from megazero.program.instruction import (
 )
 from megazero.program.memory import MemoryAccount, MemoryColumn, Place, StepBytes, kept_place
 
-LEAVING: frozenset[Kind] = frozenset(
-    {
-        Op.REDUCE_PARTIAL,
-        *(TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.SUMS, Piece.REDUCED, Piece.GRADIENTS)),
-    }
-)
+LEAVING: frozenset[Kind] = GRADIENTS_LEAVE | {Op.REDUCE_PARTIAL}
 """What takes a reduced gradient that leaves the device, in the dtype of the sum."""
 FETCH = TierMove(Piece.GRADIENTS, Tier.HOST, Tier.DEVICE)
 """What brings a gradient back to an update on the device."""

@@ -87,12 +87,13 @@ def _after_use(move: TierMove) -> dict[Standing, Standing]:
 
 
 _STORED, _WRITTEN = hops(Piece.UPDATED, Tier.DEVICE, Tier.DISK)
-_FETCHED_BY = {
+# A gradient that is used from disks or host memory is the sum that rests there.
+_BRINGS_TO_USE = {
     READ_STATE: Piece.STATE,
     TierMove(Piece.SUMS, Tier.DISK, Tier.HOST): Piece.SUMS,
     TierMove(Piece.GRADIENTS, Tier.DISK, Tier.HOST): Piece.SUMS,
 }
-_BROUGHT_BY = {
+_BRINGS_HOME = {
     TierMove(Piece.STATE, Tier.HOST, Tier.DISK): Piece.STATE,
     TierMove(Piece.SUMS, Tier.HOST, Tier.DISK): Piece.SUMS,
     TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE): Piece.PARAMETERS,
@@ -100,8 +101,8 @@ _BROUGHT_BY = {
 }
 LEGAL: Mapping[tuple[Kind, Piece], Mapping[Standing, Standing]] = MappingProxyType(
     {
-        **{(move, piece): _from_home(move) for move, piece in _FETCHED_BY.items()},
-        **{(move, piece): _after_use(move) for move, piece in _BROUGHT_BY.items()},
+        **{(move, piece): _from_home(move) for move, piece in _BRINGS_TO_USE.items()},
+        **{(move, piece): _after_use(move) for move, piece in _BRINGS_HOME.items()},
         (_WRITTEN, Piece.PARAMETERS): {USED_ON_HOST: TO_DISK, TO_HOST: TO_DISK},
         (UPDATE_HOST, Piece.STATE): {TO_HOST: USED_ON_HOST, ON_HOST: ON_HOST},
         (UPDATE, Piece.STATE): {ON_DEVICE: ON_DEVICE},

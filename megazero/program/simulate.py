@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megazero.program.effects import Effects
-from megazero.program.instruction import LOCAL_LANES, UPDATE, Instruction, Lane, Op, ProgramError
+from megazero.program.instruction import GRADIENTS_LEAVE, LOCAL_LANES, UPDATE, Instruction, Lane, Op, ProgramError
 from megazero.program.meetings import Meetings, Message
 from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.scope import ON_TIME, Border, Scope
@@ -256,7 +256,7 @@ class _Simulation:
         rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))
         self._write(rank, work.does, message)
-        if work.lane is Lane.TO_HOST and i.buckets:
+        if i.op in GRADIENTS_LEAVE:
             buckets = [bucket for bucket, _ in rank.in_flight]
             if i.buckets[0] in buckets and rank.scope.shape.buckets[i.buckets[0]].sums_leave:
                 rank.in_flight[buckets.index(i.buckets[0])] = i.buckets[0], message

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import TypeVar
 
 import torch
@@ -20,7 +18,16 @@ import torch.distributed as dist
 
 from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
-from megazero.launch import Environment, World, agent_serves, are_set, attempt, connected_grid, init_default_group
+from megazero.launch import (
+    Environment,
+    World,
+    are_set,
+    attempt,
+    connected_grid,
+    init_default_group,
+    ranks_store,
+    serves_the_store,
+)
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid, build_grid
 from megazero.system import threads
@@ -59,26 +66,10 @@ def rendezvous() -> Rendezvous:
         )
     if environment.world_size == 1:
         return Rendezvous(environment, None, guest)
-    if guest:
-        store = dist.distributed_c10d._get_default_store()
-    elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        store = _launchers_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), environment)
-    else:
-        raise ConfigError(
-            [f"WORLD_SIZE is {environment.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
-        )
+    store = dist.distributed_c10d._get_default_store() if guest else ranks_store(environment, PATIENCE)
     # Restarted ranks count their calls from one again, but torchrun's store still has the counts of the last attempt.
     number = store.add(f"{attempt()}/calls of rank {environment.rank}", 1)
     return Rendezvous(environment, dist.PrefixStore(f"{attempt()}/call {number}", store), guest)
-
-
-@cache
-def _launchers_store(address: str, port: int, environment: Environment) -> dist.Store:
-    """torchrun's store; without torchrun, a store that rank 0 serves as long as its process lives."""
-    serves = environment.rank == 0 and not agent_serves()
-    return dist.TCPStore(
-        address, port, environment.world_size, serves, timeout=PATIENCE, wait_for_workers=False, multi_tenant=True
-    )
 
 
 def result_on_all_ranks(
@@ -106,8 +97,8 @@ def result_on_all_ranks(
         store.compare_set("wrong", "", json.dumps(report))
     if store.add("arrived", 1) == environment.world_size:
         store.set("all have arrived", "yes")
-    serves = environment.rank == 0 and not agent_serves()  # then the others need this process to know of the failure
-    if failure is None or serves:
+    # a rank that serves the store stays: the others need its process to know of the failure
+    if failure is None or serves_the_store(environment):
         store.wait(["all have arrived"], patience)
     else:
         with suppress(Exception):  # rank 0 may serve the store, and has ended

@@ -30,8 +30,8 @@ from megazero.config.derive import ffn_width, padded_vocab
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.inventory import linears
 from megazero.config.schema import OptimizerConfig, Run
-from megazero.disk.backend import DiskOptions
-from megazero.disk.measure import DiskTrial
+from megazero.disk.measure import folder_rates
+from megazero.disk.transports import DiskOptions
 from megazero.mpu.collectives import all_reduce, barrier
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.head_loss import blocks_of
@@ -45,8 +45,6 @@ from megazero.train.logs import as_config_error
 SECONDS = 0.05
 """For each of the `TRIALS` of a measurement, the fastest of which counts."""
 TRIALS = 3
-DISK_SECONDS = 0.3
-DISK_BYTES = 64 << 20
 ELEMENTS = 1 << 23
 """Of a tensor that is copied or updated: more than a processor's cache holds, as the state of a model is."""
 SENT = 1 << 20
@@ -185,11 +183,9 @@ def _disks(run: Run, grid: ProcessGrid) -> dict[str, float]:
 
     def measure() -> None:
         for folder in run.offload.nvme_path:
-            with DiskTrial(Path(folder), DiskOptions(), DISK_BYTES, piece_bytes=DISK_BYTES // 8) as trial:
-                trial.fill()
-                (writes,), (reads,) = trial.rates(True, seconds=DISK_SECONDS), trial.rates(False, seconds=DISK_SECONDS)
-            rates["read"] += reads
-            rates["write"] += writes
+            measured = folder_rates(Path(folder), DiskOptions())
+            rates["read"] += measured.read
+            rates["write"] += measured.write
 
     with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
         attempt_on_all_ranks(grid.world, grid.device, measure)

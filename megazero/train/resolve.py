@@ -128,19 +128,21 @@ def resolve(asked: Run, facts: Facts) -> ResolvedRun:
 
 def contradictions(resolved: ResolvedRun) -> list[str]:
     """Which decided values contradict the user's settings: the samples of --epochs a warm-up that is longer, the number
-    of the tokenizer's tokens an --eod-id that is no token. Each sentence ends with why the value was decided.
+    of the tokenizer's tokens an --eod-id that is no token. Each sentence ends with why the value was decided, and
+    advises to change what the user says.
 
     The kind of device is left out: `requirements.machine_problems` says what a machine cannot do.
     """
     asked, world_size = resolved.asked, resolved.facts.world_size
     decisions = [decision for decision in resolved.decisions if decision.field != "device"]
     known = {*problems_of(asked, world_size, own_data=True)}
+    fields = frozenset(decision.field for decision in decisions)
+    reasons = {flag: decision.why for decision in decisions for flag in run_options()[decision.field].flags}
     problems = list[str]()
-    for problem in problems_of(_decided(asked, decisions), world_size, own_data=True):
+    for problem in problems_of(_decided(asked, decisions), world_size, own_data=True, decided=fields):
         if problem not in known:
-            flags = {flag: decision.why for decision in decisions for flag in run_options()[decision.field].flags}
-            reasons = [f"{flag}: {why}" for flag, why in flags.items() if re.search(rf"{flag}(?![\w-])", problem)]
-            problems.append(f"{problem} ({'; '.join(reasons)})")
+            named = [f"{flag}: {why}" for flag, why in reasons.items() if re.search(rf"{flag}(?![\w-])", problem)]
+            problems.append(f"{problem} ({'; '.join(named)})")
     return problems
 
 

@@ -27,8 +27,8 @@ from megazero.train.save_policy import SavePolicy, unsaved
 from megazero.train.standstill import SkippedSteps, standstill_text
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.whole_steps import WholeSteps
-from megazero.zero.owed import UpdateValues
-from megazero.zero.step_end import OwedStepEnd, TrainingStepEnd
+from megazero.zero.actions import UpdateValues
+from megazero.zero.optimizer import OwedStepEnd, TrainingStepEnd
 
 
 @dataclass

@@ -18,12 +18,10 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.checkpoint.resume_changes import record_of as record_of_run
 from megazero.config.schema import Run
-from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.lanes import DiskRequest
 from megazero.disk.opening import open_swap, record_of, record_of_others
-from megazero.disk.record import SwapRecord
-from megazero.disk.swap import SwapSpace
-from megazero.disk.swap_file import CHECKPOINT, PREFIX, stem_of
+from megazero.disk.swap import SwapRecord, SwapSpace
+from megazero.disk.swap_file import CHECKPOINT, PREFIX, DiskError, SwapDamaged, stem_of
 from megazero.mpu import collectives
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import ProcessGrid

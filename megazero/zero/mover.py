@@ -24,7 +24,7 @@ from torch import Tensor
 from fused_ops.norm import sum_of_squares
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.lanes import Need
-from megazero.program.instruction import READS, STATE_MOVES, Instruction, Kind, Op, Piece, TierMove
+from megazero.program.instruction import Instruction, Op, Piece, TierMove
 from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
 from megazero.program.shape import PartShape, RankShape
 from megazero.zero.gatherer import ParameterGatherer
@@ -114,55 +114,60 @@ class Mover:
 
     def move(self, i: Instruction) -> None:
         """Start what an instruction of `STATE_MOVES` says, on its lane."""
-        ACTIONS[i.op](self, i)
+        if isinstance(i.op, TierMove):
+            _COPIES[i.op.source, i.op.destination](self, i, i.op.piece)
+        elif i.op is Op.ADD_GRADIENT:
+            self.add(i)
+        else:
+            self.count(i)
 
-    def read(self, i: Instruction) -> None:
-        """Start to read a part's piece from disks into its slot."""
-        place, name = self._place(i, piece_of(i)), piece_name(piece_of(i), i.key)
-        over = self.tiers.disks.read({name: place.memory}, needs=tuple(place.free)).wait
+    def read(self, i: Instruction, piece: Piece) -> None:
+        """Start to read a piece of a part from disks into its slot."""
+        place = self._place(i, piece)
+        over = self.tiers.disks.read({piece_name(piece, i.key): place.memory}, needs=tuple(place.free)).wait
         place.arrived.append(over)
-        self._passed(i, over)
+        self._passed(i, piece, over)
 
-    def write(self, i: Instruction) -> None:
-        """Start to write a part's piece from its slot to disks."""
-        place = self._place(i, piece_of(i))
+    def write(self, i: Instruction, piece: Piece) -> None:
+        """Start to write a piece of a part from its slot to disks."""
+        place = self._place(i, piece)
         assert place.arrived, f"{i} comes before what makes it"
-        piece = {piece_name(piece_of(i), i.key): place.memory}
-        self._passed(i, self.tiers.disks.write(piece, needs=tuple(place.arrived)).wait)
+        over = self.tiers.disks.write({piece_name(piece, i.key): place.memory}, needs=tuple(place.arrived)).wait
+        self._passed(i, piece, over)
 
-    def to_host(self, i: Instruction) -> None:
+    def to_host(self, i: Instruction, piece: Piece) -> None:
         """Start to copy to host memory: a reduced gradient, or updated weights as parameters."""
-        place, source = self._place(i, piece_of(i)), self._source(i)
+        place, source = self._place(i, piece), self._source(i, piece)
         over = self.tiers.to_host.copy(place.memory, source, after=tuple(place.free)).result
         place.arrived.append(over)
-        if self._leaves(i):
+        if piece in _LEAVING:
             self.reducer.leaving.leaves(i.buckets[0], source.numel(), over)
         if i.slot < 0:
-            place.free.clear()  # else who has read a sum would be waited for in every step to come
-        self._passed(i, over)
+            place.free.clear()  # else each reader of a sum would be waited for in all steps to come
+        self._passed(i, piece, over)
 
-    def to_device(self, i: Instruction) -> None:
+    def to_device(self, i: Instruction, piece: Piece) -> None:
         """Start to copy to the device: parameters for a use or after their update, or a sum for an update there."""
-        place, (target, arrived) = self._place(i, piece_of(i)), self._target(i)
+        place, (target, arrived) = self._place(i, piece), self._target(i, piece)
         assert i.slot < 0 or place.arrived, f"{i} comes before what makes it"
         after, changed = tuple(place.arrived), place.changed or _always
         over = self.tiers.to_device.copy(target, place.memory, after=after, wanted=changed).result
         arrived.append(over)
         if i.slot < 0:
-            place.free.append(over)
-        self._passed(i, over)
+            place.free.append(over)  # the next step's first sum is stored over what is read here
+        self._passed(i, piece, over)
 
     def add(self, i: Instruction) -> None:
         """Start to add the gradient of a part that was copied to its sum."""
-        gradient, total = self._place(i, Piece.GRADIENTS), self._place(i, Piece.SUMS)
-        needs = *gradient.arrived, *total.arrived
-        added = self.tiers.updates.submit(_added, needs, total.memory, gradient.memory)
-        total.arrived.append(added.result)
-        self._passed(i, added.result)
+        gradient, total = self._place(i, Piece.REDUCED), self._place(i, Piece.SUMS)
+        needs = *gradient.arrived, *total.arrived  # a copy of both lists: the sum's grows by this addition
+        over = self.tiers.updates.submit(_added, needs, total.memory, gradient.memory).result
+        total.arrived.append(over)
+        self._passed(i, Piece.SUMS, over)
 
     def count(self, i: Instruction) -> None:
         """Start to count the squares of a bucket's sum (-1), or of a part of it."""
-        index, place, (start, stop) = i.buckets[0], self._place(i, Piece.SUMS), self._range(i)
+        index, place, (start, stop) = i.buckets[0], self._place(i, Piece.SUMS), self._range(i, Piece.SUMS)
         counted, others = (
             [
                 place.memory[max(start, first) - start : min(stop, last) - start]
@@ -175,17 +180,17 @@ class Mover:
         self._squares[index].append(squares)
         if i.part < 0:
             del self._summed[index]
-        self._passed(i, squares.result)
+        self._passed(i, Piece.SUMS, squares.result)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def part_to_update(self, i: Instruction) -> tuple[list[Need], PartTensors]:
         """What to wait for before a part is updated in host memory, and its columns there."""
-        slot, sums = self.updates.slot_of(i), self.resting[i.buckets[0]].sums
+        slot = self.updates.slot_of(i)
         tensors = {
             **self.state_of(i.key, slot),
-            Column.GRADIENT: self._place(i, Piece.GRADIENTS if sums is Tier.DEVICE else Piece.SUMS).memory,
-            Column.PARAMETER: self._place(i, Piece.PARAMETERS).memory,
+            Column.GRADIENT: self._place(i, Piece.GRADIENTS).memory,
+            Column.PARAMETER: self._place(i, Piece.UPDATED).memory,
         }
         return [*slot.free, *slot.arrived], tensors
 
@@ -194,7 +199,7 @@ class Mover:
         anything.
         """
         index, slot = i.buckets[0], self.updates.slot_of(i)
-        slot.changed = changed
+        slot.changed = changed  # a skipped step's copy to the device must not take what the slot had before
         slot.arrived.append(changed)
         if self.resting[index].sums is Tier.HOST:
             self._readers[i.key].append(changed)
@@ -205,9 +210,8 @@ class Mover:
     def squares(self, index: int) -> Squares:
         """The squares of a bucket's gradient. Waits for the count. Raises what has gone wrong on the way of the sum."""
         counts = [count.result() for count in self._squares.pop(index, [])]
-        return Squares(
-            [one for each in counts for one in each.counted], [one for each in counts for one in each.others]
-        )
+        counted, others = ([square for count in counts for square in count[which]] for which in (0, 1))
+        return Squares(counted, others)
 
     def fetched(self, key: Key, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the bucket of a gradient that was brought back. Waits for it."""
@@ -238,7 +242,7 @@ class Mover:
     def discard(self) -> None:
         """Forget the sums of a step. Waits for what is under way."""
         for index in list(self._squares):
-            self.squares(index)
+            self.squares(index)  # which else would count in the next step's norm
         self._summed.clear()
         self.wait()
 
@@ -259,89 +263,74 @@ class Mover:
             column: piece.view(dtype) for (column, dtype), piece in zip(self.state_dtypes.items(), pieces, strict=True)
         }
 
-    def _range(self, i: Instruction) -> Range:
+    def _range(self, i: Instruction, piece: Piece) -> Range:
         """The elements [start, stop) of its bucket that an instruction moves. All of them (-1) are what the rank stores
         of a bucket that is loaded, else what the rank updates.
         """
         index, part = i.key
         if part >= 0:
             return self.resting[index].parts[part][:2]
-        at = self.gatherer.parameters[index]
-        return at.column.range_of(at.index) if i.op in READS else self.columns[Column.EXP_AVG].range_of(index)
+        if piece is Piece.PARAMETERS:
+            parameters = self.gatherer.parameters[index]
+            return parameters.column.range_of(parameters.index)
+        return self.columns[Column.EXP_AVG].range_of(index)
 
     def _place(self, i: Instruction, piece: Piece) -> HostPlace:
         """Where a piece of a part is in host memory: at rest or in the slot of the instruction."""
-        index, (start, stop), rests = i.buckets[0], self._range(i), self.resting[i.buckets[0]]
-        at, gradients = self.gatherer.parameters[index], self.columns[Column.GRADIENT]
-        if piece is Piece.PARAMETERS and rests.rests is Tier.HOST:
-            return HostPlace(at.column.view(at.index, start, stop), [], self._updated[index])
-        if piece is Piece.SUMS and rests.sums is Tier.HOST:
+        index, (start, stop), resting = i.buckets[0], self._range(i, piece), self.resting[i.buckets[0]]
+        parameters, gradients = self.gatherer.parameters[index], self.columns[Column.GRADIENT]
+        if piece in (Piece.PARAMETERS, Piece.UPDATED) and resting.rests is Tier.HOST:
+            # Nobody is waited for before they are overwritten: all uses of a step are over when its updates begin.
+            return HostPlace(parameters.column.view(parameters.index, start, stop), [], self._updated[index])
+        if piece is Piece.GRADIENTS and resting.sums is not Tier.DEVICE:
+            piece = Piece.SUMS
+        if piece is Piece.SUMS and resting.sums is Tier.HOST:
             return HostPlace(gradients.view(index, start, stop), self._readers[i.key], self._summed[index])
-        slot = self._ring(i).slot_of(i)
+        slot = self._ring(piece).slot_of(i)
         if piece is Piece.STATE:
             memory = slot.of(piece, (stop - start) * self.state_bytes)
+        elif piece in (Piece.PARAMETERS, Piece.UPDATED):
+            memory = slot.of(piece, stop - start, parameters.column.dtype)
         else:
-            memory = slot.of(piece, stop - start, (at.column if piece is Piece.PARAMETERS else gradients).dtype)
+            memory = slot.of(Piece.GRADIENTS if piece is Piece.REDUCED else piece, stop - start, gradients.dtype)
         return HostPlace(memory, slot.free, slot.arrived, slot.changed)
 
-    def _leaves(self, i: Instruction) -> bool:
-        """Whether a copy to host memory takes a reduced gradient whose sum is not on the device."""
-        return piece_of(i) is not Piece.PARAMETERS and self.resting[i.buckets[0]].sums is not Tier.DEVICE
-
-    def _source(self, i: Instruction) -> Tensor:
+    def _source(self, i: Instruction, piece: Piece) -> Tensor:
         """What a copy to host memory reads on the device."""
-        index, (start, stop) = i.buckets[0], self._range(i)
-        if self._leaves(i):
+        index, (start, stop) = i.buckets[0], self._range(i, piece)
+        if piece in _LEAVING:
             return self.reducer.reduced(index, start, stop)
-        column = Column.MASTER if piece_of(i) is Piece.PARAMETERS else Column.GRADIENT
-        return self.columns[column].view(index, start, stop)
+        return self.columns[Column.MASTER if piece is Piece.UPDATED else Column.GRADIENT].view(index, start, stop)
 
-    def _target(self, i: Instruction) -> tuple[Tensor, list[Need]]:
+    def _target(self, i: Instruction, piece: Piece) -> tuple[Tensor, list[Need]]:
         """Where a copy to the device goes, and the list of what there is to wait for before that is read."""
-        index, (start, stop) = i.buckets[0], self._range(i)
-        if piece_of(i) is Piece.SUMS:
-            self._fetched[i.key] = buffer, arrived = self.reducer.pool.take(stop - start), list[Need]()
-            return buffer[: stop - start], arrived
-        if self.resting[index].rests is Tier.DEVICE:
+        index, (start, stop) = i.buckets[0], self._range(i, piece)
+        if piece is Piece.PARAMETERS:
+            return self.gatherer.loading(index, start, stop)
+        if piece is Piece.UPDATED:
             return self.columns[Column.PARAMETER].view(index, start, stop), self._updated[index]
-        return self.gatherer.loading(index, start, stop)
+        self._fetched[i.key] = buffer, arrived = self.reducer.pool.take(stop - start), list[Need]()
+        return buffer[: stop - start], arrived
 
-    def _ring(self, i: Instruction) -> Ring:
-        return self.loads if i.op in READS else self.updates
+    def _ring(self, piece: Piece) -> Ring:
+        return self.loads if piece is Piece.PARAMETERS else self.updates
 
-    def _passed(self, i: Instruction, over: Need) -> None:
+    def _passed(self, i: Instruction, piece: Piece, over: Need) -> None:
         """An instruction has begun. over: waits for its end."""
         if i.slot >= 0:
-            self._ring(i).passed(i, over)
+            self._ring(piece).passed(i, over)
 
 
-def piece_of(i: Instruction) -> Piece:
-    """What the host's end of a copy holds: an update's gradient that does not come from the device is a sum."""
-    assert isinstance(i.op, TierMove)
-    if i.op.piece is Piece.GRADIENTS:
-        return Piece.GRADIENTS if i.op.source is Tier.DEVICE else Piece.SUMS
-    return _HOLDS.get(i.op.piece, i.op.piece)
-
-
-_HOLDS = {Piece.REDUCED: Piece.GRADIENTS, Piece.UPDATED: Piece.PARAMETERS}
-
-
-_COPIES: Mapping[tuple[Tier, Tier], Callable[[Mover, Instruction], None]] = MappingProxyType(
+_LEAVING = Piece.REDUCED, Piece.SUMS
+"""What is copied to host memory from the buffer of a reduction, and not from a column."""
+_COPIES: Mapping[tuple[Tier, Tier], Callable[[Mover, Instruction, Piece], None]] = MappingProxyType(
     {
-        (Tier.DISK, Tier.HOST): lambda mover, i: mover.read(i),
-        (Tier.HOST, Tier.DISK): lambda mover, i: mover.write(i),
-        (Tier.DEVICE, Tier.HOST): lambda mover, i: mover.to_host(i),
-        (Tier.HOST, Tier.DEVICE): lambda mover, i: mover.to_device(i),
+        (Tier.DISK, Tier.HOST): lambda mover, i, piece: mover.read(i, piece),
+        (Tier.HOST, Tier.DISK): lambda mover, i, piece: mover.write(i, piece),
+        (Tier.DEVICE, Tier.HOST): lambda mover, i, piece: mover.to_host(i, piece),
+        (Tier.HOST, Tier.DEVICE): lambda mover, i, piece: mover.to_device(i, piece),
     }
 )
-ACTIONS: Mapping[Kind, Callable[[Mover, Instruction], None]] = MappingProxyType(
-    {
-        **{move: _COPIES[move.source, move.destination] for move in STATE_MOVES if isinstance(move, TierMove)},
-        Op.ADD_GRADIENT: lambda mover, i: mover.add(i),
-        Op.COUNT_GRADIENT: lambda mover, i: mover.count(i),
-    }
-)
-"""What the instructions of `STATE_MOVES` do."""
 
 
 def update_ring(shape: RankShape, resident_bytes: int, tiers: Tiers) -> Ring:
@@ -358,17 +347,16 @@ def update_ring(shape: RankShape, resident_bytes: int, tiers: Tiers) -> Ring:
     def most(piece: Piece, size: Callable[[PartShape], int]) -> int:
         return max((size(part) for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way)), default=0)
 
-    gradient = most(Piece.GRADIENTS, lambda part: part.gradient_bytes)
-    parameters = most(Piece.PARAMETERS, lambda part: part.parameter_bytes)
+    gradient, sums = (most(piece, lambda part: part.gradient_bytes) for piece in (Piece.GRADIENTS, Piece.SUMS))
+    updated = most(Piece.UPDATED, lambda part: part.parameter_bytes)
     state = max(most(Piece.STATE, lambda part: part.state_bytes), resident_bytes)
-    sums = most(Piece.SUMS, lambda part: part.gradient_bytes)
     flag = "--offload-optimizer"
     return Ring(
         [
             PartSlot(
                 {
                     Piece.GRADIENTS: tiers.in_host_memory(gradient, torch.uint8, flag),
-                    Piece.PARAMETERS: tiers.in_host_memory(parameters, torch.uint8, flag),
+                    Piece.UPDATED: tiers.in_host_memory(updated, torch.uint8, flag),
                     Piece.STATE: tiers.beside_disks(state),
                     Piece.SUMS: tiers.beside_disks(sums),
                 }

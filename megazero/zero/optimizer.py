@@ -1,8 +1,11 @@
-"""The optimizer over the ranges that this rank updates, and their fragments for checkpoints."""
+"""The optimizer over the ranges that this rank updates, and the end of a step, which its list calls at NORM and at
+updates (`pipeline.actions.StepEnd`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,10 +17,11 @@ from megazero.config.schema import OptimizerConfig
 from megazero.config.tiers import Tier
 from megazero.disk.lanes import Need
 from megazero.mpu.grid import ProcessGrid
-from megazero.program.instruction import Instruction
+from megazero.optim.clip import clip_coefficient
+from megazero.program.instruction import UPDATE_HOST, Instruction
+from megazero.zero.actions import UpdateValues
 from megazero.zero.layout import Fragment, StoredFragment
 from megazero.zero.mover import PartTensors
-from megazero.zero.owed import UpdateValues
 from megazero.zero.parts import Key, Part
 from megazero.zero.portions import portions, spread, stored
 from megazero.zero.sharding import Column
@@ -25,6 +29,8 @@ from megazero.zero.state import ModelState
 
 ADAM = {"megazero": adam_steps, "apex": apex.adam_steps}
 """Adam by --optimizer-impl."""
+Reduce = Callable[..., list[Tensor]]
+"""From values of this rank to their sums over all ranks, in one all-reduce."""
 
 
 class ShardedOptimizer:
@@ -65,23 +71,22 @@ class ShardedOptimizer:
                 total += 0.0 * squares
         return total
 
-    def update(self, indices: Sequence[int], now: UpdateValues, part: int = -1) -> None:
-        """Update the ranges of these buckets that this rank owns, with the gradients times `now.multiplier`.
+    def update(self, i: Instruction, now: UpdateValues) -> None:
+        """Update the ranges of an instruction's buckets that this rank owns, or a part of one, with the gradients times
+        `now.multiplier`. In host memory the update is started, on the lane for that.
 
-        part: of one bucket, on the device; -1: all. Communicates nothing: the gathers of parameters that are kept whole
-        are instructions of their own.
+        Communicates nothing: the gathers of parameters that are kept whole are instructions of their own.
         """
-        self.state.gatherer.ready(indices)
-        self._update([own for index in indices for own in self._ranges(index, part)], now)
-        for index in indices:
+        if i.op == UPDATE_HOST:
+            needs, tensors = self.state.mover.part_to_update(i)
+            changed = self.state.tiers.updates.submit(self._update_there, i.key, needs, tensors, now).result
+            self.state.mover.updating(i, changed)
+            return
+        self.state.gatherer.ready(i.buckets)
+        self._update([own for index in i.buckets for own in self._ranges(index, i.part)], now)
+        for index in i.buckets:
             if self.state.resting[index].sums is not Tier.DEVICE:
-                self.state.mover.used((index, part))
-
-    def update_host(self, i: Instruction, now: UpdateValues) -> None:
-        """Start to update a part of a bucket in host memory, on the lane for that."""
-        needs, tensors = self.state.mover.part_to_update(i)
-        changed = self.state.tiers.updates.submit(self._update_there, i.key, needs, tensors, now).result
-        self.state.mover.updating(i, changed)
+                self.state.mover.used((index, i.part))
 
     def end_step(self, skip: Tensor) -> None:
         """Count the step unless it was skipped, and have the next gradients begin new sums. skip: as in `UpdateValues`.
@@ -198,3 +203,72 @@ class ShardedOptimizer:
             multiplier=now.multiplier,
             skip=now.skip,
         )
+
+
+@dataclass
+class TrainingStepEnd:
+    """The end of one step; a `pipeline.actions.StepEnd`.
+
+    optimizer  updates the parameters
+    reduce     sums values over all ranks
+    lr         learning rate of this step
+    positions  number of token positions of the global batch
+    scale      the loss scale, 0-dim
+    clip_grad  the largest gradient norm
+    tokens     number of unmasked tokens on this rank, 0 where it does not report the loss
+    reports    whether this rank's loss enters the sum
+    stops      whether this rank requests a stop; called when the gradients are there
+    values     what updates take. Before `norm`: that of the step before if its updates are made in this one, else None
+
+    After `norm`, the sums over all ranks: loss_sum, all_tokens, asked (requests to stop); and grad_norm before
+    clipping, and bad: whether the step is skipped.
+    """
+
+    optimizer: ShardedOptimizer
+    reduce: Reduce
+    lr: float
+    positions: int
+    scale: Tensor
+    clip_grad: float
+    tokens: Tensor | float
+    reports: bool
+    stops: Callable[[], bool]
+    values: UpdateValues | None = None
+    loss_sum: Tensor = field(init=False)
+    all_tokens: Tensor = field(init=False)
+    asked: Tensor = field(init=False)
+    grad_norm: Tensor = field(init=False)
+    bad: Tensor = field(init=False)
+
+    def norm(self, loss_sum: Tensor) -> None:
+        """Sum over all ranks what decides the update. A collective of the world: one all-reduce of four float64."""
+        self.optimizer.complete_reduction()  # sums of squares are of reduced gradients
+        squares, self.loss_sum, self.all_tokens, self.asked = self.reduce(
+            self.optimizer.sum_of_squares(), loss_sum if self.reports else 0.0, self.tokens, float(self.stops())
+        )
+        unscale = self.positions / (self.all_tokens * self.scale)
+        self.grad_norm = squares.sqrt() * unscale
+        # Of the sums, so that all ranks decide alike. A loss may be finite where gradients are not, and the other way.
+        self.bad = ~(torch.isfinite(self.grad_norm) & torch.isfinite(self.loss_sum))
+        multiplier = unscale * clip_coefficient(self.grad_norm, self.clip_grad)
+        self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0)
+
+    def update(self, i: Instruction) -> None:
+        """Update what an instruction says (`ShardedOptimizer.update`)."""
+        assert self.values is not None, "an update before the norm, and none is owed"
+        self.optimizer.update(i, self.values)
+
+
+@dataclass(frozen=True)
+class OwedStepEnd:
+    """The updates of a step that is over; a `pipeline.actions.StepEnd` of a list that has no others."""
+
+    optimizer: ShardedOptimizer
+    values: UpdateValues
+
+    def norm(self, loss_sum: Tensor) -> None:
+        raise AssertionError("a list of updates alone has no norm")
+
+    def update(self, i: Instruction) -> None:
+        """Update what an instruction says (`ShardedOptimizer.update`)."""
+        self.optimizer.update(i, self.values)

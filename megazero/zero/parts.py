@@ -13,7 +13,11 @@ Key = tuple[int, int]
 """A bucket, and the number of a part of it."""
 
 
-_NAMES = {Piece.STATE: "", Piece.SUMS: ": gradient", Piece.PARAMETERS: ": parameters"}
+_NAMES = {
+    Piece.STATE: "",
+    **dict.fromkeys((Piece.SUMS, Piece.GRADIENTS), ": gradient"),
+    **dict.fromkeys((Piece.PARAMETERS, Piece.UPDATED), ": parameters"),
+}
 
 
 def piece_name(piece: Piece, key: Key) -> str:

@@ -11,12 +11,15 @@ With hybrid shards a reduction has two halves: `reduce` over the neighbours that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fused_ops.linear import write_or_add
 from megazero.config.tiers import Tier
 from megazero.mpu import collectives
 from megazero.mpu.collectives import CommunicationHandle
@@ -26,7 +29,6 @@ from megazero.mpu.parameter import ParameterKind
 from megazero.program.instruction import ComputationKey
 from megazero.program.shape import IN_FLIGHT
 from megazero.zero.across import AcrossSum
-from megazero.zero.bucket_target import BucketTarget
 from megazero.zero.leaving import LeavingGradients, sum_over
 from megazero.zero.messages import GradientMessages
 from megazero.zero.storage import Bucket, BufferPool, StoredColumn
@@ -304,6 +306,30 @@ class GradientReducer:
             self.across.launch(index)
         if reduction.borrowed is not None:
             self.pool.give(reduction.borrowed)
+
+
+class BucketTarget:
+    """The gradient target of one parameter.
+
+    It has a weak reference to the reducer. The garbage collector cannot see torch's hooks: with a strong reference the
+    cycle of parameter, hook, reducer, bucket and parameter, and the process groups in it, would never be freed.
+    """
+
+    def __init__(self, reducer: GradientReducer, index: int, entry: int) -> None:
+        self._reducer, self._at = weakref.ref(reducer), (index, entry)
+
+    def add(self, write: Write) -> None:
+        """See `mpu.gradient.GradientTarget`."""
+        reducer = self._reducer()
+        assert reducer is not None, "the model state of this parameter is gone"
+        reducer.take(*self._at, write)
+
+    def take_from(self, parameter: Tensor) -> None:
+        """Add `parameter.grad`, which autograd has completed. It is None where a layer has used the target itself."""
+        gradient = parameter.grad
+        if gradient is not None:
+            self.add(partial(write_or_add, gradient))
+            parameter.grad = None
 
 
 def _add(target: Tensor, result: Tensor) -> None:

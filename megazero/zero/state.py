@@ -16,7 +16,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
 from megazero.program.passes.gathers import loads_of
 from megazero.program.passes.slots import place_slots
-from megazero.zero.actions import BucketActions
+from megazero.zero.actions import BucketActions, OwedUpdates
 from megazero.zero.coded import Coding, frozen_layouts
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
 from megazero.zero.gatherer import ParameterGatherer, WholeParameters
@@ -33,7 +33,6 @@ from megazero.zero.offload import (
     run_parts,
     run_residents,
 )
-from megazero.zero.owed import OwedUpdates
 from megazero.zero.parts import Part, Range, Resting
 from megazero.zero.reducer import GradientReducer
 from megazero.zero.shape import rank_shape, state_widths

@@ -4,11 +4,13 @@ before.
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megazero.checkpoint import format as formats
+from megazero.checkpoint import manager
 from megazero.checkpoint.format import Damaged
 from megazero.checkpoint.manager import find
 from megazero.checkpoint.reader import read_manifest
@@ -98,6 +100,20 @@ def test_what_is_offered_loads_and_is_itself_whole(folder):
     next((folder / "iter_0000020").glob("*.safetensors")).unlink()
     offered(folder, "iter_0000030", "manifest.json", "iter_0000010")
     assert resumed_at(folder / "iter_0000010") == 10
+
+
+def test_of_one_on_the_disks_of_several_nodes_only_the_manifest_is_known(folder, monkeypatch):
+    """It would be said to look whole, without a look at any of its files."""
+    (folder / "iter_0000030" / "manifest.json").unlink()
+    next((folder / "iter_0000020").glob("*.safetensors")).unlink()
+    scattered = replace(read_manifest(folder / "iter_0000020"), layout={"places": 2})
+    monkeypatch.setattr(manager, "read_manifest", lambda path: scattered)
+    with pytest.raises(Damaged) as error:
+        raise manager._with_offer(Damaged("it is gone"), folder / "iter_0000030")
+    seen = (
+        "The one before it has a whole manifest, and files on the disks of 2 nodes, not looked at; to resume from it: "
+    )
+    assert f"{seen}--load {folder / 'iter_0000020'}" in str(error.value)
 
 
 def test_nothing_before(folder):

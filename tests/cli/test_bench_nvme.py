@@ -16,9 +16,9 @@ from megazero.cli.bench_nvme import FIO, OPTIMIZER_BYTES, DiskSpeed, count_of, e
 from megazero.cli.main import main
 from megazero.config.parse import parse_run
 from megazero.disk import measure, swap
-from megazero.disk.backend import DiskOptions
-from megazero.disk.errors import DiskError
 from megazero.disk.measure import DiskTrial
+from megazero.disk.swap_file import DiskError
+from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes
 from megazero.plan.rank_state import RankState, stage_bytes
 from megazero.plan.step_times import NEEDED, read_rates

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fused_ops.native import library
-from megazero.disk.backend import IO_URING, THREADS, DiskOptions
-from megazero.disk.errors import Failure
-from megazero.disk.transports import RingTransport
+from megazero.disk.transports import IO_URING, THREADS, DiskOptions, Failure, RingTransport
 
 WAYS = "ring", "threads", "plain"
 """io_uring; threads with the compiled copy; threads without any compiled kernel."""

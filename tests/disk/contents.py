@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.disk.backend import DiskOptions
 from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
+from megazero.disk.transports import DiskOptions
 
 
 def content(name: str, count: int, step: int = 0) -> Tensor:

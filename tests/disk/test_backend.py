@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from fused_ops.native import library
-from megazero.disk.backend import DiskOptions
-from megazero.disk.errors import DiskError
-from megazero.disk.transports import REFUSED
+from megazero.disk.swap_file import DiskError
+from megazero.disk.transports import REFUSED, DiskOptions
 from tests.disk.conftest import require_ring
 from tests.disk.contents import contents, opened, read_all, same
 from tests.forks import fork

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from megazero.disk import swap_file, transports
-from megazero.disk.backend import DiskOptions
-from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.opening import open_swap
 from megazero.disk.swap import SwapSpace
+from megazero.disk.swap_file import DiskError, SwapDamaged
+from megazero.disk.transports import DiskOptions
 from tests.disk.contents import contents, empty, opened, place, read_all, same
 from tests.disks import fill, remount, small_disk
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.disk.backend import DiskOptions
+from megazero.disk.transports import DiskOptions
 from tests.disk.contents import empty, opened, place, read_all
 from tests.forks import fork
 

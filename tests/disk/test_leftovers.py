@@ -13,10 +13,9 @@ from threading import Event, Thread, current_thread
 
 import pytest
 
-from megazero.disk.backend import DiskOptions
-from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
-from megazero.disk.swap_file import CHECKPOINT, leftover_bytes, remove_leftovers
+from megazero.disk.swap_file import CHECKPOINT, DiskError, leftover_bytes, remove_leftovers
+from megazero.disk.transports import DiskOptions
 from tests.disk.contents import contents
 from tests.forks import fork
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from megazero.disk import transports
-from megazero.disk.backend import DiskOptions
 from megazero.disk.lanes import DiskRequest
-from megazero.disk.record import SwapRecord
-from megazero.disk.swap import SwapSpace
+from megazero.disk.swap import SwapRecord, SwapSpace
 from megazero.disk.swap_file import SwapFile
+from megazero.disk.transports import DiskOptions
 from tests.disk.contents import contents, empty, opened, read_all, same
 
 PIECES = {"a": 70_000, "b": 5000}

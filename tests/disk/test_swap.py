@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.disk.backend import DiskOptions
 from megazero.disk.buffers import own_pages
-from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.measure import DiskTrial
 from megazero.disk.opening import open_swap, record_of
-from megazero.disk.record import SwapRecord
+from megazero.disk.swap import SwapRecord
+from megazero.disk.swap_file import DiskError, SwapDamaged
+from megazero.disk.transports import DiskOptions
 from tests.disk.contents import content, contents, empty, opened, place, read_all, same
 from tests.forks import fork
 

@@ -32,8 +32,8 @@ import torch.distributed as dist
 from megazero.checkpoint import folder, save_phases
 from megazero.checkpoint.blocks import BlockWriter
 from megazero.cli.pretrain import start_process, train
-from megazero.disk import record, swap, transports
-from megazero.disk.record import SwapRecord
+from megazero.disk import swap, transports
+from megazero.disk.swap import SwapRecord
 from megazero.disk.swap_file import SwapFile
 from megazero.launch import Environment, exit_now, exit_status
 from megazero.mpu import collectives
@@ -195,7 +195,7 @@ def on_disk(halt: Halt) -> None:
     before(swap, "run_moves", lambda transport, write, *_: write and is_here(), halt)
     before(SwapFile, "sync", is_here, halt)
     before(SwapRecord, "write", is_here, halt)
-    before(record, "replace_file", is_here, halt)
+    before(swap, "replace_file", is_here, halt)
 
 
 def in_write(halt: Halt) -> None:

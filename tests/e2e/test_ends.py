@@ -14,7 +14,7 @@ import pytest
 
 from megazero.checkpoint.manager import find
 from tests.e2e.command import TINY, children, command, environment, lines_in, masks, metrics, start, wait_until
-from tests.e2e.halting import Halt, forked, whole
+from tests.e2e.halting import Halt, forked, on_nodes, whole
 
 CTRL_C = b"\x03"
 
@@ -177,3 +177,27 @@ def test_a_run_that_was_started_by_hand_outlives_its_shell(flags: list[object], 
         assert time.monotonic() < deadline, output.read_text()
         time.sleep(0.01)
     check_saved(output.read_text(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_without_a_launcher_all_ranks_end_when_one_is_mistaken(wrong: int, flags: list[object], tmp_path: Path) -> None:
+    """Nobody ends the others, which wait for it to come: they look whether a rank has reported why the run ends. Rank 0
+    serves their store, and stays until they have read what it reported itself.
+    """
+    nodes = [tmp_path / f"node{rank}" for rank in range(3)]
+    for rank, node in enumerate(nodes):
+        node.mkdir()
+        (node / "run.yaml").write_text(f"schedule: {{lr: {-1 if rank == wrong else 0.001}}}\n")
+    begin = time.monotonic()
+    ends = on_nodes(
+        nodes, [*flags, "--config", "run.yaml", "--global-batch-size", 6, "--distributed-timeout-minutes", 1]
+    )
+    assert time.monotonic() - begin < 30
+    for rank, (status, told) in enumerate(ends):
+        problem = "--lr -1.0: must be"
+        assert status == 2, told
+        if rank == wrong:
+            assert f"  1. {problem}" in told, told
+        else:
+            assert told.splitlines()[-1].startswith(f"rank {rank} stopped: rank {wrong} says {problem}"), told

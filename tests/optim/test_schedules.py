@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megazero.config.batch_schedule import BatchSchedule
 from megazero.config.parse import parse_run
 from megazero.config.schema import ScheduleConfig
-from megazero.optim.batch_schedule import BatchSchedule
 from megazero.optim.lr_schedule import LearningRate
 from megazero.optim.step_plan import StepPlan
 from tests.lengths import iterations, samples, share

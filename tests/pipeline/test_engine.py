@@ -108,13 +108,11 @@ class Recorder:
     def norm(self, loss_sum: torch.Tensor) -> None:
         self.calls.append(("norm", 0))
 
-    def update(self, buckets: Sequence[int], part: int) -> None:
-        self.calls.append(("update", tuple(buckets)))
+    def update(self, i: Instruction) -> None:
+        self.calls.append(("update", i.buckets))
 
-    def update_host(self, i: Instruction) -> None:
+    def move(self, i: Instruction) -> None:
         raise AssertionError("all state is on the device")
-
-    move = update_host
 
 
 def shape_of(stages: Sequence[ToyStage], *, cut: bool, every: bool) -> RankShape:

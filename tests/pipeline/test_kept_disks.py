@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megazero.disk.errors import DiskError, SwapDamaged
 from megazero.disk.opening import open_swap
+from megazero.disk.swap_file import DiskError, SwapDamaged
 from megazero.pipeline.kept import HostActivations, KeptTensors
 from megazero.pipeline.kept_disks import ActivationDisks, piece_names
 

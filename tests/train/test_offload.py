@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megazero.config.parse import ConfigError, parse_run
-from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap
+from megazero.disk.swap_file import DiskError
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.rank_state import RankState, stage_bytes
 from megazero.plan.step_lists import StageLists

@@ -297,9 +297,33 @@ def test_facts_that_are_not_known_leave_a_field_open() -> None:
             "--lr-wsd-decay-samples 18 (--train-samples: --epochs 0.4 of the data)",
         ),
         (
+            "--epochs 0.4 --lr-warmup 20",
+            "--lr-warmup 20 iterations is longer than --train-samples 24, which counts the warm-up in; nearest: 3 "
+            "(--train-samples: --epochs 0.4 of the data)",
+        ),
+        (
+            "--epochs 0.4 --lr-warmup 20 --global-batch-size 16 --rampup-batch-size 4 4 64",
+            "--lr-warmup 20 iterations is longer than --train-samples 24, which counts the warm-up in; nearest: 6 "
+            "(--train-samples: --epochs 0.4 of the data)",
+        ),
+        (
+            "--epochs 0.4 --lr-wsd-decay 2 --lr-warmup-iters 2 --lr-decay-style wsd",
+            "--lr-wsd-decay 2 iterations + --lr-warmup-iters 2 is longer than --train-samples 24; nearest: "
+            "--lr-wsd-decay 1 iteration (--train-samples: --epochs 0.4 of the data)",
+        ),
+        ("--epochs 0.4 --lr-warmup 3", None),
+        ("--epochs 0.4 --lr-warmup 20 --lr-decay-style constant", None),
+        ("--epochs 0.4 --lr-warmup 4 --lr-decay 9", None),
+        (
             "--eod-id 77",
             "--eod-id 77 is no token of --vocab-size 77; nearest: 76 (--vocab-size: the tokenizer has as many tokens)",
         ),
+        (
+            "--vocab-size 3",
+            "--vocab-size 3 does not have the --eod-id 3; without --vocab-size the tokenizer says both (--eod-id: the "
+            "tokenizer's token that ends a document)",
+        ),
+        ("--vocab-size 77", None),
         ("--eod-id 76 --epochs 0.4 --lr-warmup-samples 24", None),
         # the machine's checks tell this
         ("--optimizer-impl apex --precision fp32", None),

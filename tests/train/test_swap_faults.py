@@ -13,14 +13,13 @@ import pytest
 
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.disk import swap
-from megazero.disk.errors import DiskError
 from megazero.disk.opening import open_swap, record_of
-from megazero.disk.record import SwapRecord
-from megazero.disk.swap_file import CHECKPOINT
+from megazero.disk.swap import SwapRecord
+from megazero.disk.swap_file import CHECKPOINT, DiskError
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.plan.rank_state import RankState
 from megazero.plan.step_lists import StageLists
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import Instruction, Piece
 from megazero.report.banner import schedule_lines
 from megazero.report.run_report import gather
 from megazero.train.checked import dry_run_text
@@ -79,10 +78,10 @@ def fails(flags: list[str], step: int, fault: Callable[[], object]) -> str:
     job, _ = job_on_rank(0, 1, flags)
     write = Mover.write
 
-    def written(mover: Mover, i: Instruction) -> None:
+    def written(mover: Mover, i: Instruction, piece: Piece) -> None:
         if job.trainer.position.iteration == step - 1 and i.key == (len(job.state.model.buckets) - 1, 0):
             fault()
-        write(mover, i)
+        write(mover, i, piece)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DiskError) as raised:
         patch.setattr(Mover, "write", written)
@@ -372,13 +371,13 @@ def early_on_rank(rank: int, size: int, flags: list[str], late: int) -> int:
         for _ in range(200 * rank):
             json.dumps(record.last.about)
 
-    def written(mover: Mover, i: Instruction) -> None:
+    def written(mover: Mover, i: Instruction, piece: Piece) -> None:
         under_way = job.trainer.position.iteration + 1 - late
         for other in range(size):
             record = record_of([Path(job.run.offload.nvme_path[0])], CHECKPOINT, other)
             assert under_way <= 1 or (record is not None and record.last.step >= under_way - 1), (under_way, other)
         seen[0] += 1
-        write(mover, i)
+        write(mover, i, piece)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwapRecord, "write", slow)

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from megazero.config.parse import ConfigError
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import Instruction, Piece
 from megazero.zero.mover import Mover
 from tests.parameters import values_of
 from tests.parity.training import data_flags, job_on_rank, small_model
@@ -85,8 +85,8 @@ def bits_on_rank(rank: int, size: int, flags: list[str], infinite: set[int], die
         if dies:
             write, at, made = Mover.write, job.trainer, [0]
 
-            def written(mover: Mover, i: Instruction) -> None:
-                write(mover, i)
+            def written(mover: Mover, i: Instruction, piece: Piece) -> None:
+                write(mover, i, piece)
                 made[0] += at.position.iteration == dies - 1
                 if made[0] == 2:
                     raise Died

@@ -8,8 +8,8 @@ from threading import current_thread
 import pytest
 
 from megazero.config.tiers import SLOTS
-from megazero.disk.errors import SwapDamaged
-from megazero.program.instruction import Instruction
+from megazero.disk.swap_file import SwapDamaged
+from megazero.program.instruction import Instruction, Piece
 from megazero.zero.memories import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.program import kinds
@@ -86,7 +86,7 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
     op = kinds.READ_SUM if what == "to add to it" else kinds.READ_GRADIENT
     read = mover.read
 
-    def flipped(i: Instruction) -> None:
+    def flipped(i: Instruction, piece: Piece) -> None:
         key = i.key
         assert i.op == op
         swap._newest[f"bucket {key[0]}, part {key[1]}: gradient"].request.wait()  # type: ignore[union-attr]
@@ -96,7 +96,7 @@ def test_a_flipped_bit_of_a_gradient_is_an_error(what: str, corpus: Path, tmp_pa
             byte = file.read(1)[0]
             file.seek(extent.offset)
             file.write(bytes([byte ^ 1]))
-        read(i)
+        read(i, piece)
 
     mover.read = flipped  # type: ignore[method-assign]
     with pytest.raises(SwapDamaged, match=r"part \d+: gradient' of .* bytes has the checksum"):

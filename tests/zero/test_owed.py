@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from megazero.train.resume import probe_loss
-from megazero.zero.owed import OwedUpdates
+from megazero.zero.actions import OwedUpdates
 from megazero.zero.sharding import Column
 from tests.parameters import held_fragments, values_of
 from tests.parity.training import data_flags, job_on_rank, small_model

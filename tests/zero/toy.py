@@ -29,8 +29,8 @@ from megazero.optim.clip import clip_coefficient
 from megazero.program.instruction import Instruction, Op
 from megazero.program.passes.cut import units_of
 from megazero.program.step import StepOptions, training_step
+from megazero.zero.actions import UpdateValues
 from megazero.zero.optimizer import ShardedOptimizer
-from megazero.zero.owed import UpdateValues
 from megazero.zero.portions import initialise_state
 from megazero.zero.sharding import Column
 from megazero.zero.state import ModelState
@@ -224,7 +224,7 @@ class Rank:
                 state.actions.reduce_partial(i.buckets)
             elif i.op == kinds.UPDATE:
                 assert now is not None
-                self.optimizer.update(i.buckets, now)
+                self.optimizer.update(i, now)
             else:
                 assert i.op is Op.NORM, i
 

@@ -25,7 +25,7 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
         Piece.GRADIENTS: frozenset(
             TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.GRADIENTS, Piece.REDUCED)
         ),
-        Piece.PARAMETERS: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, Tier.DISK)),
+        Piece.UPDATED: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, Tier.DISK)),
         Piece.STATE: frozenset({READ_STATE}),
         Piece.SUMS: frozenset({TierMove(Piece.SUMS, Tier.DISK, Tier.HOST)}),
     }
