@@ -62,12 +62,13 @@ class NativeSource(Source):
         super().__init__("megazero", path, run, entries, position, companions(path))
         self.manifest, self._specs = manifest, wanted
         self._files = self.closing.enter_context(OpenFiles(path, manifest))
-        for name, entry in entries.items():
-            for column in entry.columns:
-                if column in self.columns:
-                    self.report.mapped.append(f"{name} {column}")
-                else:
-                    self.report.unused[f"{name} {column}"] = "no format but a run's own checkpoint has it"
+        self.report.mapped += [f"{name} {column}" for name in entries for column in self.columns]
+        left_out = dict.fromkeys(column for entry in entries.values() for column in entry.columns)
+        self.report.notes += [
+            f"{column} is not carried over: only a run that resumes has it"
+            for column in left_out
+            if column not in self.columns
+        ]
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         return self.read_box(name, tuple((0, size) for size in self.entries[name].shape), column)
