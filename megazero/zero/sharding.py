@@ -24,14 +24,17 @@ class Column(Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    EMA = "ema"
 
 
 OPTIMIZER = tuple(column for column in Column if column not in (Column.PARAMETER, Column.GRADIENT))
 """The columns that only an update reads."""
 SAVED: Mapping[str, Column] = {"weight" if column is Column.MASTER else column.value: column for column in OPTIMIZER}
 """The columns of checkpoints, by their names there: the master weight, the first moment (of sgd its momentum), the
-second moment.
+second moment, the moving average of the weights.
 """
+AS_WEIGHTS = (Column.EMA,)
+"""The columns that begin as the weights are, whatever these begin from. A checkpoint without them can be resumed."""
 
 
 class Sharding(Enum):

@@ -66,7 +66,7 @@ class RestingState:
     def portions(self, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
         return self._portions(fill)
 
-    def after_load(self) -> None:
+    def after_load(self, filled: Collection[str] = ()) -> None:
         self.loaded += 1
 
     def _portions(self, fill: Collection[str]) -> Generator[list[Fragment], None, None]:

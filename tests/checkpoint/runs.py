@@ -32,7 +32,7 @@ class FakeState:
     def portions(self, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
         return (held for held in [self.held])
 
-    def after_load(self) -> None:
+    def after_load(self, filled: Collection[str] = ()) -> None:
         self.loaded += 1
 
     def set(self, values: Values) -> None:

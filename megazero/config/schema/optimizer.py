@@ -32,6 +32,11 @@ class OptimizerConfig:
     "Epsilon that Adam adds to the root of the second moment."
     sgd_momentum: float = option(0.9, needs="--optimizer sgd", expert=True)
     "Momentum of sgd."
+    ema_decay: float | None = option(
+        None, metavar="D", derived="no average", needs="--save DIR: checkpoints alone hold it"
+    )
+    """Keep an exponential moving average of the weights, in the dtype of the optimizer's state: after each step
+    average = D x average + (1 - D) x weight. It begins as the weights, and checkpoints have it as column ema."""
     clip_grad: float = option(1.0)
     "Largest global gradient norm; 0 turns clipping off."
     label_smoothing: float = option(0.0)
@@ -60,4 +65,4 @@ class OptimizerConfig:
     @property
     def columns(self) -> tuple[str, ...]:
         """All columns that are kept beside the weights and updated with them, by their names in checkpoints."""
-        return self.moments
+        return (*self.moments, *(("ema",) if self.ema_decay is not None else ()))
