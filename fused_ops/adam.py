@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD on flat tensors.
+"""Adam, AdamW and SGD on flat tensors, and the moving average of the weights behind them.
 
 All tensors have one length n: `master` (fp32 or fp64), moments of its dtype, `grad` of any floating dtype, `param_out`
 of a 16-bit dtype, or None where the master is the parameter itself. `multiplier` (clip coefficient / loss scale) and
@@ -239,6 +239,21 @@ def sgd_step(
                 torch.where(skip, old, new, out=old)
         if param_out is not None:
             _write(param_out[at], w, skip, on_host)
+
+
+@torch.no_grad()
+def average_step(average: Tensor, master: Tensor, *, decay: float, skip: Tensor) -> None:
+    """The moving average of the weights behind a step, in place: average = decay * average + (1 - decay) * master.
+
+    average  of master's dtype
+    """
+    if _is_readable(skip):
+        if not skip:
+            average.lerp_(master, 1 - decay)
+        return
+    for at in _blocks(master.numel(), master.device):
+        # A weight of zero for a skipped step was rejected: -0.0 would become 0.0.
+        torch.where(skip, average[at], torch.lerp(average[at], master[at], 1 - decay), out=average[at])
 
 
 def _write(param_out: Tensor, w: Tensor, skip: Tensor, on_host: bool) -> None:

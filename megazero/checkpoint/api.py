@@ -34,7 +34,8 @@ class Checkpoint:
     run       the resolved configuration of the run that wrote it, by section: run["model"]["hidden_size"]
     progress  iteration, consumed_samples, consumed_tokens, optimizer_steps, loss_scale, probe
     layout    sizes of the axes pp, dp, cp, tp of the run that wrote it; reading does not depend on them
-    tensors   every tensor by its global name: shape, and the stored dtype of "weight", "exp_avg", "exp_avg_sq"
+    tensors   every tensor by its global name: shape, and the stored dtype of each column: "weight", and those that the
+              optimizer keeps, such as "exp_avg", unless the run had --no-save-optim
 
     Raises FileNotFoundError if there is no complete checkpoint, Damaged (a CheckpointError) if a file differs from what
     was written, ValueError for another format version and an empty path, and TypeError for what is no path.
@@ -85,7 +86,7 @@ class Checkpoint:
             ParameterSpec(name, shape.shape, box, extents, ParameterKind.MATRIX),
             0,
             values.numel(),
-            **{column: values.view(-1)},
+            {column: values.view(-1)},
         )
         with OpenFiles(self.path, self._manifest) as files:
             read_fragments(files, [part], [column])

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.checkpoint.format import Fragment, columns_of
 from megazero.checkpoint.save_phases import SavedCheckpoint
 from megazero.system.streams import HostCopies
-from megazero.zero.layout import StoredFragment
+from megazero.zero.layout import Fragment, StoredFragment
 
 NICE = 10
 """Added to the niceness of the saving thread: where it competes with training for a core, it gets about a tenth."""
@@ -40,10 +39,10 @@ class Snapshot:
 
     def take(self, fragments: Sequence[Fragment]) -> list[Fragment]:
         """Return the fragments with host copies of their tensors, once the copies are complete."""
-        tensors = [tensor for fragment in fragments for tensor in columns_of(fragment).values()]
+        tensors = [tensor for fragment in fragments for tensor in fragment.columns.values()]
         copies = iter(self._copies.take(tensors))
         return [
-            Fragment(one.spec, one.start, one.stop, **{column: next(copies) for column in columns_of(one)})
+            Fragment(one.spec, one.start, one.stop, {column: next(copies) for column in one.columns})
             for one in fragments
         ]
 

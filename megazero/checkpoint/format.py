@@ -19,17 +19,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from megazero.checkpoint.reshard import FlatRange
 from megazero.system.status import FAILED
-from megazero.zero.layout import Fragment, FragmentSpec
+from megazero.zero.layout import FragmentSpec
+from megazero.zero.sharding import SAVED
 
 VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHT = "weight"
-COLUMNS = (WEIGHT, "exp_avg", "exp_avg_sq")
-"""The stored columns of a parameter: the master weight, the first moment (sgd: its momentum), the second moment."""
+COLUMNS = tuple(SAVED)
+"""The columns that may be stored of a parameter."""
 
 
 class CheckpointError(RuntimeError):
@@ -40,12 +39,6 @@ class Damaged(CheckpointError):
     """A checkpoint that was complete is damaged now; the message names the file. status: that of a program."""
 
     status = FAILED
-
-
-def columns_of(fragment: Fragment) -> dict[str, Tensor]:
-    """The columns that are present in a fragment, by name; each is 1-D with `numel` elements."""
-    found = ((column, getattr(fragment, column)) for column in COLUMNS)
-    return {column: tensor for column, tensor in found if tensor is not None}
 
 
 def range_of(fragment: FragmentSpec) -> FlatRange:

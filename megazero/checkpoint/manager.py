@@ -19,7 +19,7 @@ from megazero.checkpoint.agreement import broadcast_text, raise_on_all_ranks
 from megazero.checkpoint.background import BackgroundSave, SaveOutcome, Snapshot
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import find_filesystems, host_name
-from megazero.checkpoint.format import COLUMNS, CheckpointError, Damaged, Fragment, FragmentSpec, Manifest
+from megazero.checkpoint.format import COLUMNS, WEIGHT, CheckpointError, Damaged, FragmentSpec, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, check_sizes, read_manifest, read_portions
 from megazero.checkpoint.save_phases import SavedCheckpoint, SavePhases
@@ -28,7 +28,9 @@ from megazero.config.schema import CheckpointConfig
 from megazero.config.source import ConfigError
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group, ProcessGrid
-from megazero.zero.layout import StoredFragment
+from megazero.telemetry.units import transfer
+from megazero.zero.layout import Fragment, StoredFragment
+from megazero.zero.sharding import AS_WEIGHTS
 
 
 class CheckpointedState(Protocol):
@@ -43,15 +45,15 @@ class CheckpointedState(Protocol):
                 then. Columns of `fill` come with any content: the caller writes all of it, and it is stored when the
                 next portion, or the end, is asked for. The other columns are read only. What has to be communicated
                 comes with the call itself: between portions ranks do not wait for each other
-    after_load  called when a load has filled all portions on all ranks; makes parameters and replicated columns equal
-                to them, bucket by bucket. A collective
+    after_load  called when a load has filled all portions on all ranks, with the columns that it has filled; makes
+                parameters and replicated columns equal to them, bucket by bucket. A collective
     """
 
     @property
     def resident(self) -> bool: ...
     def stored(self) -> Sequence[Sequence[StoredFragment]]: ...
     def portions(self, fill: Collection[str] = ()) -> Generator[Sequence[Fragment], None, None]: ...
-    def after_load(self) -> None: ...
+    def after_load(self, filled: Collection[str] = (WEIGHT,)) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,18 @@ _ALL_NODES = "every node needs all of the folder, or its own files of it: bring 
 
 @dataclass(frozen=True)
 class LoadStatistics:
-    """bytes: read from files by all ranks together. seconds: wall time of the load on this rank."""
+    """bytes: read from files by all ranks together. seconds: wall time of the load on this rank. notes: on columns that
+    the checkpoint and the state do not both have.
+    """
 
     bytes: int
     seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        """What the load has done, for the banner."""
+        return [f"{transfer(self.bytes, self.seconds)} read", *self.notes]
 
 
 def _require_as_on_rank_0(load: Path, newest: Path | None, rank: int) -> None:
@@ -149,6 +159,24 @@ def _require_as_on_rank_0(load: Path, newest: Path | None, rank: int) -> None:
         f"finds {here.name} there, and rank 0 none" if newest is None else f"does not see {here.name}, as rank 0 does"
     )
     raise ConfigError([f"--load {load}: rank {rank} on {host_name()} {sees}; {_ALL_NODES}"])
+
+
+def _columns_to_read(
+    manifest: Manifest, held: Collection[str], *, weights_only: bool
+) -> tuple[list[str], tuple[str, ...]]:
+    """The columns that a state takes from a checkpoint, and a note for each average that it does not take or find.
+
+    Without the moments no run can go on, so they must be there (`check_inventory`). An average may begin at any step.
+    """
+    columns = [column for column in COLUMNS if column == WEIGHT or (column in held and not weights_only)]
+    stored, notes = {column for tensor in manifest.tensors.values() for column in tensor.columns}, list[str]()
+    for name in (column.value for column in AS_WEIGHTS):
+        if name in held and not (name in columns and name in stored):
+            columns = [column for column in columns if column != name]
+            notes.append(f"{name} begins as these weights")
+        elif name in stored and name not in held and not weights_only:
+            notes.append(f"its {name} is left out: this run keeps none")
+    return columns, tuple(notes)
 
 
 class Checkpoints:
@@ -303,7 +331,7 @@ class Checkpoints:
         stored = self._state.stored()
         held = {column for fragment in chain.from_iterable(stored) for column in fragment.dtypes}
         weights_only = self._cfg.finetune or self._cfg.no_load_optim
-        columns = [column for column in COLUMNS if column == "weight" or (column in held and not weights_only)]
+        columns, notes = _columns_to_read(found.manifest, held, weights_only=weights_only)
         amount = torch.zeros(1, dtype=torch.float64, device=self._grid.device)
 
         def check() -> None:
@@ -322,9 +350,9 @@ class Checkpoints:
             if self._state.resident:  # views of all of it as one portion, so that no file is opened twice
                 stored, portions = [list(chain.from_iterable(stored))], iter([list(chain.from_iterable(given))])
             self._attempt_on_all_ranks(read, found.path)
-        self._state.after_load()
+        self._state.after_load(columns)
         all_reduce(amount, self._grid.world).wait()
-        return LoadStatistics(int(amount.item()), time.perf_counter() - began)
+        return LoadStatistics(int(amount.item()), time.perf_counter() - began, notes)
 
     def _claimed(self) -> SavePhases:
         if self._root is None:

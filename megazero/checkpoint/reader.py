@@ -18,10 +18,11 @@ from torch import Tensor
 
 from megazero.checkpoint.blocks import BlockFile
 from megazero.checkpoint.decoding import decode
-from megazero.checkpoint.format import MANIFEST, Damaged, Fragment, FragmentSpec, Manifest, columns_of, key_of, range_of
+from megazero.checkpoint.format import MANIFEST, Damaged, FragmentSpec, Manifest, key_of, range_of
 from megazero.checkpoint.open_files import OpenFiles, check_header
 from megazero.checkpoint.reshard import FlatRange, Overlap, overlaps
 from megazero.system.reading import BOUNDS, Unreadable, read_bytes
+from megazero.zero.layout import Fragment
 
 THREADS = 2
 """Threads that read and check blocks. Most of their time goes into sha256."""
@@ -157,7 +158,7 @@ class _ReadAhead:
             block = values.result()
             self._submit()
             for index, overlap in read.copies:
-                overlap.copy(block, columns_of(portion[index])[read.column])
+                overlap.copy(block, portion[index].columns[read.column])
             total += block.nbytes
         return total
 

@@ -108,6 +108,7 @@ _RATES = {
     "schedule.lr_decay": _lr_length("decay"),
     "schedule.lr_wsd_decay": _lr_length("fall", only="wsd"),
     **_plain("optimizer", "optimizer", "weight_decay", "clip_grad", "label_smoothing", "z_loss"),
+    **_plain("optimizer", "ema_decay"),
     **{f"optimizer.{name}": _of_adam(name) for name in ("adam_beta1", "adam_beta2", "adam_eps")},
     "optimizer.sgd_momentum": lambda run: run.optimizer.sgd_momentum if run.optimizer.optimizer == "sgd" else None,
     **_plain("model", "hidden_dropout", "attention_dropout"),
@@ -174,6 +175,10 @@ _LEFT_OPEN = {
 }
 """Values that mean "found out later" (from the tokenizer, the machine or the layout). A field with such a value is not
 compared.
+"""
+_MAY_BEGIN = frozenset({"ema-decay"})
+"""Fields of what may begin and end at any step, because training does not depend on it: from none to a value and back
+is reported, and needs no override flag.
 """
 _RUN_LENGTH = ("train_length", "global_batch_size", "rampup_batch_size")
 _DECAY_FROM = ("lr_decay", *_RUN_LENGTH)
@@ -260,7 +265,8 @@ def compare(
             changes += [Change(change.field, change.old, change.new, flag) for change in found]
         else:
             changes += found
-            problems += _problems(found, flag, saved, now)
+            refused = [change for change in found if not _begins_or_ends(change)]
+            problems += _problems(refused, flag, saved, now)
     changes += _differences(_FREE, saved, now)
     if saved_axes and axes and saved_axes.get("dp", axes["dp"]) != axes["dp"]:
         changes.append(Change("dp", saved_axes["dp"], axes["dp"]))
@@ -291,6 +297,10 @@ def _differences(table: Mapping[str, _Value], saved: Run, now: Run) -> list[Chan
         if old != new and not (path in _LEFT_OPEN and _LEFT_OPEN[path] in (old, new)):
             found.append(Change(path.partition(".")[2].replace("_", "-"), old, new))
     return found
+
+
+def _begins_or_ends(change: Change) -> bool:
+    return change.field in _MAY_BEGIN and None in (change.old, change.new)
 
 
 def _problems(found: Sequence[Change], flag: str, saved: Run, now: Run) -> list[str]:

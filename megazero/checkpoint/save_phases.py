@@ -20,10 +20,10 @@ from megazero.checkpoint import folder as folders
 from megazero.checkpoint.agreement import attempt_on_all_ranks, broadcast_text
 from megazero.checkpoint.fence import Fence
 from megazero.checkpoint.filesystems import Filesystems
-from megazero.checkpoint.format import CheckpointError, Fragment, FragmentSpec, file_name
+from megazero.checkpoint.format import CheckpointError, FragmentSpec, file_name
 from megazero.checkpoint.writer import Header, headers_of, make_manifest, put_manifest, write_fragments
 from megazero.mpu.grid import Group
-from megazero.zero.layout import StoredFragment
+from megazero.zero.layout import Fragment, StoredFragment
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from megazero.checkpoint.format import WEIGHT, columns_of
+from megazero.checkpoint.format import WEIGHT
 from megazero.checkpoint.narrowing import narrowed
 from megazero.zero.layout import Fragment, FragmentSpec, StoredFragment
 
@@ -72,12 +72,12 @@ def values_to_write(
         if wanted is None or wanted.stop <= one.start or one.stop <= wanted.start:
             return None
         start, stop = max(one.start, wanted.start), min(one.stop, wanted.stop)
-        held = columns_of(one)
+        held = one.columns
         columns = {
             name: narrowed(held[name][start - one.start : stop - one.start], dtype, one.spec.name)
             for name, dtype in wanted.dtypes.items()
         }
-        return Fragment(one.spec, start, stop, **columns)
+        return Fragment(one.spec, start, stop, columns)
 
     for portion in portions:
         yield [part for part in map(cut, portion) if part is not None]

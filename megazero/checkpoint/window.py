@@ -19,7 +19,7 @@ from megazero.checkpoint.reshard import FlatRange, overlaps
 @dataclass(frozen=True)
 class TensorInfo:
     """The metadata of a global tensor: its shape, without vocabulary padding, and the stored dtype of each column
-    ("weight", "exp_avg", "exp_avg_sq").
+    ("weight", "exp_avg" and others).
     """
 
     shape: tuple[int, ...]

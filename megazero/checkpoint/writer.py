@@ -12,18 +12,16 @@ from megazero.checkpoint.blocks import BLOCK_BYTES, BlockFile, BlockWriter, Slot
 from megazero.checkpoint.format import (
     MANIFEST,
     CheckpointError,
-    Fragment,
     FragmentSpec,
     Manifest,
     StoredFile,
     StoredTensor,
-    columns_of,
     file_name,
     key_of,
     range_of,
 )
 from megazero.system.durable import sync_folder
-from megazero.zero.layout import StoredFragment
+from megazero.zero.layout import Fragment, StoredFragment
 
 
 def write_fragments(
@@ -57,7 +55,7 @@ def write_fragments(
 def _write_portion(file: BlockWriter, portion: Sequence[Fragment], whole: Mapping[str, StoredFragment]) -> None:
     for part in portion:
         one = whole[part.spec.name]
-        for column, values in columns_of(part).items():
+        for column, values in part.columns.items():
             file.write(key_of(one.spec.name, column, range_of(one)), part.start - one.start, values)
 
 

@@ -272,7 +272,7 @@ def least_buffer(run: Run) -> int:
     state and sums of gradients of those that rest on disks, and the parameters that are read from there.
     """
     state, parameter = _BYTES[run.optimizer.precision]
-    columns = 2 if run.optimizer.optimizer == "sgd" else 3
+    columns = len(("weight", *run.optimizer.columns))
     on_disk = columns * state * run.offload.offload_optimizer.on_disks
     read = parameter * run.offload.offload_params.on_disks
     sums = state * run.offload.offload_gradients.on_disks

@@ -152,6 +152,12 @@ REFUSED = (
         "--precision fp16 and a dynamic loss scale (no --loss-scale)",
         "precision loss_scale",
     ),
+    Effect(
+        "ema_decay",
+        lambda context: not context.run.checkpoint.no_save_optim,
+        "the optimizer's state in checkpoints, to which the average belongs (no --no-save-optim)",
+        "no_save_optim",
+    ),
     Effect("min_lr", _decays, _FALLS, "lr_decay_style"),
     Effect("lr_decay", _falls_or_warms_up_by_a_share, _FALLS, "lr_decay_style lr_warmup"),
     Effect("sample_prompt", _reads_text, f"{_IDS} the text", "data_path tokenizer"),

@@ -72,6 +72,7 @@ RANGES: Mapping[str, Range] = {
         Range(0, 1, high_open=True),
     ),
     "seed": Range(0, 2**32 - 1),
+    "ema_decay": Range(0, 1, low_open=True, high_open=True),
     "lora_alpha": Range(0, 10**9, low_open=True),
     "lora_base_bits": Range(4, 8),
     "norm_epsilon": Range(0, 1, low_open=True),  # more than the variance that a norm makes: another function

@@ -62,7 +62,13 @@ class NativeSource(Source):
         super().__init__("megazero", path, run, entries, position, companions(path))
         self.manifest, self._specs = manifest, wanted
         self._files = self.closing.enter_context(OpenFiles(path, manifest))
-        self.report.mapped += [f"{name} {column}" for name, entry in entries.items() for column in entry.columns]
+        self.report.mapped += [f"{name} {column}" for name in entries for column in self.columns]
+        left_out = dict.fromkeys(column for entry in entries.values() for column in entry.columns)
+        self.report.notes += [
+            f"{column} is not carried over: only a run that resumes has it"
+            for column in left_out
+            if column not in self.columns
+        ]
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         return self.read_box(name, tuple((0, size) for size in self.entries[name].shape), column)
@@ -71,7 +77,7 @@ class NativeSource(Source):
         """Reads only the blocks of the files that hold a part of the box."""
         shape = tuple(stop - start for start, stop in box)
         values = torch.empty(math.prod(shape), dtype=self.entries[name].columns[column])
-        part = Fragment(replace(self._specs[name], box=box, local_shape=shape), 0, values.numel(), **{column: values})
+        part = Fragment(replace(self._specs[name], box=box, local_shape=shape), 0, values.numel(), {column: values})
         try:
             read_fragments(self._files, [part], [column])
         except CheckpointError as error:
@@ -172,9 +178,7 @@ def _portions(source: Source, fragments: Sequence[StoredFragment], advance: Adva
         for column, dtype in held.dtypes.items():
             values = source.read(held.spec.name, column).reshape(-1)
             for start, stop in windows(held.numel, PART):
-                yield [
-                    Fragment(held.spec, start, stop, **{column: narrowed(values[start:stop], dtype, held.spec.name)})
-                ]
+                yield [Fragment(held.spec, start, stop, {column: narrowed(values[start:stop], dtype, held.spec.name)})]
             advance(values.nbytes)
             del values  # or it would be held while the next one is read
 

@@ -103,10 +103,8 @@ def _without_optimizer(run: Run, resumed: FoundCheckpoint) -> Iterator[str]:
     # Steps on disks may be later than the checkpoint, and take its place.
     if run.checkpoint.finetune or run.checkpoint.no_load_optim or run.offload.nvme_checkpoint:
         return
-    tensors, needed = resumed.manifest.tensors.values(), ["exp_avg"]
-    if run.optimizer.optimizer != "sgd":
-        needed.append("exp_avg_sq")
-    lacking = [column for column in needed if any(column not in tensor.columns for tensor in tensors)]
+    tensors, moments = resumed.manifest.tensors.values(), run.optimizer.moments
+    lacking = [column for column in moments if any(column not in tensor.columns for tensor in tensors)]
     if lacking:
         yield (
             f"--load {run.checkpoint.load}: {resumed.path} is without the optimizer's {' and '.join(lacking)} (saved "

@@ -19,7 +19,6 @@ from megazero.model.batch import MicroBatch
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid
 from megazero.pipeline.engine import PipelineEngine
-from megazero.telemetry.units import transfer
 from megazero.train.init_from import load_base, load_weights
 from megazero.train.state import TrainingPosition, TrainState
 from megazero.train.whole_steps import SwapStart, saying_way_out
@@ -66,17 +65,16 @@ def resume(
         text = _begin(run, state, grid)
         text += f" (no complete checkpoint in {load})" if load else ""
         return StartPoint(TrainingPosition(), text, is_read=init_from is not None)
-    loaded = checkpoints.load(resumed)
-    read = f"{transfer(loaded.bytes, loaded.seconds)} read"
+    loaded = checkpoints.load(resumed).words
     probed = check_probe(resumed.progress.get("probe"), run, probe_engine, grid)
     if run.checkpoint.finetune:
-        words = [f"weights of {resumed.path} (--finetune: everything else anew)", read, *beneath]
+        words = [f"weights of {resumed.path} (--finetune: everything else anew)", *loaded, *beneath]
         return StartPoint(TrainingPosition(), "; ".join(words))
     position = TrainingPosition.read(resumed.progress)
     if not run.checkpoint.no_load_optim:
         state.restore(resumed.progress)
     unused = beneath or ([f"--init-from {init_from} is not used"] if init_from else [])
-    words = [f"{resumed.path}, iteration {position.iteration}", read, *([probed] if probed else []), *unused]
+    words = [f"{resumed.path}, iteration {position.iteration}", *loaded, *([probed] if probed else []), *unused]
     return StartPoint(position, "; ".join(words))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.agreement import text_of_lowest
-from megazero.checkpoint.format import WEIGHT, columns_of
+from megazero.checkpoint.format import WEIGHT
 from megazero.checkpoint.narrowing import OutOfRange
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import OptimizerConfig, Run
@@ -125,7 +125,7 @@ def _bad_weight(state: TrainState, dtype: torch.dtype) -> str | None:
     complaint = None
     for portion in state.optimizer.portions():
         for fragment in portion:
-            weight = columns_of(fragment)[WEIGHT]
+            weight = fragment.columns[WEIGHT]
             if complaint is None and not (finite := weight.to(dtype).isfinite()).all():
                 number = weight[~finite][0].item()
                 name = fragment.spec.name

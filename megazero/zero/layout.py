@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fused_ops.quantise import BLOCK
 from megazero.config.derive import bucket_size, names_units, shards_parameters
@@ -55,25 +56,29 @@ class FragmentSpec:
 
 @dataclass(frozen=True)
 class StoredFragment(FragmentSpec):
-    """A fragment of which some place has the values. dtypes: of the columns that exist, by their name in `Fragment`."""
+    """A fragment of which some place has the values.
+
+    dtypes: of the columns that exist, by their names in checkpoints.
+    """
 
     dtypes: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Fragment(FragmentSpec):
-    """A fragment with one contiguous 1-D tensor of `numel` elements per column; None for a column that does not exist.
+    """A fragment with one contiguous 1-D tensor of `numel` elements for each column that exists.
 
     A model state gives its fragments in portions, whose tensors may exist only while they are looked at.
 
-    weight      the master weight, or the parameter where it is its own master
-    exp_avg     Adam's first moment; the momentum of sgd
-    exp_avg_sq  Adam's second moment
+    columns  by their names in checkpoints (`zero.sharding.SAVED`)
     """
 
-    weight: Any = None
-    exp_avg: Any = None
-    exp_avg_sq: Any = None
+    columns: Mapping[str, Tensor]
+
+    @property
+    def weight(self) -> Tensor:
+        """The master weight, or the parameter where it is its own master."""
+        return self.columns["weight"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fused_ops import apex
-from fused_ops.adam import AdamRange, adam_steps, sgd_step
+from fused_ops.adam import AdamRange, adam_steps, average_step, sgd_step
 from fused_ops.norm import sum_of_squares
 from megazero.config.schema import OptimizerConfig
 from megazero.config.tiers import Tier
@@ -84,7 +84,8 @@ class ShardedOptimizer:
             self.state.mover.updating(i, changed)
             return
         self.state.gatherer.ready(i.buckets)
-        self._update([own for index in i.buckets for own in self._ranges(index, i.part)], now)
+        ranges = [own for index in i.buckets for own in self._ranges(index, i.part)]
+        self._update(ranges, [own for index in i.buckets for own in self._averages(index, i.part)], now)
         for index in i.buckets:
             if self.state.resting[index].sums is not Tier.DEVICE:
                 self.state.mover.used((index, i.part))
@@ -111,9 +112,9 @@ class ShardedOptimizer:
         """See `zero.portions.portions`. To load, fill the columns, set `step_count`, and call `after_load`."""
         return portions(self.state, fill)
 
-    def after_load(self) -> None:
+    def after_load(self, filled: Collection[str] = ("weight",)) -> None:
         """See `zero.portions.spread`."""
-        spread(self.state)
+        spread(self.state, filled)
 
     def _gradients(self, index: int, *, counted: bool) -> list[Tensor]:
         """Views of this rank's own gradients on the device that count in the norm here (or do not)."""
@@ -139,12 +140,16 @@ class ShardedOptimizer:
             return False
         second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])
         parameters[max(0, self.state.buckets[index].layout.used - part.start) :].zero_()
+        cuts = [
+            (slice(start - part.start, stop - part.start), decay)
+            for start, stop, decay in self._decay_ranges(index, part)
+        ]
         ranges = [
             AdamRange(parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay)
-            for start, stop, decay in self._decay_ranges(index, part)
-            for own in (slice(start - part.start, stop - part.start),)
+            for own, decay in cuts
         ]
-        self._update(ranges, now)
+        averages = [tensors[Column.EMA][own] for own, _ in cuts] if Column.EMA in tensors else []
+        self._update(ranges, averages, now)
         return True
 
     def _decay_ranges(self, index: int, part: Part | None) -> Iterator[tuple[int, int, float]]:
@@ -157,13 +162,16 @@ class ShardedOptimizer:
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop), decay
 
+    def _ranges_of(self, index: int, part: int) -> Iterator[tuple[int, int, float]]:
+        """`_decay_ranges` of a part by its number; -1: of the bucket."""
+        return self._decay_ranges(index, None if part < 0 else self.state.resting[index].parts[part])
+
     def _ranges(self, index: int, part: int) -> Iterator[AdamRange]:
         """The tensors of these ranges on the device. SGD has no second moment; the first stands in its place."""
         table = self.state.columns
         second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
-        elements = None if part < 0 else self.state.resting[index].parts[part]
         rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
-        for start, stop, decay in self._decay_ranges(index, elements):
+        for start, stop, decay in self._ranges_of(index, part):
             place = index, start, stop
             yield AdamRange(
                 table[Column.PARAMETER].view(*place) if rounds else None,
@@ -174,13 +182,27 @@ class ShardedOptimizer:
                 decay,
             )
 
+    def _averages(self, index: int, part: int) -> list[Tensor]:
+        """The average of the weights in these ranges on the device; nothing where none is kept."""
+        if Column.EMA not in self.state.columns:
+            return []
+        average = self.state.columns[Column.EMA]
+        return [average.view(index, start, stop) for start, stop, _ in self._ranges_of(index, part)]
+
     def _gradient(self, index: int, start: int, stop: int, part: int) -> Tensor:
         """A range of a bucket's gradient for an update on the device."""
         if self.state.resting[index].sums is not Tier.DEVICE:
             return self.state.mover.fetched((index, part), start, stop)
         return self.state.columns[Column.GRADIENT].view(index, start, stop)
 
-    def _update(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:
+    def _update(self, ranges: Sequence[AdamRange], averages: Sequence[Tensor], now: UpdateValues) -> None:
+        """Update ranges, and behind each the average of its weights. averages: of each range; none if none is kept."""
+        self._step(ranges, now)
+        if self.cfg.ema_decay is not None:
+            for average, own in zip(averages, ranges, strict=True):
+                average_step(average, own.master, decay=self.cfg.ema_decay, skip=now.skip)
+
+    def _step(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:
         cfg = self.cfg
         if cfg.optimizer == "sgd":
             for own in ranges:

@@ -22,12 +22,10 @@ from megazero.zero.layout import BucketFragment, Fragment, StoredFragment
 from megazero.zero.memories import PartSlot
 from megazero.zero.mover import PartTensors
 from megazero.zero.parts import Key, Range, Resident, piece_name, resident_piece
-from megazero.zero.sharding import Column
+from megazero.zero.sharding import AS_WEIGHTS, SAVED, Column
 from megazero.zero.state import ModelState
 from megazero.zero.storage import Bucket
 
-SAVED = {"weight": Column.MASTER, "exp_avg": Column.EXP_AVG, "exp_avg_sq": Column.EXP_AVG_SQ}
-"""The columns of checkpoints, by their names in a fragment."""
 DRAWN = 1 << 24
 """Elements that are drawn at once of what other ranks update, and this one only keeps the parameters of."""
 
@@ -78,7 +76,7 @@ def _state_memory(state: ModelState, slot: PartSlot, numel: int) -> Tensor:
 @torch.no_grad()
 def initialise_state(state: ModelState, seed: int) -> None:
     """Set the initial weights, which are the same on every layout: the master weight, and the parameter rounded once.
-    Moments in parts become zero.
+    Moments in parts become zero, and averages begin as the weights.
 
     Frozen parameters are not set. Communicates nothing. Memory: a part of a bucket. Raises DiskError.
     """
@@ -92,18 +90,27 @@ def initialise_state(state: ModelState, seed: int) -> None:
                 for values in held.values():
                     values.zero_()
                 _draw(held[Column.MASTER], bucket, part.start, seed)
+                _begin_as_weights(state, held, AS_WEIGHTS)
                 parameters.keep(index, held[Column.MASTER], part.start)
         if not parts:
             weights = state.weights.held(index)
             _draw(weights, bucket, first, seed)
             if state.has_master:
                 parameters.keep(index, weights, first)
+            with looking(state, (index, -1)) as held:
+                _begin_as_weights(state, held, AS_WEIGHTS)
         for others in ((start, first), (last, stop)):
             for at in range(*others, DRAWN):
                 numel = min(DRAWN, others[1] - at)
                 values = torch.empty(numel, dtype=state.weights.dtype, device=state.weights.device)
                 _draw(values, bucket, at, seed)
                 parameters.keep(index, values, at)
+
+
+def _begin_as_weights(state: ModelState, held: PartTensors, columns: Collection[Column]) -> None:
+    """Set those of these columns that the state has to the weights that a part holds."""
+    for column in held.keys() & columns:
+        held[column].copy_(held[_saved(state)["weight"]])
 
 
 def _draw(out: Tensor, bucket: Bucket, start: int, seed: int) -> None:
@@ -150,7 +157,7 @@ def _values(state: ModelState, fill: Collection[str]) -> Generator[list[Fragment
                     fragment.spec,
                     fragment.start,
                     fragment.stop,
-                    **{name: values[fragment.offset - start :][: fragment.numel] for name, values in columns.items()},
+                    {name: values[fragment.offset - start :][: fragment.numel] for name, values in columns.items()},
                 )
                 for fragment in fragments
             ]
@@ -167,20 +174,26 @@ def _portions(state: ModelState) -> Iterator[tuple[Key, int, list[BucketFragment
 
 def _saved(state: ModelState) -> dict[str, Column]:
     """The columns of this state; a parameter may be its own master."""
-    named = SAVED if state.has_master else SAVED | {"weight": Column.PARAMETER}
+    named = SAVED if state.has_master else {**SAVED, "weight": Column.PARAMETER}
     return {name: column for name, column in named.items() if column in state.columns}
 
 
 @torch.no_grad()
-def spread(state: ModelState) -> None:
-    """Update parameters and the other ranks' copies from the owners' fragments, which a load has filled.
+def spread(state: ModelState, filled: Collection[str]) -> None:
+    """Update parameters and the other ranks' copies from the owners' fragments, of which a load has filled these
+    columns. What begins as the weights and is not filled becomes equal to them.
 
     Communicates per bucket: an all-gather of every optimizer column over the ranks that store the same shard, and then
     over the neighbours of that of every column that is whole (ZeRO-0), or of the parameters (the other stages). One
     bucket is under way at a time.
     """
     table = state.columns
+    begin = [column for column in AS_WEIGHTS if column in table and column.value not in filled]
     for index, bucket in enumerate(state.buckets):
+        for number, _ in parts_at_rest(state, index) if begin else ():
+            # Ahead of what brings the other ranks' parts of all columns: here the owned part alone has its weights.
+            with looking(state, (index, number), writes=True) as held:
+                _begin_as_weights(state, held, begin)
         state.gatherer.wait()
         if state.resting[index].state_parts:
             _spread_parts(state, index)

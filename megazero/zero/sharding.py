@@ -6,6 +6,7 @@ gradient is reduced in every backward, sharded parameters are gathered for each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -23,10 +24,17 @@ class Column(Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    EMA = "ema"
 
 
-OPTIMIZER = Column.MASTER, Column.EXP_AVG, Column.EXP_AVG_SQ
+OPTIMIZER = tuple(column for column in Column if column not in (Column.PARAMETER, Column.GRADIENT))
 """The columns that only an update reads."""
+SAVED: Mapping[str, Column] = {"weight" if column is Column.MASTER else column.value: column for column in OPTIMIZER}
+"""The columns of checkpoints, by their names there: the master weight, the first moment (of sgd its momentum), the
+second moment, the moving average of the weights.
+"""
+AS_WEIGHTS = (Column.EMA,)
+"""The columns that begin as the weights are, whatever these begin from. A checkpoint without them can be resumed."""
 
 
 class Sharding(Enum):
@@ -40,13 +48,7 @@ class Sharding(Enum):
 
 
 def _row(parameter: Sharding, gradient: Sharding, optimizer: Sharding) -> dict[Column, Sharding]:
-    return {
-        Column.PARAMETER: parameter,
-        Column.GRADIENT: gradient,
-        Column.MASTER: optimizer,
-        Column.EXP_AVG: optimizer,
-        Column.EXP_AVG_SQ: optimizer,
-    }
+    return {Column.PARAMETER: parameter, Column.GRADIENT: gradient, **dict.fromkeys(OPTIMIZER, optimizer)}
 
 
 SHARDINGS: dict[int, dict[Column, Sharding]] = {
@@ -90,25 +92,21 @@ def run_columns(
     return columns(
         compute_dtype(optimizer.precision),
         state_dtype(optimizer.precision),
-        optimizer.optimizer,
+        optimizer.columns,
         apart=leaves or overwrites_own(parallel, offload),
     )
 
 
 def columns(
-    parameter_dtype: torch.dtype, state_dtype: torch.dtype, optimizer: str, *, apart: bool = False
+    parameter_dtype: torch.dtype, state_dtype: torch.dtype, kept: Sequence[str], *, apart: bool = False
 ) -> dict[Column, torch.dtype]:
     """The columns that exist, with their dtypes.
 
     A master weight exists only where the parameter has a narrower dtype, or `apart` says that the parameter cannot be
     its own master: what a gather brings overwrites what this rank has updated, or one of the two does not rest on the
-    device.
-    sgd has no second moment; its momentum is `EXP_AVG`.
+    device. kept: beside the weights (`OptimizerConfig.columns`).
     """
     dtypes = {Column.PARAMETER: parameter_dtype, Column.GRADIENT: state_dtype}
     if parameter_dtype != state_dtype or apart:
         dtypes[Column.MASTER] = state_dtype
-    dtypes[Column.EXP_AVG] = state_dtype
-    if optimizer != "sgd":
-        dtypes[Column.EXP_AVG_SQ] = state_dtype
-    return dtypes
+    return dtypes | dict.fromkeys(map(Column, kept), state_dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.blocks import BLOCK_BYTES, BlockWriter, Slot
-from megazero.checkpoint.format import COLUMNS, Manifest, columns_of
+from megazero.checkpoint.format import COLUMNS, Manifest
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import check_files, check_inventory, read_fragments, read_manifest
 from megazero.checkpoint.save_plan import fragments_to_write, stored_to_write, values_to_write
@@ -114,15 +114,13 @@ def fragments_of(
 ) -> list[Fragment]:
     """A rank's fragments with these values; None: all NaN, to be filled."""
 
-    def column(piece: BucketFragment, name: str) -> Tensor | None:
-        if name not in columns:
-            return None
+    def column(piece: BucketFragment, name: str) -> Tensor:
         if values is None:
             return torch.full((piece.numel,), math.nan, dtype=dtype)
         return box_of(values[piece.spec.name, name], piece.spec).reshape(-1)[piece.start : piece.stop].to(dtype).clone()
 
     return [
-        Fragment(piece.spec, piece.start, piece.stop, **{name: column(piece, name) for name in COLUMNS})
+        Fragment(piece.spec, piece.start, piece.stop, {name: column(piece, name) for name in columns})
         for piece in layout.fragments(rank)
     ]
 
@@ -130,7 +128,7 @@ def fragments_of(
 def told(fragments: Sequence[Fragment]) -> list[StoredFragment]:
     """The same fragments without values."""
     return [
-        StoredFragment(one.spec, one.start, one.stop, {name: values.dtype for name, values in columns_of(one).items()})
+        StoredFragment(one.spec, one.start, one.stop, {name: values.dtype for name, values in one.columns.items()})
         for one in fragments
     ]
 
@@ -192,7 +190,7 @@ def expect(folder: Path, layout: Layout, values: Values, dtype: torch.dtype, col
     for rank, found in enumerate(load(folder, layout, dtype, columns)):
         for got, wanted in zip(found, fragments_of(layout, rank, values, dtype, COLUMNS), strict=True):
             for column in columns:
-                assert torch.equal(getattr(got, column), getattr(wanted, column)), (
+                assert torch.equal(got.columns[column], wanted.columns[column]), (
                     layout,
                     rank,
                     got.spec.name,

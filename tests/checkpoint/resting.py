@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megazero.checkpoint.format import COLUMNS, columns_of
+from megazero.checkpoint.format import COLUMNS
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, Run
@@ -66,7 +66,7 @@ class RestingState:
     def portions(self, fill: Collection[str] = ()) -> Generator[list[Fragment], None, None]:
         return self._portions(fill)
 
-    def after_load(self) -> None:
+    def after_load(self, filled: Collection[str] = ()) -> None:
         self.loaded += 1
 
     def _portions(self, fill: Collection[str]) -> Generator[list[Fragment], None, None]:
@@ -89,18 +89,18 @@ class RestingState:
         values = {column: self._place(one, column).clone() for column in one.dtypes}
         for column in values.keys() & fill:
             values[column].fill_(torch.nan)
-        return Fragment(one.spec, one.start, one.stop, **values)
+        return Fragment(one.spec, one.start, one.stop, values)
 
     def _put_back(self, portion: Sequence[Fragment], fill: Collection[str]) -> None:
         for one in portion:
-            for column, values in columns_of(one).items():
+            for column, values in one.columns.items():
                 if column in fill:
                     self._place(one, column).copy_(values)
                 if self.spoil:
                     values.fill_(torch.nan)
 
     def _count(self, portion: Sequence[Fragment]) -> None:
-        tensors = [values for one in portion for values in columns_of(one).values()]
+        tensors = [values for one in portion for values in one.columns.values()]
         self.alive.append([StorageWeakRef(values.untyped_storage()) for values in tensors])
         self.alive = [refs for refs in self.alive if not all(ref.expired() for ref in refs)]
         self.most_alive = max(self.most_alive, len(self.alive))
@@ -108,7 +108,7 @@ class RestingState:
 
 def rest_of(fragments: Sequence[Fragment]) -> Rest:
     """Copies of the values of fragments."""
-    return {(one.spec.name, column): values.clone() for one in fragments for column, values in columns_of(one).items()}
+    return {(one.spec.name, column): values.clone() for one in fragments for column, values in one.columns.items()}
 
 
 def checkpoints_of(

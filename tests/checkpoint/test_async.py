@@ -19,7 +19,6 @@ from megazero.checkpoint import folder as folders
 from megazero.checkpoint import save_phases
 from megazero.checkpoint.background import Snapshot
 from megazero.checkpoint.fence import FenceLost, new_token
-from megazero.checkpoint.format import columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import background_group, build_grid
@@ -34,7 +33,7 @@ from tests.ranks import run_ranks
 def overwrite(state: FakeState) -> None:
     """What the next step does to the state."""
     for fragment in state.held:
-        for tensor in columns_of(fragment).values():
+        for tensor in fragment.columns.values():
             tensor.fill_(math.nan)
 
 

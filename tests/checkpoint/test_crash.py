@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint.format import columns_of
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
@@ -54,7 +53,7 @@ def state() -> ShardedOptimizer:
 def columns(state: ShardedOptimizer, iteration: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each of its tensors, and the values that it has at an iteration."""
     for fragment in held_fragments(state):
-        for column, tensor in columns_of(fragment).items():
+        for column, tensor in fragment.columns.items():
             random = torch.Generator().manual_seed(
                 zlib.crc32(f"{fragment.spec.name} {fragment.start} {column} {iteration}".encode())
             )

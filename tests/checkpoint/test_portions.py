@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megazero.checkpoint.blocks import BlockFile, BlockWriter
-from megazero.checkpoint.format import COLUMNS, CheckpointError, Fragment
+from megazero.checkpoint.format import COLUMNS, CheckpointError
 from megazero.checkpoint.open_files import OpenFiles
 from megazero.checkpoint.reader import read_manifest, read_portions
 from megazero.checkpoint.save_plan import stored_to_write, values_to_write
 from megazero.checkpoint.writer import write_fragments
 from megazero.mpu.parameter import ParameterKind, ParameterSpec
+from megazero.zero.layout import Fragment
 from tests.checkpoint.fakes import Layout, fragments_of, global_values, save
 from tests.checkpoint.resting import RestingState, checkpoints_of, files_of, rest_of
 from tests.checkpoint.runs import names, open_run, save_at, values_at
@@ -85,7 +86,7 @@ def fragments_in(file: Path) -> list[Fragment]:
             blocks = [old.read(key, block) for block in range(len(old.block_ranges(key)))]
             found.setdefault((name, box, start, stop), {})[column] = torch.cat(blocks)
     return [
-        Fragment(ParameterSpec(name, (), box, (), ParameterKind.MATRIX), start, stop, **columns)
+        Fragment(ParameterSpec(name, (), box, (), ParameterKind.MATRIX), start, stop, columns)
         for (name, box, start, stop), columns in found.items()
     ]
 

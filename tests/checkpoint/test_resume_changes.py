@@ -277,6 +277,16 @@ def test_a_length_that_changed_names_the_flag_that_changed_it(
     assert not [flag for flag in flags if read_command_line([flag, "1"]).source.problems]
 
 
+def test_an_average_begins_and_ends_at_any_step_and_keeps_its_decay():
+    keeps, other = (changed(BASE, optimizer__ema_decay=decay) for decay in (0.9, 0.99))
+    for old, new, line in ((BASE, keeps, "none -> 0.9"), (keeps, BASE, "0.9 -> none")):
+        found = compare(old, new)
+        assert found.problems == () and [str(change) for change in found.changes] == [f"ema-decay {line}"]
+    (problem,) = compare(keeps, other).problems
+    assert problem.startswith("--ema-decay: 0.9 in the checkpoint, 0.99 now; to change it on resume: --override-opt")
+    assert compare(keeps, changed(other, checkpoint__override_opt_param_scheduler=True)).problems == ()
+
+
 def test_numbers_that_the_optimizer_does_not_use_may_differ():
     sgd = changed(BASE, optimizer__optimizer="sgd")
     assert compare(sgd, changed(sgd, optimizer__adam_beta2=0.5)).problems == ()

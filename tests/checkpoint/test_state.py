@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint.format import FragmentSpec, columns_of
+from megazero.checkpoint.format import FragmentSpec
 from megazero.checkpoint.manager import Checkpoints
 from megazero.checkpoint.resume_changes import record_of
 from megazero.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig, Run
@@ -76,7 +76,7 @@ def body(
     if save:
         checkpoints.claim()
         for fragment in held_fragments(optimizer):
-            for column, tensor in columns_of(fragment).items():
+            for column, tensor in fragment.columns.items():
                 tensor.copy_(expected(fragment.spec.name, column, fragment))
         optimizer.after_load()
         checkpoints.save(7, {"iteration": 7})
@@ -86,7 +86,7 @@ def body(
         checkpoints.load(found)
     differing = 0.0
     for fragment in held_fragments(optimizer):
-        for column, tensor in columns_of(fragment).items():
+        for column, tensor in fragment.columns.items():
             if column == "weight" or not config.no_load_optim:
                 differing += (tensor.double() != expected(fragment.spec.name, column, fragment)).sum().item()
             else:

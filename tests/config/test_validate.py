@@ -38,6 +38,7 @@ REFUSED = cases("""
     --hidden-size 252
 --memory-trace step.png | 1 | --memory-trace step.png does not end in one of .json, .svg, .html |
     --memory-trace step.svg
+--save d --ema-decay 1 | 1 | --ema-decay 1.0: must be more than 0 and less than 1 | --ema-decay 0.5
 --report-json - | 1 | --report-json - names no file: a report is written to a path | --report-json report.json
 --hidden-size 36 --position-embedding rotary | 1 | = 3 must be even; nearest: --hidden-size 24 or 48 | --hidden-size 48
 --hidden-size 250 | 1 | or --kv-channels, the width of a head | --kv-channels 20
@@ -190,6 +191,9 @@ POINTLESS = cases("""
 --optimizer sgd --adam-beta2 0.5 | 1 | --adam-beta2 0.5 has no effect | --optimizer adam
 --optimizer sgd --adam-eps 0.5 | 1 | --adam-eps 0.5 has no effect | --optimizer adamw
 --sgd-momentum 0.5 | 1 | has no effect without --optimizer sgd | --optimizer sgd
+--ema-decay 0.9 | 1 | --ema-decay 0.9 has no effect without --save DIR | --save d
+--ema-decay 0.9 --save d --no-save-optim | 1 | --ema-decay 0.9 has no effect without the optimizer's state in |
+    --save-optim
 --fp8 --fp8-amax-history 8 | 1 | has no effect without --fp8 delayed | --fp8 delayed
 --precision bf16 --zero-quantized-gradients int8 --grad-reduce-dtype bf16 | 2 |
     --grad-reduce-dtype bf16 has no effect without --zero-quantized-gradients none | --zero-quantized-gradients none

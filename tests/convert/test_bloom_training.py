@@ -46,7 +46,7 @@ class Looking(Recorder):
                 whole = self.seen.setdefault(column, {}).setdefault(
                     fragment.spec.name, torch.zeros(fragment.spec.shape)
                 )
-                whole.view(-1)[fragment.start : fragment.stop] = getattr(fragment, column)
+                whole.view(-1)[fragment.start : fragment.stop] = fragment.columns[column]
 
 
 def trained_on_rank(rank: int, flags: list[str]) -> tuple[list[StepRecord], dict[str, dict[str, Tensor]]]:

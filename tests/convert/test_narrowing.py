@@ -87,7 +87,7 @@ def test_every_format_that_is_written_is_here() -> None:
 def test_a_save_of_weights_alone() -> None:
     """A run in fp16 saves no infinity for a master weight that is a number."""
     spec = shard(NAME, (4,), ParameterKind.NORM)
-    held = Fragment(spec, 0, 4, weight=torch.tensor([1.0, 65519.0, math.inf, LARGE]))
+    held = Fragment(spec, 0, 4, {WEIGHT: torch.tensor([1.0, 65519.0, math.inf, LARGE])})
     with pytest.raises(OutOfRange, match=f"{NAME} holds 70000"):
         list(values_to_write([[held]], [StoredFragment(spec, 0, 4, {WEIGHT: HALF})]))
     ((part,),) = values_to_write([[held]], [StoredFragment(spec, 0, 3, {WEIGHT: HALF})])

@@ -64,6 +64,7 @@ FACETS = {
     "loss": "of the first step",
     "norm": "of the first step's gradients",
     "weights": "after the last step",
+    "averages": "of the weights, after the last step",
     "evaluations": "losses by iteration and name",
     "saves": "how and when checkpoints are written",
     "kept": "in the newest checkpoint: whether there is a probe, and the columns with their dtypes",
@@ -180,6 +181,7 @@ def _watch(job: Job, grid: ProcessGrid, seen: Seen, patch: pytest.MonkeyPatch) -
     }
     with job.state.model.reading():
         seen["weights"] = _digest(nn.ModuleList(job.stages).parameters())
+    seen["averages"] = _digest(_optimizer_state(job.state.model, Column.EMA))
     seen["evaluations"] = recorder.evaluations
     save = job.run.checkpoint.save
     found = find(save) if save else None
@@ -204,13 +206,13 @@ def _built(job: Job, grid: ProcessGrid) -> Seen:
         "memory": job.state.model.bytes(),
         "schedule": job.probe_engine.lists.training(4),
         "start": start,
-        "moments": _digest(_moments(job.state.model)),
+        "moments": _digest(_optimizer_state(job.state.model, Column.EXP_AVG, Column.EXP_AVG_SQ)),
     }
 
 
-def _moments(model: ModelState) -> Iterator[Tensor]:
+def _optimizer_state(model: ModelState, *columns: Column) -> Iterator[Tensor]:
     """Bucket by bucket, and part by part where one has parts."""
-    names = [name for name in (Column.EXP_AVG, Column.EXP_AVG_SQ) if name in model.columns]
+    names = [name for name in columns if name in model.columns]
     for index in range(len(model.buckets)):
         for number, _ in parts_at_rest(model, index):
             with looking(model, (index, number)) as state:

@@ -190,6 +190,8 @@ ROWS = (
     Row("adam_beta2", "--adam-beta2 0.5", "weights"),
     Row("adam_eps", "--adam-eps 1e-3", "weights"),
     Row("sgd_momentum", "--sgd-momentum 0.5", "weights", "--optimizer sgd"),
+    Row("ema_decay", "--ema-decay 0.5", "memory", SAVES),
+    Row("ema_decay", "--ema-decay 0.5", "averages", f"{SAVES} --ema-decay 0.9"),
     Row("clip_grad", "--clip-grad 0.01", "weights", "--optimizer sgd"),
     Row("label_smoothing", "--label-smoothing 0.2", "loss"),
     Row("z_loss", "--z-loss 0.1", "loss"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_ops import adam
-from fused_ops.adam import adam_step, sgd_step
+from fused_ops.adam import adam_step, average_step, sgd_step
 from tests.fused_ops.levels import adam_settings, drawn, scalar, sgd_settings
 
 
@@ -53,20 +53,32 @@ def test_sgd_is_torchs(path, decay):
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("decay", [0.1, 0.999])
+def test_an_average_is_what_its_formula_says(path, decay):
+    average, expected = drawn(70_000, seed=1), drawn(70_000, seed=1)
+    for number in range(5):
+        weights = drawn(70_000, seed=10 + number)
+        average_step(average, weights, decay=decay, skip=torch.tensor(number == 2))
+        expected = expected if number == 2 else decay * expected + (1 - decay) * weights
+    torch.testing.assert_close(average, expected, rtol=1e-13, atol=1e-14)
+
+
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 def test_fault_15_a_skipped_step_leaves_every_bit(path, poison):
     """Rows 14 and 15: an overflow on one rank never reaches the weights or the moments."""
     n = 70_000
     master, m, v = (drawn(n, seed=seed, dtype=torch.float32).abs() for seed in (1, 2, 3))
-    m[:5], master[:5] = -0.0, -0.0
+    average = m.clone()
+    m[:5], master[:5], average[:9] = -0.0, -0.0, -0.0
     out = master.to(torch.bfloat16)
-    before = [tensor.clone() for tensor in (master, m, v, out)]
+    before = [tensor.clone() for tensor in (master, m, v, out, average)]
     grad = drawn(n, seed=4, dtype=torch.bfloat16)
     grad[::7] = poison
     skipped: dict[str, Any] = {"lr": 1.0, "multiplier": scalar(poison), "skip": torch.tensor(True)}
     adam_step(out, master, grad, m, v, **adam_settings(**skipped))
     sgd_step(out, master, grad, m, **sgd_settings(**skipped))
-    for old, new in zip(before, (master, m, v, out), strict=True):
+    average_step(average, master, decay=0.9, skip=torch.tensor(True))
+    for old, new in zip(before, (master, m, v, out, average), strict=True):
         kind = torch.int16 if old.dtype == torch.bfloat16 else torch.int32
         assert torch.equal(old.view(kind), new.view(kind))
 

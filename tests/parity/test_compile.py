@@ -69,9 +69,8 @@ def steps_on_rank(
     for _ in range(STEPS):
         job.trainer.train_step(stop=False)
         job.trainer.after_step()
-        moments.append(
-            {f"{i}": fragment.exp_avg.clone() for i, fragment in enumerate(held_fragments(job.state.optimizer))}
-        )
+        fragments = held_fragments(job.state.optimizer)
+        moments.append({f"{i}": fragment.columns["exp_avg"].clone() for i, fragment in enumerate(fragments)})
     job.trainer.evaluate()
     job.state.model.wait_parameters()
     weights = {name: p.detach().clone() for stage in job.stages for name, p in stage.named_parameters()}

@@ -59,7 +59,7 @@ def test_fault_14_every_precision_clips(precision: str, corpus: Path, tmp_path: 
 def _state(optimizer: ShardedOptimizer) -> list[Tensor]:
     tensors = []
     for fragment in held_fragments(optimizer):
-        tensors += [fragment.weight.clone(), fragment.exp_avg.clone(), fragment.exp_avg_sq.clone()]
+        tensors += [values.clone() for values in fragment.columns.values()]
     return tensors
 
 

@@ -73,11 +73,10 @@ def alone(flags_of: Flags) -> Callable[[Case], Outcome]:
 def trained(case: Case, flags: list[str], folder: Path, way: Way) -> Outcome:
     """The results of a run in this folder, which has its checkpoints."""
     folder.mkdir()
-    flags = [*flags, *case.layout_flags()]
+    flags = [*flags, *case.layout_flags(), "--save", str(folder / "saved"), "--save-interval", str(SAVED)]
     run = whole_run(flags, case.ranks)
     flags += [*case.budget_flags(run), *case.offload_flags(folder, run), *["--async-save"] * case.background]
-    saves = ["--save", str(folder / "saved"), "--save-interval", str(SAVED)]
-    outcome = train(case.ranks, [*flags, *saves], way=way)
+    outcome = train(case.ranks, flags, way=way)
     assert not [*folder.glob("disk*/*")], "swap files are removed"
     return outcome
 

@@ -90,6 +90,7 @@ AXES: Axes = {
     "tied": (True, False),
     "dropout": (True, False),
     "lora": ("none", "none", "whole", "8 bits", "4 bits"),
+    "average": (False, True),
 }
 REQUIRED: tuple[Values, ...] = (
     {
@@ -186,6 +187,7 @@ class Case(NamedTuple):
     numbers     the precision; fp16: with steps that overflow, and are skipped
     rule        the optimizer
     lora        of adapters: the base
+    average     whether an average of the weights is kept
     sequence_parallel, shard, regather, ...
                 as the flags of these names
     """
@@ -231,6 +233,7 @@ class Case(NamedTuple):
     tied: bool
     dropout: bool
     lora: str
+    average: bool
 
     @property
     def ranks(self) -> int:
@@ -249,6 +252,7 @@ class Case(NamedTuple):
         words += [f"tp{self.tp}-pp{self.pp}-dp{self.dp}-z{self.zero}-{self.schedule}-acc{self.accumulation}"]
         words += [f"re-{self.recompute}"] * (self.recompute != "none") + [f"lora-{self.lora}"] * (self.lora != "none")
         words += [self.numbers, *[self.messages] * (self.messages != "exact"), *["resumes"] * self.resumes]
+        words += ["average"] * self.average
         return "-".join(word.replace(" ", "-") for word in words)
 
     @property
@@ -325,6 +329,7 @@ class Case(NamedTuple):
         words += " --sequence-parallel" * self.sequence_parallel + " --no-overlap" * (not self.overlap)
         words += " --shard-recompute-inputs" * self.shard_inputs + f" --zero3-persist-below {self.persist}"
         words += f" {MESSAGES[self.messages]}" + " --zero-quantized-weights" * self.sends_blocks
+        words += " --ema-decay 0.7" * self.average
         return [*words.split(), *["--no-shared-memory"] * (self.carrier in ("gloo", "as NCCL"))]
 
     def budget_flags(self, run: Run) -> list[str]:

@@ -342,9 +342,8 @@ def after_load(rank: int, cases: list[Case]) -> list[list[Piece]]:
             box = values[tuple(slice(i, j) for i, j in fragment.spec.box)]
             local = box.flatten()[fragment.start : fragment.stop]
             fragment.weight.copy_(local)
-            fragment.exp_avg.copy_(local + 1)
-            assert fragment.exp_avg_sq is not None
-            fragment.exp_avg_sq.copy_(local + 2)
+            fragment.columns["exp_avg"].copy_(local + 1)
+            fragment.columns["exp_avg_sq"].copy_(local + 2)
         here.optimizer.after_load()
         state = here.state
         for index, bucket in enumerate(state.buckets):

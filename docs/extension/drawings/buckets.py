@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from docs.extension.svg import COLOURS, Picture, shade
-from megazero.config.schema import ModelConfig, ParallelConfig, Run
+from megazero.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Run
 from megazero.mpu.parameter import ParameterSpec, StateGroup
 from megazero.plan.rank_state import specs_of
 from megazero.zero.layout import BucketLayout, Packing, pack
@@ -58,7 +58,7 @@ def _bucket(picture: Picture, number: int, layout: BucketLayout, dp: int, top: f
 
 
 def _table(picture: Picture, stage: int, dp: int, top: float) -> None:
-    dtypes = columns(torch.bfloat16, torch.float32, "adamw")
+    dtypes = columns(torch.bfloat16, torch.float32, OptimizerConfig().columns)
     picture.text(0, top + 12, f"ZeRO-{stage}", at="start", bold=True)
     part = (_WIDTH - _LEFT - 40) / dp
     top += 20

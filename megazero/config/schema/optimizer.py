@@ -32,6 +32,11 @@ class OptimizerConfig:
     "Epsilon that Adam adds to the root of the second moment."
     sgd_momentum: float = option(0.9, needs="--optimizer sgd", expert=True)
     "Momentum of sgd."
+    ema_decay: float | None = option(
+        None, metavar="D", derived="no average", needs="--save DIR: checkpoints alone hold it"
+    )
+    """Keep an exponential moving average of the weights, in the dtype of the optimizer's state: after each step
+    average = D x average + (1 - D) x weight. It begins as the weights, and checkpoints have it as column ema."""
     clip_grad: float = option(1.0)
     "Largest global gradient norm; 0 turns clipping off."
     label_smoothing: float = option(0.0)
@@ -51,3 +56,13 @@ class OptimizerConfig:
     max_skipped_steps: int = option(20, expert=True)
     """Steps in a row that may be skipped at the lowest loss scale, because their loss or gradients are not finite. Then
     the run ends with an error that says what is not finite. 0: any number."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The columns without which the optimizer cannot go on, by their names in checkpoints. sgd has its momentum."""
+        return ("exp_avg",) if self.optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that are kept beside the weights and updated with them, by their names in checkpoints."""
+        return (*self.moments, *(("ema",) if self.ema_decay is not None else ()))
