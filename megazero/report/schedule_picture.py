@@ -46,10 +46,10 @@ _MESSAGES: dict[Kind, tuple[str, str]] = {
 }
 _PIECES = {
     Piece.PARAMETERS: ("p", "parameters"),
-    Piece.UPDATED: ("u", "updated"),
+    Piece.UPDATED: ("u", "updated parameters"),
     Piece.STATE: ("s", "optimizer state"),
     Piece.GRADIENTS: ("g", "gradients"),
-    Piece.REDUCED: ("r", "of a reduction"),
+    Piece.REDUCED: ("r", "reduced gradients"),
     Piece.SUMS: ("m", "sums"),
     Piece.ACTIVATIONS: ("k", "kept activations"),
 }

@@ -212,7 +212,7 @@ def test_the_lanes_of_updates_in_host_memory():
     for lane, letter in labels.items():
         assert re.findall(r"[a-zA-Z]\d", rows[lane]) == [f"{letter}{bucket}" for bucket in range(3)]
     assert rows["host"].index("|H1") == rows["to device"].index("|u0") == rows["to disk"].index("|s0")
-    assert "H update there" in out and "u updated  s optimizer state  g gradients" in out
+    assert "H update there" in out and "u updated parameters  s optimizer state  g gradients" in out
     assert max(map(len, out.splitlines())) <= 100
     cpu = printed(f"{words} --offload-optimizer cpu")
     assert "to host" in cpu and "to disk" not in cpu
