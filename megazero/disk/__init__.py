@@ -1,1 +1,0 @@
-"""Model state on disks: swap files, reads and writes through aligned buffers, and the record of a whole step."""
