@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from megazero.checkpoint.format import COLUMNS
 from megazero.mpu.shared_memory import PeerError
 from megazero.train.save_policy import PAUSES, SavePolicy
 from megazero.train.state import TrainingPosition
 from tests.checkpoint.runs import names, open_run, resumed_at, values_at
 from tests.disks import fill, small_disk
 
-ROOM = 300_000
+ROOM = 100_000 * len(COLUMNS)
 """Bytes of the disk: three checkpoints and a half of the fake state."""
 
 
