@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megazero.checkpoint import statistics as numbers
-from megazero.checkpoint.format import COLUMNS, MANIFEST
+from megazero.checkpoint.format import MANIFEST
 from megazero.checkpoint.reader import read_manifest
 from megazero.checkpoint.verify import verify
 from megazero.checkpoint.window import StoredTensors, TensorInfo
@@ -31,6 +31,8 @@ from megazero.data.progress import silent
 from tests.checkpoint import fakes
 from tests.checkpoint.fakes import Layout, Values, global_values, write_tensors
 
+ADAM = "weight", "exp_avg", "exp_avg_sq"
+"""The columns of a checkpoint without an average of the weights."""
 RUN = Run(
     model=ModelConfig(num_layers=4, hidden_size=12, num_attention_heads=3, vocab_size=37),
     optimizer=OptimizerConfig(precision="fp32"),
@@ -39,7 +41,7 @@ ONE, MANY = Layout(), Layout(tp=3, dp=2, pp=2, bucket=50)
 
 
 def save(
-    root: Path, iteration: int, values: Values, layout: Layout, run: Run = RUN, columns: Sequence[str] = COLUMNS
+    root: Path, iteration: int, values: Values, layout: Layout, run: Run = RUN, columns: Sequence[str] = ADAM
 ) -> Path:
     """A checkpoint with these values, as the ranks of a layout write it; blocks are so small that tensors have many."""
     folder = root / f"iter_{iteration:07d}"
