@@ -15,7 +15,7 @@ import torch
 from megazero.config.derive import whole_steps
 from megazero.config.placement import unplaced
 from megazero.config.schema import ParallelConfig, Run
-from megazero.config.tiers import SLOTS, Tier
+from megazero.config.tiers import Tier
 from megazero.disk.layout import SwapLayout
 from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes, Coordinates
@@ -23,9 +23,8 @@ from megazero.mpu.grid import Group
 from megazero.mpu.parameter import ParameterSpec, StateGroup
 from megazero.pipeline.build import stages_of
 from megazero.pipeline.stage_specs import specs_of_stage
-from megazero.program.instruction import Piece
-from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
-from megazero.program.shape import PartShape, RankShape
+from megazero.program.passes.slots import slot_bytes
+from megazero.program.shape import RankShape
 from megazero.zero.coded import FrozenLayouts, coding_of, frozen_layouts
 from megazero.zero.frozen import specs_by_unit
 from megazero.zero.layout import BucketLayout, Packing, SharedBy, group_sizes, pack, packing_of, state_groups
@@ -290,7 +289,7 @@ class RankState:
             optimizer=_off_device((part.tier, part.state_bytes) for _, part in parts),
             parameters=_off_device((bucket.rests, bucket.stored_bytes) for bucket in buckets),
             gradients=_off_device((bucket.sums, part.gradient_bytes) for bucket, part in parts),
-            slots=_slots(self.shape, max(copied, default=0)),
+            slots=slot_bytes(self.shape, max(copied, default=0)).total,
             buffers=DiskOptions().memory_bytes if self.pieces else 0,
             copied=sum(copied),
             files=self.files,
@@ -303,27 +302,6 @@ def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, int]:
     for tier, nbytes in sizes:
         totals[tier] += nbytes
     return totals[Tier.HOST], totals[Tier.DISK]
-
-
-def _slots(shape: RankShape, resident: int) -> int:
-    """Bytes of all slots, each as large as the largest part that needs it: those of parts that are updated, and those
-    for parameters that are read (`zero.mover`). resident: most bytes of a piece that stays on the device.
-    """
-    ways = [
-        (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
-        for bucket in shape.buckets
-        if bucket.trained
-        for part in bucket.parts
-    ]
-
-    def most(piece: Piece) -> PartShape:
-        needing = (part for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way))
-        return max(needing, key=lambda part: part.parameter_bytes, default=PartShape(Tier.DEVICE, 0, 0, 0))
-
-    way = most(Piece.GRADIENTS).gradient_bytes + most(Piece.SUMS).gradient_bytes
-    way += max(most(Piece.STATE).state_bytes, resident) + most(Piece.PARAMETERS).parameter_bytes
-    on_disk = (part.parameter_bytes for b in shape.buckets if b.rests is Tier.DISK for part in b.parts)
-    return SLOTS * (way + max(on_disk, default=0))
 
 
 def swap_file_bytes(run: Run, pieces: Mapping[str, int], *, slots: int) -> int:

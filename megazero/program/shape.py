@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megazero.config.tiers import SLOTS, Tier
+from megazero.program.instruction import Piece
 
 IN_FLIGHT = 2
 """Most reductions at a time where each needs a buffer of its own (sharded gradients, or a cast copy)."""
@@ -54,6 +55,12 @@ class PartShape:
     gradient_bytes: int
     state_bytes: int
     parameter_bytes: int
+
+    def bytes_of(self, piece: Piece) -> int:
+        """Bytes of a piece of the model state, wherever the piece is on its way."""
+        if piece is Piece.STATE:
+            return self.state_bytes
+        return self.parameter_bytes if piece in (Piece.PARAMETERS, Piece.UPDATED) else self.gradient_bytes
 
 
 @dataclass(frozen=True)

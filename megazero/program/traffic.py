@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Iterable
 
 from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op, Piece, TierMove
-from megazero.program.shape import PartShape, RankShape
-
-_BYTES_OF_A_PART: Mapping[Piece, Callable[[PartShape], int]] = {
-    Piece.STATE: attrgetter("state_bytes"),
-    **dict.fromkeys((Piece.PARAMETERS, Piece.UPDATED), attrgetter("parameter_bytes")),
-    **dict.fromkeys((Piece.GRADIENTS, Piece.REDUCED, Piece.SUMS), attrgetter("gradient_bytes")),
-}
+from megazero.program.shape import RankShape
 
 
 def message_bytes(i: Instruction, shape: RankShape) -> int:
@@ -44,7 +37,7 @@ def moved_bytes(i: Instruction, shape: RankShape) -> int:
     if i.part < 0:
         return bucket.stored_bytes
     part = bucket.parts[i.part]
-    return part.gradient_bytes if move is None else _BYTES_OF_A_PART[move.piece](part)
+    return part.gradient_bytes if move is None else part.bytes_of(move.piece)
 
 
 def updated_bytes(shape: RankShape, number: int, part: int) -> float:

@@ -13,7 +13,7 @@ device has its gradient brought back in a spare buffer for whole gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import NamedTuple
@@ -25,8 +25,8 @@ from fused_ops.norm import sum_of_squares
 from megazero.config.tiers import SLOTS, Tier
 from megazero.disk.lanes import Need
 from megazero.program.instruction import Instruction, Op, Piece, TierMove
-from megazero.program.passes.slots import SLOT_MEMORY, ops_of_part
-from megazero.program.shape import PartShape, RankShape
+from megazero.program.passes.slots import slot_bytes
+from megazero.program.shape import RankShape
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.memories import PartSlot, Ring, Tiers
 from megazero.zero.parts import Key, Range, Resident, Resting, piece_name
@@ -86,9 +86,10 @@ class Mover:
         self.reducer, self.gatherer = reducer, gatherer
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
         stays = max((piece.stop - piece.start for piece in residents), default=0)
-        self.update_slots = update_ring(shape, stays * self.state_bytes, tiers)
+        sizes = slot_bytes(shape, stays * self.state_bytes)
+        self.update_slots = _ring_of(sizes.updates, tiers, copied=(Piece.GRADIENTS, Piece.PARAMETERS))
         """For parts that are updated in host memory, or whose new parameters or sums go to disks."""
-        self.load_slots = load_ring(shape, tiers)
+        self.load_slots = _ring_of(sizes.loads, tiers)
         """For parameters that are read: these may be under way beside late updates."""
         self._runs = [
             tuple(bucket.counted_runs(tp, counted=which) for which in (True, False)) for bucket in reducer.buckets
@@ -339,44 +340,17 @@ _COPIES: Mapping[tuple[Tier, Tier], Callable[[Mover, Instruction, Piece], None]]
 )
 
 
-def update_ring(shape: RankShape, resident_bytes: int, tiers: Tiers) -> Ring:
-    """The slots of parts that are updated or written, each as large as the largest part that needs it.
-    resident_bytes: of the largest piece of state that rests on the device and passes through a slot.
+def _ring_of(sizes: Mapping[Piece, int], tiers: Tiers, copied: Collection[Piece] = ()) -> Ring:
+    """Slots with these bytes each, in memory that disks read into. copied: pieces between the device and a slot, whose
+    memory the device copies at full speed.
     """
-    ways = [
-        (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
-        for bucket in shape.buckets
-        if bucket.trained
-        for part in bucket.parts
-    ]
 
-    def most(piece: Piece, size: Callable[[PartShape], int]) -> int:
-        return max((size(part) for part, way in ways if not SLOT_MEMORY[piece].isdisjoint(way)), default=0)
+    def allocated(piece: Piece) -> Tensor:
+        if piece in copied:
+            return tiers.in_host_memory(sizes[piece], torch.uint8, "--offload-optimizer")
+        return tiers.beside_disks(sizes[piece])
 
-    gradient, sums = (most(piece, lambda part: part.gradient_bytes) for piece in (Piece.GRADIENTS, Piece.SUMS))
-    parameters = most(Piece.PARAMETERS, lambda part: part.parameter_bytes)
-    state = max(most(Piece.STATE, lambda part: part.state_bytes), resident_bytes)
-    flag = "--offload-optimizer"
-    return Ring(
-        [
-            PartSlot(
-                {
-                    Piece.GRADIENTS: tiers.in_host_memory(gradient, torch.uint8, flag),
-                    Piece.PARAMETERS: tiers.in_host_memory(parameters, torch.uint8, flag),
-                    Piece.STATE: tiers.beside_disks(state),
-                    Piece.SUMS: tiers.beside_disks(sums),
-                }
-            )
-            for _ in range(SLOTS)
-        ]
-    )
-
-
-def load_ring(shape: RankShape, tiers: Tiers) -> Ring:
-    """The slots of parameters that are read from disks; none where none rest there."""
-    parts = (part for bucket in shape.buckets if bucket.rests is Tier.DISK for part in bucket.parts)
-    most = max((part.parameter_bytes for part in parts), default=0)
-    return Ring([PartSlot({Piece.PARAMETERS: tiers.beside_disks(most)}) for _ in range(SLOTS if most else 0)])
+    return Ring([PartSlot({piece: allocated(piece) for piece in sizes}) for _ in range(SLOTS)])
 
 
 def _always() -> bool:

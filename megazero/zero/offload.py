@@ -114,10 +114,7 @@ def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int =
     pieces: dict[str, int] = {}
     for number, bucket in enumerate(shape.buckets):
         for index, part in enumerate(bucket.parts):
-            of_part = (
-                (Piece.PARAMETERS, bucket.rests, part.parameter_bytes),
-                (Piece.SUMS, bucket.sums, part.gradient_bytes),
-                (Piece.STATE, part.tier, part.state_bytes),
-            )
-            pieces |= {piece_name(piece, (number, index)): size for piece, tier, size in of_part if tier is Tier.DISK}
+            tiers = {Piece.PARAMETERS: bucket.rests, Piece.SUMS: bucket.sums, Piece.STATE: part.tier}
+            on_disks = (piece for piece, tier in tiers.items() if tier is Tier.DISK)
+            pieces |= {piece_name(piece, (number, index)): part.bytes_of(piece) for piece in on_disks}
     return pieces | {resident_piece(resident): (resident.stop - resident.start) * state for resident in residents}

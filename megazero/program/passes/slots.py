@@ -11,6 +11,7 @@ Slots are numbers in the list. The checker, the simulator and the model state re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
@@ -41,6 +42,43 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
     }
 )
 """The memory of a slot by what it holds, and the copies that need it. What rests in host memory needs none."""
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Bytes of a slot of each ring, by what the slot holds.
+
+    updates  of parts that are updated in host memory, or whose new parameters or sums go to disks
+    loads    of parameters that are read
+    """
+
+    updates: Mapping[Piece, int]
+    loads: Mapping[Piece, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all slots of both rings."""
+        return SLOTS * (sum(self.updates.values()) + sum(self.loads.values()))
+
+
+def slot_bytes(shape: RankShape, resident_bytes: int = 0) -> SlotBytes:
+    """The size of slots: each memory of a slot is as large as the largest part that needs the memory.
+
+    resident_bytes: of the largest piece of optimizer state that rests on the device and passes through a slot.
+    """
+    needs = [
+        (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
+        for bucket in shape.buckets
+        if bucket.trained
+        for part in bucket.parts
+    ]
+    updates = {
+        piece: max((part.bytes_of(piece) for part, ops in needs if not copies.isdisjoint(ops)), default=0)
+        for piece, copies in SLOT_MEMORY.items()
+    }
+    updates[Piece.STATE] = max(updates[Piece.STATE], resident_bytes)
+    read = (part for bucket in shape.buckets if bucket.rests is Tier.DISK for part in bucket.parts)
+    return SlotBytes(updates, {Piece.PARAMETERS: max((part.parameter_bytes for part in read), default=0)})
 
 
 def place_slots(
