@@ -213,7 +213,17 @@ class RankState:
         row, widths, frozen, groups = self._row, self._widths, self._frozen, self._groups
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
         resting = [*self._resting, *frozen_parts(frozen, stored, widths, self.run.offload)]
-        return rank_shape(specs, self.layouts, frozen, row, widths, groups, resting)
+        return rank_shape(
+            specs,
+            self.layouts,
+            frozen,
+            row,
+            widths,
+            groups,
+            resting,
+            self._residents,
+            self.run.offload.nvme_buffer_bytes,
+        )
 
     @cached_property
     def _residents(self) -> list[Resident]:
@@ -289,7 +299,7 @@ class RankState:
             optimizer=_off_device((part.tier, part.state_bytes) for _, part in parts),
             parameters=_off_device((bucket.rests, bucket.stored_bytes) for bucket in buckets),
             gradients=_off_device((bucket.sums, part.gradient_bytes) for bucket, part in parts),
-            slots=slot_bytes(self.shape, max(copied, default=0)).total,
+            slots=self.shape.slots * slot_bytes(self.shape).of_both,
             buffers=DiskOptions().memory_bytes if self.pieces else 0,
             copied=sum(copied),
             files=self.files,

@@ -94,7 +94,17 @@ class ModelState:
         self.resting = [*trained, *frozen_parts(frozen, stored, widths, offload)]
         """Where each bucket rests, by number in the list of `shape`: the trained ones come first."""
         groups = state_groups(grid.axes, grid.at)
-        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
+        self.shape = rank_shape(
+            _specs(chunks),
+            layouts,
+            frozen,
+            row,
+            widths,
+            groups,
+            self.resting,
+            self.residents,
+            offload.nvme_buffer_bytes,
+        )
         pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_swap is not None or not pieces, "validated: state on disks has --nvme-path"
         memory = DeviceMemory(grid.device, offload.device_memory_budget)
@@ -130,7 +140,6 @@ class ModelState:
             self.tiers,
             self.reducer,
             self.gatherer,
-            self.residents,
             grid.at.tp,
         )
         self.owed = OwedUpdates()
