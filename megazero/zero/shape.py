@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megazero.config.dtypes import compute_dtype, grad_reduce_dtype, state_dtype
 from megazero.config.inventory import FINAL_NORM
@@ -11,12 +11,11 @@ from megazero.config.schema import OffloadConfig, OptimizerConfig, ParallelConfi
 from megazero.config.tiers import Tier
 from megazero.mpu.parameter import ParameterKind, ParameterSpec, StateGroup
 from megazero.mpu.quantized import gathered_bytes, scattered_bytes
-from megazero.program.passes.slots import slots_within
 from megazero.program.shape import BucketShape, MessageBytes, PartShape, RankShape, UnitShape
 from megazero.zero.coded import CodedLayout, FrozenLayouts
 from megazero.zero.layout import BucketLayout, SharedBy
 from megazero.zero.messages import BITS
-from megazero.zero.parts import Part, Resident, Resting
+from megazero.zero.parts import Part, Resting
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns
 
 Specs = Sequence[Sequence[Sequence[ParameterSpec]]]
@@ -73,19 +72,15 @@ def rank_shape(
     widths: StateWidths,
     groups: Mapping[StateGroup, SharedBy],
     resting: Sequence[Resting],
-    residents: Sequence[Resident],
-    buffer_bytes: int,
 ) -> RankShape:
     """The shape of a rank that holds these parameters.
 
-    specs         all parameters of each unit, trained and frozen
-    layouts       the buckets of trained parameters
-    frozen        the buckets of frozen parameters, which are numbered after them: those of codes come last
-    row           the shardings of the columns
-    groups        by group, the ranks that hold a parameter
-    resting       where each bucket rests, in the order of their numbers (`zero.parts`)
-    residents     what rests on the device and passes through slots to disks
-    buffer_bytes  of what is on its way (--nvme-buffer-bytes)
+    specs    all parameters of each unit, trained and frozen
+    layouts  the buckets of trained parameters
+    frozen   the buckets of frozen parameters, which are numbered after them: those of codes come last
+    row      the shardings of the columns
+    groups   by group, the ranks that hold a parameter
+    resting  where each bucket rests, in the order of their numbers (`zero.parts`)
 
     An embedding's and a head's table are not read in backward: the gradient of a lookup needs the ids alone, and the
     head makes its gradients in forward (`mpu.head_loss`).
@@ -115,9 +110,7 @@ def rank_shape(
 
     units = tuple(tuple(unit(parameters) for parameters in chunk) for chunk in specs)
     partial = any(_is_partial(layout) for layout, own in zip(layouts, resting, strict=False) if own.sums is Tier.DEVICE)
-    copied = max((resident.stop - resident.start for resident in residents), default=0)
-    shape = RankShape(units, tuple(buckets), partial, copied * widths.state)
-    return replace(shape, slots=slots_within(shape, buffer_bytes))
+    return RankShape(units, tuple(buckets), partial)
 
 
 def _bucket(
