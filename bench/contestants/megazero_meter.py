@@ -71,7 +71,7 @@ def in_host_memory(job: Job) -> tuple[int, int]:
     columns = sum(column.nbytes_in(Tier.HOST) for column in model.columns.values())
     kept = activations.buffers.nbytes if isinstance(activations, HostActivations) else 0
     disks = None if activations is None else activations.disks
-    swaps = (model.tiers.swap, None if disks is None else disks.swap)
+    swaps = (model.tiers.swap, None if disks is None else disks.store)
     of_files = sum(swap.memory_bytes for swap in swaps if swap is not None)
     every = columns + model.mover.nbytes + of_files + kept
     beside_disks = [

@@ -19,6 +19,7 @@ from megazero.config.inventory import adapted
 from megazero.config.model_shape import SHAPE
 from megazero.config.options import Option, build_run, run_options, sections
 from megazero.config.schema import ModelConfig, Run
+from megazero.config.tiers import FILE_TIERS
 from megazero.config.validate import out_of_range
 from megazero.optim.lr_schedule import LearningRate
 from megazero.system.reading import shown
@@ -155,7 +156,8 @@ _FREE = {
 _SILENT = frozenset(
     {
         *("parallel.distributed_timeout_minutes", "data.num_workers", "data.data_cache_path"),
-        *("offload.nvme_path", "offload.nvme_buffer_bytes", "offload.placement", "offload.placement_rates"),
+        *(f"offload.{row.folders}" for row in FILE_TIERS.values()),
+        *("offload.nvme_buffer_bytes", "offload.placement", "offload.placement_rates"),
         "offload.nvme_checkpoint",
         *("offload.device_memory_budget", "offload.host_memory_budget"),
     }

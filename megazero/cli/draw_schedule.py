@@ -16,7 +16,7 @@ from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, chunk_map, forward_only, is_breadth_first, make_schedule
 from megazero.program.checker import check
 from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTES, ExampleModel
-from megazero.program.instruction import Lane
+from megazero.program.instruction import READ_LANES, WRITE_LANES, Lane
 from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.scope import ON_TIME
 from megazero.program.shape import RankShape
@@ -182,7 +182,7 @@ def _title(args: argparse.Namespace, groups: Sequence[object] | None, report: Si
 def _is_vertical(args: argparse.Namespace) -> bool:
     """By the flag, else as in a run: where parameters rest on disks."""
     if args.micro_batch_order is None:
-        return _tiers(args)[1] is Tier.DISK
+        return _tiers(args)[1].in_files
     return bool(args.micro_batch_order == "vertical")
 
 
@@ -209,7 +209,7 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
     on_device = optimizer is gradients is Tier.DEVICE
     if args.host_update_time != parser.get_default("host_update_time") and on_device:
         yield f"--host-update-time {args.host_update_time} goes with --offload-optimizer or --offload-gradients"
-    if args.disk_time != parser.get_default("disk_time") and Tier.DISK not in _tiers(args):
+    if args.disk_time != parser.get_default("disk_time") and not any(tier.in_files for tier in _tiers(args)):
         yield f"--disk-time {args.disk_time} goes with nvme for --offload-optimizer, -params or -gradients"
     if not 0 <= args.offload_activations <= 1:
         yield f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1"
@@ -265,5 +265,5 @@ def _times(args: argparse.Namespace) -> ChunkTimes:
     if args.offload_activations:  # which are one byte a unit, see `_shapes`
         lanes |= dict.fromkeys((Lane.TO_HOST, Lane.TO_DEVICE), args.copy_time)
     lanes[Lane.HOST] = args.host_update_time / (GRADIENT_BYTES * elements)
-    lanes |= dict.fromkeys((Lane.FROM_DISK, Lane.TO_DISK), args.disk_time / (STATE_BYTES * elements))
+    lanes |= dict.fromkeys((*READ_LANES, *WRITE_LANES), args.disk_time / (STATE_BYTES * elements))
     return replace(times, per_byte=lanes, update=args.update_time / (GRADIENT_BYTES * elements))

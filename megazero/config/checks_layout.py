@@ -10,10 +10,19 @@ import math
 import os
 
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
-from megazero.config.derive import ffn_width, head_dim, leaving, moves_in_parts, pipeline_schedule, query_groups, tiers
+from megazero.config.derive import (
+    ffn_width,
+    folders_of,
+    head_dim,
+    leaving,
+    moves_in_parts,
+    pipeline_schedule,
+    query_groups,
+    tiers,
+)
 from megazero.config.options import run_options
 from megazero.config.schema import Run
-from megazero.config.tiers import ALIGNMENT, SLOTS, TierShare, all_units, unknown_units
+from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, TierShare, all_units, unknown_units
 
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -273,9 +282,9 @@ def least_buffer(run: Run) -> int:
     """
     state, parameter = _BYTES[run.optimizer.precision]
     columns = len(("weight", *run.optimizer.columns))
-    on_disk = columns * state * run.offload.offload_optimizer.on_disks
-    read = parameter * run.offload.offload_params.on_disks
-    sums = state * run.offload.offload_gradients.on_disks
+    on_disk = columns * state * run.offload.offload_optimizer.in_files
+    read = parameter * run.offload.offload_params.in_files
+    sums = state * run.offload.offload_gradients.in_files
     return SLOTS * ALIGNMENT * (state + parameter + on_disk + read + sums)
 
 
@@ -329,11 +338,15 @@ def _shard_recompute_inputs(context: CheckContext) -> Problems:
         )
 
 
-@reads("offload_optimizer offload_params offload_gradients offload_activations nvme_path")
+_FOLDERS = " ".join(row.folders for row in FILE_TIERS.values())
+
+
+@reads(f"offload_optimizer offload_params offload_gradients offload_activations {_FOLDERS}")
 def _disks(context: CheckContext) -> Problems:
     for flag, offload in _leaving(context.run).items():
-        if offload.on_disks and not context.run.offload.nvme_path:
-            yield f"{flag} {offload} needs --nvme-path DIR, a folder for swap files on each disk that it may use"
+        if offload.in_files and not folders_of(context.run.offload, offload.tier):
+            folders = FILE_TIERS[offload.tier]
+            yield f"{flag} {offload} needs {run_options()[folders.folders].flag} DIR, {folders.asks}"
 
 
 @reads("nvme_path")
@@ -400,7 +413,7 @@ def _apex(context: CheckContext) -> Problems:
 @reads("nvme_checkpoint no_save_optim offload_optimizer")
 def _whole_steps(context: CheckContext) -> Problems:
     off = context.run.offload
-    if off.nvme_checkpoint and off.offload_optimizer.on_disks and context.run.checkpoint.no_save_optim:
+    if off.nvme_checkpoint and off.offload_optimizer.in_files and context.run.checkpoint.no_save_optim:
         yield (
             "--nvme-checkpoint removes its files once the last step is in a checkpoint of --save, which with "
             "--no-save-optim has no optimizer state to go on from: drop one of them"

@@ -266,13 +266,17 @@ def _offload(source: ConfigSource, keys: Mapping[str, Any]) -> None:
         _put(source, next(iter(paths.values())), "nvme_path", list(paths))
 
 
+_DEVICES = Tier.DEVICE, Tier.HOST, Tier.DISK
+"""Where DeepSpeed has state: the words are the same."""
+
+
 def _offload_group(source: ConfigSource, keys: Mapping[str, Any], group: str, field: str) -> None:
     """device and ratio are one flag here."""
     device, ratio = (keys.get(f"{group}.{key}") for key in ("device", "ratio"))
     key = f"{group}.device"
     if key not in keys:
         return
-    if device not in (None, *(tier.value for tier in Tier)):
+    if device not in (None, *(tier.value for tier in _DEVICES)):
         source.refuse(f"{key} {shown(device)} is not one of none, cpu, nvme", field)
         return
     if device in (None, Tier.DEVICE.value) or ratio == 0:

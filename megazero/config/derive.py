@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.schema import LoraConfig, ModelConfig, OffloadConfig, ParallelConfig, Run
-from megazero.config.tiers import TierShare
+from megazero.config.tiers import FILE_TIERS, Tier, TierShare
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -83,20 +83,32 @@ def names_units(offload: OffloadConfig) -> bool:
     return any(column.units for column in columns)
 
 
-def uses_disks(run: Run) -> bool:
-    """Whether some of the model state rests on disks."""
-    return any(offload.on_disks for offload in tiers(run).values())
+def uses_files(run: Run) -> bool:
+    """Whether some of the model state rests in files."""
+    return any(offload.in_files for offload in tiers(run).values())
 
 
 def writes_activations(run: Run) -> bool:
-    """Whether activations go to disks."""
-    return run.offload.offload_activations.on_disks
+    """Whether activations go to files."""
+    return run.offload.offload_activations.in_files
+
+
+def file_tiers(run: Run) -> list[Tier]:
+    """The tiers in files where some of the model state rests, or to which activations go."""
+    used = {offload.tier for offload in leaving(run).values()}
+    return [tier for tier in FILE_TIERS if tier in used]
+
+
+def folders_of(offload: OffloadConfig, tier: Tier) -> tuple[str, ...]:
+    """The folders of a tier in files."""
+    folders = getattr(offload, FILE_TIERS[tier].folders)
+    return (folders,) if isinstance(folders, str) else tuple(folders or ())
 
 
 def whole_steps(offload: OffloadConfig) -> bool:
     """Whether each optimizer step becomes whole on disks."""
     # a file may have the field where no optimizer state rests on disks
-    return offload.nvme_checkpoint and offload.offload_optimizer.on_disks
+    return offload.nvme_checkpoint and offload.offload_optimizer.tier is Tier.DISK
 
 
 def micro_batch_order(run: Run) -> str:
@@ -104,13 +116,13 @@ def micro_batch_order(run: Run) -> str:
     if run.parallel.micro_batch_order is not None:
         return run.parallel.micro_batch_order
     # vertical order reads each unit from disks once for all micro-batches of a pass
-    return "vertical" if run.offload.offload_params.on_disks else "horizontal"
+    return "vertical" if run.offload.offload_params.in_files else "horizontal"
 
 
 def moves_in_parts(run: Run) -> bool:
     """Whether some of the model state moves in parts, which pass through slots in host memory."""
     offload = run.offload  # parameters in host memory are copied as they are
-    return bool(offload.offload_optimizer or offload.offload_gradients) or offload.offload_params.on_disks
+    return bool(offload.offload_optimizer or offload.offload_gradients) or offload.offload_params.in_files
 
 
 def shards_parameters(parallel: ParallelConfig, offload: OffloadConfig) -> bool:

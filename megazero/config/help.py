@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from megazero.config.flags import SHORT_FORMS, CommandOptions, read_command_line
 from megazero.config.options import Option, listed_options, options_of, run_options
 from megazero.config.presets import presets
+from megazero.config.tiers import FILE_TIERS
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,8 @@ GOALS = (
         "state off the device",
         (
             *("offload_optimizer", "offload_params", "offload_gradients", "offload_activations", "late_update"),
-            *("nvme_path", "nvme_checkpoint", "placement"),
+            *(row.folders for row in FILE_TIERS.values()),
+            *("nvme_checkpoint", "placement"),
         ),
         ("offload",),
     ),

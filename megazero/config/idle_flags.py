@@ -28,7 +28,7 @@ from megazero.config.derive import leaving, micro_batch_order, moves_in_parts, r
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import Option, run_options
 from megazero.config.placement import AUTO
-from megazero.config.tiers import TierShare
+from megazero.config.tiers import FILE_TIERS, Tier, TierShare
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,20 @@ def _within(field: str) -> Effect:
     return Effect(field, holds, "at least as many --train-iters")
 
 
+def _has_folders(tier: Tier) -> Effect:
+    """The folders of a tier in files. A search chooses among disks."""
+    row = FILE_TIERS[tier]
+    return Effect(
+        row.folders,
+        lambda context: (
+            any(offload.tier is tier for offload in leaving(context.run).values())
+            or (tier is Tier.DISK and context.run.offload.placement == AUTO)
+        ),
+        f"--offload-optimizer {tier.value}, or the same of params, gradients or activations: nothing rests {row.place}",
+        _OFFLOAD,
+    )
+
+
 _OFFLOAD = "offload_optimizer offload_params offload_gradients offload_activations placement"
 _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 _FALLS = "a --lr-decay-style that falls, which constant does not"
@@ -168,15 +182,10 @@ REFUSED = (
         "--tp above 1 and whole blocks that are recomputed (--recompute-granularity full, --activation-memory-budget)",
         "recompute_granularity activation_memory_budget tp",
     ),
-    Effect(
-        "nvme_path",
-        lambda context: _may_leave(context, lambda offload: offload.on_disks),
-        "--offload-optimizer nvme, or the same of params, gradients or activations: nothing rests on disks",
-        _OFFLOAD,
-    ),
+    *map(_has_folders, FILE_TIERS),
     Effect(
         "nvme_buffer_bytes",
-        lambda context: moves_in_parts(context.run) or _may_leave(context, lambda offload: offload.on_disks),
+        lambda context: moves_in_parts(context.run) or _may_leave(context, lambda offload: offload.in_files),
         "--offload-optimizer or --offload-gradients, --offload-params nvme or --offload-activations nvme",
         _OFFLOAD,
     ),

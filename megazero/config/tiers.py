@@ -1,13 +1,14 @@
-"""Where a column of the model state rests between its uses: on the device, in host memory, or on disks. A placement may
+"""Where a column of the model state rests between its uses: on the device, in host memory, or in files. A placement may
 name the units of the model (the embedding, a block, the head) that leave the device.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 from megazero.system.reading import shown
 
@@ -20,6 +21,55 @@ class Tier(Enum):
     DISK = "nvme"
 
     __hash__ = object.__hash__
+
+    @property
+    def in_files(self) -> bool:
+        """Whether what rests here is in files: it passes through host memory on its way to the device and back."""
+        return self in FILE_TIERS
+
+    @property
+    def depth(self) -> int:
+        """The number of copies that bring something from here to the device."""
+        return 2 if self.in_files else int(self is Tier.HOST)
+
+
+@dataclass(frozen=True)
+class FileTier:
+    """What is asked of a tier in files.
+
+    folders     the field of a run that names its folders
+    name        of the tier in words
+    place       where something rests, in words
+    files       its files in words
+    asks        what its folders are for, to a user who has named none
+    more        what a user may give who has named too little room
+    preallocated
+                whether they have all their bytes from the start, are locked, and are read and written past the page
+                cache, through buffers of their own (`disk.swap_file`)
+    """
+
+    folders: str
+    name: str
+    place: str
+    files: str
+    asks: str
+    more: str
+    preallocated: bool
+
+
+FILE_TIERS: Mapping[Tier, FileTier] = MappingProxyType(
+    {
+        Tier.DISK: FileTier(
+            "nvme_path",
+            "disks",
+            "on disks",
+            "swap files",
+            "a folder for swap files on each disk that it may use",
+            "a folder more, on another disk",
+            preallocated=True,
+        )
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -63,8 +113,8 @@ class TierShare:
         return self.tier is not Tier.DEVICE
 
     @property
-    def on_disks(self) -> bool:
-        return self.tier is Tier.DISK
+    def in_files(self) -> bool:
+        return self.tier.in_files
 
     def names(self, units: Iterable[str]) -> bool:
         """Whether all of these units are among its own."""

@@ -100,7 +100,7 @@ class DiskLanes:
         """
         _assert_same(self._process)
         if not self.close.alive:
-            raise DiskError("the swap files are closed")
+            raise DiskError("the files are closed")
         request = DiskRequest()
         self._lanes[write].jobs.put(_Job(request, work, after, needs))
         return request
@@ -108,7 +108,7 @@ class DiskLanes:
 
 def _assert_same(process: int) -> None:
     if os.getpid() != process:
-        raise DiskError(f"process {process} has opened the swap files; its fork {os.getpid()} cannot use them")
+        raise DiskError(f"process {process} has opened the files; its fork {os.getpid()} cannot use them")
 
 
 def _execute(jobs: SimpleQueue[_Job | None], transport: Transport, closing: threading.Event) -> None:
@@ -119,7 +119,7 @@ def _execute(jobs: SimpleQueue[_Job | None], transport: Transport, closing: thre
             for need in job.needs:
                 need()
             if closing.is_set():
-                raise DiskError("the swap files were closed before this was done")
+                raise DiskError("the files were closed before this was done")
             job.request.sums = job.work(transport)
         except BaseException as error:  # whoever waits must know, and the thread goes on
             job.request.end(error)

@@ -38,6 +38,7 @@ from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.program.instruction import Instruction
+from megazero.program.passes.leaving import ActivationFiles
 from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.shape import RankShape
 from megazero.program.step import Lists, StepOptions
@@ -200,7 +201,7 @@ def step_options(run: Run) -> StepOptions:
         late=run.parallel.late_update,
         vertical=vertical_order(run),
         leaving=leaves.share if leaves else 0.0,
-        disk_buffers=run.offload.nvme_buffer_bytes if leaves.on_disks else None,
+        files=ActivationFiles(leaves.tier, run.offload.nvme_buffer_bytes) if leaves.in_files else None,
         ahead=reads_ahead(run),
     )
 

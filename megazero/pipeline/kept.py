@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megazero.config.tiers import Tier
 from megazero.pipeline.kept_disks import ActivationDisks, WrittenGraph
-from megazero.program.instruction import LEAVE, READ_ACTIVATIONS, WRITE_ACTIVATIONS, Free, Kind, Piece, TierMove
+from megazero.program.instruction import ACTIVATION_READS, ACTIVATION_WRITES, LEAVE, Free, Kind, Piece, TierMove
 from megazero.system.host_copies import CopyError, CopyLane, HostBuffers
 
 ALIGNMENT = 64
@@ -83,7 +83,7 @@ class HostActivations:
         self, device: torch.device, flag: str = "--offload-activations", disks: ActivationDisks | None = None
     ) -> None:
         self.device, self.disks = device, disks
-        self.buffers = HostBuffers(device, flag) if disks is None else HostBuffers(device, flag, disks.swap.allocate)
+        self.buffers = HostBuffers(device, flag) if disks is None else HostBuffers(device, flag, disks.store.allocate)
         self.to_host, self.to_device = CopyLane(device, "to host memory"), CopyLane(device, "to the device")
 
     def graph(self, name: str) -> KeptTensors:
@@ -95,7 +95,7 @@ class HostActivations:
         self.to_host.close()
         self.to_device.close()
         if self.disks is not None:
-            self.disks.swap.close(remove=True)
+            self.disks.store.close(remove=True)
         self.buffers.clear()
 
 
@@ -225,9 +225,9 @@ _MOVES: Mapping[Kind, Callable[[KeptTensors], None]] = MappingProxyType(
         LEAVE: KeptTensors.leave,
         Free(Piece.ACTIVATIONS, Tier.DEVICE): KeptTensors.free,
         TierMove(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE): KeptTensors.come_back,
-        WRITE_ACTIVATIONS: KeptTensors.write,
+        **dict.fromkeys(ACTIVATION_WRITES, KeptTensors.write),
         Free(Piece.ACTIVATIONS, Tier.HOST): KeptTensors.free_host,
-        READ_ACTIVATIONS: KeptTensors.read,
+        **dict.fromkeys(ACTIVATION_READS, KeptTensors.read),
     }
 )
 """What the instructions of `ACTIVATION_MOVES` do."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.disk.lanes import DiskRequest
-from megazero.disk.swap import SwapSpace
+from megazero.disk.store import Store
 from megazero.disk.swap_file import DiskError
 from megazero.system.streams import reached
 
@@ -31,14 +31,14 @@ def piece_names(count: int) -> list[str]:
 class ActivationDisks:
     """Swap files for activations. buffer_bytes: of each host buffer, and of each piece. free: pieces that nobody has"""
 
-    swap: SwapSpace
+    store: Store
     buffer_bytes: int
     free: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, swap: SwapSpace, buffer_bytes: int, pieces: Iterable[str]) -> ActivationDisks:
+    def of(cls, store: Store, buffer_bytes: int, pieces: Iterable[str]) -> ActivationDisks:
         """With all pieces free."""
-        return cls(swap, buffer_bytes, sorted(pieces, reverse=True))
+        return cls(store, buffer_bytes, sorted(pieces, reverse=True))
 
 
 class WrittenGraph:
@@ -59,13 +59,13 @@ class WrittenGraph:
         """Start to write a buffer, once the device has done what the current stream was given."""
         assert self._piece is not None, "activations are written for which there is no piece"
         with self._told():
-            self._request = self.disks.swap.write({self._piece: buffer}, needs=[reached(self._device)])
+            self._request = self.disks.store.write({self._piece: buffer}, needs=[reached(self._device)])
 
     def read(self, buffer: Tensor) -> None:
         """Start to read into a buffer, once the device does not use it any more."""
         assert self._piece is not None, "activations are read that were never written"
         with self._told():
-            self._request = self.disks.swap.read({self._piece: buffer}, needs=[reached(self._device)])
+            self._request = self.disks.store.read({self._piece: buffer}, needs=[reached(self._device)])
         self.disks.free.append(self._piece)
         self._piece = None
 

@@ -15,7 +15,7 @@ from itertools import takewhile
 import torch
 
 from megazero.pipeline.schedule_run import ScheduleRun
-from megazero.program.instruction import READ_STATE, Instruction, Op
+from megazero.program.instruction import STATE_READS, Instruction, Op
 
 
 class LonePass(ScheduleRun):
@@ -30,7 +30,7 @@ class LonePass(ScheduleRun):
         """See `ScheduleRun.execute`."""
         of_all = Instruction(Op.REDUCE_PARTIAL)
         before = takewhile(lambda i: i.op is not Op.NORM and i != of_all, instructions)
-        super().execute([i for i in before if i.op != READ_STATE])
+        super().execute([i for i in before if i.op not in STATE_READS])
 
     def _send(self, i: Instruction) -> None:
         del self.leaving[i.is_backward, (i.micro_batch, i.chunk)]

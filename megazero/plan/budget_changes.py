@@ -138,7 +138,7 @@ class BudgetSearch:
         """A share of this column in host memory; on disks, which are slower, where that does not fit or is the device's
         memory.
         """
-        slow = tiers(changed)[column].on_disks or self._kind == "cpu"
+        slow = tiers(changed)[column].in_files or self._kind == "cpu"
         for tier in (Tier.HOST, Tier.DISK)[slow:]:
             if (tried := self._share(begun, changed, column, tier)) is not None:
                 yield tried

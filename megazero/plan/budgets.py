@@ -224,7 +224,7 @@ def order_notes(asked: Run, run: Run, micro_batches: int) -> list[str]:
     the user has it. run: the same with its order. micro_batches: of a step.
     """
     given = asked.parallel.micro_batch_order is not None or asked.offload.placement == AUTO
-    if given or micro_batches < 2 or not run.offload.offload_params.on_disks:
+    if given or micro_batches < 2 or not run.offload.offload_params.in_files:
         return []
     words, most = f"--offload-params {run.offload.offload_params}", run.parallel.vertical_group_size
     if micro_batch_order(run) == "horizontal":

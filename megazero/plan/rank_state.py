@@ -12,10 +12,10 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from megazero.config.derive import whole_steps
+from megazero.config.derive import folders_of, whole_steps
 from megazero.config.placement import unplaced
 from megazero.config.schema import ParallelConfig, Run
-from megazero.config.tiers import Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.disk.layout import SwapLayout
 from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes, Coordinates
@@ -75,24 +75,27 @@ def _packed(
     return pack(specs_of(run, pp_index, tp_index), dict(sizes), packing)
 
 
+OFF_DEVICE = tuple(tier for tier in Tier if tier is not Tier.DEVICE)
+
+
 @dataclass(frozen=True)
 class OffloadedBytes:
     """What of a rank's model state is not on the device.
 
     parts       number of parts that are updated in host memory
-    optimizer   bytes of optimizer state in host memory, and on disks
+    optimizer   bytes of optimizer state on each tier of `OFF_DEVICE`
     parameters  the same of parameters
     gradients   the same of summed gradients
     slots       bytes of host memory through which parts pass
     buffers     bytes of host memory through which files are read and written
     copied      bytes of optimizer state on the device that is written to disks too (--nvme-checkpoint)
-    files       bytes of the rank's swap files. Several folders share them, and each has a header and is padded
+    files       bytes of the rank's files. Several folders share swap files, and each has a header and is padded
     """
 
     parts: int = 0
-    optimizer: tuple[int, int] = (0, 0)
-    parameters: tuple[int, int] = (0, 0)
-    gradients: tuple[int, int] = (0, 0)
+    optimizer: tuple[int, ...] = (0,) * len(OFF_DEVICE)
+    parameters: tuple[int, ...] = (0,) * len(OFF_DEVICE)
+    gradients: tuple[int, ...] = (0,) * len(OFF_DEVICE)
     slots: int = 0
     buffers: int = 0
     copied: int = 0
@@ -101,12 +104,17 @@ class OffloadedBytes:
     @property
     def host(self) -> int:
         """Bytes that rest in host memory."""
-        return self.optimizer[0] + self.parameters[0] + self.gradients[0]
+        return self.on(Tier.HOST)
 
     @property
-    def disk(self) -> int:
-        """Bytes that rest on disks."""
-        return self.optimizer[1] + self.parameters[1] + self.gradients[1]
+    def in_files(self) -> int:
+        """Bytes that rest in files."""
+        return sum(map(self.on, FILE_TIERS))
+
+    def on(self, tier: Tier) -> int:
+        """Bytes that rest on a tier."""
+        number = OFF_DEVICE.index(tier)
+        return self.optimizer[number] + self.parameters[number] + self.gradients[number]
 
     @property
     def memory(self) -> int:
@@ -114,7 +122,7 @@ class OffloadedBytes:
         return self.host + self.slots + self.buffers
 
     def __bool__(self) -> bool:
-        return self.host + self.disk > 0
+        return self.host + self.in_files > 0
 
 
 NOTHING = OffloadedBytes()
@@ -132,7 +140,7 @@ class StageBytes:
                 bytes of these columns on the device; the gradients' with error feedback, the optimizer's are the
                 master weights and the moments
     feedback    bytes of error feedback alone
-    elsewhere   what rests in host memory and on disks
+    elsewhere   what rests in host memory and in files
     """
 
     blocks: int
@@ -222,15 +230,18 @@ class RankState:
         return run_residents(self._ranges, self._resting, self._widths, self.run.offload)
 
     @property
-    def pieces(self) -> dict[str, int]:
-        """The bytes of each piece in its swap files, by name."""
+    def pieces(self) -> dict[Tier, dict[str, int]]:
+        """The bytes of each piece in its files, by tier and name."""
         return pieces_of(self.shape, self._residents, self._widths.state)
 
     @property
-    def files(self) -> int:
-        """The bytes of its swap files."""
-        slots = 2 if whole_steps(self.run.offload) else 1  # a whole step stays beside the one that is written
-        return swap_file_bytes(self.run, self.pieces, slots=slots)
+    def files(self) -> dict[Tier, int]:
+        """The bytes of its files, by tier."""
+        # a whole step stays beside the one that is written
+        slots = {Tier.DISK: 2 if whole_steps(self.run.offload) else 1}
+        return {
+            tier: file_bytes(self.run, tier, pieces, slots=slots.get(tier, 1)) for tier, pieces in self.pieces.items()
+        }
 
     @property
     def contents(self) -> str:
@@ -291,23 +302,30 @@ class RankState:
             parameters=_off_device((bucket.rests, bucket.stored_bytes) for bucket in buckets),
             gradients=_off_device((bucket.sums, part.gradient_bytes) for bucket, part in parts),
             slots=self.shape.slots * slot_bytes(self.shape).of_both,
-            buffers=DiskOptions().memory_bytes if self.pieces else 0,
+            buffers=sum(map(buffers_of, self.pieces)),
             copied=sum(copied),
-            files=self.files,
+            files=sum(self.files.values()),
         )
 
 
-def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, int]:
-    """Bytes in host memory and on disks, of bytes on any tier."""
+def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, ...]:
+    """Bytes on each tier of `OFF_DEVICE`, of bytes on any tier."""
     totals = dict.fromkeys(Tier, 0)
     for tier, nbytes in sizes:
         totals[tier] += nbytes
-    return totals[Tier.HOST], totals[Tier.DISK]
+    return tuple(totals[tier] for tier in OFF_DEVICE)
 
 
-def swap_file_bytes(run: Run, pieces: Mapping[str, int], *, slots: int) -> int:
-    """The bytes of a rank's swap files with so many slots of each of these pieces."""
-    return sum(SwapLayout(pieces, (1.0,) * len(run.offload.nvme_path), slots).file_bytes) if pieces else 0
+def file_bytes(run: Run, tier: Tier, pieces: Mapping[str, int], *, slots: int = 1) -> int:
+    """The bytes of a rank's files on a tier with so many slots of each of these pieces, in whole pages, which is what
+    files of their own take too.
+    """
+    return sum(SwapLayout(pieces, (1.0,) * len(folders_of(run.offload, tier)), slots).file_bytes) if pieces else 0
+
+
+def buffers_of(tier: Tier) -> int:
+    """The bytes of host memory through which a rank reads and writes the files of a tier that it has."""
+    return DiskOptions().memory_bytes if FILE_TIERS[tier].preallocated else 0
 
 
 def stage_state(run: Run, axes: Axes, stage: int) -> RankState:

@@ -10,17 +10,16 @@ from dataclasses import dataclass, replace
 from megazero.config.derive import writes_activations
 from megazero.config.schema import Run
 from megazero.config.tiers import plain_unit
-from megazero.disk.transports import DiskOptions
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
 from megazero.plan.activations import chunk_bytes
-from megazero.plan.rank_state import RankState, micro_batches_of, swap_file_bytes
+from megazero.plan.rank_state import RankState, buffers_of, file_bytes, micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.tape import UnitBytes
 from megazero.program.checker import check
-from megazero.program.instruction import WRITE_ACTIVATIONS, Instruction
+from megazero.program.instruction import ACTIVATION_WRITES, Instruction
 from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces
 from megazero.program.passes.vertical import turn
 from megazero.program.scope import Border
@@ -89,18 +88,20 @@ class StageStep:
 
 @dataclass(frozen=True)
 class ActivationPieces:
-    """The activations of a rank on disks.
+    """The activations of a rank in files.
 
     buffer_bytes  of each host buffer through which they pass, and of each piece
     count         of pieces: the most graphs that have one at a time, in a step of the whole global batch
     written       graphs that are written in a step, and read again
     files         bytes of the rank's files
+    buffers       bytes of host memory through which the files are read and written
     """
 
     buffer_bytes: int = 0
     count: int = 0
     written: int = 0
     files: int = 0
+    buffers: int = 0
 
     @property
     def pieces(self) -> dict[str, int]:
@@ -111,11 +112,6 @@ class ActivationPieces:
     def step_bytes(self) -> int:
         """Bytes that a step writes, and reads."""
         return self.written * self.buffer_bytes
-
-    @property
-    def buffers(self) -> int:
-        """Bytes of host memory through which the files are read and written."""
-        return DiskOptions().memory_bytes if self.count else 0
 
 
 class StageLists:
@@ -136,14 +132,15 @@ class StageLists:
         return self._made[stage]
 
     def activations(self, stage: int) -> ActivationPieces:
-        """What of the activations of a stage's list goes to disks."""
+        """What of the activations of a stage's list goes to files."""
         step = self.of(stage)
-        written = sum(i.op == WRITE_ACTIVATIONS for i in step.instructions)
+        written = sum(i.op in ACTIVATION_WRITES for i in step.instructions)
         if not written:
             return ActivationPieces()
         size = buffer_bytes(largest_unit(step.shape.kept))
         to_disks = ActivationPieces(size, most_pieces(step.instructions), written)
-        return replace(to_disks, files=swap_file_bytes(self.run, to_disks.pieces, slots=1))
+        tier = self.run.offload.offload_activations.tier
+        return replace(to_disks, files=file_bytes(self.run, tier, to_disks.pieces), buffers=buffers_of(tier))
 
     def schedule(self) -> tuple[list[tuple[Instruction, ...]], list[RankShape]]:
         """The computations and transfers of all stages, and shapes without model state."""

@@ -21,7 +21,7 @@ from megazero.plan.flops import attention_core_flops, block_flops, head_flops
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_memories
-from megazero.program.instruction import Lane
+from megazero.program.instruction import READ_LANES, WRITE_LANES, Lane
 from megazero.program.simulate import simulate
 from megazero.program.times import ChunkTimes
 from megazero.program.trace import MemoryTrace, timed_step
@@ -70,8 +70,8 @@ class MachineRates:
             Lane.TO_HOST: self.to_host,
             Lane.TO_DEVICE: self.to_device,
             Lane.HOST: self.update_host,
-            Lane.FROM_DISK: self.read,
-            Lane.TO_DISK: self.write,
+            **dict.fromkeys(READ_LANES, self.read),
+            **dict.fromkeys(WRITE_LANES, self.write),
         }
         return {lane: 0.0 if rate is None else 1 / rate for lane, rate in of_lanes.items()}
 

@@ -15,13 +15,13 @@ from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
 from megazero.plan.rank_state import stage_state
 from megazero.plan.step_lists import StageLists
-from megazero.program.instruction import Instruction, Lane, Op
+from megazero.program.instruction import READ_LANES, WRITE_LANES, Instruction, Lane, Op
 from megazero.program.passes.gathers import least_bytes, loads_of
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import RankShape
 from megazero.program.traffic import message_bytes, traffic
 
-MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, Lane.FROM_DISK, Lane.TO_DISK, Lane.HOST)
+MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, *READ_LANES, *WRITE_LANES, Lane.HOST)
 """The lanes on which state moves between the device, host memory and disks, and that of updates in host memory."""
 
 

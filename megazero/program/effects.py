@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.config.tiers import Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.program import state_values as state
 from megazero.program.instruction import (
     RELEASE,
@@ -194,7 +194,7 @@ _PASSING: Mapping[tuple[Piece, Tier], Which] = MappingProxyType(
         (Piece.REDUCED, Tier.HOST): state.piece(Thing.HOST_GRADIENT),
         (Piece.SUMS, Tier.DEVICE): state.last_reduced,
         (Piece.SUMS, Tier.HOST): state.piece(Thing.SUM),
-        (Piece.SUMS, Tier.DISK): state.piece(Thing.DISK_SUM),
+        **{(Piece.SUMS, tier): state.piece(Thing.DISK_SUM) for tier in FILE_TIERS},
         (Piece.GRADIENTS, Tier.HOST): state.piece(Thing.HOST_GRADIENT),
         (Piece.GRADIENTS, Tier.DEVICE): state.piece(Thing.FETCHED),
         (Piece.PARAMETERS, Tier.HOST): state.piece(Thing.HOST_PARAMETERS),
@@ -203,7 +203,7 @@ _PASSING: Mapping[tuple[Piece, Tier], Which] = MappingProxyType(
         (Piece.UPDATED, Tier.HOST): state.piece(Thing.NEW_PARAMETERS),
         (Piece.ACTIVATIONS, Tier.DEVICE): _graph,
         (Piece.ACTIVATIONS, Tier.HOST): _on_host,
-        (Piece.ACTIVATIONS, Tier.DISK): _written,
+        **{(Piece.ACTIVATIONS, tier): _written for tier in FILE_TIERS},
     }
 )
 """What there is of a piece on a tier where it does not rest."""

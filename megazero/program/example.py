@@ -66,5 +66,5 @@ class ExampleModel:
         """The one part of what a rank updates of a unit, where something of it needs one."""
         own = self.numel // (self.shards if self.zero_stage >= 1 else 1)
         sizes = (GRADIENT_BYTES * own, STATE_BYTES * own, PARAMETER_BYTES * own)
-        moves = self.tier is not Tier.DEVICE or self.rests is Tier.DISK or self.sums is not Tier.DEVICE
+        moves = self.tier is not Tier.DEVICE or self.rests.in_files or self.sums is not Tier.DEVICE
         return (PartShape(self.tier, *sizes),) if moves else ()

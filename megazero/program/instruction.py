@@ -5,7 +5,7 @@ instructions on model state (gather, release, reduce, norm, update) are placed b
 runs on a lane: computations one after the other, the messages of a group one after the other beside them. It starts
 once what it reads is there, and `program.effects` says what it reads and writes.
 
-What moves between the device, host memory and disks is data: a `TierMove` names a piece and two tiers. So optimizer
+What moves between the device, host memory and files is data: a `TierMove` names a piece and two tiers. So optimizer
 state, gradients, their sums, parameters and activations leave the device by the same kind of instruction.
 
 Gradients may be summed in host memory or on disks. The first reduction of a step is the first sum, the others are
@@ -23,7 +23,7 @@ from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
-from megazero.config.tiers import Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 
 Units = tuple[int, int]
 """The units [start, stop) of a model chunk, by their numbers within the chunk."""
@@ -107,8 +107,7 @@ class TierMove(NamedTuple):
     @property
     def goes_out(self) -> bool:
         """Whether the destination is further from the device."""
-        tiers = [*Tier]
-        return tiers.index(self.destination) > tiers.index(self.source)
+        return self.destination.depth > self.source.depth
 
     @property
     def value(self) -> str:
@@ -146,18 +145,27 @@ has others of the same fields.
 
 
 class _Between(NamedTuple):
-    """A way between two tiers: the lane on which copies go, and their name."""
+    """A way between two tiers: the lane on which copies go, their name, and that of the lane in pictures."""
 
     lane: Lane
     words: str
+    short: str
 
 
 _BETWEEN = {
-    (Tier.DEVICE, Tier.HOST): _Between(Lane.TO_HOST, "copy {} to host memory"),
-    (Tier.HOST, Tier.DEVICE): _Between(Lane.TO_DEVICE, "copy {} to the device"),
-    (Tier.DISK, Tier.HOST): _Between(Lane.FROM_DISK, "read {}"),
-    (Tier.HOST, Tier.DISK): _Between(Lane.TO_DISK, "write {}"),
+    (Tier.DEVICE, Tier.HOST): _Between(Lane.TO_HOST, "copy {} to host memory", "to host"),
+    (Tier.HOST, Tier.DEVICE): _Between(Lane.TO_DEVICE, "copy {} to the device", "to device"),
+    (Tier.DISK, Tier.HOST): _Between(Lane.FROM_DISK, "read {}", "from disk"),
+    (Tier.HOST, Tier.DISK): _Between(Lane.TO_DISK, "write {}", "to disk"),
 }
+READ_LANES = {way.lane: way.short for (source, _), way in _BETWEEN.items() if source.in_files}
+WRITE_LANES = {way.lane: way.short for (_, destination), way in _BETWEEN.items() if destination.in_files}
+"""The lanes of files, with their names in pictures."""
+
+
+def lanes_of_files(tier: Tier) -> tuple[Lane, Lane]:
+    """The lanes of a tier in files: reads and writes."""
+    return _BETWEEN[tier, Tier.HOST].lane, _BETWEEN[Tier.HOST, tier].lane
 
 
 def moves_of(*pieces: Piece) -> frozenset[TierMove]:
@@ -167,23 +175,35 @@ def moves_of(*pieces: Piece) -> frozenset[TierMove]:
 
 @cache  # passes ask for the same few in long lists
 def hops(piece: Piece, source: Tier, destination: Tier) -> tuple[TierMove, ...]:
-    """The copies that bring a piece from one tier to another, in order: tiers are a chain, device, host, disks."""
-    tiers = [*Tier]
-    first, last = tiers.index(source), tiers.index(destination)
-    step = 1 if last > first else -1
-    return tuple(TierMove(piece, tiers[at], tiers[at + step]) for at in range(first, last, step))
+    """The copies that bring a piece from one tier to another, in order: all ways lead through host memory."""
+    if source is destination:
+        return ()
+    if (source, destination) in _BETWEEN:
+        return (TierMove(piece, source, destination),)
+    return TierMove(piece, source, Tier.HOST), TierMove(piece, Tier.HOST, destination)
 
 
 UPDATE, UPDATE_HOST = Update(Tier.DEVICE), Update(Tier.HOST)
 RELEASE = Free(Piece.PARAMETERS, Tier.DEVICE)
 """The end of gathered parameters."""
 LEAVE = TierMove(Piece.ACTIVATIONS, Tier.DEVICE, Tier.HOST)
-WRITE_ACTIVATIONS, READ_ACTIVATIONS = hops(Piece.ACTIVATIONS, Tier.HOST, Tier.DISK) + hops(
-    Piece.ACTIVATIONS, Tier.DISK, Tier.HOST
-)
-PARAMETER_LOADS = READ_PARAMETERS, LOAD = hops(Piece.PARAMETERS, Tier.DISK, Tier.DEVICE)
-"""What brings a part of parameters from disks to the device, through a slot of a ring of its own."""
-READ_STATE = TierMove(Piece.STATE, Tier.DISK, Tier.HOST)
+LOAD = TierMove(Piece.PARAMETERS, Tier.HOST, Tier.DEVICE)
+
+
+def reads_of(piece: Piece) -> frozenset[TierMove]:
+    """The copies that read a piece from files."""
+    return frozenset(TierMove(piece, tier, Tier.HOST) for tier in FILE_TIERS)
+
+
+def writes_of(piece: Piece) -> frozenset[TierMove]:
+    """The copies that write a piece to files."""
+    return frozenset(TierMove(piece, Tier.HOST, tier) for tier in FILE_TIERS)
+
+
+PARAMETER_LOADS = reads_of(Piece.PARAMETERS) | {LOAD}
+"""What brings a part of parameters from files to the device, through a slot of a ring of its own."""
+STATE_READS = reads_of(Piece.STATE)
+ACTIVATION_READS, ACTIVATION_WRITES = reads_of(Piece.ACTIVATIONS), writes_of(Piece.ACTIVATIONS)
 SUMMING = moves_of(Piece.REDUCED, Piece.SUMS) | {Op.ADD_GRADIENT, Op.COUNT_GRADIENT}
 """What is done to sums of gradients that do not rest on the device."""
 GRADIENTS_LEAVE = frozenset(
@@ -212,7 +232,7 @@ _LANES: Mapping[Kind, Lane] = {
     **dict.fromkeys((Op.ADD_GRADIENT, Op.COUNT_GRADIENT, UPDATE_HOST), Lane.HOST),
     **{move: _BETWEEN[move.source, move.destination].lane for move in moves_of(*Piece)},
 }
-LOCAL_LANES = frozenset({Lane.TO_HOST, Lane.TO_DEVICE, Lane.HOST, Lane.FROM_DISK, Lane.TO_DISK})
+LOCAL_LANES = frozenset({Lane.HOST, *(way.lane for way in _BETWEEN.values())})
 """Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""
 
 

@@ -8,11 +8,11 @@ from typing import Protocol
 from megazero.config.tiers import Tier
 from megazero.program.effects import Scope
 from megazero.program.instruction import (
+    ACTIVATION_READS,
+    ACTIVATION_WRITES,
     GRADIENTS_LEAVE,
     LEAVE,
-    READ_ACTIVATIONS,
     RELEASE,
-    WRITE_ACTIVATIONS,
     Free,
     Instruction,
     Kind,
@@ -222,12 +222,12 @@ class ActivationCopies:
         """One of `ACTIVATION_MOVES`."""
         first, stop = self.scope.units_of(i)
         sizes = self.sizes.units[i.chunk]
-        if i.op == WRITE_ACTIVATIONS:
+        if i.op in ACTIVATION_WRITES:
             return
         if i.op == Free(Piece.ACTIVATIONS, Tier.HOST):
             self.give_back(i)
             return
-        if i.op in (LEAVE, READ_ACTIVATIONS):
+        if i.op == LEAVE or i.op in ACTIVATION_READS:
             kept = self.sizes.host_buffer or sum(sizes[unit].kept + sizes[unit].input for unit in range(first, stop))
             self.account.hold(self._host(i), self.account.host.take(kept))
             return

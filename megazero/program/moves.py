@@ -17,14 +17,13 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megazero.config.tiers import Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.program.effects import Effects
 from megazero.program.instruction import (
     LEAVE,
     LOAD,
     PARAMETER_LOADS,
-    READ_PARAMETERS,
-    READ_STATE,
+    STATE_READS,
     UPDATE,
     UPDATE_HOST,
     Free,
@@ -34,7 +33,8 @@ from megazero.program.instruction import (
     Piece,
     TierMove,
     Update,
-    hops,
+    reads_of,
+    writes_of,
 )
 from megazero.program.passes.slots import way_through
 from megazero.program.scope import Scope
@@ -64,9 +64,15 @@ class Standing(NamedTuple):
         return f"{self.doing.value} {_TIERS[self.tier]}"
 
 
-_TIERS = {Tier.DEVICE: "on the device", Tier.HOST: "in host memory", Tier.DISK: "on disks"}
-ON_DEVICE, ON_HOST, ON_DISK = (Standing(Doing.RESTS, tier) for tier in Tier)
-TO_DEVICE, TO_HOST, TO_DISK = (Standing(Doing.MOVES, tier) for tier in Tier)
+_TIERS = {
+    Tier.DEVICE: "on the device",
+    Tier.HOST: "in host memory",
+    **{tier: row.place for tier, row in FILE_TIERS.items()},
+}
+ON_DEVICE, ON_HOST = Standing(Doing.RESTS, Tier.DEVICE), Standing(Doing.RESTS, Tier.HOST)
+TO_DEVICE, TO_HOST = Standing(Doing.MOVES, Tier.DEVICE), Standing(Doing.MOVES, Tier.HOST)
+IN_FILES = tuple(Standing(Doing.RESTS, tier) for tier in FILE_TIERS)
+TO_FILES = tuple(Standing(Doing.MOVES, tier) for tier in FILE_TIERS)
 USED_ON_DEVICE, USED_ON_HOST = Standing(Doing.COMPUTES, Tier.DEVICE), Standing(Doing.COMPUTES, Tier.HOST)
 
 
@@ -86,24 +92,26 @@ def _after_use(move: TierMove) -> dict[Standing, Standing]:
     return {Standing(Doing.COMPUTES, move.source): Standing(Doing.MOVES, move.destination)}
 
 
-_STORED, _WRITTEN = hops(Piece.UPDATED, Tier.DEVICE, Tier.DISK)
-# A gradient that is used from disks or host memory is the sum that rests there.
+_STORED = TierMove(Piece.UPDATED, Tier.DEVICE, Tier.HOST)
+# A gradient that is used from files or host memory is the sum that rests there.
 _BRINGS_TO_USE = {
-    READ_STATE: Piece.STATE,
-    TierMove(Piece.SUMS, Tier.DISK, Tier.HOST): Piece.SUMS,
-    TierMove(Piece.GRADIENTS, Tier.DISK, Tier.HOST): Piece.SUMS,
+    **dict.fromkeys(STATE_READS, Piece.STATE),
+    **dict.fromkeys(reads_of(Piece.SUMS) | reads_of(Piece.GRADIENTS), Piece.SUMS),
 }
 _BRINGS_HOME = {
-    TierMove(Piece.STATE, Tier.HOST, Tier.DISK): Piece.STATE,
-    TierMove(Piece.SUMS, Tier.HOST, Tier.DISK): Piece.SUMS,
+    **dict.fromkeys(writes_of(Piece.STATE), Piece.STATE),
+    **dict.fromkeys(writes_of(Piece.SUMS), Piece.SUMS),
     TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE): Piece.PARAMETERS,
     _STORED: Piece.PARAMETERS,
 }
-LEGAL: Mapping[tuple[Kind, Piece], Mapping[Standing, Standing]] = MappingProxyType(
+LEGAL: Mapping[tuple[Kind, Piece], Mapping[Standing, Standing | None]] = MappingProxyType(
     {
         **{(move, piece): _from_home(move) for move, piece in _BRINGS_TO_USE.items()},
         **{(move, piece): _after_use(move) for move, piece in _BRINGS_HOME.items()},
-        (_WRITTEN, Piece.PARAMETERS): {USED_ON_HOST: TO_DISK, TO_HOST: TO_DISK},
+        **{
+            (move, Piece.PARAMETERS): dict.fromkeys((USED_ON_HOST, TO_HOST), Standing(Doing.MOVES, move.destination))
+            for move in writes_of(Piece.UPDATED)
+        },
         (UPDATE_HOST, Piece.STATE): {TO_HOST: USED_ON_HOST, ON_HOST: ON_HOST},
         (UPDATE, Piece.STATE): {ON_DEVICE: ON_DEVICE},
         **{
@@ -114,17 +122,23 @@ LEGAL: Mapping[tuple[Kind, Piece], Mapping[Standing, Standing]] = MappingProxyTy
         (UPDATE, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE},
         (Op.ADD_GRADIENT, Piece.GRADIENTS): {TO_HOST: ON_DEVICE},
         **{(op, Piece.GRADIENTS): {ON_DEVICE: ON_DEVICE} for op in (*_ADDERS, _FIRST_SUM)},
-        (_FIRST_SUM, Piece.SUMS): {ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
+        (_FIRST_SUM, Piece.SUMS): {ON_HOST: ON_HOST, **dict.fromkeys(IN_FILES, USED_ON_HOST)},
         (Op.ADD_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: USED_ON_HOST},
         (Op.COUNT_GRADIENT, Piece.SUMS): {ON_HOST: ON_HOST, USED_ON_HOST: USED_ON_HOST},
         **{
-            (kind, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: ON_DISK}  # a copy of them moves
+            (kind, Piece.SUMS): {ON_HOST: ON_HOST, TO_HOST: None}  # a copy of them moves
             for kind in (UPDATE_HOST, TierMove(Piece.GRADIENTS, Tier.HOST, Tier.DEVICE))
         },
-        (UPDATE_HOST, Piece.PARAMETERS): {ON_DEVICE: USED_ON_HOST, ON_HOST: ON_HOST, ON_DISK: USED_ON_HOST},
-        (UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, ON_HOST: USED_ON_DEVICE, ON_DISK: USED_ON_DEVICE},
-        (READ_PARAMETERS, Piece.PARAMETERS): {ON_DISK: ON_DISK, TO_DISK: ON_DISK},  # a copy of them moves
-        (LOAD, Piece.PARAMETERS): {ON_HOST: ON_HOST, TO_HOST: ON_HOST, ON_DISK: ON_DISK},
+        (UPDATE_HOST, Piece.PARAMETERS): {ON_HOST: ON_HOST, **dict.fromkeys((ON_DEVICE, *IN_FILES), USED_ON_HOST)},
+        (UPDATE, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, **dict.fromkeys((ON_HOST, *IN_FILES), USED_ON_DEVICE)},
+        **{
+            (move, Piece.PARAMETERS): dict.fromkeys(
+                (Standing(Doing.RESTS, move.source), Standing(Doing.MOVES, move.source)),
+                Standing(Doing.RESTS, move.source),  # a copy of them moves
+            )
+            for move in reads_of(Piece.PARAMETERS)
+        },
+        (LOAD, Piece.PARAMETERS): {ON_HOST: ON_HOST, TO_HOST: ON_HOST, **{at_rest: at_rest for at_rest in IN_FILES}},
         **{(op, Piece.PARAMETERS): {ON_DEVICE: ON_DEVICE, TO_DEVICE: ON_DEVICE} for op in _READERS},
         (LEAVE, Piece.ACTIVATIONS): {ON_DEVICE: TO_HOST},
         (Free(Piece.ACTIVATIONS, Tier.DEVICE), Piece.ACTIVATIONS): {TO_HOST: ON_HOST},
@@ -135,12 +149,14 @@ LEGAL: Mapping[tuple[Kind, Piece], Mapping[Standing, Standing]] = MappingProxyTy
         },
     }
 )
-"""The legal moves. What a backward has used is gone: its next forward finds the place as if nothing had left it."""
+"""The legal moves; None: to where the piece rests. What a backward has used is gone: its next forward finds the place
+as if nothing had left it.
+"""
 AT_THE_END = {
-    Piece.STATE: {TO_DISK},
+    Piece.STATE: {*TO_FILES},
     Piece.GRADIENTS: set[Standing](),
-    Piece.SUMS: {TO_DISK},
-    Piece.PARAMETERS: {TO_DEVICE, TO_HOST, TO_DISK},
+    Piece.SUMS: {*TO_FILES},
+    Piece.PARAMETERS: {TO_DEVICE, TO_HOST, *TO_FILES},
     Piece.ACTIVATIONS: set[Standing](),
 }
 """Where a piece may be at the end of a list instead of at home: it arrives beside the next list."""
@@ -186,10 +202,11 @@ class Moves:
                 before = "" if mover is None else f" since {mover}"
                 may = " or ".join(map(str, legal))
                 raise IllegalMove(f"finds that {_named(piece, where)} {stands}{before}: legal where they {may}")
-            if legal[stands] == home:
+            after = legal[stands]
+            if after is None or after == home:
                 self.away.pop((piece, where), None)
             else:
-                self.away[piece, where] = legal[stands], i
+                self.away[piece, where] = after, i
         if i.part >= 0:
             self._slot(i)
 

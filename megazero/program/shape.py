@@ -133,7 +133,7 @@ class BucketShape:
     @property
     def loads(self) -> tuple[int, ...]:
         """The parts in which its parameters are loaded, by number; -1 stands for all of them."""
-        return tuple(range(len(self.parts))) if self.rests is Tier.DISK else (-1,)
+        return tuple(range(len(self.parts))) if self.rests.in_files else (-1,)
 
     @property
     def messages(self) -> MessageBytes:
@@ -221,16 +221,16 @@ class RankShape:
 
     @property
     def read_ahead(self) -> tuple[PartKey, ...]:
-        """The parts whose optimizer state may be read before the norm is known: the first ones that rest on disks, one
+        """The parts whose optimizer state may be read before the norm is known: the first ones that rest in files, one
         for each slot (`program.passes.ahead`).
         """
-        on_disks = (
+        in_files = (
             (number, at)
             for number in self.trained
             for at, part in enumerate(self.buckets[number].parts)
-            if part.tier is Tier.DISK
+            if part.tier.in_files
         )
-        return tuple(islice(on_disks, self.slots))
+        return tuple(islice(in_files, self.slots))
 
     @property
     def trained(self) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def counted(i: Instruction, scope: Scope) -> Iterator[Value]:
         sums = scope.shape.buckets[number].sums
         if sums is Tier.HOST:
             yield of_bucket(Thing.SQUARES, number)
-        elif sums is Tier.DISK:
+        elif sums.in_files:
             yield from scope.pieces(Thing.SQUARES, number)
 
 

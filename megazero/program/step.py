@@ -12,7 +12,7 @@ from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
 from megazero.program.passes.gathers import one_unit, place_gathers, place_loads, two_units
 from megazero.program.passes.gradients import place_sums
 from megazero.program.passes.late import place_late_updates
-from megazero.program.passes.leaving import place_leaving
+from megazero.program.passes.leaving import ActivationFiles, place_leaving
 from megazero.program.passes.reductions import place_reductions, reducing_passes
 from megazero.program.passes.slots import place_slots
 from megazero.program.passes.updates import place_across, place_norm, updates_of
@@ -34,7 +34,7 @@ class StepOptions:
     vertical        take groups of micro-batches through each unit together, as a run with parameters on disks does by
                     default (`config.derive.micro_batch_order`); None: horizontal order
     leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
-    disk_buffers    bytes of host memory through which they go on to disks; None: they stay in host memory
+    files           to which they go on from host memory; None: they stay there
     ahead           read the first optimizer state from disks before the norm is known (`passes.ahead`)
     """
 
@@ -45,7 +45,7 @@ class StepOptions:
     late: bool = False
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
-    disk_buffers: int | None = None
+    files: ActivationFiles | None = None
     ahead: bool = False
 
     def groups(self, micro_batches: int) -> Groups | None:
@@ -93,7 +93,7 @@ def training_step(
     else:
         listed = _with_gathers(listed, shape, options)
         listed = listed if owed is False else _with_late_updates(listed, shape, ahead=options.ahead)
-    listed = place_leaving(listed, shape, options.leaving, options.disk_buffers) if options.leaving else listed
+    listed = place_leaving(listed, shape, options.leaving, options.files) if options.leaving else listed
     listed = place_reads_ahead(listed, shape) if options.ahead else listed
     crosses = shape.read_ahead if options.late and options.ahead else ()
     return place_slots(listed, shape, held=() if owed is False else crosses, left=crosses)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.program.instruction import Instruction, Lane
+from megazero.program.instruction import READ_LANES, WRITE_LANES, Instruction, Lane
 from megazero.program.memory import MemoryColumn, Sample, StepBytes, UnitKey
 from megazero.program.memory_walk import peak, samples, spare_buffers
 from megazero.program.scope import Scope
@@ -26,11 +26,11 @@ LANES: Mapping[Lane, str] = MappingProxyType(
         Lane.SHARDS: "shards",
         Lane.ACROSS: "across",
         Lane.TENSOR: "tensor",
-        Lane.FROM_DISK: "from disk",
+        **READ_LANES,
         Lane.TO_DEVICE: "to device",
         Lane.TO_HOST: "to host",
         Lane.HOST: "host",
-        Lane.TO_DISK: "to disk",
+        **WRITE_LANES,
     }
 )
 """The lanes of a picture from top to bottom, with their names there."""

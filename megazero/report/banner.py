@@ -9,20 +9,21 @@ from collections.abc import Sequence
 from itertools import groupby, starmap
 
 from fused_ops import coded
-from megazero.config.derive import lora_alpha, uses_disks, whole_steps
+from megazero.config.derive import folders_of, lora_alpha, tiers, whole_steps
 from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
 from megazero.config.inventory import adapted, fp8_exceptions
 from megazero.config.placement import PLACEMENT, ROWS
 from megazero.config.schema import ParallelConfig, Run
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, fullest
-from megazero.plan.rank_state import StageBytes
+from megazero.plan.rank_state import OFF_DEVICE, StageBytes
 from megazero.plan.step_memory import rank_of, rank_words
 from megazero.plan.traffic import GatheredBytes, Traffic
-from megazero.program.instruction import Lane
+from megazero.program.instruction import Lane, lanes_of_files
 from megazero.report import text_blocks as blocks
 from megazero.report.run_report import LeavingReport, MachineReport, RecomputeReport, RunReport, StateMessages
 from megazero.system.words import counted
@@ -123,13 +124,19 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         amounts = state.weights, state.gradients, state.optimizer, state.total
         on_device.append([name, " + ".join(parts), count(state.parameters), *map(size, amounts)])
         off = state.elsewhere
-        columns = off.parameters[0], off.gradients[0], off.optimizer[0]
+        columns = (column[OFF_DEVICE.index(Tier.HOST)] for column in (off.parameters, off.gradients, off.optimizer))
         elsewhere.append([name, *map(size, (*columns, off.slots + off.buffers, off.memory, off.files))])
     leaves = any(state.elsewhere for state in stages)
     headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "device" if leaves else "total"]
     table = blocks.table(headings, on_device, left=2)
-    headings = ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", "disks"]
+    headings = ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", _files_heading(stages)]
     return f"{table}\n\n{blocks.table(headings, elsewhere)}" if leaves else table
+
+
+def _files_heading(stages: Sequence[StageBytes]) -> str:
+    """The names of the tiers in files where something rests; where nothing does, of disks."""
+    names = [row.name for tier, row in FILE_TIERS.items() if any(state.elsewhere.on(tier) for state in stages)]
+    return " and ".join(names) or FILE_TIERS[Tier.DISK].name
 
 
 def schedule_lines(report: RunReport) -> list[Line]:
@@ -246,8 +253,8 @@ def _element_bytes(sent: StateMessages, *, kept: bool) -> str:
 
 def _offload(report: RunReport) -> list[Line]:
     """What of the model state leaves the device, and what a step moves, on the stage where most leaves."""
-    moved, stages, offload = report.memory.moved, report.memory.stages, report.run.offload
-    stage = max(range(len(stages)), key=lambda stage: stages[stage].elsewhere.host + stages[stage].elsewhere.disk)
+    moved, stages = report.memory.moved, report.memory.stages
+    stage = max(range(len(stages)), key=lambda stage: stages[stage].elsewhere.host + stages[stage].elsewhere.in_files)
     state, lanes, off = stages[stage], moved[stage], stages[stage].elsewhere
     columns = (
         ("master weights and moments", off.optimizer, state.optimizer),
@@ -255,21 +262,32 @@ def _offload(report: RunReport) -> list[Line]:
         ("gradients", off.gradients, state.gradients),
     )
     rank, parts = rank_of(stage, len(stages)), list[str]()
-    for name, (host, disk), on_device in columns:
-        tiers = [f"{size(host)} in host memory"] * bool(host) + [f"{size(disk)} on disks"] * bool(disk)
-        parts += [f"of {size(host + disk + on_device)} of {name} {rank} has {' and '.join(tiers)}"] * bool(tiers)
+    for name, off_device, on_device in columns:
+        places = [
+            f"{size(amount)} {'in host memory' if tier is Tier.HOST else FILE_TIERS[tier].place}"
+            for tier, amount in zip(OFF_DEVICE, off_device, strict=True)
+            if amount
+        ]
+        parts += [f"of {size(sum(off_device) + on_device)} of {name} {rank} has {' and '.join(places)}"] * bool(places)
     copies = f"{size(lanes[Lane.TO_HOST.value])} to the host and {size(lanes[Lane.TO_DEVICE.value])} to the device"
     on_way = f"{size(off.slots + off.buffers)} of host memory for what is on its way; a step copies {copies}"
     nothing = "nothing leaves the device: the share is of fewer than 1,024 elements"
     lines = [("offload", f"{', and '.join(parts)}; {on_way}" if parts else nothing)]
-    if uses_disks(report.run):
-        ranks, read, write = report.axes.world_size, Lane.FROM_DISK.value, Lane.TO_DISK.value
-        total = {lane: size(ranks // len(stages) * sum(step[lane] for step in moved)) for lane in (read, write)}
-        all_ranks = f"; all {ranks} ranks read {total[read]} and write {total[write]}" * (ranks > 1)
-        whole = "; each step is whole on disks, which takes twice the space" * whole_steps(offload)
-        files = f"files are in {' '.join(offload.nvme_path)}{whole}"
-        lines.append(("disks", f"a step reads {size(lanes[read])} and writes {size(lanes[write])}{all_ranks}; {files}"))
-    return lines
+    used = {column.tier for column in tiers(report.run).values()}
+    return [*lines, *(_file_line(report, tier, stage) for tier in FILE_TIERS if tier in used)]
+
+
+def _file_line(report: RunReport, tier: Tier, stage: int) -> Line:
+    """What a step moves to and from a tier in files, on this stage."""
+    moved, stages, offload = report.memory.moved, report.memory.stages, report.run.offload
+    ranks, lanes = report.axes.world_size, moved[stage]
+    read, write = (lane.value for lane in lanes_of_files(tier))
+    total = {lane: size(ranks // len(stages) * sum(step[lane] for step in moved)) for lane in (read, write)}
+    all_ranks = f"; all {ranks} ranks read {total[read]} and write {total[write]}" * (ranks > 1)
+    whole = "; each step is whole on disks, which takes twice the space" * (tier is Tier.DISK and whole_steps(offload))
+    files = f"files are in {' '.join(folders_of(offload, tier))}{whole}"
+    step = f"a step reads {size(lanes[read])} and writes {size(lanes[write])}{all_ranks}"
+    return FILE_TIERS[tier].name, f"{step}; {files}"
 
 
 def _codes(bits: int, decoded: int) -> str:

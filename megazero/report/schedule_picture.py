@@ -17,7 +17,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megazero.program.instruction import UPDATE, UPDATE_HOST, Instruction, Kind, Lane, Op, Piece, moves_of
+from megazero.program.instruction import (
+    READ_LANES,
+    UPDATE,
+    UPDATE_HOST,
+    WRITE_LANES,
+    Instruction,
+    Kind,
+    Lane,
+    Op,
+    Piece,
+    moves_of,
+)
 from megazero.program.simulate import SimulationReport
 from megazero.program.times import Span
 
@@ -68,11 +79,11 @@ _LANE_NAMES = {
     Lane.ACROSS: "across",
     Lane.TENSOR: "tp",
     Lane.WORLD: "world",
-    Lane.FROM_DISK: "from disk",
+    **READ_LANES,
     Lane.TO_HOST: "to host",
     Lane.HOST: "host",
     Lane.TO_DEVICE: "to device",
-    Lane.TO_DISK: "to disk",
+    **WRITE_LANES,
 }
 _WHITE, _BLACK = 231, 16
 _BLOCKS = " ▏▎▍▌▋▊▉█"

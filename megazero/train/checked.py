@@ -42,7 +42,7 @@ from megazero.train.epochs import Epoch, epoch_of
 from megazero.train.measured_rates import measured_rates
 from megazero.train.path_checks import CheckedPaths, check_paths, checkpoints_in_the_way, of_checkpoint, start_position
 from megazero.train.placed import room_here
-from megazero.train.requirements import budget_problems, folder_problems, machine_problems, room_problems
+from megazero.train.requirements import budget_problems, machine_problems, path_problems, room_problems
 from megazero.train.resolve import Facts, ResolvedRun, Vocabulary, contradictions, decided, resolve
 from megazero.train.run_memory import write_memory_trace
 from megazero.train.same_data import saved_run
@@ -150,7 +150,7 @@ def check_start(begun: Asked) -> list[str]:
     problems = [*begun.paths.problems, *begun.own_data.problems(asked), *begun.unresolvable]
     if begun.reads_files:
         problems += resume_problems(begun.resolved, begun.paths)
-        if not folder_problems(asked.offload.nvme_path):
+        if not path_problems(asked.offload):
             problems += room_problems(run, facts.world_size, begun.local_ranks)
     budgets = budget_problems(run, facts.world_size, tries_cards=facts.tries_kernels, local_ranks=begun.local_ranks)
     return [*problems, *budgets]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.checkpoint.manager import Checkpoints
-from megazero.config.derive import uses_disks, writes_activations
+from megazero.config.derive import uses_files, writes_activations
 from megazero.config.parse import ParsedArguments
 from megazero.config.schema import Run
 from megazero.data.loader import batches_of
@@ -36,7 +36,7 @@ from megazero.train.run_memory import HostMemory, host_memory_of, keep_budgets, 
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
-from megazero.train.swap_files import DiskUse, activation_disks, state_disks, swap_backends
+from megazero.train.swap_files import FileUse, activation_files_of, backends, state_files
 from megazero.train.trainer import Trainer
 from megazero.train.whole_steps import WholeSteps
 from megazero.zero.state import ModelState
@@ -54,7 +54,7 @@ class Job:
     checkpoints: Checkpoints
     probe_engine: PipelineEngine
     trainer: Trainer
-    disks: DiskUse
+    disks: FileUse
     activations: HostActivations | None
 
     def fit(self) -> None:
@@ -76,7 +76,7 @@ class Job:
         """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
         self.trainer.log.close()
         text = sample_text(self.run, self.stages, self.state.model, self.grid, self.prepared.tokenizer)
-        disks = self.disks.sentence(self.grid) if uses_disks(self.run) or writes_activations(self.run) else None
+        disks = self.disks.sentence(self.grid) if uses_files(self.run) or writes_activations(self.run) else None
         if self.grid.rank == 0:
             report(self.run, text, disks)
 
@@ -101,25 +101,27 @@ def build_job(
     memory = host_memory_of(run, grid)  # before anything of the model is allocated
     keep_budgets(run, grid)
     with ExitStack() as opened:  # swap files, which are removed if a later part fails
-        disks = opened.enter_context(state_disks(run, grid, prepared, signals))
-        activation_swap = opened.enter_context(activation_disks(run, grid, signals))
+        files = opened.enter_context(state_files(run, grid, prepared, signals))
+        activation_files = opened.enter_context(activation_files_of(run, grid, signals))
         # On the meta device: the model state allocates its columns, and parameters are views of these.
         stages = build_stages(run, grid, recompute_of_all_ranks(run, grid), allocate=False)
-        state = build_state(run, grid, stages, None if disks is None else disks.open)
-        swap_start = None if disks is None else disks.start
-        engines = build_engines(run, grid, stages, state.model, activation_swap, memory)
+        state = build_state(run, grid, stages, None if files is None else files.open)
+        swap_start = None if files is None else files.start
+        engines = build_engines(run, grid, stages, state.model, activation_files, memory)
         batches = batches_of(run, prepared.datasets, grid, validation_samples(run))
         checkpoints = claim_checkpoints(run, grid, state.optimizer, prepared.resumed)
         deadline = deadline_of(run)  # counted from here, when the kernels are compiled
         start = resume(run, state, checkpoints, engines.probe, grid, swap_start)
         # State on disks would all be read for this, as in a step. Whether there is a checkpoint is asked of `resume`,
         # where ranks agree: this rank alone may have seen one, or none, before.
-        if start.is_read and not uses_disks(run):
+        if start.is_read and not uses_files(run):
             require_finite_weights(run, grid, state)
         program = None if callbacks is None else CallbackSink(callbacks, signals)
-        swaps = state.model.tiers.swap, None if activation_swap is None else activation_swap.swap
+        stores = [*state.model.tiers.stores.values()]
+        if activation_files is not None:
+            stores.append(activation_files.store)
         log = begin_log(prepared, grid, engines.steps, start, checkpoints, parsed, program)
-        for backend in swap_backends(run, *swaps):
+        for backend in backends(run, state.model.tiers.stores, activation_files):
             log.note(backend)
         record = record_of(prepared, grid, state, engines.probe)
         save_policy = save_policy_of(run, checkpoints, record, log, program)
@@ -129,7 +131,16 @@ def build_job(
             run, grid, engine, state, batches, log, save_policy, start.position, deadline, signals, whole_steps, memory
         )
         return Job(
-            run, prepared, grid, stages, state, checkpoints, engines.probe, trainer, DiskUse(swaps), engines.activations
+            run,
+            prepared,
+            grid,
+            stages,
+            state,
+            checkpoints,
+            engines.probe,
+            trainer,
+            FileUse(stores),
+            engines.activations,
         )
 
 
@@ -154,16 +165,16 @@ def build_engines(
     grid: ProcessGrid,
     stages: list[Stage],
     model: ModelState,
-    activation_swap: ActivationDisks | None,
+    activation_files: ActivationDisks | None,
     memory: HostMemory,
 ) -> Engines:
-    """The engines of this rank. activation_swap: where activations go from host memory. Communicates nothing."""
+    """The engines of this rank. activation_files: where activations go from host memory. Communicates nothing."""
     channels = Channels(grid, and_back=chunks_of(run).and_back)  # of both engines: making them is a collective
     lists = step_lists(run, grid.at.pp, with_kept(model.shape, run, grid.axes, grid.at.pp))
     steps = StageLists(run, grid.axes, nccl=grid.world.is_on_device)
     if grid.rank == 0:  # the lists of all stages are arithmetic, and the same on every rank
         steps.check()
-    activations = host_activations(run, grid.device, activation_swap)
+    activations = host_activations(run, grid.device, activation_files)
     parts = run, grid, stages, channels, lists, model.actions
     return Engines(
         build_engine(*parts, activations, computed=memory.computed),
@@ -206,7 +217,7 @@ def save_policy_of(
     """How the run saves; None: it saves nothing. record: the `progress` of a checkpoint at a position."""
     # A question to the run and not to this rank's state: a stage may have none of the units that rest on disks, and all
     # ranks have to save alike.
-    in_background = run.checkpoint.async_save and not uses_disks(run)
+    in_background = run.checkpoint.async_save and not uses_files(run)
     if in_background:
         copies = size(checkpoints.reserve())
         log.note(f"--async-save: {copies} of host memory on this rank hold the copy that is written")

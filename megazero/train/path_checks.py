@@ -38,7 +38,7 @@ from megazero.system.reading import listed, path_error
 from megazero.system.writable import closed
 from megazero.telemetry.metrics import why_not_a_metrics_file
 from megazero.train.init_from import AdapterBase, base_of
-from megazero.train.requirements import folder_problems
+from megazero.train.requirements import path_problems
 
 NAMED = 3
 """Names of a folder's contents in a message."""
@@ -65,7 +65,7 @@ def check_paths(run: Run, own_tokenizer: Tokenizer | None = None) -> CheckedPath
 
     run: as the user asks for it. own_tokenizer: the program's tokenizer, used instead of the run's.
     """
-    problems = [*unusable_places(run), *folder_problems(run.offload.nvme_path)]
+    problems = [*unusable_places(run), *path_problems(run.offload)]
     tokenizer = _opened_data(run, own_tokenizer, problems)
     load, resumed, is_damaged = run.checkpoint.load, None, True
     with _collected(problems, f"--load {load}: "):

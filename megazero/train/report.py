@@ -15,7 +15,7 @@ from fused_ops.attention.selection import choose
 from fused_ops.registry import refusal
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import Fence
-from megazero.config.derive import uses_disks
+from megazero.config.derive import uses_files
 from megazero.config.dtypes import compute_dtype
 from megazero.config.dump import RUN_FILE, changed_settings, dump
 from megazero.config.parse import ParsedArguments
@@ -128,7 +128,7 @@ def machine_of(run: Run, grid: ProcessGrid, bodies: Mapping[str, str]) -> Machin
     name = devices.name(device)
     return MachineReport(
         f"{name}, {_threads()}" if device.type == "cpu" else name,
-        allocator.describe(device.type, returns_large=uses_disks(run)),
+        allocator.describe(device.type, returns_large=uses_files(run)),
         ways,
         run.parallel.overlap and overlaps,
         bodies,

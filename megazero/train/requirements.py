@@ -1,4 +1,4 @@
-"""What a run requires of the machine, the installation and the folders of --nvme-path, before anything is started."""
+"""What a run requires of the machine, the installation and the folders for files, before anything is started."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fused_ops import apex, fp8
 from fused_ops.attention.trial import problem
 from fused_ops.compiled import try_compiler
 from fused_ops.native import library
-from megazero.config.derive import tiers, uses_disks, whole_steps, writes_activations
+from megazero.config.derive import file_tiers, folders_of, tiers, whole_steps
+from megazero.config.options import run_options
 from megazero.config.placement import AUTO, applied, as_flags
-from megazero.config.schema import Run
-from megazero.config.tiers import Tier, TierShare
+from megazero.config.schema import OffloadConfig, Run
+from megazero.config.tiers import FILE_TIERS, Tier, TierShare
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.optim.lr_schedule import style_of
@@ -144,8 +145,18 @@ def budget_problems(run: Run, world_size: int, *, tries_cards: bool, local_ranks
     return host_problems(run, world_size, kind, local_ranks, memory)
 
 
-def folder_problems(folders: Sequence[str]) -> list[str]:
-    """Why swap files cannot be made in one of these folders, one sentence for each."""
+def path_problems(offload: OffloadConfig) -> list[str]:
+    """Why files cannot be made in one of the folders of any tier, one sentence for each."""
+    return [problem for tier in FILE_TIERS for problem in folder_problems(folders_of(offload, tier), flag_of(tier))]
+
+
+def flag_of(tier: Tier) -> str:
+    """The flag that names the folders of a tier in files."""
+    return run_options()[FILE_TIERS[tier].folders].flag
+
+
+def folder_problems(folders: Sequence[str], flag: str = "--nvme-path") -> list[str]:
+    """Why files cannot be made in one of these folders, one sentence for each. flag: which names them."""
     checks: dict[str, Callable[[str], bool]] = {
         "there is no such folder": os.path.lexists,
         "is no folder": os.path.isdir,
@@ -154,64 +165,78 @@ def folder_problems(folders: Sequence[str]) -> list[str]:
     problems = []
     for folder in folders:
         failures = [failure for failure, holds in checks.items() if not holds(folder)]
-        problems += [f"--nvme-path {folder}: {failure}" for failure in failures[:1]]  # the others follow from the first
+        problems += [f"{flag} {folder}: {failure}" for failure in failures[:1]]  # the others follow from the first
     return problems
 
 
 def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
-    """A sentence if the swap files of `local_ranks` do not fit into the folders of --nvme-path, which these ranks
-    share. Nothing if the vocabulary is not known.
+    """A sentence for each tier whose files of `local_ranks` do not fit into its folders, which these ranks share.
+    Nothing if the vocabulary is not known.
 
     Files that ended processes have left there count as free: opening removes them. That the folders together have
     enough does not say that each has enough for its share, which their speed decides; opening its files says so.
     run: resolved, since the order of micro-batches decides how many activations are away at a time.
     """
-    folders, axes = run.offload.nvme_path, axes_of(run, world_size)
-    if not (uses_disks(run) or writes_activations(run)) or run.model.vocab_size is None:
+    if run.model.vocab_size is None:
         return []
-    needed, free = swap_bytes(run, axes, local_ranks), free_in(folders, checkpoints=whole_steps(run.offload))
+    axes = axes_of(run, world_size)
+    return [problem for tier in file_tiers(run) for problem in _room_problems(run, axes, local_ranks, tier)]
+
+
+def _room_problems(run: Run, axes: Axes, local_ranks: range, tier: Tier) -> Iterator[str]:
+    folders, row = folders_of(run.offload, tier), FILE_TIERS[tier]
+    needed, free = swap_bytes(run, axes, local_ranks, tier), _free_on(run, tier)
     if needed <= free:
-        return []
+        return
     ranks = f"the {len(local_ranks)} ranks" if len(local_ranks) > 1 else "the rank"
-    fitting = _largest_that_fits(run, axes, local_ranks, free)
+    fitting = _largest_that_fits(run, axes, local_ranks, free, tier)
     nearest = f"; nearest: {as_flags(fitting)}, or" if fitting else ":"
-    return [
-        f"--nvme-path {' '.join(folders)}: the swap files of {ranks} here need {needed:,} bytes, and {free:,} are "
-        f"free{nearest} a folder more, on another disk"
-    ]
+    yield (
+        f"{flag_of(tier)} {' '.join(folders)}: the {row.files} of {ranks} here need {needed:,} bytes, and {free:,} are "
+        f"free{nearest} {row.more}"
+    )
 
 
-def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int) -> dict[str, TierShare]:
-    """By field the largest shares on disks that fit into `free` bytes, in hundredths, all reduced alike; none: even the
-    smallest do not, or units are named. A share of parameters is of whole buckets, so the bytes do not grow evenly
-    with it.
+def _free_on(run: Run, tier: Tier) -> int:
+    """Free bytes of a tier. Left-over files count where locks say which these are."""
+    folders = folders_of(run.offload, tier)
+    if FILE_TIERS[tier].preallocated:
+        return free_in(folders, checkpoints=whole_steps(run.offload))
+    return sum(map(free_bytes, folders))
+
+
+def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int, tier: Tier) -> dict[str, TierShare]:
+    """By field the largest shares on a tier in files that fit into `free` bytes, in hundredths, all reduced alike;
+    none: even the smallest do not, or units are named. A share of parameters is of whole buckets, so the bytes do not
+    grow evenly with it.
     """
     off = tiers(run)
     if any(offload.units for offload in off.values()):
         return {}  # what is named leaves as a whole
-    on_disks = {field: offload.share for field, offload in off.items() if offload.on_disks}
+    there = {field: offload.share for field, offload in off.items() if offload.tier is tier}
 
     def reduced(percent: int) -> dict[str, TierShare]:
-        return {field: TierShare(Tier.DISK, int(percent * share) / 100) for field, share in on_disks.items()}
+        return {field: TierShare(tier, int(percent * share) / 100) for field, share in there.items()}
 
     def needed(percent: int) -> int:
-        return swap_bytes(applied(run, reduced(percent)), axes, ranks)
+        return swap_bytes(applied(run, reduced(percent)), axes, ranks, tier)
 
-    shares = [percent for percent in range(1, 100) if all(int(percent * share) for share in on_disks.values())]
+    shares = [percent for percent in range(1, 100) if all(int(percent * share) for share in there.values())]
     fitting = bisect_right(shares, free, key=needed)
     return reduced(shares[fitting - 1]) if fitting else {}
 
 
-def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int]) -> int:
-    """The bytes of the swap files of these ranks."""
+def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int], tier: Tier = Tier.DISK) -> int:
+    """The bytes of the files of these ranks on a tier."""
     kind, nccl = devices.kind(run.parallel.device), has_nccl(run.parallel, axes)
     places, by_stage = [axes.coordinates(rank) for rank in ranks], dict[int, int]()
     for place in places:
         if place.pp in by_stage:  # the ranks of a stage have as much
             continue
-        by_stage[place.pp] = RankState(run, axes, place, nccl=nccl).files
+        by_stage[place.pp] = RankState(run, axes, place, nccl=nccl).files.get(tier, 0)
         # On a card activations are not known before its bodies of attention are tried: opening says so.
-        if writes_activations(run) and kind == "cpu" and not buffer_problems(run, axes, kind):
+        written = run.offload.offload_activations.tier is tier
+        if written and kind == "cpu" and not buffer_problems(run, axes, kind):
             by_stage[place.pp] += StageLists(run, axes, nccl=nccl).activations(place.pp).files
     return sum(by_stage[place.pp] for place in places)
 

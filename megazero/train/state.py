@@ -12,7 +12,7 @@ from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.loss_scale import LossScaler
 from megazero.zero.coded import coding_of
-from megazero.zero.offload import OpenSwap
+from megazero.zero.offload import OpenStores
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.state import ModelState
 
@@ -63,11 +63,11 @@ class TrainState:
             self.fp8.load_state_dict(progress.get("fp8"))
 
 
-def build_state(run: Run, grid: ProcessGrid, stages: list[Stage], open_swap: OpenSwap | None) -> TrainState:
-    """The state that training changes, without values. open_swap: as in `ModelState`. A collective of all ranks where
+def build_state(run: Run, grid: ProcessGrid, stages: list[Stage], open_stores: OpenStores | None) -> TrainState:
+    """The state that training changes, without values. open_stores: as in `ModelState`. A collective of all ranks where
     columns are placed.
     """
     base = coding_of(run.lora, run.model)
-    model = ModelState(stages, grid, run.optimizer, run.parallel, base, run.offload, open_swap)
+    model = ModelState(stages, grid, run.optimizer, run.parallel, base, run.offload, open_stores)
     optimizer = ShardedOptimizer(model, run.optimizer, grid)
     return TrainState(model, optimizer, LossScaler(run.optimizer, grid.device), stages[0].layout.fp8)

@@ -1,21 +1,26 @@
-"""Swap files of a run on this rank, for model state and for activations. They are opened before all else is built."""
+"""Files of a run on this rank, for model state and for activations. They are opened before all else is built."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.config.derive import tiers, uses_disks, whole_steps, writes_activations
+from megazero.config.derive import folders_of, tiers, uses_files, whole_steps, writes_activations
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.disk.opening import open_swap, remove_unused
+from megazero.disk.store import Store
 from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import CHECKPOINT
 from megazero.mpu import collectives
@@ -26,82 +31,119 @@ from megazero.telemetry.units import size
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.logs import as_config_error
 from megazero.train.prepare import Prepared
+from megazero.train.requirements import flag_of
 from megazero.train.whole_steps import SwapStart, swap_start
 
 DAY = 86_400
 """Seconds."""
 
 
-class StateDisks:
-    """The swap files of a run's model state on this rank.
+class StoreKind(NamedTuple):
+    """How the files of a tier are made, that a run needs until its end.
 
-    token    the name of the job's files, the same on all ranks
+    open           the files of a rank, from folders, bytes of pieces by name, a word for the names of the files that no
+                   other run has (`job`), and the `rank`. Raises DiskError
+    remove_unused  those files, from folders, job and rank, where a signal ends the process before the first step
+    """
+
+    open: Callable[..., Store]
+    remove_unused: Callable[[Sequence[Path], str, int], None]
+
+
+def _swap(folders: Sequence[Path], pieces: Mapping[str, int], *, job: str, rank: int) -> Store:
+    return open_swap(folders, pieces, job=job, rank=rank, slots=1)
+
+
+KINDS: Mapping[Tier, StoreKind] = MappingProxyType({Tier.DISK: StoreKind(_swap, remove_unused)})
+
+
+def _named(run: Run, tier: Tier) -> str:
+    """The flag that names the folders of a tier, with them."""
+    return f"{flag_of(tier)} {' '.join(folders_of(run.offload, tier))}"
+
+
+def _paths(run: Run, tier: Tier) -> list[Path]:
+    return [Path(folder) for folder in folders_of(run.offload, tier)]
+
+
+class StateFiles:
+    """The files of a run's model state on this rank.
+
+    token    a word for the names of the job's files, the same on all ranks
     leaving  called if a signal ends the process before the first step
-    spaces   the files, once `open` has opened them
-    start    with --nvme-checkpoint where the files lead, once `open` knows
+    stores   the files by tier, once `open` has opened them
+    start    with --nvme-checkpoint where the swap files lead, once `open` knows
     """
 
     def __init__(self, run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> None:
         self.run, self.grid, self.prepared, self.leaving = run, grid, prepared, signals.leaving
         self.token = new_token(grid.world, grid.device)[:12]
-        self.spaces: list[SwapSpace] = []
+        self.stores: dict[Tier, Store] = {}
         self.start: SwapStart | None = None
 
-    def open(self, pieces: Mapping[str, int]) -> SwapSpace | None:
-        """The files with these pieces, by name their bytes; None without any.
+    def open(self, pieces: Mapping[Tier, Mapping[str, int]]) -> Mapping[Tier, Store]:
+        """The files with these pieces, by tier and name their bytes; none of a tier without any.
 
-        A collective of the world: what `swap_start` communicates, and an agreement on whether all ranks have opened
-        theirs. Raises ConfigError on all ranks if one has not.
+        A collective of the world: what `swap_start` communicates, and for each tier of the run an agreement on whether
+        all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
         """
-        folders = [Path(folder) for folder in self.run.offload.nvme_path]
-        with as_config_error(f"--nvme-path {' '.join(self.run.offload.nvme_path)}"):
-            if whole_steps(self.run.offload):
-                plans = self.prepared.datasets.train.plans
-                self.start = swap_start(self.run, self.grid, pieces, self.token, self.prepared.resumed, plans)
-            attempt_on_all_ranks(self.grid.world, self.grid.device, lambda: self._open(folders, pieces))
-        return self.spaces[0] if self.spaces else None
+        used = {offload.tier for offload in tiers(self.run).values()}
+        for tier in (tier for tier in FILE_TIERS if tier in used):
+            with as_config_error(_named(self.run, tier)):
+                of_tier = pieces.get(tier, {})
+                if tier is Tier.DISK and whole_steps(self.run.offload):
+                    plans, resumed = self.prepared.datasets.train.plans, self.prepared.resumed
+                    self.start = swap_start(self.run, self.grid, of_tier, self.token, resumed, plans)
+                opens = partial(self._open, tier, of_tier)
+                attempt_on_all_ranks(self.grid.world, self.grid.device, opens)
+        return self.stores
 
-    def _open(self, folders: Sequence[Path], pieces: Mapping[str, int]) -> None:
-        job, rank = self.token if self.start is None else CHECKPOINT, self.grid.rank
-        self.leaving.append(lambda: remove_unused(folders, job, rank))
-        if pieces and self.start is not None:
-            self.spaces.append(self.start.opened(folders, pieces, rank))
+    def _open(self, tier: Tier, pieces: Mapping[str, int]) -> None:
+        folders, rank, whole = _paths(self.run, tier), self.grid.rank, self.start if tier is Tier.DISK else None
+        job = self.token if whole is None else CHECKPOINT
+        self.leaving.append(lambda: KINDS[tier].remove_unused(folders, job, rank))
+        if pieces and whole is not None:
+            self.stores[tier] = whole.opened(folders, pieces, rank)
         elif pieces:
-            self.spaces.append(open_swap(folders, pieces, job=job, rank=rank, slots=1))
+            self.stores[tier] = KINDS[tier].open(folders, pieces, job=job, rank=rank)
 
 
 @contextmanager
-def state_disks(run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> Iterator[StateDisks | None]:
-    """A context with the swap files of a run's model state, which the model state opens; None where nothing of it rests
-    on disks. If the block fails, or a signal ends the process before the first step, files without a whole step are
+def state_files(run: Run, grid: ProcessGrid, prepared: Prepared, signals: StopSignals) -> Iterator[StateFiles | None]:
+    """A context with the files of a run's model state, which the model state opens; None where nothing of it rests in
+    files. If the block fails, or a signal ends the process before the first step, files without a whole step are
     removed.
 
-    Where some of the state goes to disks, entering is a collective of the world: a broadcast of `StateDisks.token`.
+    Where some of the state goes to files, entering is a collective of the world: a broadcast of `StateFiles.token`.
     """
-    if not uses_disks(run):
+    if not uses_files(run):
         yield None
         return
-    disks = StateDisks(run, grid, prepared, signals)
+    files = StateFiles(run, grid, prepared, signals)
     try:
-        yield disks
+        yield files
     except BaseException:
-        for space in disks.spaces:
-            space.close(remove=space.record is None)
+        for store in files.stores.values():
+            store.close(remove=not (isinstance(store, SwapSpace) and store.record))
         raise
 
 
-def swap_backends(run: Run, state: SwapSpace | None, activations: SwapSpace | None) -> list[str]:
-    """By which way bytes move to the disks of the model state and of activations, with the flags that ask for it."""
-    on_disks = {field: offload for field, offload in tiers(run).items() if offload.on_disks}
-    flags = as_flags(on_disks), f"--offload-activations {run.offload.offload_activations}"
-    return [f"{flag}: {swap.backend}" for flag, swap in zip(flags, (state, activations), strict=True) if swap]
+def backends(run: Run, stores: Mapping[Tier, Store], activations: ActivationDisks | None) -> list[str]:
+    """By which way bytes move to the files of the model state and of activations, with the flags that ask for it."""
+    ways = list[str]()
+    for tier, store in stores.items():
+        there = {field: offload for field, offload in tiers(run).items() if offload.tier is tier}
+        ways.append(f"{as_flags(there)}: {store.backend}")
+    if activations is not None:
+        ways.append(f"--offload-activations {run.offload.offload_activations}: {activations.store.backend}")
+    return ways
 
 
 @dataclass
-class DiskUse:
-    """What a rank writes to disks while it trains. swaps: its files; None: it has none of a kind."""
+class FileUse:
+    """What a rank writes to files while it trains. stores: its files."""
 
-    swaps: Sequence[SwapSpace | None]
+    stores: Sequence[Store]
     seconds: float = 0.0
     written: int = 0
 
@@ -116,7 +158,7 @@ class DiskUse:
             self.written += self._written() - before
 
     def _written(self) -> int:
-        return sum(swap.bytes_written for swap in self.swaps if swap is not None)
+        return sum(store.bytes_written for store in self.stores)
 
     def sentence(self, grid: ProcessGrid) -> str:
         """What all ranks have written, also per day at this rate. A collective of the world: an all-reduce."""
@@ -126,11 +168,11 @@ class DiskUse:
 
 
 @contextmanager
-def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Iterator[ActivationDisks | None]:
-    """A context with this rank's swap files for activations; None where it writes none. If its block fails, or a signal
+def activation_files_of(run: Run, grid: ProcessGrid, signals: StopSignals) -> Iterator[ActivationDisks | None]:
+    """A context with this rank's files for activations; None where it writes none. If its block fails, or a signal
     ends the process before the first step, they are removed.
 
-    Where activations go to disks, entering is a collective of the world: a broadcast of the name of the job's files,
+    Where activations go to files, entering is a collective of the world: a broadcast of the name of the job's files,
     and an agreement on whether all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
     """
     if not writes_activations(run):
@@ -138,21 +180,22 @@ def activation_disks(run: Run, grid: ProcessGrid, signals: StopSignals) -> Itera
         return
     swapped = StageLists(run, grid.axes, nccl=grid.world.is_on_device).activations(grid.at.pp)
     token, opened = new_token(grid.world, grid.device)[:12], list[ActivationDisks]()
-    folders = [Path(folder) for folder in run.offload.nvme_path]
+    tier = run.offload.offload_activations.tier
+    folders = _paths(run, tier)
 
     def act() -> None:
         if swapped.count:
-            signals.leaving.append(lambda: remove_unused(folders, token, grid.rank))
-            swap = open_swap(folders, swapped.pieces, job=token, rank=grid.rank, slots=1)
-            opened.append(ActivationDisks.of(swap, swapped.buffer_bytes, swapped.pieces))
+            signals.leaving.append(lambda: KINDS[tier].remove_unused(folders, token, grid.rank))
+            store = KINDS[tier].open(folders, swapped.pieces, job=token, rank=grid.rank)
+            opened.append(ActivationDisks.of(store, swapped.buffer_bytes, swapped.pieces))
 
     try:
-        with as_config_error(f"--nvme-path {' '.join(run.offload.nvme_path)}"):
+        with as_config_error(_named(run, tier)):
             attempt_on_all_ranks(grid.world, grid.device, act)
         yield opened[0] if opened else None
     except BaseException:
         for disks in opened:
-            disks.swap.close(remove=True)
+            disks.store.close(remove=True)
         raise
 
 

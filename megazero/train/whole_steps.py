@@ -18,6 +18,7 @@ from megazero.checkpoint.manager import FoundCheckpoint
 from megazero.checkpoint.resume_changes import Change, compare, run_from
 from megazero.checkpoint.resume_changes import record_of as record_of_run
 from megazero.config.schema import Run
+from megazero.config.tiers import Tier
 from megazero.disk.lanes import DiskRequest
 from megazero.disk.opening import open_swap, record_of, record_of_others
 from megazero.disk.swap import SwapRecord, SwapSpace
@@ -144,7 +145,7 @@ def left_problems(
         state = RankState(run, axes, axes.coordinates(rank), nccl=nccl)
         now = {"layout": axes.sizes, "contents": state.contents}
         try:
-            left = _left(folders, rank) if state.pieces else None
+            left = _left(folders, rank) if Tier.DISK in state.pieces else None
             if left is not None:
                 now["data_plans"] = left.about["data_plans"]
                 _assert_continues(left, run, now, newer=left.record.last.step > begins)

@@ -1,4 +1,4 @@
-"""The memories of a rank's model state: the device, host memory and disks. What each has allocated, the slots of host
+"""The memories of a rank's model state: the device, host memory and files. What each has allocated, the slots of host
 memory through which parts pass, and the lanes on which they move beside the computation.
 """
 
@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from megazero.config.tiers import Tier
 from megazero.disk.lanes import Need
+from megazero.disk.store import Store
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Instruction, Piece
 from megazero.system.copy_thread import CopyThread
@@ -72,17 +75,24 @@ class Tiers:
     that starts with its first work.
 
     device     the device's memory
-    swap       the swap files of what rests on disks; None where nothing does
+    stores     the files of what rests in files, by tier; none of a tier where nothing does
     to_host, to_device
-               copies between device and host memory, by one thread each. Reads and writes have threads in `swap`
+               copies between device and host memory, by one thread each. Reads and writes have threads in `stores`
     host_updates
                work on what is in host memory, by one thread
     """
 
-    def __init__(self, device: DeviceMemory, swap: SwapSpace | None = None) -> None:
-        self.device, self.swap = device, swap
+    def __init__(self, device: DeviceMemory, stores: Mapping[Tier, Store] = MappingProxyType({})) -> None:
+        self.device, self.stores = device, stores
         self.to_host, self.to_device = CopyThread(device.device, "to-host"), CopyThread(device.device, "to-device")
         self.host_updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-updates")
+
+    @property
+    def swap(self) -> SwapSpace | None:
+        """The swap files, which alone have whole steps (--nvme-checkpoint); None where nothing rests on disks."""
+        swap = self.stores.get(Tier.DISK)
+        assert swap is None or isinstance(swap, SwapSpace)
+        return swap
 
     @property
     def disks(self) -> SwapSpace:
@@ -94,17 +104,22 @@ class Tiers:
         """Zeros [numel] in host memory that the device copies at full speed. flag: what needs it, for errors."""
         return host_tensor(numel, dtype, self.device.device, flag)
 
-    def beside_disks(self, nbytes: int) -> Tensor:
-        """Bytes in host memory that are read from disks and written without a copy; none where nothing is there."""
-        return torch.empty(0, dtype=torch.uint8) if self.swap is None else self.swap.allocate(nbytes)
+    def beside_files(self, nbytes: int) -> Tensor:
+        """Bytes in host memory that are read from files and written; none where nothing is there. Disks, the first
+        store, take the same memory without a copy.
+        """
+        first = next(iter(self.stores.values()), None)
+        return torch.empty(0, dtype=torch.uint8) if first is None else first.allocate(nbytes)
 
     def close(self, *, remove: bool = True) -> None:
-        """End the lanes; what has not begun is cancelled. remove: delete the swap files too."""
+        """End the lanes; what has not begun is cancelled. remove: delete the swap files too,
+        which a run may go on from; all others are deleted.
+        """
         self.to_host.close()
         self.to_device.close()
         self.host_updates.shutdown(cancel_futures=True)
-        if self.swap is not None:
-            self.swap.close(remove=remove)
+        for store in self.stores.values():
+            store.close(remove=remove or store is not self.swap)
 
 
 @dataclass

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.norm import sum_of_squares
-from megazero.config.tiers import Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.disk.lanes import Need
 from megazero.program.instruction import Instruction, Op, Piece, TierMove
 from megazero.program.passes.slots import slot_bytes
@@ -122,17 +122,17 @@ class Mover:
             self.count(i)
 
     def read(self, i: Instruction, piece: Piece) -> None:
-        """Start to read a piece of a part from disks into its slot."""
-        place = self._place(i, piece)
-        over = self.tiers.disks.read({piece_name(piece, i.key): place.memory}, needs=tuple(place.free)).wait
+        """Start to read a piece of a part from files into its slot."""
+        place, store = self._place(i, piece), self.tiers.stores[_move_of(i).source]
+        over = store.read({piece_name(piece, i.key): place.memory}, needs=tuple(place.free)).wait
         place.arrived.append(over)
         self._passed(i, piece, over)
 
     def write(self, i: Instruction, piece: Piece) -> None:
-        """Start to write a piece of a part from its slot to disks."""
-        place = self._place(i, piece)
+        """Start to write a piece of a part from its slot to files."""
+        place, store = self._place(i, piece), self.tiers.stores[_move_of(i).destination]
         assert place.arrived, f"{i} comes before what makes it"
-        over = self.tiers.disks.write({piece_name(piece, i.key): place.memory}, needs=tuple(place.arrived)).wait
+        over = store.write({piece_name(piece, i.key): place.memory}, needs=tuple(place.arrived)).wait
         self._passed(i, piece, over)
 
     def to_host(self, i: Instruction, piece: Piece) -> None:
@@ -254,7 +254,7 @@ class Mover:
     def state_of(self, key: Key, slot: PartSlot) -> dict[Column, Tensor]:
         """The optimizer state of a part that is in host memory: where it rests, or in its slot."""
         start, stop, tier = self.resting[key[0]].parts[key[1]]
-        if tier is Tier.DISK:
+        if tier.in_files:
             return self.state_in(slot, stop - start)
         return {column: self.columns[column].view(key[0], start, stop) for column in self.state_dtypes}
 
@@ -329,12 +329,17 @@ _LEAVING = Piece.REDUCED, Piece.SUMS
 """What is copied to host memory from the buffer of a reduction, and not from a column."""
 _COPIES: Mapping[tuple[Tier, Tier], Callable[[Mover, Instruction, Piece], None]] = MappingProxyType(
     {
-        (Tier.DISK, Tier.HOST): lambda mover, i, piece: mover.read(i, piece),
-        (Tier.HOST, Tier.DISK): lambda mover, i, piece: mover.write(i, piece),
+        **{(tier, Tier.HOST): lambda mover, i, piece: mover.read(i, piece) for tier in FILE_TIERS},
+        **{(Tier.HOST, tier): lambda mover, i, piece: mover.write(i, piece) for tier in FILE_TIERS},
         (Tier.DEVICE, Tier.HOST): lambda mover, i, piece: mover.to_host(i, piece),
         (Tier.HOST, Tier.DEVICE): lambda mover, i, piece: mover.to_device(i, piece),
     }
 )
+
+
+def _move_of(i: Instruction) -> TierMove:
+    assert isinstance(i.op, TierMove), f"{i} is no copy"
+    return i.op
 
 
 def _ring_of(count: int, sizes: Mapping[Piece, int], tiers: Tiers, copied: Collection[Piece] = ()) -> Ring:
@@ -345,7 +350,7 @@ def _ring_of(count: int, sizes: Mapping[Piece, int], tiers: Tiers, copied: Colle
     def allocated(piece: Piece) -> Tensor:
         if piece in copied:
             return tiers.in_host_memory(sizes[piece], torch.uint8, "--offload-optimizer")
-        return tiers.beside_disks(sizes[piece])
+        return tiers.beside_files(sizes[piece])
 
     return Ring([PartSlot({piece: allocated(piece) for piece in sizes}) for _ in range(count)])
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig
-from megazero.config.tiers import ALIGNMENT, SLOTS, Tier, TierShare
-from megazero.disk.swap import SwapSpace
+from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, Tier, TierShare
+from megazero.disk.store import Store
 from megazero.mpu.parameter import StateGroup
 from megazero.program.instruction import Piece
 from megazero.program.passes.slots import slots_within
@@ -28,8 +28,8 @@ from megazero.zero.parts import (
 from megazero.zero.shape import StateWidths
 from megazero.zero.sharding import Sharding
 
-OpenSwap = Callable[[Mapping[str, int]], SwapSpace | None]
-"""From the bytes of each piece, by name, to swap files with these pieces; None without any. May be a collective."""
+OpenStores = Callable[[Mapping[Tier, Mapping[str, int]]], Mapping[Tier, Store]]
+"""From the bytes of each piece, by tier and name, to the stores of these tiers. May be a collective."""
 
 
 NOTHING_LEAVES = OffloadConfig()
@@ -37,9 +37,9 @@ NOTHING_LEAVES = OffloadConfig()
 
 def most_elements(widths: StateWidths, cfg: OffloadConfig) -> int:
     """Elements of the largest parts of which --nvme-buffer-bytes holds as many as there are slots."""
-    state = widths.state * cfg.offload_optimizer.on_disks
-    read = widths.parameter * cfg.offload_params.on_disks  # on its way to the device, beside what comes back
-    sums = widths.gradient * cfg.offload_gradients.on_disks
+    state = widths.state * cfg.offload_optimizer.in_files
+    read = widths.parameter * cfg.offload_params.in_files  # on its way to the device, beside what comes back
+    sums = widths.gradient * cfg.offload_gradients.in_files
     each = SLOTS * (widths.gradient + widths.parameter + state + read + sums)
     return max(ALIGNMENT, cfg.nvme_buffer_bytes // each // ALIGNMENT * ALIGNMENT)
 
@@ -116,14 +116,17 @@ def with_slots(shape: RankShape, residents: Sequence[Resident], widths: StateWid
     return replace(shape, slots=slots_within(shape, cfg.nvme_buffer_bytes))
 
 
-def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[str, int]:
-    """The bytes of what rests on disks, by the name of its piece: parameters, gradient and optimizer state of each
-    part; and of what is written there too. state: bytes of the optimizer state of an element.
+def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[Tier, dict[str, int]]:
+    """The bytes of what rests in files, by tier and by the name of its piece: parameters, gradient and optimizer state
+    of each part; and of what is written to disks too. state: bytes of the optimizer state of an element.
     """
-    pieces: dict[str, int] = {}
+    pieces: dict[Tier, dict[str, int]] = {tier: {} for tier in FILE_TIERS}
     for number, bucket in enumerate(shape.buckets):
         for index, part in enumerate(bucket.parts):
             tiers = {Piece.PARAMETERS: bucket.rests, Piece.SUMS: bucket.sums, Piece.STATE: part.tier}
-            on_disks = (piece for piece, tier in tiers.items() if tier is Tier.DISK)
-            pieces |= {piece_name(piece, (number, index)): part.bytes_of(piece) for piece in on_disks}
-    return pieces | {resident_piece(resident): (resident.stop - resident.start) * state for resident in residents}
+            for piece, tier in tiers.items():
+                if tier.in_files:
+                    pieces[tier][piece_name(piece, (number, index))] = part.bytes_of(piece)
+    on_device = {resident_piece(resident): (resident.stop - resident.start) * state for resident in residents}
+    pieces[Tier.DISK] |= on_device
+    return {tier: of_tier for tier, of_tier in pieces.items() if of_tier}

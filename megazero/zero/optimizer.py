@@ -102,7 +102,7 @@ class ShardedOptimizer:
     @property
     def resident(self) -> bool:
         """Whether all that a checkpoint holds of this rank is in memory."""
-        return self.state.tiers.swap is None
+        return not self.state.tiers.stores
 
     def stored(self) -> list[list[StoredFragment]]:
         """See `zero.portions.stored`."""
@@ -135,7 +135,7 @@ class ShardedOptimizer:
         weights, parameters, gradient = tensors[Column.MASTER], tensors[Column.PARAMETER], tensors[Column.GRADIENT]
         now = now.on_host()
         if now.skip:
-            if self.state.resting[index].rests is Tier.DISK:
+            if self.state.resting[index].rests.in_files:
                 parameters.copy_(weights)  # what rests on disks is written in a skipped step too
             return False
         second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])

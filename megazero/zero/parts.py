@@ -51,7 +51,7 @@ class Resting(NamedTuple):
         """The parts in which its optimizer state rests; none: all of it is on the device, as a whole, and its
         parameters are in memory.
         """
-        apart = self.rests is Tier.DISK or any(part.tier is not Tier.DEVICE for part in self.parts)
+        apart = self.rests.in_files or any(part.tier is not Tier.DEVICE for part in self.parts)
         return self.parts if apart else ()
 
 
@@ -122,7 +122,7 @@ def parts_of(
     parts: list[tuple[Part, ...]] = []
     home, cuts = [Tier.DEVICE] * len(ranges), _cuts(ranges, offload, units)
     for (start, stop), cut, tier, gradients in zip(ranges, cuts, rests or home, sums or home, strict=True):
-        moves = tier is Tier.DISK or gradients is not Tier.DEVICE
+        moves = tier.in_files or gradients is not Tier.DEVICE
         longest = most if moves else max(1, cut - start)
         stays = [Part(first, last, Tier.DEVICE) for first, last in _pieces(start, cut, longest)]
         leaves = [Part(first, last, offload.tier) for first, last in _pieces(cut, stop, most)]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.tiers import Tier
 from megazero.disk.lanes import DiskRequest
 from megazero.mpu import collectives
 from megazero.mpu.random import initialise_range
@@ -52,18 +51,18 @@ def looking(state: ModelState, key: Key, *, reads: bool = True, writes: bool = F
     if number < 0:
         columns, updated = _saved(state).values(), state.update_range(index)
         yield {column: state.columns[column].view(index, *updated) for column in columns}
-    elif parts[number].tier is not Tier.DISK:
+    elif not parts[number].tier.in_files:
         yield state.mover.state_of(key, slot)
     else:
-        disks, name = state.tiers.disks, piece_name(Piece.STATE, key)
+        store, name = state.tiers.stores[parts[number].tier], piece_name(Piece.STATE, key)
         memory = _state_memory(state, slot, parts[number].stop - parts[number].start)
-        if reads and disks.has(name):
-            disks.read({name: memory}).wait()
+        if reads and store.has(name):
+            store.read({name: memory}).wait()
         elif reads:
             memory.zero_()
         yield state.mover.state_of(key, slot)
         if writes:
-            disks.write({name: memory}).wait()
+            store.write({name: memory}).wait()
 
 
 def _state_memory(state: ModelState, slot: PartSlot, numel: int) -> Tensor:

@@ -26,7 +26,7 @@ from megazero.zero.messages import BITS, KEPT, GradientMessages
 from megazero.zero.mover import Mover
 from megazero.zero.offload import (
     NOTHING_LEAVES,
-    OpenSwap,
+    OpenStores,
     frozen_parts,
     frozen_ranges,
     pieces_of,
@@ -61,11 +61,11 @@ class ModelState:
     grid    a bucket is reduced and sharded over the groups of what its parameters name (`mpu.parameter.StateGroup`)
     base    how frozen matrices are encoded (`zero.coded`); None: they are stored as they are
     offload what of it leaves the device
-    open_swap  opens this rank's swap files; None where nothing rests on disks
+    open_stores  opens the files of this rank; None where nothing rests in files
 
     `actions` is what the engine calls, and `shape` is what the lists of a step are made from. After construction all
-    weights are zero: `zero.portions` or a checkpoint sets them. Construction communicates what `open_swap` does. Raises
-    ValueError for an unknown ZeRO stage.
+    weights are zero: `zero.portions` or a checkpoint sets them. Construction communicates what `open_stores` does.
+    Raises ValueError for an unknown ZeRO stage.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ModelState:
         parallel: ParallelConfig,
         base: Coding | None = None,
         offload: OffloadConfig = NOTHING_LEAVES,
-        open_swap: OpenSwap | None = None,
+        open_stores: OpenStores | None = None,
     ) -> None:
         self.grid = grid
         chunks = [stage.units() for stage in stages]
@@ -98,9 +98,9 @@ class ModelState:
         shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
         self.shape = with_slots(shape, self.residents, widths, offload)
         pieces = pieces_of(self.shape, self.residents, widths.state)
-        assert open_swap is not None or not pieces, "validated: state on disks has --nvme-path"
+        assert open_stores is not None or not pieces, "validated: state in files has folders"
         memory = DeviceMemory(grid.device, offload.device_memory_budget)
-        self.tiers = Tiers(memory, None if open_swap is None else open_swap(pieces))
+        self.tiers = Tiers(memory, {} if open_stores is None else open_stores(pieces))
         self.columns = self._made_columns(row, dtypes, trained)
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]
@@ -175,13 +175,13 @@ class ModelState:
         """Bytes of each column on this rank's device, and, if there are any, of frozen parameters, of error feedback,
         and of host memory that offloaded state takes.
 
-        Buffers that live for part of a step are not included, and neither is what is on disks.
+        Buffers that live for part of a step are not included, and neither is what is in files.
         """
         on_device = {column.value: stored.nbytes_in(Tier.DEVICE) for column, stored in self.columns.items()}
         in_host_memory = sum(stored.nbytes_in(Tier.HOST) for stored in self.columns.values()) + self.frozen.nbytes_in(
             Tier.HOST
         )
-        in_host_memory += self.mover.nbytes + (0 if self.tiers.swap is None else self.tiers.swap.memory_bytes)
+        in_host_memory += self.mover.nbytes + sum(store.memory_bytes for store in self.tiers.stores.values())
         beside_columns = {FROZEN: self.frozen.nbytes, KEPT: self.messages.nbytes, HOST: in_host_memory}
         return on_device | {name: nbytes for name, nbytes in beside_columns.items() if nbytes}
 

@@ -124,10 +124,6 @@ class StoredColumn:
         """Whether all that this rank stores of bucket `index` is on the device."""
         return all(part.tier is Tier.DEVICE for part in self._parts[index])
 
-    def rests_on_disk(self, index: int) -> bool:
-        """Whether some of what this rank stores of bucket `index` is on a disk."""
-        return any(part.tier is Tier.DISK for part in self._parts[index])
-
     @property
     def nbytes(self) -> int:
         """Bytes of the column's storages, on the device and in host memory."""
@@ -147,12 +143,12 @@ class StoredColumn:
     def held(self, index: int) -> Tensor:
         """All that this rank stores of bucket `index`, [stop - start]. It must rest in one place."""
         (held,) = self._held[index]
-        assert held is not None, f"bucket {index} rests on a disk"
+        assert held is not None, f"bucket {index} rests in files"
         return held
 
     def keep(self, index: int, values: Tensor, start: int | None = None) -> None:
         """Store elements of bucket `index` from `start` on wherever they rest, rounded to the column's dtype; None: all
-        that this rank stores. values: [n]. What rests on a disk is stored in whole parts.
+        that this rank stores. values: [n]. What rests in files is stored in whole parts.
         """
         start = self.range_of(index)[0] if start is None else start
         stop = start + values.numel()
@@ -164,14 +160,14 @@ class StoredColumn:
             if held is not None:
                 held[first - part.start : last - part.start].copy_(part_values)
             else:
-                assert (first, last) == part[:2], f"bucket {index} rests on a disk"
+                assert (first, last) == part[:2], f"bucket {index} rests in files"
                 piece = piece_name(Piece.PARAMETERS, (self._first + index, number))
                 written = part_values.to(self.dtype).cpu().contiguous()  # held here, so that this thread frees it
-                self._tiers.disks.write({piece: written}).wait()
+                self._tiers.stores[part.tier].write({piece: written}).wait()
 
     def _allocated(self, part: Part) -> Tensor | None:
         numel = part.stop - part.start
-        if part.tier is Tier.DISK:
+        if part.tier.in_files:
             return None
         if part.tier is Tier.HOST:
             return self._tiers.in_host_memory(numel, self.dtype, self._flag)
@@ -211,7 +207,7 @@ def parameter_column(
     parts: list[tuple[Part, ...]] = []
     for number, (bucket, own) in enumerate(zip(buckets, resting, strict=True)):
         stored = stored_range(bucket, sharding, whole=number in whole)
-        ranges = [part[:2] for part in own.parts] if own.rests is Tier.DISK else [stored]
+        ranges = [part[:2] for part in own.parts] if own.rests.in_files else [stored]
         parts.append(tuple(Part(start, stop, own.rests) for start, stop in ranges))
     return StoredColumn(
         sharding, dtype, buckets, tiers, name, "--offload-params", parts=parts, whole=whole, first=first

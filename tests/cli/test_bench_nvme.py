@@ -15,6 +15,7 @@ from megazero.cli import bench_nvme
 from megazero.cli.bench_nvme import FIO, OPTIMIZER_BYTES, DiskSpeed, count_of, estimate, sentences
 from megazero.cli.main import main
 from megazero.config.parse import parse_run
+from megazero.config.tiers import Tier
 from megazero.disk import measure, swap
 from megazero.disk.measure import DiskTrial
 from megazero.disk.swap_file import DiskError
@@ -76,7 +77,7 @@ def test_parts_are_as_large_as_those_of_a_run(precision: str) -> None:
     """Which cuts a bucket into equal parts of at most so many bytes."""
     flags = "--num-layers 1 --hidden-size 1024 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --device cpu"
     words = [*flags.split(), "--precision", precision, "--offload-optimizer", "nvme", "--nvme-path", "."]
-    largest = max(RankState(parse_run(words, 1), AXES, AXES.coordinates(0), nccl=False).pieces.values())
+    largest = max(RankState(parse_run(words, 1), AXES, AXES.coordinates(0), nccl=False).pieces[Tier.DISK].values())
     assert 0.8 < largest / bench_nvme._part_bytes(precision) <= 1.0
 
 

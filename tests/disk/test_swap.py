@@ -314,7 +314,7 @@ def test_closing_ends_what_waits_and_everything_after_is_an_error(tmp_path: Path
     ended = [request.error for request in requests]
     assert all(request.done() for request in requests)
     assert any("closed before this was done" in str(error) for error in ended), "the last ones had not begun"
-    with pytest.raises(DiskError, match="swap files are closed"):
+    with pytest.raises(DiskError, match="the files are closed"):
         space.write(contents(pieces))
     space.close(remove=True)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megazero.disk.opening import open_swap
+from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import DiskError, SwapDamaged
 from megazero.pipeline.kept import HostActivations, KeptTensors
 from megazero.pipeline.kept_disks import ActivationDisks, piece_names
@@ -75,7 +76,7 @@ def test_the_same_bits_come_back_through_one_buffer(host: HostActivations) -> No
             assert x.grad is not None and torch.equal(x.grad, expected) and x.grad.abs().sum() > 0
             x.grad = None
         assert sorted(host.disks.free) == piece_names(2)
-    assert host.disks.swap.bytes_written == 3 * 2 * BUFFER == host.disks.swap.bytes_read
+    assert host.disks.store.bytes_written == 3 * 2 * BUFFER == host.disks.store.bytes_read
 
 
 def test_what_does_not_fit_stays_on_the_device(tmp_path: Path) -> None:
@@ -119,8 +120,8 @@ def test_a_graph_for_which_there_is_no_piece_stays(host: HostActivations) -> Non
 def test_other_bytes_than_were_written_are_one_clear_error(host: HostActivations) -> None:
     graph, _ = sines(host, torch.randn(SIDE, SIDE, requires_grad=True))
     away(graph)
-    assert host.disks is not None
-    (path,) = host.disks.swap.paths
+    assert host.disks is not None and isinstance(host.disks.store, SwapSpace)
+    (path,) = host.disks.store.paths
     with path.open("r+b") as file:
         file.seek(4096 + 5)
         was = file.read(1)

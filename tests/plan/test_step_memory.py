@@ -13,6 +13,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from bench.contestants.megazero_meter import in_host_memory
+from megazero.disk.swap import SwapSpace
 from megazero.mpu import p2p
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks, stage_memories
@@ -123,8 +124,8 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
             model, activations = job.state.model, job.activations
             model.wait_parameters()
             disks = None if activations is None else activations.disks
-            swaps = model.tiers.swap, None if disks is None else disks.swap
-            files = sum(path.stat().st_size for swap in swaps if swap is not None for path in swap.paths)
+            swaps = model.tiers.swap, None if disks is None else disks.store
+            files = sum(path.stat().st_size for swap in swaps if isinstance(swap, SwapSpace) for path in swap.paths)
             model.tiers.close()
     assert recorded.kineto_results is not None
     begin = max(e.start_ns() for e in recorded.kineto_results.events() if e.name() == "step")

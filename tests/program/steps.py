@@ -11,6 +11,7 @@ from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_sch
 from megazero.program.checker import Role, check
 from megazero.program.instruction import Instruction
 from megazero.program.passes.gathers import one_unit, two_units
+from megazero.program.passes.leaving import ActivationFiles
 from megazero.program.passes.vertical import Groups, VerticalOrder
 from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import BucketShape, PartShape, RankShape, UnitShape
@@ -31,8 +32,8 @@ class Model:
     same. sums: where the gradients of every trained bucket are summed. border: of the lists, where they are no
     evaluation's. vertical: the order of micro-batches, horizontal where it is None. leaving: share of the activations
     that leaves; then the units of a chunk keep 10, 20, 30 bytes and so on. disk_buffers: bytes of host memory through
-    which these go to disks; None: none do. ahead: whether the first optimizer state is read before the norm; then the
-    border of late lists is to say so.
+    which these go to files, those of the tier `written_to`; None: none do. ahead: whether the first optimizer state is
+    read before the norm; then the border of late lists is to say so.
     """
 
     schedule: str = "1f1b"
@@ -58,6 +59,7 @@ class Model:
     vertical: VerticalOrder | None = None
     leaving: float = 0.0
     disk_buffers: int | None = None
+    written_to: Tier = Tier.DISK
     ahead: bool = False
 
     @property
@@ -182,7 +184,7 @@ def step_of(model: Model) -> Step:
             late=model.border.is_late,
             vertical=model.vertical,
             leaving=model.leaving,
-            disk_buffers=model.disk_buffers,
+            files=None if model.disk_buffers is None else ActivationFiles(model.written_to, model.disk_buffers),
             ahead=model.ahead,
         )
 

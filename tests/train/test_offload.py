@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megazero.config.parse import ConfigError, parse_run
+from megazero.config.tiers import Tier
 from megazero.disk.opening import open_swap
 from megazero.disk.swap_file import DiskError
 from megazero.mpu.axes import Coordinates, axes_of
@@ -264,7 +265,7 @@ def test_the_log_names_what_moves_to_disks(tmp_path: Path) -> None:
         "--offload-params nvme --offload-optimizer nvme": "--offload-optimizer nvme --offload-params nvme",
     }.items():
         space = open_swap([tmp_path], {"a": 4096}, job="told", slots=1)
-        told = swap_files.swap_backends(parse_run([*model, *words.split()], 1), space, None)
+        told = swap_files.backends(parse_run([*model, *words.split()], 1), {Tier.DISK: space}, None)
         assert told == [f"{flags}: {space.backend}"]
         space.close(remove=True)
 
@@ -310,8 +311,8 @@ def test_files_are_those_of_the_arithmetic(tmp_path: Path) -> None:
     """What the table says of disks is what is made there, in one folder."""
     run = parse_run([*MODEL, *PARTS, *on_disk(tmp_path)], 1)
     (stage,) = stage_bytes(run, axes_of(run, 1))
-    pieces = RankState(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
+    pieces = RankState(run, axes_of(run, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces[Tier.DISK]
     space = open_swap([tmp_path], pieces, job="arithmetic", slots=1)
     assert stage.elsewhere.files == space.file_bytes == sum(path.stat().st_size for path in space.paths)
-    assert stage.elsewhere.disk == sum(pieces.values())
+    assert stage.elsewhere.on(Tier.DISK) == sum(pieces.values())
     space.close(remove=True)

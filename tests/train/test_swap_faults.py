@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megazero.config.parse import ConfigError, parse_arguments, parse_run
+from megazero.config.tiers import Tier
 from megazero.disk import swap
 from megazero.disk.opening import open_swap, record_of
 from megazero.disk.swap import SwapRecord
@@ -155,7 +156,7 @@ def test_one_flipped_bit(read: bool, flags: list[str], disks: Path, straight: Bi
     """In the slot that the step is read from, or in the other one, from which nobody reads."""
     left(flags)
     parsed = parse_run(flags, 1)
-    pieces = RankState(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces
+    pieces = RankState(parsed, axes_of(parsed, 1), Coordinates(0, 0, 0, 0), nccl=False).pieces[Tier.DISK]
     space = open_swap([disks], pieces, job=CHECKPOINT, resume=True)
     assert space.record is not None and parsed.offload.nvme_checkpoint
     name = list(pieces)[-1]

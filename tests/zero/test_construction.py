@@ -8,8 +8,9 @@ import torch
 from fused_ops.blocks import block_elements
 from megazero.config.parse import parse_run
 from megazero.config.schema import ParallelConfig
+from megazero.config.tiers import Tier
 from megazero.disk.opening import open_swap
-from megazero.disk.swap import SwapSpace
+from megazero.disk.store import Store
 from megazero.mpu.axes import Coordinates, axes_of
 from megazero.mpu.grid import Group, ProcessGrid, StateGroups, single_process_grid
 from megazero.mpu.parameter import StateGroup, spec_of
@@ -57,11 +58,11 @@ def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     run = parse_run([*SHAPE.split(), *words.split(), *small], 1)
     grid = single_process_grid()
 
-    def opened(pieces: Mapping[str, int]) -> SwapSpace:
-        return open_swap([tmp_path], pieces, job="job", rank=0, slots=1)
+    def opened(pieces: Mapping[Tier, Mapping[str, int]]) -> Mapping[Tier, Store]:
+        return {Tier.DISK: open_swap([tmp_path], pieces[Tier.DISK], job="job", rank=0, slots=1)}
 
     stages = build_stages(run, grid, allocate=False)
-    state = ModelState(stages, grid, run.optimizer, run.parallel, offload=run.offload, open_swap=opened)
+    state = ModelState(stages, grid, run.optimizer, run.parallel, offload=run.offload, open_stores=opened)
     _, taken = metered(lambda: initialise_state(state, 7))
     embedding = max(p.numel() for bucket in state.buckets for p in bucket.parameters)
     part = max(stop - start for rests in state.resting for start, stop, _ in rests.parts)

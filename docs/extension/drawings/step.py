@@ -9,7 +9,17 @@ from docs.extension.svg import Picture, shade
 from megazero.config.tiers import Tier
 from megazero.pipeline.schedule import CHUNKS, chunk_map, make_schedule
 from megazero.program.example import GRADIENT_BYTES, PARAMETER_BYTES, STATE_BYTES, ExampleModel
-from megazero.program.instruction import UPDATE, UPDATE_HOST, Kind, Lane, Op, Piece, moves_of
+from megazero.program.instruction import (
+    READ_LANES,
+    UPDATE,
+    UPDATE_HOST,
+    WRITE_LANES,
+    Kind,
+    Lane,
+    Op,
+    Piece,
+    moves_of,
+)
 from megazero.program.passes.vertical import VerticalOrder
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.step import StepOptions, training_step
@@ -53,11 +63,11 @@ WORDS |= {move: piece.value for piece in PIECES for move in moves_of(piece)}
 _LANES = {
     Lane.SHARDS: "shards",
     Lane.ACROSS: "across",
-    Lane.FROM_DISK: "from disk",
+    **READ_LANES,
     Lane.TO_HOST: "to host",
     Lane.HOST: "host",
     Lane.TO_DEVICE: "to device",
-    Lane.TO_DISK: "to disk",
+    **WRITE_LANES,
 }
 _ROW, _GAP, _MARGIN, _TOP, _WIDTH = 22, 3, 96, 26, 780
 _GATHER_TIME, _UPDATE_TIME, _HOST_TIME, _DISK_TIME, _COPY_TIME = 0.12, 0.08, 1.2, 1.0, 0.2
@@ -102,7 +112,7 @@ def simulated(
     if leaving:  # a unit's activations count as one byte
         per_byte |= dict.fromkeys((Lane.TO_HOST, Lane.TO_DEVICE), _COPY_TIME)
     per_byte[Lane.HOST] = _HOST_TIME / (GRADIENT_BYTES * shard_size)
-    per_byte |= dict.fromkeys((Lane.FROM_DISK, Lane.TO_DISK), _DISK_TIME / (STATE_BYTES * shard_size))
+    per_byte |= dict.fromkeys((*READ_LANES, *WRITE_LANES), _DISK_TIME / (STATE_BYTES * shard_size))
     update = _UPDATE_TIME / (GRADIENT_BYTES * shard_size)
     times = replace(uniform_times(pp), per_byte=per_byte, update=update)
     return simulate(lists, times, shapes, border=options.border)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.program.instruction import READ_STATE, Instruction, Lane, Op
+from megazero.program.instruction import READ_LANES, STATE_READS, Instruction, Op
 from megazero.program.passes.slots import way_through
 from megazero.program.passes.updates import way_of_part
 from megazero.program.shape import RankShape
@@ -22,7 +22,7 @@ from megazero.program.shape import RankShape
 def updates_read_ahead(shape: RankShape) -> tuple[Instruction, ...]:
     """The updates of the parts whose state has been read: all of their way but the read."""
     ways = (way_of_part(shape, *key) for key in shape.read_ahead)
-    return tuple(i for way in ways for i in way if i.op != READ_STATE)
+    return tuple(i for way in ways for i in way if i.op not in STATE_READS)
 
 
 def place_reads_ahead(instructions: Sequence[Instruction], shape: RankShape) -> tuple[Instruction, ...]:
@@ -32,12 +32,12 @@ def place_reads_ahead(instructions: Sequence[Instruction], shape: RankShape) -> 
     norm = next(number for number, i in enumerate(instructions) if i.op is Op.NORM)
     before = [number for number in range(norm) if _comes_first(instructions[number], shape)]
     at = max(_last_backward(instructions), max(before, default=-1) + 1)
-    reads = [Instruction(READ_STATE, buckets=(bucket,), part=part) for bucket, part in shape.read_ahead]
+    reads = [way_of_part(shape, *key)[0] for key in shape.read_ahead]
     return (*instructions[:at], *reads, *instructions[at:])
 
 
 def _comes_first(i: Instruction, shape: RankShape) -> bool:
-    return i.lane is Lane.FROM_DISK or bool(way_through(i, shape))
+    return i.lane in READ_LANES or bool(way_through(i, shape))
 
 
 def _last_backward(instructions: Sequence[Instruction]) -> int:

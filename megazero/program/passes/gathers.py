@@ -37,7 +37,7 @@ from statistics import median_high
 
 from megazero.config.tiers import Tier
 from megazero.program.effects import ParametersRead
-from megazero.program.instruction import LOAD, READ_PARAMETERS, RELEASE, Instruction, Op, Piece, hops
+from megazero.program.instruction import PARAMETER_LOADS, RELEASE, Instruction, Op, Piece, hops
 from megazero.program.passes.caching import CachePlan, CacheSearch, as_bits, fewest_bytes
 from megazero.program.shape import RankShape
 
@@ -267,7 +267,7 @@ def _room(order: Sequence[Use], sizes: Sequence[int], budget: int, kept: Collect
     return [budget - full for full in accumulate(change[:-1])]
 
 
-BRINGS = frozenset({Op.GATHER, LOAD, READ_PARAMETERS})
+BRINGS = PARAMETER_LOADS | {Op.GATHER}
 """The instructions that bring a bucket's parameters."""
 
 

@@ -69,5 +69,5 @@ def summing_way(sums: Tier, *, first: bool, last: bool) -> tuple[Kind, ...]:
             *hops(Piece.REDUCED, Tier.DEVICE, Tier.HOST),
             Op.ADD_GRADIENT,
         )
-    counted = (Op.COUNT_GRADIENT,) * (last and sums is Tier.DISK)  # in host memory a whole bucket is counted at once
+    counted = (Op.COUNT_GRADIENT,) * (last and sums.in_files)  # in host memory a whole bucket is counted at once
     return (*summed, *counted, *hops(Piece.SUMS, Tier.HOST, sums))

@@ -91,7 +91,8 @@ def _host_places(
     places: dict[int, list[int]] = defaultdict(list)
     before = 0
     for bucket in order:
-        shares_lane = shape.buckets[bucket].rests is Tier.DISK and Tier.DISK in _tiers(shape, bucket)
+        rests = shape.buckets[bucket].rests
+        shares_lane = rests.in_files and rests in _tiers(shape, bucket)
         waits = _pass(instructions[uses[bucket]]) in received  # for hidden states: the lanes have time for all
         places[min(before, touched[bucket]) if shares_lane and not waits else 0].append(bucket)
         before = touched[bucket]

@@ -23,15 +23,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import LEAVE, READ_ACTIVATIONS, WRITE_ACTIVATIONS, Free, Instruction, Piece, hops
+from megazero.program.instruction import ACTIVATION_READS, LEAVE, Free, Instruction, Piece, TierMove, hops
 from megazero.program.passes.kept_graphs import GraphUse, kept_graphs
 from megazero.program.shape import RankShape
 
 _FREE = Free(Piece.ACTIVATIONS, Tier.DEVICE)
 (_RETURN,) = hops(Piece.ACTIVATIONS, Tier.HOST, Tier.DEVICE)
+
+
+@dataclass(frozen=True)
+class ActivationFiles:
+    """The files to which activations go on: their tier, and bytes of host memory through which they pass."""
+
+    tier: Tier
+    buffers: int
+
+
 LEAST_DISTANCE = 4
 """Computations from a forward to its backward, that one counted: the copy there, one without the memory, the copy back.
 """
@@ -56,16 +66,16 @@ def leaving_graphs(graphs: Sequence[GraphUse], share: float, largest: int | None
 
 
 def place_leaving(
-    instructions: Sequence[Instruction], shape: RankShape, share: float, disk_buffers: int | None = None
+    instructions: Sequence[Instruction], shape: RankShape, share: float, files: ActivationFiles | None = None
 ) -> tuple[Instruction, ...]:
     """The list with copies there and back, and `Free`, of the activations that leave. share: as in `leaving_graphs`.
 
-    disk_buffers: bytes of host memory through which they go on to disks ; None: they stay there
+    files: to which they go on from host memory; None: they stay there
 
     The result depends on the arguments only, so it is the same on all ranks of a role. It stands last among the passes:
     the other ones know nothing of copies.
     """
-    largest = None if disk_buffers is None else largest_unit(shape.kept)
+    largest = None if files is None else largest_unit(shape.kept)
     chosen = leaving_graphs(kept_graphs(instructions, shape), share, largest)
     leaving = sorted(chosen, key=lambda graph: graph.first)
     before: dict[int, list[Instruction]] = defaultdict(list)
@@ -73,8 +83,8 @@ def place_leaving(
     for graph in leaving:
         behind[graph.first + 1].append(replace(graph.forward, op=_FREE))
         before[graph.backward - 1].append(replace(graph.forward, op=_RETURN))
-    if disk_buffers is not None and largest is not None:
-        for number, i in disk_moves(leaving, read_buffers(largest, disk_buffers)):
+    if files is not None and largest is not None:
+        for number, i in file_moves(leaving, read_buffers(largest, files.buffers), files.tier):
             behind[number].append(i)
     for graph in leaving:
         behind[graph.first].append(replace(graph.forward, op=LEAVE))
@@ -132,10 +142,11 @@ def read_buffers(largest: int, room: int) -> int:
     return room // buffer_bytes(largest) - WRITING
 
 
-def disk_moves(graphs: Sequence[GraphUse], reads: int) -> Iterator[tuple[int, Instruction]]:
+def file_moves(graphs: Sequence[GraphUse], reads: int, tier: Tier) -> Iterator[tuple[int, Instruction]]:
     """(number of the computation behind which it stands, instruction), in order at each of them.
 
-    graphs: those that leave, in order of their forwards. reads: buffers for what comes back, at least 2.
+    graphs: those that leave, in order of their forwards. reads: buffers for what comes back, at least 2. tier: of the
+    files.
     """
     assert reads >= LEAST_BUFFERS - WRITING or not graphs, "validated: the buffers hold four times what a unit keeps"
     back = sorted(graphs, key=lambda graph: graph.backward)
@@ -145,18 +156,18 @@ def disk_moves(graphs: Sequence[GraphUse], reads: int) -> Iterator[tuple[int, In
         given_back = back[number - reads].backward if number >= reads else 0
         read_behind[graph] = latest = max(graph.first + 2, given_back, latest)
     for graph in graphs:
-        yield graph.first + 1, replace(graph.forward, op=WRITE_ACTIVATIONS)
+        yield graph.first + 1, replace(graph.forward, op=TierMove(Piece.ACTIVATIONS, Tier.HOST, tier))
     for number, graph in enumerate(graphs):
         taken = [graphs[number + WRITING].first] if number + WRITING < len(graphs) else []
         yield min([read_behind[graph], *taken]), replace(graph.forward, op=_FREE_HOST)
     for graph in back:
-        yield read_behind[graph], replace(graph.forward, op=READ_ACTIVATIONS)
+        yield read_behind[graph], replace(graph.forward, op=TierMove(Piece.ACTIVATIONS, tier, Tier.HOST))
 
 
 def most_pieces(instructions: Iterable[Instruction]) -> int:
     """The most graphs that have a piece of the swap files at a time: from the copy to host memory to the read."""
     now = most = 0
     for i in instructions:
-        now += (i.op == LEAVE) - (i.op == READ_ACTIVATIONS)
+        now += (i.op == LEAVE) - (i.op in ACTIVATION_READS)
         most = max(most, now)
     return most

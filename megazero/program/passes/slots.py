@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from megazero.config.tiers import MOST_SLOTS, SLOTS, Tier
+from megazero.config.tiers import FILE_TIERS, MOST_SLOTS, SLOTS, Tier
 from megazero.program.instruction import (
     PARAMETER_LOADS,
-    READ_STATE,
+    STATE_READS,
     SUMMING,
     UPDATE,
     Instruction,
@@ -26,6 +26,7 @@ from megazero.program.instruction import (
     Piece,
     TierMove,
     hops,
+    reads_of,
 )
 from megazero.program.passes.gradients import summing_way
 from megazero.program.passes.updates import way_of
@@ -36,9 +37,9 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
         Piece.GRADIENTS: frozenset(
             TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.GRADIENTS, Piece.REDUCED)
         ),
-        Piece.PARAMETERS: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, Tier.DISK)),
-        Piece.STATE: frozenset({READ_STATE}),
-        Piece.SUMS: frozenset({TierMove(Piece.SUMS, Tier.DISK, Tier.HOST)}),
+        Piece.PARAMETERS: frozenset(TierMove(Piece.UPDATED, Tier.HOST, tier) for tier in (Tier.DEVICE, *FILE_TIERS)),
+        Piece.STATE: STATE_READS,
+        Piece.SUMS: reads_of(Piece.SUMS),
     }
 )
 """The memory of a slot by what it holds, and the copies that need it. What rests in host memory needs none."""
@@ -85,7 +86,7 @@ def slot_bytes(shape: RankShape) -> SlotBytes:
         for piece, copies in SLOT_MEMORY.items()
     }
     updates[Piece.STATE] = max(updates[Piece.STATE], shape.resident_bytes)
-    read = (part for bucket in shape.buckets if bucket.rests is Tier.DISK for part in bucket.parts)
+    read = (part for bucket in shape.buckets if bucket.rests.in_files for part in bucket.parts)
     return SlotBytes(updates, {Piece.PARAMETERS: max((part.parameter_bytes for part in read), default=0)})
 
 
@@ -111,7 +112,7 @@ def place_slots(
             placed.append(i)
             continue
         ring = i.op in PARAMETER_LOADS
-        if i.op == READ_STATE and left and i.key == left[0]:
+        if i.op in STATE_READS and left and i.key == left[0]:
             turns[ring] = 0  # all slots are free here (`passes.ahead`)
         if (ring, i.key) not in taken:
             taken[ring, i.key] = turns[ring] % shape.slots
@@ -130,7 +131,7 @@ def way_through(i: Instruction, shape: RankShape) -> tuple[Kind, ...]:
         return ()
     bucket = shape.buckets[i.buckets[0]]
     if i.op in PARAMETER_LOADS:
-        return PARAMETER_LOADS
+        return hops(Piece.PARAMETERS, bucket.rests, Tier.DEVICE)
     uses = _way_of_part(i.op, bucket.parts[i.part].tier, bucket.rests, bucket.sums)
     return uses if i.op in uses else ()
 
@@ -148,8 +149,8 @@ def _way_of_part(op: Kind, tier: Tier, rests: Tier, sums: Tier) -> tuple[Kind, .
         return update
     before, after = update[: update.index(UPDATE)], update[update.index(UPDATE) + 1 :]
     if op in before:
-        return before if sums is Tier.DISK else ()
-    return after if rests is Tier.DISK else ()
+        return before if sums.in_files else ()
+    return after if rests.in_files else ()
 
 
 def ops_of_part(tier: Tier, rests: Tier, sums: Tier) -> frozenset[Kind]:
