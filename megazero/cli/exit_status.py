@@ -13,7 +13,7 @@ from megazero.system.unfinished import Ended
 from megazero.telemetry.console import Console, Output, OutputLost, open_streams
 
 if TYPE_CHECKING:
-    from megazero.launch import Environment
+    from megazero.mpu.meeting import Environment
 
 Mistakes = tuple[type[Exception], ...]
 
@@ -84,7 +84,7 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
 def read_environment() -> Environment:
     """This process among its ranks. If the launcher's variables are wrong, print what is wrong and end the process."""
     from megazero.config.source import ConfigError
-    from megazero.launch import Environment
+    from megazero.mpu.meeting import Environment
 
     try:
         return Environment.read()

@@ -23,8 +23,8 @@ from megazero.data.tokenizer import KINDS, ListedTokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
-    from megazero.launch import Environment
     from megazero.mpu.grid import ProcessGrid
+    from megazero.mpu.meeting import Environment
 
 Flags = argparse.ArgumentParser | argparse._ArgumentGroup
 PRECISIONS: tuple[str, ...] = OptimizerConfig.__dataclass_fields__["precision"].metadata["choices"]

@@ -18,7 +18,8 @@ from megazero.config.source import ConfigError, ConfigSource
 from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
-from megazero.launch import Environment, World, world_of
+from megazero.launch import World, world_of
+from megazero.mpu.meeting import Environment
 from megazero.system.extensions import why_not_called
 from megazero.system.given import is_whole, kind
 from megazero.system.reading import shown

@@ -23,9 +23,9 @@ from megazero.config.source import ConfigError
 from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source
-from megazero.launch import Environment
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
+from megazero.mpu.meeting import Environment
 from megazero.train.init_from import model_source, open_on_all_ranks
 from tests.convert.sources import entries_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst

@@ -18,7 +18,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.convert.source import Source
 from megazero.data.progress import silent
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from megazero.train import same_run
 from megazero.train.embedded import Rendezvous
 from megazero.train.prepare import Prepared, prepare
