@@ -24,7 +24,7 @@ from megazero.mpu import meeting
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
-from megazero.mpu.meeting import Environment, RankEnded
+from megazero.mpu.meeting import Environment, MeetingError, RankEnded
 from megazero.mpu.p2p import message_ctas
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
@@ -53,7 +53,7 @@ def launch(
     world of several ranks.
     Entering and leaving are collectives of the world. A world of one makes no process group. After a failure the groups
     are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does, and
-    without a launcher RankEnded if another rank does not come.
+    without a launcher RankEnded or MeetingError if another rank does not come (`meeting.meet`).
     """
     die_with_parent()
     torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
@@ -148,7 +148,7 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     """Run `main` and return the exit status: 0, a ConfigError's, 130 for KeyboardInterrupt, 1 for any other error.
 
     A ConfigError is printed once, by rank 0 if it has the same one (`_report_once`). Of other errors, the first rank to
-    fail prints its traceback.
+    fail prints its traceback, or a sentence if ranks do not meet.
     """
     if environment.world_size > 1 and meeting.serves_the_store(environment):
         with suppress(Exception):  # from now on, so that ranks whose checks end earlier have where to report
@@ -161,6 +161,11 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     except RankEnded as error:
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
         meeting.let_others_read(environment, error.status)
+        return error.status
+    except MeetingError as error:
+        _say_last(f"rank {environment.rank} stopped: {error}", first=True)
+        if error.readers:
+            meeting.let_others_read(environment, error.status, error.readers)
         return error.status
     except PeerError as error:  # a consequence: the rank that failed first prints the reason, if it can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)

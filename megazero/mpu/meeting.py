@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +18,13 @@ import torch.distributed as dist
 
 from megazero.config.source import ConfigError
 from megazero.mpu.shared_memory import PeerError
-from megazero.system.status import FAILED
+from megazero.system.status import FAILED, MISTAKEN
+from megazero.system.words import counted
 
 WAIT_FOR_READERS = 30.0
 """Seconds in which rank 0, where it serves the ranks' store, waits for the other ranks to read there why it ends."""
+PATIENCE = timedelta(seconds=30)
+"""How long a rank that has something to report waits for rank 0 to serve the store."""
 LOOKS = 0.5
 """Seconds between two looks of a rank that waits for the others to come. Hundreds of ranks may wait."""
 FIRST_REPORT = "megazero/first report"
@@ -32,9 +37,13 @@ reports.
 """
 _ALL_ARE_HERE, _REPORTED = "all are here", "one has reported"
 _COME = "megazero/ranks that have come"
+"""Three things of the ranks that have come: how many (the key itself), which, and from where the process of each is."""
 SHORT = 160
 """Characters of what is wrong with another rank, in a line."""
 NOTHING_WRONG = "nothing wrong"
+NAMED = 8
+"""Ranks that a message names."""
+_PORTS = 1 << 16
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -83,6 +92,17 @@ class RankEnded(PeerError):
         self.status = status
 
 
+class MeetingError(RuntimeError):
+    """Ranks do not meet, as far as this rank knows the first to notice why: it has told the others already.
+
+    status: that of the program. readers: ranks that are there to read why, this one among them.
+    """
+
+    def __init__(self, message: str, status: int = FAILED, readers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.status, self.readers = status, readers
+
+
 def agent_serves() -> bool:
     """Whether torchrun serves the store, which then exists before any process group and after a rank has ended."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -98,7 +118,7 @@ def serves_the_store(environment: Environment) -> bool:
     return environment.rank == 0 and not agent_serves()
 
 
-def store_of(environment: Environment, patience: timedelta = timedelta(seconds=30)) -> dist.Store:
+def store_of(environment: Environment, patience: timedelta = PATIENCE) -> dist.Store:
     """The launcher's key-value store, before any process group exists. Without a launcher's, rank 0 serves one."""
     if dist.is_initialized() and not agent_serves():
         return dist.distributed_c10d._get_default_store()
@@ -108,26 +128,52 @@ def store_of(environment: Environment, patience: timedelta = timedelta(seconds=3
 def ranks_store(environment: Environment, patience: timedelta) -> dist.Store:
     """torchrun's store; without torchrun, a store that rank 0 serves as long as its process lives.
 
-    patience: how long a rank waits for rank 0 to serve it. Raises ConfigError if the environment does not say where.
+    patience: how long a rank waits for rank 0 to serve it. Raises ConfigError if the environment does not say where, or
+    if the port is in use, and MeetingError if rank 0 does not come.
     """
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
             [f"WORLD_SIZE is {environment.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
         )
-    return _connected_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), environment, patience)
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not _is_port(port):
+        raise ConfigError([f"MASTER_PORT is {port!r} in the environment: a port is 1 to {_PORTS - 1}"])
+    return _connected_store(address, int(port), patience, serves=serves_the_store(environment))
 
 
 @cache
-def _connected_store(address: str, port: int, environment: Environment, patience: timedelta) -> dist.Store:
-    return dist.TCPStore(
-        address,
-        port,
-        environment.world_size,
-        is_master=serves_the_store(environment),
-        timeout=patience,
-        multi_tenant=True,  # the process of rank 0 may serve the ranks' meeting already
-        wait_for_workers=False,  # rank 0 has something to say, whether or not all others come
-    )
+def _connected_store(address: str, port: int, patience: timedelta, *, serves: bool) -> dist.Store:
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=serves,
+            timeout=patience,
+            multi_tenant=True,  # the process of rank 0 may serve the ranks' meeting already
+            wait_for_workers=False,  # rank 0 has something to say, whether or not all others come
+        )
+    except dist.DistError as error:
+        place = f"MASTER_ADDR {address}, MASTER_PORT {port}"
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                [
+                    f"{place}: rank 0 serves the store of the ranks there, and the port is in use. Is RANK 0 in two "
+                    "processes? Each rank needs a RANK of its own. Or does another run or program use the port? Then "
+                    "give all ranks another MASTER_PORT"
+                ]
+            ) from error
+        raise MeetingError(
+            f"rank 0, which serves the store of the ranks, cannot be reached at {place} in {_minutes(patience)}: "
+            f"is it started, and are both the same on all ranks? ({str(error).splitlines()[0][:SHORT]})"
+        ) from error
+
+
+def _is_port(text: str) -> bool:
+    return text.strip().isdecimal() and 0 < int(text) < _PORTS
+
+
+def _minutes(timeout: timedelta) -> str:
+    return f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
 
 
 def are_set(store: dist.Store, keys: list[str], seconds: float, pause: float = 0.05) -> bool:
@@ -163,21 +209,22 @@ def report_first(store: dist.Store, rank: int, status: int, reason: str, problem
     return first
 
 
-def let_others_read(environment: Environment, status: int) -> None:
-    """Without a launcher: say in the store that this rank ends. The rank that serves the store stays until all others
-    have said so, for some time.
+def let_others_read(environment: Environment, status: int, readers: Sequence[int] | None = None) -> None:
+    """Without a launcher: say in the store that this rank ends. The rank that serves the store stays until the readers
+    have said so, for some time. readers: all ranks, if None.
     """
     if not agent_serves() and not dist.is_initialized():
         with suppress(Exception):  # the store may be gone, and rank 0 with it
             store = store_of(environment)
             store.set(checks_of(environment.rank), str(status))
             if serves_the_store(environment):
-                others = range(1, environment.world_size)
+                others = set(range(environment.world_size) if readers is None else readers) - {0}
                 are_set(store, [checks_of(other) for other in others], WAIT_FOR_READERS)
 
 
 def meet(environment: Environment, timeout: timedelta) -> dist.Store:
-    """The store of the ranks, when all have come to it. Raises RankEnded if one has reported why the run ends instead.
+    """The store of the ranks, when all have come to it. Raises RankEnded if one has reported why the run ends instead,
+    and MeetingError if this rank is the first to notice that ranks are missing, or is there twice.
 
     torchrun ends the ranks that wait for one that has failed. Without it nobody does, and each rank has to look.
     """
@@ -187,13 +234,9 @@ def meet(environment: Environment, timeout: timedelta) -> dist.Store:
         return store
     store, report = store_of(environment, timeout), None
     try:
-        if environment.rank == 0:  # only for rank 0 do others wait before they report
-            store.set(checks_of(0), NOTHING_WRONG)
-        if store.add(_COME, 1) == environment.world_size:
-            store.compare_set(_OUTCOME, "", _ALL_ARE_HERE)
+        _come(store, environment)
         if not are_set(store, [_OUTCOME], timeout.total_seconds(), LOOKS):
-            minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
-            raise TimeoutError(f"{store.add(_COME, 0)} of {environment.world_size} ranks have come in {minutes}")
+            _end_without_missing(store, environment, timeout)
         # The outcome, and not the report, decides: a rank may report soon after all ranks have gone on from here.
         if store.get(_OUTCOME) == _REPORTED.encode():
             report = json.loads(store.get(FIRST_REPORT))
@@ -203,3 +246,53 @@ def meet(environment: Environment, timeout: timedelta) -> dist.Store:
         first, status, _, problem = report
         raise RankEnded(f"rank {first} says {problem}", status)
     return store
+
+
+def _come(store: dist.Store, environment: Environment) -> None:
+    """Take this rank's place among those that have come. Raises MeetingError if another process has it."""
+    rank, process = environment.rank, f"process {os.getpid()} of {socket.gethostname()}"
+    first = store.compare_set(f"{_COME}/process of {rank}", "", process).decode()
+    if first != process:
+        problem = f"RANK is {rank} in {first} and in {process}: each rank needs a RANK of its own"
+        _end_meeting(store, rank, MISTAKEN, problem)
+        port = f"; if these are two runs, give one another MASTER_PORT than {os.environ.get('MASTER_PORT')}"
+        raise MeetingError(problem + port, MISTAKEN)
+    if rank == 0:  # only for rank 0 do others wait before they report
+        store.set(checks_of(0), NOTHING_WRONG)
+    # One key, which is read at once: keys of many ranks would be read one by one. torch's stubs do not know `append`.
+    store.append(f"{_COME}/which", f"{rank} ")  # type: ignore[attr-defined]
+    if store.add(_COME, 1) == environment.world_size:
+        store.compare_set(_OUTCOME, "", _ALL_ARE_HERE)
+
+
+def _end_without_missing(store: dist.Store, environment: Environment, timeout: timedelta) -> None:
+    """At the end of the wait: raise MeetingError with the ranks that have not come, unless another rank does so."""
+    world, came = environment.world_size, {int(rank) for rank in store.get(f"{_COME}/which").split()}
+    missing = [rank for rank in range(world) if rank not in came]
+    named, others = ", ".join(map(str, missing[:NAMED])), missing[NAMED:]
+    rest = f" and {counted(len(others), 'other')}" * bool(others)
+    ranks, have = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
+    problem = f"{ranks} {named}{rest} of {world} {have} not come in {_minutes(timeout)}"
+    if _end_meeting(store, environment.rank, FAILED, problem) == environment.rank:
+        raise MeetingError(problem, readers=sorted(came))
+
+
+def _end_meeting(store: dist.Store, rank: int, status: int, problem: str) -> int | None:
+    """Report why ranks do not meet, by a process that need not be one of them, and return the rank whose report is the
+    first. None, and nothing is reported, if they have met: their run is not this process's to end.
+    """
+    if store.compare_set(_OUTCOME, "", _REPORTED) != _REPORTED.encode():
+        return None
+    return report_first(store, rank, status, problem, problem)
+
+
+def report_no_rank(problem: str) -> None:
+    """Where the environment of a process says no rank, without a launcher: end the meeting of those that wait for it,
+    if their store can be reached in some time. problem: what is wrong with the environment.
+    """
+    rank = os.environ.get("RANK", "").strip()
+    # A process whose RANK is 0 would serve the store itself.
+    if rank.isdecimal() and int(rank) > 0 and not agent_serves():
+        with suppress(Exception):  # nobody may serve it
+            environment = Environment(int(rank), 0, int(rank) + 1, 1)
+            _end_meeting(store_of(environment), environment.rank, MISTAKEN, problem)
