@@ -63,6 +63,7 @@ class StateDisks:
 
     def _open(self, folders: Sequence[Path], pieces: Mapping[str, int]) -> None:
         job, rank = self.token if self.start is None else CHECKPOINT, self.grid.rank
+        # Before the files are made: a signal may end the process while they are.
         self.leaving.append(lambda: remove_unused(folders, job, rank))
         if pieces and self.start is not None:
             self.spaces.append(self.start.opened(folders, pieces, rank))
