@@ -63,22 +63,27 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
     if store is None:
         return
     patience = timedelta(minutes=prepared.run.parallel.distributed_timeout_minutes)
-    identity = _identity(prepared)
-    if rank == 0:
-        store.set(_KEY, json.dumps(identity | _weights(prepared)))
+
+    def tell() -> None:
+        told = json.dumps(None)
+        try:
+            told = json.dumps(_identity(prepared) | _weights(prepared))
+        finally:
+            store.set(_KEY, told)  # also where files cannot be read, because the others wait for it
 
     def compare() -> None:
-        if rank == 0:
-            return
+        identity = _identity(prepared)
         store.wait([_KEY], patience)
         first = json.loads(store.get(_KEY))
+        if first is None:
+            return  # rank 0 says why
         mine = identity | _weights(prepared, first["checkpoint"])
         # as JSON has it: a tuple of this rank is a list of rank 0
         difference = _difference(json.loads(json.dumps(mine)), first)
         if difference is not None:
             raise ConfigError([f"another run than that of rank 0: {difference}"])
 
-    result_on_all_ranks(compare, meeting, "same run", patience)
+    result_on_all_ranks(compare if rank else tell, meeting, "same run", patience)
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:

@@ -224,6 +224,24 @@ def test_another_checkpoint_is_an_error_with_both_paths(
         assert f"rank 0: {told.format(*checksums, hosts[1])}rank 0 has {hosts[0]}; all ranks" in str(error)
 
 
+def test_all_ranks_end_when_rank_0_cannot_read_its_weights(
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for what it has to say."""
+
+    def opened(path: Path) -> Source:
+        if path == tmp_path / "gone":
+            raise ConfigError(["the folder is gone"])
+        return Source("hf", path, Run(), {})
+
+    monkeypatch.setattr(same_run, "open_source", opened)
+    same = prepared(corpora, "--data-path", str(corpora / "here"), "--distributed-timeout-minutes", "0.1")
+    hosts = tmp_path / "gone", tmp_path / "model"
+    hosts[1].mkdir()
+    zero, one = answers(*on_hosts(same, hosts, "checkpoint", init_from="{}"))
+    assert "1. the folder is gone" in str(zero) and "1. rank 0: the folder is gone" in str(one)
+
+
 def test_another_version_is_the_reason_that_is_told(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = prepared(corpora, "--data-path", str(corpora / "here"))
     mine, first = (same_run._identity(same) | same_run._weights(same) for _ in range(2))
