@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,9 +20,11 @@ import torch.distributed as dist
 
 from megazero.config.parse import ConfigError
 from megazero.config.schema import ParallelConfig, Run
+from megazero.mpu import meeting
 from megazero.mpu.axes import Axes, axes_of
 from megazero.mpu.connect import connect
 from megazero.mpu.grid import ProcessGrid, build_grid, stream_options
+from megazero.mpu.meeting import Environment, MeetingError, RankEnded
 from megazero.mpu.p2p import message_ctas
 from megazero.mpu.shared_memory import PeerError
 from megazero.system import device as devices
@@ -39,70 +40,7 @@ WAIT_FOR_RANK_0 = 5.0
 """Seconds in which a rank whose configuration is wrong waits for rank 0 to report it, before it does so itself."""
 WAIT_FOR_CHECKS = 10.0
 """Seconds in which a rank that has reported what is wrong waits for the other ranks to end their checks."""
-WAIT_FOR_READERS = 30.0
-"""Seconds in which rank 0, where it serves the ranks' store, waits for the other ranks to read there why it ends."""
-LOOKS = 0.5
-"""Seconds between two looks of a rank that waits for the others to come. Hundreds of ranks may wait."""
-FIRST_REPORT = "megazero/first report"
-"""A key in the launcher's store, set by the first rank that has reported why the run ends: a list in JSON of its rank,
-its exit status, a sentence for the other ranks, and what it says is wrong.
-"""
-_OUTCOME = "megazero/outcome of the meeting"
-"""A key of the ranks' store, for which ranks without a launcher wait: set by the last that comes, or by the first that
-reports.
-"""
-_ALL_ARE_HERE, _REPORTED = "all are here", "one has reported"
-_COME = "megazero/ranks that have come"
-SHORT = 160
-"""Characters of what is wrong with another rank, in a line."""
-NOTHING_WRONG = "nothing wrong"
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SAYS_HOW = "the configuration is wrong; rank {} says how"
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Rank and world size as the launcher (torchrun, Slurm) put them into the environment; without one, one process."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-    @classmethod
-    def read(cls) -> Environment:
-        """Raises ConfigError for variables that are no numbers, or contradict each other."""
-        given = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        wrong = [
-            f"{name} is {text!r} in the environment: no whole number"
-            for name, text in given.items()
-            if not text.strip().isdecimal()
-        ]
-        if wrong:
-            raise ConfigError(wrong)
-        world = int(given.get("WORLD_SIZE", 1))
-        rank, local_rank, local_world = (
-            int(given.get(name, missing))
-            for name, missing in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", world))
-        )
-        if not 0 <= rank < world:
-            ranks = "ranks are 0 to WORLD_SIZE - 1"
-            raise ConfigError([f"RANK is {rank} and WORLD_SIZE is {world} in the environment: {ranks}"])
-        return cls(rank, local_rank, world, local_world)
-
-    @property
-    def ranks_here(self) -> range:
-        """The ranks of this host, which have consecutive numbers."""
-        first = self.rank - self.local_rank
-        return range(max(0, first), min(self.world_size, first + self.local_world_size))
-
-
-class RankEnded(PeerError):
-    """A rank has ended before all ranks have met. status: its exit status, as far as that is known."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @contextmanager
@@ -115,7 +53,7 @@ def launch(
     world of several ranks.
     Entering and leaving are collectives of the world. A world of one makes no process group. After a failure the groups
     are not destroyed, because that would wait for peers that may be gone. Raises ConfigError as `world_of` does, and
-    without a launcher RankEnded if another rank does not come.
+    without a launcher RankEnded or MeetingError if another rank does not come (`meeting.meet`).
     """
     die_with_parent()
     torch.set_num_threads(threads.threads_set_by_user() or threads.threads_per_rank(environment.local_world_size))
@@ -123,41 +61,12 @@ def launch(
     if world.axes.world_size == 1:
         yield build_grid(world.axes, world.device)
         return
-    store = _meet(environment, world.timeout)
+    store = meeting.meet(environment, world.timeout)
     agree(dist.PrefixStore("before groups", store))
     init_default_group(world, dist.PrefixStore("default group", store), environment)
     yield connected_grid(world, run.parallel)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
-    """The store of the ranks, when all have come to it. Raises RankEnded if one has reported why the run ends instead.
-
-    torchrun ends the ranks that wait for one that has failed. Without it nobody does, and each rank has to look.
-    """
-    if agent_serves():
-        _nothing_wrong(environment)
-        store, _, _ = next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))
-        return store
-    store, report = _store(environment, timeout), None
-    try:
-        if environment.rank == 0:  # only for rank 0 do others wait before they report
-            store.set(_checks_of(0), NOTHING_WRONG)
-        if store.add(_COME, 1) == environment.world_size:
-            store.compare_set(_OUTCOME, "", _ALL_ARE_HERE)
-        if not are_set(store, [_OUTCOME], timeout.total_seconds(), LOOKS):
-            minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
-            raise TimeoutError(f"{store.add(_COME, 0)} of {environment.world_size} ranks have come in {minutes}")
-        # The outcome, and not the report, decides: a rank may report soon after all ranks have gone on from here.
-        if store.get(_OUTCOME) == _REPORTED.encode():
-            report = json.loads(store.get(FIRST_REPORT))
-    except dist.DistError as error:
-        raise RankEnded("rank 0, which serves the store of the ranks, has ended", FAILED) from error
-    if report is not None:
-        first, status, _, problem = report
-        raise RankEnded(f"rank {first} says {problem}", status)
-    return store
 
 
 def connected_grid(world: World, parallel: ParallelConfig, guest_backend: str | None = None) -> ProcessGrid:
@@ -239,11 +148,11 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
     """Run `main` and return the exit status: 0, a ConfigError's, 130 for KeyboardInterrupt, 1 for any other error.
 
     A ConfigError is printed once, by rank 0 if it has the same one (`_report_once`). Of other errors, the first rank to
-    fail prints its traceback.
+    fail prints its traceback, or a sentence if ranks do not meet.
     """
-    if environment.world_size > 1 and serves_the_store(environment):
+    if environment.world_size > 1 and meeting.serves_the_store(environment):
         with suppress(Exception):  # from now on, so that ranks whose checks end earlier have where to report
-            _store(environment)
+            meeting.store_of(environment)
     try:
         main()
     except ConfigError as error:
@@ -251,7 +160,12 @@ def exit_status(main: Callable[[], None], environment: Environment) -> int:
         return error.status
     except RankEnded as error:
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
-        _let_others_read(environment, error.status)
+        meeting.let_others_read(environment, error.status)
+        return error.status
+    except MeetingError as error:
+        _say_last(f"rank {environment.rank} stopped: {error}", first=True)
+        if error.readers:
+            meeting.let_others_read(environment, error.status, error.readers)
         return error.status
     except PeerError as error:  # a consequence: the rank that failed first prints the reason, if it can
         _say_last(f"rank {environment.rank} stopped: {error}", first=False)
@@ -286,15 +200,15 @@ def exit_early(signal: str, environment: Environment, leave: Callable[[], None] 
     Communicates through the launcher's store, if there is one.
     """
     world, told = environment.world_size, environment.world_size
-    if agent_serves():
+    if meeting.agent_serves():
         with suppress(Exception):  # the launcher, and its store with it, may be gone once a rank has ended
-            store, deadline = _store(environment), time.monotonic() + WAIT_FOR_OTHERS
+            store, deadline = meeting.store_of(environment), time.monotonic() + WAIT_FOR_OTHERS
             told = store.add("megazero/told to stop", 1)
-            while told < world and not store.check([FIRST_REPORT]) and time.monotonic() < deadline:
+            while told < world and not store.check([meeting.FIRST_REPORT]) and time.monotonic() < deadline:
                 time.sleep(0.05)
                 told = store.add("megazero/told to stop", 0)
-            if store.check([FIRST_REPORT]):
-                _, status, reason, _ = json.loads(store.get(FIRST_REPORT))
+            if store.check([meeting.FIRST_REPORT]):
+                _, status, reason, _ = json.loads(store.get(meeting.FIRST_REPORT))
                 _record(reason, first=False)
                 leave()
                 exit_now(status)
@@ -310,99 +224,6 @@ def exit_early(signal: str, environment: Environment, leave: Callable[[], None] 
         print(f"stopped by {signal} before the first step: there is nothing to save", flush=True)
     leave()
     exit_now(0)
-
-
-def agent_serves() -> bool:
-    """Whether torchrun serves the store, which then exists before any process group and after a rank has ended."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def attempt() -> str:
-    """A prefix of keys in the launcher's store. torchrun's store still has the keys of ranks that it has restarted."""
-    return f"megazero/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def serves_the_store(environment: Environment) -> bool:
-    """Whether this rank serves the ranks' store, because there is no launcher that does."""
-    return environment.rank == 0 and not agent_serves()
-
-
-def _store(environment: Environment, patience: timedelta = timedelta(seconds=30)) -> dist.Store:
-    """The launcher's key-value store, before any process group exists. Without a launcher's, rank 0 serves one."""
-    if dist.is_initialized() and not agent_serves():
-        return dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(attempt(), ranks_store(environment, patience))
-
-
-def ranks_store(environment: Environment, patience: timedelta) -> dist.Store:
-    """torchrun's store; without torchrun, a store that rank 0 serves as long as its process lives.
-
-    patience: how long a rank waits for rank 0 to serve it. Raises ConfigError if the environment does not say where.
-    """
-    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ConfigError(
-            [f"WORLD_SIZE is {environment.world_size}, but MASTER_ADDR and MASTER_PORT do not say where the ranks meet"]
-        )
-    return _connected_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), environment, patience)
-
-
-@cache
-def _connected_store(address: str, port: int, environment: Environment, patience: timedelta) -> dist.Store:
-    return dist.TCPStore(
-        address,
-        port,
-        environment.world_size,
-        is_master=serves_the_store(environment),
-        timeout=patience,
-        multi_tenant=True,  # the process of rank 0 may serve the ranks' meeting already
-        wait_for_workers=False,  # rank 0 has something to say, whether or not all others come
-    )
-
-
-def are_set(store: dist.Store, keys: list[str], seconds: float, pause: float = 0.05) -> bool:
-    """Wait until all these keys are set, and return whether they are. pause: seconds between two looks."""
-    deadline = time.monotonic() + seconds  # `Store.wait` would write lines about a timeout to stderr
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-    return True
-
-
-def _checks_of(rank: int, *, together: bool = False) -> str:
-    """A key of the launcher's store, set when that rank's checks have ended: to `NOTHING_WRONG`, or to its exit status
-    after it has reported what is wrong. together: of the checks that ranks make when they have met.
-    """
-    return f"megazero/checks {'together' if together else 'alone'}/{rank}"
-
-
-def _nothing_wrong(environment: Environment) -> None:
-    """Tell the ranks that have found something wrong that this rank has not, and waits for them to meet."""
-    with suppress(Exception):  # where the store is gone, the ranks do not meet either
-        _store(environment).set(_checks_of(environment.rank), NOTHING_WRONG)
-
-
-def _first_report(store: dist.Store, rank: int, status: int, reason: str, problem: str) -> int:
-    """Note that a rank has reported why the run ends, unless another was before, and wake the ranks that wait for all
-    to come. Returns the rank that is noted.
-    """
-    report = json.dumps([rank, status, reason, problem[:SHORT]])
-    first = int(json.loads(store.compare_set(FIRST_REPORT, "", report))[0])
-    store.compare_set(_OUTCOME, "", _REPORTED)
-    return first
-
-
-def _let_others_read(environment: Environment, status: int) -> None:
-    """Without a launcher: say in the store that this rank ends. The rank that serves the store stays until all others
-    have said so, for some time.
-    """
-    if not agent_serves() and not dist.is_initialized():
-        with suppress(Exception):  # the store may be gone, and rank 0 with it
-            store = _store(environment)
-            store.set(_checks_of(environment.rank), str(status))
-            if serves_the_store(environment):
-                others = range(1, environment.world_size)
-                are_set(store, [_checks_of(other) for other in others], WAIT_FOR_READERS)
 
 
 def _say_last(message: str, *, first: bool) -> None:
@@ -436,14 +257,14 @@ def _report_once(error: ConfigError, environment: Environment, *, together: bool
     message, rank, told_by, store = str(error), environment.rank, environment.rank, None
     if environment.world_size > 1:
         with suppress(Exception):
-            store = _store(environment)
+            store = meeting.store_of(environment)
     if store is None:
         _say_last(f"rank {rank}: {message}" if rank else message, first=True)
         return
     with suppress(Exception):  # the store may be gone, and rank 0 with it: then the message is this rank's to print
-        of_rank_0 = _checks_of(0, together=together)
-        if rank and are_set(store, [of_rank_0], WAIT_FOR_RANK_0):
-            told_by = rank if store.get(of_rank_0) == NOTHING_WRONG.encode() else 0
+        of_rank_0 = meeting.checks_of(0, together=together)
+        if rank and meeting.are_set(store, [of_rank_0], WAIT_FOR_RANK_0):
+            told_by = rank if store.get(of_rank_0) == meeting.NOTHING_WRONG.encode() else 0
         if told_by == rank:
             key = f"megazero/message {hashlib.sha256(message.encode()).hexdigest()}"
             told_by = int(store.compare_set(key, "", str(rank)))
@@ -452,13 +273,13 @@ def _report_once(error: ConfigError, environment: Environment, *, together: bool
     else:
         _record(SAYS_HOW.format(told_by), first=False)
     with suppress(Exception):
-        _first_report(store, told_by, error.status, SAYS_HOW.format(told_by), error.problems[0])
-        store.set(_checks_of(rank, together=together), str(error.status))
-        if told_by == rank and (together or not serves_the_store(environment)):
+        meeting.report_first(store, told_by, error.status, SAYS_HOW.format(told_by), error.problems[0])
+        store.set(meeting.checks_of(rank, together=together), str(error.status))
+        if told_by == rank and (together or not meeting.serves_the_store(environment)):
             others = (other for other in range(environment.world_size) if other != rank)
-            are_set(store, [_checks_of(other, together=together) for other in others], WAIT_FOR_CHECKS)
+            meeting.are_set(store, [meeting.checks_of(other, together=together) for other in others], WAIT_FOR_CHECKS)
     if not together:
-        _let_others_read(environment, error.status)
+        meeting.let_others_read(environment, error.status)
 
 
 def _report_failure(trace: str, environment: Environment) -> None:
@@ -468,9 +289,11 @@ def _report_failure(trace: str, environment: Environment) -> None:
     """
     first, reason = environment.rank, trace.strip().splitlines()[-1]
     with suppress(Exception):
-        first = _first_report(_store(environment), first, FAILED, f"rank {first} failed first", reason)
+        first = meeting.report_first(meeting.store_of(environment), first, FAILED, f"rank {first} failed first", reason)
     if first == environment.rank:
         _say_last(f"rank {environment.rank} of {environment.world_size} failed:\n{trace}", first=True)
     else:
-        _say_last(f"rank {environment.rank} stopped because rank {first} failed first: {reason[:SHORT]}", first=False)
-    _let_others_read(environment, FAILED)
+        _say_last(
+            f"rank {environment.rank} stopped because rank {first} failed first: {reason[: meeting.SHORT]}", first=False
+        )
+    meeting.let_others_read(environment, FAILED)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from megazero import launch
 from megazero.config.source import ConfigError
-from megazero.launch import Environment, exit_early, exit_status
+from megazero.launch import exit_early, exit_status
+from megazero.mpu import meeting
+from megazero.mpu.meeting import Environment
 
 
 class Left(BaseException):
@@ -30,7 +32,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     held = dist.HashStore()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(launch, "_store", lambda environment: held)
+    monkeypatch.setattr(meeting, "store_of", lambda environment: held)
     monkeypatch.setattr(launch, "exit_now", leave)
     monkeypatch.setattr(launch, "WAIT_FOR_OTHERS", 0.0)
     return held
@@ -86,7 +88,7 @@ def test_the_end_has_one_reason_whoever_leaves_first(
     that of the first, and they do not wait for a signal to all ranks.
     """
     monkeypatch.setattr(launch, "WAIT_FOR_OTHERS", 600.0)
-    store.set(launch.FIRST_REPORT, json.dumps(report))
+    store.set(meeting.FIRST_REPORT, json.dumps(report))
     if recorded is not None:
         (tmp_path / "error.json").write_text(json.dumps({"message": {"message": recorded}}))
     assert stopped(rank) == status
@@ -107,7 +109,7 @@ def ends(wrong: dict[int, str], seconds: dict[int, float], size: int = 4) -> dic
             time.sleep(seconds.get(rank, 0.0))
             if rank in wrong:
                 raise ConfigError([wrong[rank]])
-            launch._nothing_wrong(environment)
+            meeting.report_nothing_wrong(environment)
 
         status = exit_status(work, environment)
         if rank in wrong:

@@ -353,6 +353,7 @@ SHORT = {
     "megazero/config/schema/lora.py": SECTION,
     "megazero/disk/buffers.py": "memory that disks read into, which swap files and measures share",
     "megazero/disk/store.py": "what the program asks of files, whatever tier they are on",
+    "megazero/pipeline/actions.py": "protocols of what the engine asks of others: most of it is docstrings",
     "megazero/pipeline/warm_up.py": "a pass without messages, with the reason why cards need one",
     "megazero/plan/flops.py": "formulae that pages quote and benchmarks import, which no list or shape is needed for",
     "megazero/program/passes/ahead.py": "a pass that needs slots and updates, of which the first need the second",

@@ -13,7 +13,8 @@ from megazero.config.parse import parse_run
 from megazero.data.indexed import dtype_for
 from megazero.data.progress import silent
 from megazero.data.writer import PairWriter
-from megazero.launch import Environment, launch
+from megazero.launch import launch
+from megazero.mpu.meeting import Environment
 from megazero.telemetry.record import StepValues
 from megazero.train.init_from import model_source
 from megazero.train.job import Job, build_job

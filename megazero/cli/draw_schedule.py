@@ -173,6 +173,8 @@ def _title(args: argparse.Namespace, groups: Sequence[object] | None, report: Si
     order = f" in {counted(len(groups), 'group')}, vertical" if groups is not None else ""
     micro_batches = counted(args.micro_batches, "micro-batch", "micro-batches")
     yield f"{args.schedule}: {counted(args.pp, 'stage')}{chunks}, {micro_batches}{order}{zero}"
+    if (most := args.vertical_group_size or 0) > args.micro_batches:
+        yield f"--vertical-group-size {most} is above --micro-batches {args.micro_batches}: all of them are one group"
     bubble = f"{report.bubble:.2%}"
     if report.longest < report.makespan * (1 - 1e-9):  # times are sums of floats, which differ in their last digits
         bubble += f" ({report.own_bubble:.2%} where stages need not wait for each other between steps)"

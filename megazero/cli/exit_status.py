@@ -13,7 +13,7 @@ from megazero.system.unfinished import Ended
 from megazero.telemetry.console import Console, Output, OutputLost, open_streams
 
 if TYPE_CHECKING:
-    from megazero.launch import Environment
+    from megazero.mpu.meeting import Environment
 
 Mistakes = tuple[type[Exception], ...]
 
@@ -82,14 +82,17 @@ def end_rank(work: Callable[[Environment], None], mistakes: Mistakes) -> NoRetur
 
 
 def read_environment() -> Environment:
-    """This process among its ranks. If the launcher's variables are wrong, print what is wrong and end the process."""
+    """This process among its ranks. If the launcher's variables are wrong, print what is wrong and end the process.
+    Ranks that wait for it are told.
+    """
     from megazero.config.source import ConfigError
-    from megazero.launch import Environment
+    from megazero.mpu.meeting import Environment, report_no_rank
 
     try:
         return Environment.read()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(error, file=sys.stderr, flush=True)
+        report_no_rank(error.problems[0])
         raise SystemExit(MISTAKEN) from error
 
 

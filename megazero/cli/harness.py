@@ -15,7 +15,7 @@ from megazero.cli.exit_status import end_rank, say, status_of
 from megazero.cli.parser import command_parser
 
 if TYPE_CHECKING:
-    from megazero.launch import Environment
+    from megazero.mpu.meeting import Environment
 
 DESCRIPTION = """
 `megazero` as a model of the LM Evaluation Harness: from a checkpoint of any format, alone or under torchrun. Needs the

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megazero.cli.exit_status import say
+from megazero.cli.exit_status import end_rank, say
 from megazero.config.foreign_flags import our_value_for
 from megazero.config.options import did_you_mean, did_you_mean_flag_of
+from megazero.config.source import ConfigError
 from megazero.system.reading import shown
 from megazero.system.status import MISTAKEN
 
@@ -30,7 +32,12 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser with messages as those of a run's flags: one line, which names the nearest flag or value.
 
     A help that cannot be written ends the program with status 141 or 1; argparse ignores that error.
+
+    of_ranks: whether the command's processes may be ranks of one grid, of which those with other flags have to know
+    why one of them ends.
     """
+
+    of_ranks = False
 
     def print_help(self, file: Any = None) -> None:
         say(self.format_help().rstrip("\n"))
@@ -53,10 +60,17 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def error(self, message: str) -> NoReturn:
-        """End the program with status 2 and one line."""
+        """End the program with status 2 and one line, which only one of several ranks prints."""
         for pattern, phrase in _PHRASES:
             message = re.sub(pattern, phrase, message)
-        self.exit(MISTAKEN, f"error: {message} ({self.prog} --help lists the flags)\n")
+        message = f"{message} ({self.prog} --help lists the flags)"
+        if self.of_ranks and os.environ.get("WORLD_SIZE", "1") != "1":
+
+            def refuse(environment: object) -> NoReturn:
+                raise ConfigError([message])
+
+            end_rank(refuse, ())
+        self.exit(MISTAKEN, f"error: {message}\n")
 
     def _unknown(self, argv: Sequence[str]) -> list[str]:
         """The flags that the command does not have. A word with a blank is a value, as for argparse."""

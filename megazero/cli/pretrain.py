@@ -25,7 +25,7 @@ from megazero.telemetry.watchdog import STOPPING, StopSignals
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from megazero.launch import Environment
+    from megazero.mpu.meeting import Environment
 
 RANKS = "--ranks"
 LAUNCHER_VARIABLES = frozenset({"RANK", "WORLD_SIZE"})
@@ -76,7 +76,8 @@ def start_process(arguments: Sequence[str]) -> StopSignals:
 
 
 def _end(name: str, signals: StopSignals) -> None:
-    from megazero.launch import Environment, exit_early
+    from megazero.launch import exit_early
+    from megazero.mpu.meeting import Environment
 
     def leave() -> None:
         for action in signals.leaving:

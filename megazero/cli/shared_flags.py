@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megazero.cli.exit_status import end_rank
-from megazero.cli.parser import given_path, given_word, not_positive
+from megazero.cli.parser import Parser, given_path, given_word, not_positive
 from megazero.config.schema import OptimizerConfig, ParallelConfig, Run
 from megazero.convert.names import FORMATS, missing_path_message
 from megazero.data.indexed import DataError
@@ -23,8 +23,8 @@ from megazero.data.tokenizer import KINDS, ListedTokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
-    from megazero.launch import Environment
     from megazero.mpu.grid import ProcessGrid
+    from megazero.mpu.meeting import Environment
 
 Flags = argparse.ArgumentParser | argparse._ArgumentGroup
 PRECISIONS: tuple[str, ...] = OptimizerConfig.__dataclass_fields__["precision"].metadata["choices"]
@@ -133,8 +133,9 @@ def no_tokenizer_message(args: argparse.Namespace, loaded: LoadedModel) -> str:
     return f"{checkpoint_of(args)} {no_tokenizer(loaded.report)}; name one by {flags}"
 
 
-def add_layout_flags(flags: argparse.ArgumentParser) -> None:
+def add_layout_flags(flags: Parser) -> None:
     """Add the flags of the ranks that share a model, and of what they compute in."""
+    flags.of_ranks = True
     add = flags.add_argument_group("ranks").add_argument
     add("--precision", choices=PRECISIONS, help="to compute in (default: the checkpoint's)")
     add("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")

@@ -96,13 +96,14 @@ def _rate(context: CheckContext) -> Problems:
     except ValueError:  # no batches, which `_ramp` says
         return
     whole, called = compared.number(longest), longest.behind("--train-length" if s.lr_decay is None else "--lr-decay")
-    risen = 0 if rise is None else compared.number(rise)
+    risen, fallen = (0 if length is None else compared.number(length) for length in (rise, fall))
     if rise is not None and risen > whole:
-        valid = compared.length(rise, whole).number
+        rest = whole - fallen if fallen < whole else whole
+        valid = compared.length(rise, rest).number
         yield f"{rise.behind('--lr-warmup')} is longer than {called}, which counts the warm-up in; nearest: {valid}"
-    if fall is not None and compared.number(fall) + risen > whole:
-        rise = rise or replace(fall, number=0)
-        both = f"{fall.behind('--lr-wsd-decay')} + {rise.behind('--lr-warmup')}"
+        rise, risen = None, 0  # else a fall that fits would be reported for the length of the warm-up
+    if fall is not None and fallen + risen > whole:
+        both = " + ".join([fall.behind("--lr-wsd-decay"), *([rise.behind("--lr-warmup")] if rise else [])])
         valid_fall = compared.length(fall, max(whole - risen, 1)).behind("--lr-wsd-decay")
         yield f"{both} is longer than {called}; nearest: {valid_fall}"
 

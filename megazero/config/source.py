@@ -79,23 +79,32 @@ class ConfigSource:
         self.bad.update(fields)
 
     def length_problems(self) -> list[str]:
-        """What is wrong with the source's lengths: one of them in two ways, or both iterations and samples."""
+        """What is wrong with the source's lengths: one of them in two ways, or both iterations and samples.
+
+        Such lengths become `bad`, so that no check compares them and reports the same mistake once more.
+        """
         problems = []
-        for spelled in self.spelled.values():
+        for name, spelled in self.spelled.items():
             both = [written for written, length in spelled.items() if length]
             if len(both) > 1:
                 problems.append(f"{' and '.join(both)} say the same thing in two ways: give one of them")
+                self.bad.add(name)
         in_order = sorted(self.spelled, key=lambda name: name != "train_length")
         iterations, samples = (
-            [self.written[name] for name in in_order if self._counts(name, measure)]
+            [name for name in in_order if self._counts(name, measure)]
             for measure in (Measure.ITERATIONS, Measure.SAMPLES)
         )
         if iterations and samples and not problems and not self.resolved:
             problems.append(
-                f"{', '.join(iterations)} count iterations and {', '.join(samples)} samples: give all lengths of "
-                f"{self.name} in one unit"
+                f"{self._that_count(iterations)} iterations, and {self._that_count(samples)} samples: give all lengths "
+                f"of {self.name} in one unit"
             )
+            self.bad.update({*iterations, *samples} - {"train_length"})  # alone the length of the run can be checked
         return problems
+
+    def _that_count(self, names: Sequence[str]) -> str:
+        """The spellings of some lengths, and the verb behind them: "--lr-warmup counts"."""
+        return f"{' and '.join(self.written[name] for name in names)} {'counts' if len(names) == 1 else 'count'}"
 
     def _counts(self, name: str, measure: Measure) -> bool:
         value = self.settings.get(name)

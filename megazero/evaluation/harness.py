@@ -40,9 +40,10 @@ from megazero.evaluation.windows import Window, continuation_window
 from megazero.inference.generate import generate
 from megazero.inference.pipeline import Pipeline
 from megazero.inference.sampling import Sampling
-from megazero.launch import Environment, launch
+from megazero.launch import launch
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.meeting import Environment
 
 try:
     from lm_eval.api.model import TemplateLM

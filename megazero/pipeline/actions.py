@@ -4,8 +4,9 @@ device, and the end of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -13,25 +14,8 @@ from torch import Tensor
 from megazero.program.instruction import ComputationKey, Instruction, Kind
 
 
-class StateActions(Protocol):
-    """The parameters and gradients of a rank: one method for each kind of instruction, and what surrounds a backward.
-
-    Buckets are named by their numbers in `program.shape.RankShape`.
-    """
-
-    def settle(self) -> None:
-        """Make the updates that the last step has left to the next one, if it has left any. Called before anything but
-        that step.
-        """
-
-    def ready(self, buckets: Sequence[int]) -> None:
-        """Return once the parameters of these buckets can be read: wait for gathers that were launched."""
-
-    def gather(self, bucket: int) -> None:
-        """Start to gather the whole parameters of a bucket from the ranks' shards."""
-
-    def release(self, bucket: int) -> None:
-        """Free the whole parameters of a bucket; this rank's shard stays."""
+class Gradients(Protocol):
+    """Where gradients go that a backward makes."""
 
     def before_backward(self, defer: ComputationKey | None) -> None:
         """Called before a backward. defer: it is the input part of a split one; gradients of weights can wait for
@@ -44,21 +28,29 @@ class StateActions(Protocol):
     def run_deferred(self, key: ComputationKey) -> None:
         """Accumulate the gradients that the backward with this key deferred."""
 
-    def reduce(self, bucket: int) -> None:
-        """Start to sum a bucket's gradients over the ranks that share its shards."""
 
-    def reduce_across(self, bucket: int) -> None:
-        """Start to sum a bucket's reduced shard over the ranks that hold the same one."""
+class StateActions(Protocol):
+    """The parameters and gradients of a rank. Buckets are named by their numbers in `program.shape.RankShape`."""
 
-    def reduce_partial(self, buckets: Sequence[int]) -> None:
-        """Sum partial gradients over tp: of reduced buckets whose sums leave the device, or (none named) of all others,
-        once all reductions are complete.
+    @property
+    def by_kind(self) -> Mapping[Kind, Callable[[Instruction], None]]:
+        """What executes an instruction on buckets, by its kind: `zero.actions` has the table.
+
+        Gathers and reductions are started. Of `STATE_MOVES` each is started on its own lane, to read, copy, add, count
+        or write a part of a bucket (-1: all of it), and the program waits for nothing.
         """
 
-    def move(self, i: Instruction) -> None:
-        """Start to read, copy, add, count or write what the instruction says of a part of a bucket (-1: all of it), on
-        the instruction's lane. The program waits for nothing.
+    @property
+    def gradients(self) -> Gradients:
+        """Where this rank's gradients go."""
+
+    def settle(self) -> None:
+        """Make the updates that the last step has left to the next one, if it has left any. Called before anything but
+        that step.
         """
+
+    def ready(self, buckets: Sequence[int]) -> None:
+        """Return once the parameters of these buckets can be read: wait for gathers that were launched."""
 
 
 class StepEnd(Protocol):
@@ -96,28 +88,14 @@ class ActivationActions(Protocol):
 class NoState:
     """Parameters that nobody shards, gathers or trains: those of a model for inference."""
 
+    by_kind: Mapping[Kind, Callable[[Instruction], None]] = MappingProxyType({})
+
+    @property
+    def gradients(self) -> Gradients:
+        raise AssertionError("there is no training without a model state")
+
     def settle(self) -> None:
         """Nothing is ever updated."""
 
     def ready(self, buckets: Sequence[int]) -> None:
         """They are always there."""
-
-    def gather(self, bucket: int) -> None:
-        raise AssertionError("parameters without a model state are whole")
-
-    release = reduce = reduce_across = gather
-
-    def before_backward(self, defer: ComputationKey | None) -> None:
-        raise AssertionError("there is no training without a model state")
-
-    def after_backward(self) -> None:
-        raise AssertionError("there is no training without a model state")
-
-    def reduce_partial(self, buckets: Sequence[int]) -> None:
-        raise AssertionError("there is no training without a model state")
-
-    def move(self, i: Instruction) -> None:
-        raise AssertionError("parameters without a model state have no parts")
-
-    def run_deferred(self, key: ComputationKey) -> None:
-        raise AssertionError("there is no training without a model state")

@@ -32,7 +32,7 @@ from megazero.mpu.lora import low_rank
 from megazero.mpu.p2p import Channels
 from megazero.pipeline.actions import ActivationActions, StateActions
 from megazero.pipeline.engine import PipelineEngine
-from megazero.pipeline.graphs import GraphedEngine, ReplayedState
+from megazero.pipeline.graphs import GraphedEngine, ReplayedGradients
 from megazero.pipeline.kept import HostActivations
 from megazero.pipeline.kept_disks import ActivationDisks
 from megazero.pipeline.schedule import forward_only, is_breadth_first, stage_schedule
@@ -246,9 +246,9 @@ def host_activations(run: Run, device: torch.device, disks: ActivationDisks | No
 
 
 def with_graphs(
-    engine: PipelineEngine, state: ReplayedState, run: Run, grid: ProcessGrid
+    engine: PipelineEngine, gradients: ReplayedGradients, run: Run, grid: ProcessGrid
 ) -> PipelineEngine | GraphedEngine:
     """The engine for training: with --cuda-graphs a `GraphedEngine` around it, else itself."""
     if not run.parallel.cuda_graphs:
         return engine
-    return GraphedEngine(engine, state, GraphCapture(grid.device), travels=grid.replicas.handle is not None)
+    return GraphedEngine(engine, gradients, GraphCapture(grid.device), travels=grid.replicas.handle is not None)

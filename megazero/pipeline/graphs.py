@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.model.batch import MicroBatch
-from megazero.pipeline.actions import StateActions, StepEnd
+from megazero.pipeline.actions import Gradients, StepEnd
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.schedule_run import ScheduleRun
 from megazero.program.instruction import Instruction, Op
@@ -31,8 +31,8 @@ WARM_UP = 2
 """Steps without graphs before the first capture, in which libraries are initialised and kernels are loaded."""
 
 
-class ReplayedState(StateActions, Protocol):
-    """A model state whose record of arrived gradients can be read and set, since a replay does not call it."""
+class ReplayedGradients(Gradients, Protocol):
+    """Gradients whose record of those that have arrived can be read and set, since a replay does not call it."""
 
     def arrived(self) -> Any: ...
 
@@ -47,13 +47,15 @@ def replayed(micro_batches: int, travels: bool) -> range:
 class GraphedEngine:
     """A `PipelineEngine` of one stage and one chunk whose training step replays micro-batches.
 
-    state: the engine's model state. travels: whether gradients and parameters travel over dp: whether its group has a
-    handle. A graph could not wait for them. Evaluation uses no graph.
+    gradients: those of the engine's model state. travels: whether gradients and parameters travel over dp: whether its
+    group has a handle. A graph could not wait for them. Evaluation uses no graph.
     """
 
-    def __init__(self, engine: PipelineEngine, state: ReplayedState, capture: GraphCapture, *, travels: bool) -> None:
+    def __init__(
+        self, engine: PipelineEngine, gradients: ReplayedGradients, capture: GraphCapture, *, travels: bool
+    ) -> None:
         assert engine.model_chunks == 1, "a graph holds the whole model"
-        self.state = state
+        self.gradients = gradients
         self.engine, self.capture, self.travels = engine, capture, travels
         self.steps = 0
         self._graphs: dict[bool, tuple[Callable[[], None], Any]] = {}
@@ -109,7 +111,8 @@ class GraphedEngine:
             if i.micro_batch not in replays:
                 step.execute([i])
             elif number == last_units[i.micro_batch]:  # late updates may stand between the units of a forward
-                self.state.ready(self.engine.lists.shape.trained)  # a replay would not wait for host memory's updates
+                # a replay would not wait for host memory's updates
+                self.engine.parts.state.ready(self.engine.lists.shape.trained)
                 self._replay(micro_batches[i.micro_batch], adds=i.micro_batch > 0)
         step.finish()
         return loss_sum.clone()
@@ -132,11 +135,11 @@ class GraphedEngine:
             self.capture.on_side_stream(self._one)
             return
         if adds not in self._graphs:
-            self._graphs[adds] = self.capture.record(self._one), self.state.arrived()
+            self._graphs[adds] = self.capture.record(self._one), self.gradients.arrived()
         replay, arrived = self._graphs[adds]
         replay()
         if not adds:
-            self.state.say_arrived(arrived)
+            self.gradients.say_arrived(arrived)
 
     def _one(self) -> None:
         """Forward and backward of the fixed micro-batch."""

@@ -27,8 +27,6 @@ from megazero.program.effects import ParametersRead
 from megazero.program.instruction import (
     ACTIVATION_MOVES,
     LEAVE,
-    RELEASE,
-    STATE_MOVES,
     UPDATE,
     UPDATE_HOST,
     ComputationKey,
@@ -141,16 +139,11 @@ class ScheduleRun:
             Op.SEND_BACKWARD: self._send,
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
-            Op.GATHER: lambda i: self.state.gather(*i.buckets),
-            RELEASE: lambda i: self.state.release(*i.buckets),
-            Op.REDUCE: lambda i: self.state.reduce(*i.buckets),
-            Op.REDUCE_ACROSS: lambda i: self.state.reduce_across(*i.buckets),
-            Op.REDUCE_PARTIAL: lambda i: self.state.reduce_partial(i.buckets),
             Op.NORM: self._norm,
             UPDATE: self._update,
             UPDATE_HOST: self._update,
-            **dict.fromkeys(STATE_MOVES, self.state.move),
             **dict.fromkeys(ACTIVATION_MOVES, lambda i: self.kept[self._key(i)].move(i.op)),
+            **parts.state.by_kind,
         }
 
     def run(self, instructions: Sequence[Instruction], loss_factor: Tensor | None) -> None:
@@ -220,11 +213,11 @@ class ScheduleRun:
             self.kept.pop(key).ready()
         edge = self.edges.pop(key)
         gradient = self.between.pop((True, where)) if units.stop < count else self._arrived(True, where)
-        self.state.before_backward(key if i.op is Op.BACKWARD_INPUT else None)
+        self.state.gradients.before_backward(key if i.op is Op.BACKWARD_INPUT else None)
         if edge is not None:
             assert gradient is not None, "a unit's output has a gradient, but not the next unit's input"
             torch.autograd.backward([edge], [gradient])
-        self.state.after_backward()
+        self.state.gradients.after_backward()
         given = self.entries.pop(key).gradient if key in self.entries else None
         if units.start:
             self.between[True, where] = given
@@ -233,7 +226,7 @@ class ScheduleRun:
             self._hand_on(True, i, given)
 
     def _backward_weight(self, i: Instruction) -> None:
-        self.state.run_deferred(self._key(i))
+        self.state.gradients.run_deferred(self._key(i))
 
     def _units(self, i: Instruction) -> range:
         return units_of(i, self.parts.shape)

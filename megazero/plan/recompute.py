@@ -46,6 +46,7 @@ from megazero.plan.knapsack import OptionGroup, Selection, select
 from megazero.plan.rank_state import micro_batches_of
 from megazero.program.instruction import Instruction, Op
 from megazero.system import device as devices
+from megazero.system.words import counted
 
 ASSUMED = "a card of compute capability 9.0"
 """What a plan for cards assumes on a machine without one."""
@@ -97,10 +98,11 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
         if choice is None:
             least = min(stage.peak((kind,) * run.model.num_layers) for kind in (NONE, SELECTIVE, FULL))
             smaller = "" if micro_batch_order(run) == "horizontal" else "a smaller --vertical-group-size, "
+            blocks_here = counted(sum(len(spec.blocks) for spec in stage.specs), "recomputed block")
             problems.append(
                 f"--activation-memory-budget {budget:,}: stage {number} needs {least:,} bytes for its activations with "
-                f"{sum(len(spec.blocks) for spec in stage.specs)} recomputed blocks; nearest: that budget, {smaller}a "
-                f"smaller --micro-batch-size than {run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
+                f"{blocks_here}; nearest: that budget, {smaller}a smaller --micro-batch-size than "
+                f"{run.schedule.micro_batch_size}, or --sequence-parallel with --tp"
             )
             continue
         kinds, selection = choice

@@ -147,6 +147,29 @@ def _rows(report: SimulationReport, lanes: bool) -> Iterator[tuple[str, list[Spa
             yield from ((f"  {name}", by_lane[lane]) for lane, name in _LANE_NAMES.items() if lane in by_lane)
 
 
+def _columns(spans: Sequence[Span], scale: float, total: int) -> list[tuple[int, int]]:
+    """The first column of each block of a row, and the one behind it: those of its times, rounded, but at least one.
+
+    A short block beside others moves those behind it to the right, at the end of the row those before it to the left.
+    Where a row has more blocks than columns, the shortest have none.
+    """
+    columns = [(round(span.start * scale), round(span.end * scale)) for span in spans]
+    lasting = [number for number, span in enumerate(spans) if span.end > span.start]
+    if len(lasting) > total:
+        return columns
+    free = 0
+    for number in lasting:
+        start = max(columns[number][0], free)
+        columns[number] = start, max(columns[number][1], start + 1)
+        free = columns[number][1]
+    free = total
+    for number in reversed(lasting):
+        stop = min(columns[number][1], free)
+        columns[number] = min(columns[number][0], stop - 1), stop
+        free = columns[number][0]
+    return columns
+
+
 def _merged(spans: Sequence[Span]) -> list[Span]:
     found: list[Span] = []
     for span in spans:
@@ -234,8 +257,7 @@ class _Painter:
     def cells(self, spans: Sequence[Span], scale: float, total: int) -> list[_Cell]:
         """A row as columns. Blocks begin and end at rounded columns, so that simultaneous events are aligned."""
         row = [_Cell("·" if self.colour else ".")] * total
-        for span in spans:
-            start, stop = round(span.start * scale), round(span.end * scale)
+        for span, (start, stop) in zip(spans, _columns(spans, scale, total), strict=True):
             row[start:stop] = [
                 _Cell(letter, span.instruction) for letter in self._block(span.instruction, stop - start)
             ]
@@ -247,7 +269,9 @@ class _Painter:
             return label.center(width) if len(label) + self.shrunk <= width else " " * width
         if len(label) < width:
             return "|" + label.ljust(width - 1, _FILLING.get(_LETTERS[i.op], "-"))
-        return label[0] * width if label else ""
+        if i.is_compute or width < 2:
+            return label[0] * width if label else ""
+        return "|" + label[0] * (width - 1)  # two copies of one letter stand beside each other
 
     def paint(self, cells: Sequence[_Cell]) -> str:
         return "".join(
@@ -302,7 +326,7 @@ class _Painter:
 
 def _shade(i: Instruction) -> int:
     """A number of which neighbours have different parities."""
-    return i.micro_batch if i.micro_batch >= 0 else sum(i.buckets)
+    return i.micro_batch if i.micro_batch >= 0 else sum(i.buckets) + max(i.part, 0)
 
 
 def _letter(chunk: int) -> str:

@@ -18,7 +18,8 @@ from megazero.config.source import ConfigError, ConfigSource
 from megazero.data.own import OwnData, Rows
 from megazero.data.progress import silent, to_stderr
 from megazero.data.tokenizer import Tokenizer
-from megazero.launch import Environment, World, world_of
+from megazero.launch import World, world_of
+from megazero.mpu.meeting import Environment
 from megazero.system.extensions import why_not_called
 from megazero.system.given import is_whole, kind
 from megazero.system.reading import shown
@@ -245,6 +246,7 @@ def pretrain(
 def _prepared(given: Given, arguments: Arguments, environment: Environment) -> tuple[ParsedArguments, Prepared, World]:
     """Resolve the run and prepare its data; communicates nothing. Raises ConfigError."""
     settings, problems = _settings(given), arguments.problems()
+    # With problems the settings are checked without the data, so that one error has the problems of both.
     own_data = OwnData() if problems else arguments.own_data()
     if own_data.tokenizer is not None:
         for name, value in (("vocab_size", own_data.tokenizer.vocab_size), ("eod_id", own_data.tokenizer.eod_id)):

@@ -60,6 +60,7 @@ def note_of_other_bodies(bodies: Mapping[str, str], grid: ProcessGrid) -> str:
     if world.size == 1:
         return ""
     text = json.dumps(dict(bodies), sort_keys=True).encode()
+    # Seven bytes, because the number has to fit into an int64, which has a sign.
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     own = torch.tensor([digest], dtype=torch.int64, device=device)
     first = own.clone()

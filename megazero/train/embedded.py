@@ -18,18 +18,10 @@ import torch.distributed as dist
 
 from megazero.config.schema import ParallelConfig
 from megazero.config.source import ConfigError
-from megazero.launch import (
-    Environment,
-    World,
-    are_set,
-    attempt,
-    connected_grid,
-    init_default_group,
-    ranks_store,
-    serves_the_store,
-)
+from megazero.launch import World, connected_grid, init_default_group
 from megazero.mpu import collectives
 from megazero.mpu.grid import ProcessGrid, build_grid
+from megazero.mpu.meeting import Environment, are_set, attempt, ranks_store, serves_the_store
 from megazero.system import threads
 
 T = TypeVar("T")

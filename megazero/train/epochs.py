@@ -71,6 +71,7 @@ def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
         return samples
     nearest = ["a smaller --seq-length"]
     if samples > 0:
+        # Samples of epochs are rounded down, so that no formula gives the least number: from one above it down.
         enough = math.ceil(schedule.epochs * (first + 1) / samples)
         while enough > 1 and epoch.samples_in(enough - 1, seq_length) >= first:
             enough -= 1
@@ -92,7 +93,7 @@ def samples_of(run: Run, epoch: Epoch, dp: int) -> int:
 def epochs_text(run: Run, datasets: Datasets, samples: int) -> str:
     """How often the run reads its data in `samples` samples: '16.5 epochs'; of a blend, for each pair."""
     if isinstance(datasets.train, PackedDataset | OwnSamples):
-        return _words(samples / datasets.train.plans[0][0])
+        return _words(samples / datasets.train.plans[0][0])  # the first number of such a plan is an epoch's samples
     blend, tokens = parse_data_path(run.data.data_path), train_tokens(run.data)
     shares: Sequence[float] = [1.0] if blend.shares is None else blend.shares.tolist()
     length = run.model.seq_length

@@ -163,12 +163,12 @@ def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     """Open the checkpoint at `path`, the same one on all ranks.
 
     Each rank opens the newest checkpoint of a folder; a newer one may appear before the last rank looks. So rank 0's
-    name counts: a rank that opened another one opens the one of that name in the same folder instead, if it is there. A
-    collective of the world: a broadcast of the name, and two `attempt_on_all_ranks`. Raises as `raise_on_all_ranks`.
+    name counts (`of_that_name`). A collective of the world: a broadcast of the name, and two `attempt_on_all_ranks`.
+    Raises as `raise_on_all_ranks`.
     """
     opened: Source = attempt_on_all_ranks(grid.world, grid.device, lambda: open_source(Path(path).expanduser()))
     name = broadcast_text(grid.world, grid.device, opened.path.name)
-    other = of_that_name(opened.path, name)
+    other = of_that_name(path, opened.path, name)
 
     def reopened() -> Source:
         if other == opened.path:
@@ -180,10 +180,17 @@ def open_on_all_ranks(path: str, grid: ProcessGrid) -> Source:
     return source
 
 
-def of_that_name(checkpoint: Path, name: str | None) -> Path:
-    """The checkpoint of the name that rank 0 has opened, if it is beside this one; else this one."""
-    other = checkpoint.with_name(name) if name and checkpoint.name else checkpoint
-    return other if other.exists() else checkpoint
+def of_that_name(named: str, opened: Path, name: str | None) -> Path:
+    """Of a folder of checkpoints the one that rank 0 has opened, if it is there; else what this rank has opened.
+
+    named: what this rank's user has named, a folder of checkpoints or a checkpoint. name: of the one of rank 0.
+    """
+    # Beside a checkpoint that the user has named stand others, which nobody has asked for.
+    is_chosen = opened.resolve() == Path(named).expanduser().resolve()
+    if is_chosen or not name or not opened.name:
+        return opened
+    other = opened.with_name(name)
+    return other if other.exists() else opened
 
 
 def load_weights(path: str, state: CheckpointedState, grid: ProcessGrid) -> str:

@@ -126,7 +126,7 @@ def build_job(
         record = record_of(prepared, grid, state, engines.probe)
         save_policy = save_policy_of(run, checkpoints, record, log, program)
         whole_steps = WholeSteps(state.model, swap_start, late=run.parallel.late_update)
-        engine = with_graphs(engines.training, state.model.actions, run, grid)
+        engine = with_graphs(engines.training, state.model.reducer, run, grid)
         trainer = Trainer(
             run, grid, engine, state, batches, log, save_policy, start.position, deadline, signals, whole_steps, memory
         )

@@ -104,7 +104,7 @@ def introduce(
 def _print_and_keep(report: RunReport, fence: Fence | None) -> None:
     print(banner(report), end="\n\n", flush=True)
     if report.run.checkpoint.save and fence is not None and fence.token is not None:
-        fence.check()
+        fence.check()  # a run that has claimed the folder since has its own settings there
         replace_file(Path(report.run.checkpoint.save) / RUN_FILE, dump(report.run).encode(), fence.token)
 
 

@@ -120,6 +120,7 @@ def resolve(asked: Run, facts: Facts) -> ResolvedRun:
         return ResolvedRun(asked, facts, run, tuple(decisions))  # without a vocabulary there are no bytes to search by
     nccl = has_nccl(run.parallel, axes) if facts.nccl is None else facts.nccl
     choice = chosen(run, axes, facts.kind, facts.rates, facts.room, nccl=nccl)
+    # What was found are flags of the run now: a run that reads them from run.yaml must not search, and find others.
     settings: dict[str, Any] = {**dict(choice.settings), "placement": FLAGS, "placement_rates": None}
     why = "the fastest that a search finds under the budgets"
     decisions += [Decision(field, value, why) for field, value in settings.items()]
@@ -141,6 +142,7 @@ def contradictions(resolved: ResolvedRun) -> list[str]:
     problems = list[str]()
     for problem in problems_of(_decided(asked, decisions), world_size, own_data=True, decided=fields):
         if problem not in known:
+            # A flag may be the beginning of another one's name, as --lr of --lr-warmup.
             named = [f"{flag}: {why}" for flag, why in reasons.items() if re.search(rf"{flag}(?![\w-])", problem)]
             problems.append(f"{problem} ({'; '.join(named)})")
     return problems

@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -36,6 +37,8 @@ from megazero.train.init_from import of_that_name
 from megazero.train.prepare import Prepared
 
 _KEY = "run of rank 0"
+END_BYTES = 1 << 16
+"""Bytes at the end of a file of weights that are compared: few, for a checkpoint may have thousands of files."""
 NAMED = 5
 """Settings of which a message gives both values."""
 _OLD_FILE = "all ranks need the same, and a file or an installation on this rank's host may be an old one"
@@ -51,7 +54,7 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
 
     Compared are all settings, the contents and the order of the data, and the versions of megazero and torch. A place
     may have another name on each host: of a place the ranks compare whether it is named at all, and of those that a run
-    reads what is cheap to know: checksums of small files, and the names and sizes of files of weights.
+    reads what is cheap to know: checksums of small files, and names, lengths and ends of files of weights.
 
     Called by all ranks, before they make process groups. Rank 0 puts a few kilobytes into the store; every other rank
     reads these, and adds to one key, at any world size.
@@ -60,20 +63,27 @@ def require_same_run(prepared: Prepared, meeting: Rendezvous) -> None:
     if store is None:
         return
     patience = timedelta(minutes=prepared.run.parallel.distributed_timeout_minutes)
-    identity = _identity(prepared)
-    if rank == 0:
-        store.set(_KEY, json.dumps(identity | _weights(prepared)))
+
+    def tell() -> None:
+        told = json.dumps(None)
+        try:
+            told = json.dumps(_identity(prepared) | _weights(prepared))
+        finally:
+            store.set(_KEY, told)  # also where files cannot be read, because the others wait for it
 
     def compare() -> None:
+        identity = _identity(prepared)
         store.wait([_KEY], patience)
         first = json.loads(store.get(_KEY))
+        if first is None:
+            return  # rank 0 says why
         mine = identity | _weights(prepared, first["checkpoint"])
         # as JSON has it: a tuple of this rank is a list of rank 0
         difference = _difference(json.loads(json.dumps(mine)), first)
         if difference is not None:
             raise ConfigError([f"another run than that of rank 0: {difference}"])
 
-    result_on_all_ranks(compare, meeting, "same run", patience)
+    result_on_all_ranks(compare if rank else tell, meeting, "same run", patience)
 
 
 def _identity(prepared: Prepared) -> dict[str, Any]:
@@ -132,22 +142,36 @@ def _small_files(run: Run) -> dict[str, str]:
     return {name: f"{checksum_of([file]):08x}" for name, file in files.items()}
 
 
-def _weights(prepared: Prepared, checkpoint: str | None = None) -> dict[str, Any]:
-    """The checkpoint of --init-from whose weights the run takes, and the bytes of its files by name.
+def _weights(prepared: Prepared, first: str | None = None) -> dict[str, Any]:
+    """The checkpoint of --init-from whose weights the run takes, and of each of its files how long it is and a checksum
+    of its end.
 
-    checkpoint: the name of rank 0's. A newer one may appear before the last rank looks, and rank 0's counts.
+    first: the path of rank 0's. A newer one may appear before the last rank looks, and rank 0's counts.
     """
-    run, sizes, folder = prepared.run, dict[str, str](), None
+    run, files, folder = prepared.run, dict[str, str](), None
     takes = prepared.resumed is None or run.lora.lora_rank is not None  # a run that resumes has weights of its own
-    if run.checkpoint.init_from is not None and takes:
-        with open_source(Path(run.checkpoint.init_from).expanduser()) as source:
-            folder = source.path if checkpoint is None else of_that_name(source.path, checkpoint)
+    named = run.checkpoint.init_from
+    if named is not None and takes:
+        with open_source(Path(named).expanduser()) as source:
+            folder = source.path if first is None else of_that_name(named, source.path, Path(first).name)
         for file in sorted(folder.rglob("*")):
             inside = file.relative_to(folder)
             # Hidden files are of programs that fetched the checkpoint: they differ, and nothing reads them.
             if file.is_file() and not any(part.startswith(".") for part in inside.parts):
-                sizes[f"--init-from: bytes of {inside}"] = f"{file.stat().st_size:,}"
-    return {"checkpoint": None if folder is None else folder.name, "weights": sizes}
+                files |= {f"--init-from: {what} of {inside}": number for what, number in _length_and_end(file).items()}
+    return {"checkpoint": None if folder is None else str(folder), "weights": files}
+
+
+def _length_and_end(file: Path) -> dict[str, str]:
+    """What tells two files of weights apart without reading them: two checkpoints of one run have files of one length,
+    and their headers are equal.
+    """
+    size = file.stat().st_size
+    length_and_end = {"bytes": f"{size:,}"}
+    with suppress(OSError), open(file, "rb") as content:  # it may be none of those that the run reads
+        content.seek(max(0, size - END_BYTES))
+        length_and_end[f"checksum of the last {END_BYTES:,} bytes"] = f"{crc32(content.read()):08x}"
+    return length_and_end
 
 
 def _value(run: Run, option: Option) -> Any:
@@ -178,7 +202,8 @@ def _difference(mine: Mapping[str, Any], first: Mapping[str, Any]) -> str | None
         others = differing[NAMED:]
         text += f"; and {counted(len(others), 'other setting')}: {', '.join(others)}" * bool(others)
         return f"{text}; {_OLD_FILE}"
-    for kind, reason in (("files", _OLD_FILE), ("weights", _OLD_FILE), ("rows", _OWN_ROWS)):
+    checkpoints = f"{mine['checkpoint']}, where rank 0 has {first['checkpoint']}; {_OLD_FILE}"
+    for kind, reason in (("files", _OLD_FILE), ("weights", checkpoints), ("rows", _OWN_ROWS)):
         for name in {**first[kind], **mine[kind]}:  # one rank may have more parts, or files, than the other
             here, there = (each[kind].get(name, "none") for each in (mine, first))
             if here != there:

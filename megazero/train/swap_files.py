@@ -101,6 +101,7 @@ class StateFiles:
     def _open(self, tier: Tier, pieces: Mapping[str, int]) -> None:
         folders, rank, whole = _paths(self.run, tier), self.grid.rank, self.start if tier is Tier.DISK else None
         job = self.token if whole is None else CHECKPOINT
+        # Before the files are made: a signal may end the process while they are.
         self.leaving.append(lambda: KINDS[tier].remove_unused(folders, job, rank))
         if pieces and whole is not None:
             self.stores[tier] = whole.opened(folders, pieces, rank)

@@ -123,7 +123,7 @@ class Trainer:
         if not self.plan.finished(now.iteration, now.consumed_samples):
             self.batches.train.prefetch(now.consumed_samples, self.plan.batches.size(now.consumed_samples))
         scale = self.state.scaler.scale  # of this step: `update` puts another tensor in its place
-        began += self.warm_up(batches, scale / positions)
+        began += self.warm_up(batches, scale / positions)  # no part of the step's seconds
         self.state.model.messages.begin_step(scale / positions)
         if self.state.fp8 is not None:
             self.state.fp8.begin()
@@ -237,6 +237,7 @@ class Trainer:
 
     def require_progress(self) -> None:
         """Raise ConfigError on all ranks if too many steps were skipped in a row. Nothing is saved after them."""
+        # Ahead of a save on a step that is not logged too, or the save would come first.
         if (self.waits_for_device or self.is_at(self.run.checkpoint.save_interval)) and self.skipped.are_too_many():
             raise self.standstill()
 
@@ -292,6 +293,7 @@ class Trainer:
         launched = started_by_torchrun() or self.grid.world.size > 1
         if launched and not parent_alive():
             raise RuntimeError("the launcher of this rank has died; stopping without saving")
+        # All ranks know this interval, so that no rank has to ask the device.
         if self.is_at(self.run.trainer.exit_interval):
             return f"--exit-interval {self.run.trainer.exit_interval}"
         if not self.waits_for_device:

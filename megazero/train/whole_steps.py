@@ -176,8 +176,9 @@ class _Common(NamedTuple):
         """A collective of the world."""
         has_record = left is not None and left.own
         last = NONE if left is None else left.record.last.step
-        job = None if left is None else int(left.about["job"], 16)
-        # A negative number stands where the most is wanted: one all-reduce finds all of them.
+        job = None if left is None else int(left.about["job"], 16)  # 12 hexadecimal digits, which an int64 holds
+        # A negative number stands where the most is wanted: one all-reduce finds all of them. A rank that has no number
+        # puts FAR there, which is the least of none.
         step, holder, latest, later, least_job, most_job = _least(
             grid,
             [

@@ -1,19 +1,19 @@
-"""What a step's list asks of the model state, by number of the bucket (`pipeline.actions.StateActions` names it), and
-the updates that a step leaves to the next one (--late-update).
+"""What a step's list asks of the model state, as a table from kinds of instructions (`pipeline.actions.StateActions`),
+and the updates that a step leaves to the next one (--late-update).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megazero.program.instruction import ComputationKey, Instruction
+from megazero.program.instruction import RELEASE, STATE_MOVES, Instruction, Kind, Op
 from megazero.program.shape import RankShape
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.mover import Mover
-from megazero.zero.reducer import Arrived, GradientReducer
+from megazero.zero.reducer import GradientReducer
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,12 @@ class OwedUpdates:
 
 
 class BucketActions:
-    """The actions of one rank: reductions by its reducer, gathers by its gatherer, moves between tiers by its mover.
-    Updates are those of `zero.optimizer`.
+    """What the engine asks of one rank's model state: reductions of its reducer, gathers of its gatherer, moves between
+    tiers of its mover. Updates are those of `zero.optimizer`.
 
-    owed: updates that a step leaves
+    by_kind    what executes an instruction, by its kind
+    gradients  the reducer, which a backward gives its gradients
+    owed       updates that a step leaves
     """
 
     def __init__(
@@ -76,7 +78,23 @@ class BucketActions:
         mover: Mover,
         owed: OwedUpdates,
     ) -> None:
-        self.shape, self.reducer, self.gatherer, self.mover, self.owed = shape, reducer, gatherer, mover, owed
+        self.gradients, self.gatherer, self.mover, self.owed = reducer, gatherer, mover, owed
+
+        def gather(i: Instruction) -> None:
+            (bucket,) = i.buckets
+            # A bucket that is loaded from host memory or disks needs no wait: its load has waited for the update.
+            if not shape.buckets[bucket].is_loaded:
+                mover.ready([bucket])
+            gatherer.gather(bucket)
+
+        self.by_kind: Mapping[Kind, Callable[[Instruction], None]] = {
+            Op.GATHER: gather,
+            RELEASE: lambda i: gatherer.release(*i.buckets),
+            Op.REDUCE: lambda i: reducer.reduce(*i.buckets),
+            Op.REDUCE_ACROSS: lambda i: reducer.reduce_across(*i.buckets),
+            Op.REDUCE_PARTIAL: lambda i: reducer.sum_partials(i.buckets),
+            **dict.fromkeys(STATE_MOVES, mover.move),
+        }
 
     def settle(self) -> None:
         """Make the updates that the last step has left."""
@@ -86,52 +104,3 @@ class BucketActions:
         """Return once the parameters of these buckets are there."""
         self.mover.ready(buckets)
         self.gatherer.ready(buckets)
-
-    def move(self, i: Instruction) -> None:
-        """Start what an instruction of `STATE_MOVES` says."""
-        self.mover.move(i)
-
-    def gather(self, bucket: int) -> None:
-        """Start to gather a bucket's parameters, once this rank's shard is updated.
-
-        A bucket that is loaded from host memory or disks needs no wait: its load has waited for the update.
-        """
-        if not self.shape.buckets[bucket].is_loaded:
-            self.mover.ready([bucket])
-        self.gatherer.gather(bucket)
-
-    def release(self, bucket: int) -> None:
-        """Free a sharded bucket's whole parameters."""
-        self.gatherer.release(bucket)
-
-    def before_backward(self, defer: ComputationKey | None) -> None:
-        """Called before a backward."""
-        self.reducer.before_backward(defer)
-
-    def after_backward(self) -> None:
-        """Called after a backward."""
-        self.reducer.after_backward()
-
-    def run_deferred(self, key: ComputationKey) -> None:
-        """Accumulate the gradients that a backward deferred."""
-        self.reducer.run_deferred(key)
-
-    def reduce(self, bucket: int) -> None:
-        """Start to reduce a bucket's gradients."""
-        self.reducer.reduce(bucket)
-
-    def reduce_across(self, bucket: int) -> None:
-        """Start to sum a reduced shard over the ranks that hold the same one."""
-        self.reducer.reduce_across(bucket)
-
-    def reduce_partial(self, buckets: Sequence[int]) -> None:
-        """Sum partial gradients of buckets, or of all (none named), over tp."""
-        self.reducer.sum_partials(buckets)
-
-    def arrived(self) -> Arrived:
-        """See `GradientReducer.arrived`."""
-        return self.reducer.arrived()
-
-    def say_arrived(self, arrived: Arrived) -> None:
-        """See `GradientReducer.say_arrived`."""
-        self.reducer.say_arrived(arrived)

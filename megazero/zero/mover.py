@@ -4,6 +4,8 @@ One mover executes what a step's list says of any column. A copy has one end in 
 piece rests there, or a slot through which it passes on its way between the device and disks. The other end is a tensor
 on the device or a piece of the swap files. Every copy, addition and update runs on a lane and waits there for what it
 needs. So the program only says what has to happen, and waits for nothing before it reads the parameters (`ready`).
+`program.passes` places the instructions in the list, and the engine calls `move` for each by the table of
+`zero.actions`.
 
 Sums of gradients (--offload-gradients): a step's first gradient of a part is stored as its sum, each later one is
 copied to a slot and added. The last addition is followed by a count of the squares, for the norm. An update on the

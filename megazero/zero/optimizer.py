@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ ADAM = {"megazero": adam_steps, "apex": apex.adam_steps}
 """Adam by --optimizer-impl."""
 Reduce = Callable[..., list[Tensor]]
 """From values of this rank to their sums over all ranks, in one all-reduce."""
+
+
+class UpdateRange(NamedTuple):
+    """A range that this rank updates, on the device or in host memory. average: that of its weights, if one is kept."""
+
+    step: AdamRange
+    average: Tensor | None
 
 
 class ShardedOptimizer:
@@ -84,8 +92,7 @@ class ShardedOptimizer:
             self.state.mover.updating(i, changed)
             return
         self.state.gatherer.ready(i.buckets)
-        ranges = [own for index in i.buckets for own in self._ranges(index, i.part)]
-        self._update(ranges, [own for index in i.buckets for own in self._averages(index, i.part)], now)
+        self._update([own for index in i.buckets for own in self._ranges(index, i.part)], now)
         for index in i.buckets:
             if self.state.resting[index].sums is not Tier.DEVICE:
                 self.state.mover.used((index, i.part))
@@ -140,16 +147,14 @@ class ShardedOptimizer:
             return False
         second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])
         parameters[max(0, self.state.buckets[index].layout.used - part.start) :].zero_()
-        cuts = [
-            (slice(start - part.start, stop - part.start), decay)
-            for start, stop, decay in self._decay_ranges(index, part)
-        ]
-        ranges = [
-            AdamRange(parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay)
-            for own, decay in cuts
-        ]
-        averages = [tensors[Column.EMA][own] for own, _ in cuts] if Column.EMA in tensors else []
-        self._update(ranges, averages, now)
+        average, ranges = tensors.get(Column.EMA), list[UpdateRange]()
+        for start, stop, decay in self._decay_ranges(index, part):
+            own = slice(start - part.start, stop - part.start)
+            step = AdamRange(
+                parameters[own], weights[own], gradient[own], tensors[Column.EXP_AVG][own], second[own], decay
+            )
+            ranges.append(UpdateRange(step, None if average is None else average[own]))
+        self._update(ranges, now)
         return True
 
     def _decay_ranges(self, index: int, part: Part | None) -> Iterator[tuple[int, int, float]]:
@@ -162,18 +167,17 @@ class ShardedOptimizer:
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop), decay
 
-    def _ranges_of(self, index: int, part: int) -> Iterator[tuple[int, int, float]]:
-        """`_decay_ranges` of a part by its number; -1: of the bucket."""
-        return self._decay_ranges(index, None if part < 0 else self.state.resting[index].parts[part])
-
-    def _ranges(self, index: int, part: int) -> Iterator[AdamRange]:
-        """The tensors of these ranges on the device. SGD has no second moment; the first stands in its place."""
+    def _ranges(self, index: int, part: int) -> Iterator[UpdateRange]:
+        """The ranges of a part by its number (-1: of the bucket) on the device. SGD has no second moment; the first
+        stands in its place.
+        """
         table = self.state.columns
-        second = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG])
+        second, average = table.get(Column.EXP_AVG_SQ, table[Column.EXP_AVG]), table.get(Column.EMA)
         rounds = self.state.has_master and table[Column.PARAMETER].is_on_device(index)
-        for start, stop, decay in self._ranges_of(index, part):
+        whole_or_part = None if part < 0 else self.state.resting[index].parts[part]
+        for start, stop, decay in self._decay_ranges(index, whole_or_part):
             place = index, start, stop
-            yield AdamRange(
+            step = AdamRange(
                 table[Column.PARAMETER].view(*place) if rounds else None,
                 self.state.weights.view(*place),
                 self._gradient(*place, part),
@@ -181,13 +185,7 @@ class ShardedOptimizer:
                 second.view(*place),
                 decay,
             )
-
-    def _averages(self, index: int, part: int) -> list[Tensor]:
-        """The average of the weights in these ranges on the device; nothing where none is kept."""
-        if Column.EMA not in self.state.columns:
-            return []
-        average = self.state.columns[Column.EMA]
-        return [average.view(index, start, stop) for start, stop, _ in self._ranges_of(index, part)]
+            yield UpdateRange(step, None if average is None else average.view(*place))
 
     def _gradient(self, index: int, start: int, stop: int, part: int) -> Tensor:
         """A range of a bucket's gradient for an update on the device."""
@@ -195,12 +193,13 @@ class ShardedOptimizer:
             return self.state.mover.fetched((index, part), start, stop)
         return self.state.columns[Column.GRADIENT].view(index, start, stop)
 
-    def _update(self, ranges: Sequence[AdamRange], averages: Sequence[Tensor], now: UpdateValues) -> None:
-        """Update ranges, and behind each the average of its weights. averages: of each range; none if none is kept."""
-        self._step(ranges, now)
-        if self.cfg.ema_decay is not None:
-            for average, own in zip(averages, ranges, strict=True):
-                average_step(average, own.master, decay=self.cfg.ema_decay, skip=now.skip)
+    def _update(self, ranges: Sequence[UpdateRange], now: UpdateValues) -> None:
+        """Update ranges, and behind each the average of its weights."""
+        self._step([own.step for own in ranges], now)
+        for step, average in ranges:
+            if average is not None:
+                assert self.cfg.ema_decay is not None, "an average is kept with a decay"
+                average_step(average, step.master, decay=self.cfg.ema_decay, skip=now.skip)
 
     def _step(self, ranges: Sequence[AdamRange], now: UpdateValues) -> None:
         cfg = self.cfg

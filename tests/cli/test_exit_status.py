@@ -15,7 +15,8 @@ from megazero.cli.exit_status import status_of
 from megazero.cli.main import main
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
-from megazero.launch import Environment, exit_status
+from megazero.launch import exit_status
+from megazero.mpu.meeting import Environment
 from megazero.system.unfinished import Ended
 from tests.convert.sources import made
 from tests.data.pairs import write_pair

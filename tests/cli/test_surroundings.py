@@ -14,7 +14,7 @@ import pytest
 from fused_ops.native.binding import _load_openmp
 from megazero.cli.pretrain import alone_among_tasks, train
 from megazero.config.source import ConfigError
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from tests.data.pairs import write_pair
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -47,7 +47,7 @@ def test_a_flag_replaces_its_siblings_of_lower_levels(tmp_path: Path) -> None:
 
 def test_units_are_not_mixed_within_a_level_of_the_users_own(tmp_path: Path) -> None:
     config = write(tmp_path, "schedule: {train_samples: 1000, lr_warmup_iters: 10}\n")
-    with pytest.raises(ConfigError, match=r"lr_warmup_iters count iterations and .*train_samples samples"):
+    with pytest.raises(ConfigError, match=r"lr_warmup_iters counts iterations, and .*train_samples counts samples"):
         parse_run(["--config", config], 1)
 
 

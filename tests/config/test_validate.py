@@ -124,6 +124,10 @@ REFUSED = cases("""
     --lr-warmup-samples 50
 --train-iters 9 --lr-decay-style wsd --lr-warmup-iters 5 --lr-wsd-decay-iters 5 | 1 | nearest: --lr-wsd-decay-iters 4 |
     --lr-wsd-decay-iters 4
+--train-iters 9 --lr-decay-style wsd --lr-warmup-iters 10 --lr-wsd-decay-iters 5 | 1 |
+    --lr-warmup-iters 10 is longer than --train-iters 9, which counts the warm-up in; nearest: 4 | --lr-warmup-iters 4
+--train-iters 9 --lr-decay-style wsd --lr-wsd-decay-iters 10 | 1 |
+    --lr-wsd-decay-iters 10 is longer than --train-iters 9; nearest: --lr-wsd-decay-iters 9 | --lr-wsd-decay-iters 9
 --precision fp64 --grad-reduce-dtype fp32 | 1 | --grad-reduce-dtype fp32 is narrower than --precision fp64 |
     --grad-reduce-dtype auto
 --fp16 --min-loss-scale 1e6 | 1 | --min-loss-scale 1e+06 is above --initial-loss-scale 65536 | --min-loss-scale 1
@@ -150,7 +154,11 @@ REFUSED = cases("""
 --load x --finetune --no-load-optim | 1 | --no-load-optim adds nothing | --no-finetune
 --backend nccl --device cpu | 1 | nearest: --backend gloo | --backend gloo
 --train-iters 5 --train-samples 50 | 1 | --train-iters and --train-samples say the same thing |
---train-iters 5 --lr-warmup-samples 50 | 1 | count iterations and --lr-warmup-samples samples |
+--train-iters 5 --lr-warmup-samples 50 | 1 | --train-iters counts iterations, and --lr-warmup-samples counts samples |
+--train-iters 99 --lr-decay-style wsd --lr-wsd-decay-iters 9 --lr-warmup-samples 50 | 1 |
+    --train-iters and --lr-wsd-decay-iters count iterations, and --lr-warmup-samples counts samples |
+--train-samples 24 --lr-warmup 20 | 1 | --train-samples counts samples |
+--train-iters 9 --lr-warmup-iters 10 --lr-warmup-fraction 0.1 | 1 | say the same thing in two ways |
 --lr-warmup-iters 5 --lr-warmup-fraction 0.1 | 1 | say the same thing in two ways |
 """)
 

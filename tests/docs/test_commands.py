@@ -16,7 +16,7 @@ import pytest
 from megazero.cli.main import SUBCOMMANDS, main
 from megazero.cli.pretrain import train
 from megazero.config.parse import parse_run
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from tests.docs import newcomer
 from tests.docs.kinds import ELSEWHERE, SHRUNK, elsewhere, program, shrunk_numbers, training
 from tests.docs.pages import ROOT, Command, all_commands, commands, fences, pages

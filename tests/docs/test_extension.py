@@ -17,6 +17,7 @@ from docs.extension.drawings.house import house, rooms
 from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule
 from docs.extension.drawings.shards import boxes, parts_by_rank
+from docs.extension.drawings.step import step
 from docs.extension.options import all_options, options_in, takes
 from docs.extension.svg import COLOURS
 from megazero.optim.lr_schedule import STYLES
@@ -89,6 +90,11 @@ def test_drawings_are_pictures(name: str) -> None:
 
 def shapes(picture: str, kind: str) -> list[ElementTree.Element]:
     return list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}" + kind))
+
+
+def test_the_shortest_copies_of_a_step_can_be_seen() -> None:
+    picture = step(zero=2, pp=1, micro_batches=2, blocks=3, offload="cpu", gradients="cpu")
+    assert min(float(box.attrib["width"]) for box in shapes(picture, "rect")) == 1.6
 
 
 def words_in(picture: str) -> list[str]:

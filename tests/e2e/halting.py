@@ -35,8 +35,9 @@ from megazero.cli.pretrain import start_process, train
 from megazero.disk import swap, transports
 from megazero.disk.swap import SwapRecord
 from megazero.disk.swap_file import SwapFile
-from megazero.launch import Environment, exit_now, exit_status
+from megazero.launch import exit_now, exit_status
 from megazero.mpu import collectives
+from megazero.mpu.meeting import Environment
 from megazero.system import allocator
 from megazero.train.save_policy import SavePolicy
 from megazero.train.trainer import Trainer

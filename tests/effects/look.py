@@ -26,9 +26,10 @@ from fused_ops.attention.selection import AttentionCase, AttentionChoice, Attent
 from megazero.checkpoint.manager import find
 from megazero.config.parse import ConfigError, parse_arguments
 from megazero.data.progress import silent
-from megazero.launch import Environment, launch
+from megazero.launch import launch
 from megazero.model.batch import MicroBatch
 from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.meeting import Environment
 from megazero.mpu.parameter import spec_of
 from megazero.system import threads
 from megazero.telemetry.record import StepRecord

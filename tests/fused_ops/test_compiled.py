@@ -138,7 +138,7 @@ def test_the_compiler_is_not_imported_without_the_flag() -> None:
     program = """
 import sys
 from megazero.cli.pretrain import train
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 train(["--validate-only", "--vocab-size", "100"], Environment.read())
 raise SystemExit(3 if "torch._dynamo" in sys.modules else 4 if "megazero.train.job" in sys.modules else 5)
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise
 
@@ -19,7 +19,7 @@ from megazero.mpu.p2p import Channels
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.partition import partition
 from megazero.pipeline.schedule import CHUNKS, chunk_map, forward_only, make_schedule, stage_schedule
-from megazero.program.instruction import ComputationKey, Instruction
+from megazero.program.instruction import ComputationKey, Instruction, Kind, Op
 from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.shape import BucketShape, RankShape, UnitShape
 from megazero.program.step import Lists, StepOptions
@@ -94,25 +94,24 @@ class Recorder:
                 assert changed & last or not stage.weights
         self.holding = None
 
-    def gather(self, bucket: int) -> None:
-        raise AssertionError("every parameter is whole")
+    @property
+    def gradients(self) -> Recorder:
+        return self
 
-    release = reduce_across = gather
+    @property
+    def by_kind(self) -> dict[Kind, Callable[[Instruction], None]]:
+        """No parameter is gathered, no sum is partial, and all state is on the device."""
+        return {Op.REDUCE: self.reduce}
 
-    def reduce(self, bucket: int) -> None:
+    def reduce(self, i: Instruction) -> None:
+        (bucket,) = i.buckets
         self.calls.append(("reduce", bucket))
-
-    def reduce_partial(self, buckets: Sequence[int]) -> None:
-        raise AssertionError("no sum is partial")
 
     def norm(self, loss_sum: torch.Tensor) -> None:
         self.calls.append(("norm", 0))
 
     def update(self, i: Instruction) -> None:
         self.calls.append(("update", i.buckets))
-
-    def move(self, i: Instruction) -> None:
-        raise AssertionError("all state is on the device")
 
 
 def shape_of(stages: Sequence[ToyStage], *, cut: bool, every: bool) -> RankShape:

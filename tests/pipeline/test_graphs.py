@@ -87,7 +87,7 @@ def train(rank: int, size: int, flags: list[str], graphs: bool) -> tuple[list[St
         layers = [layer for layer in held if isinstance(layer, Fp8Layer)]
         assert bool(layers) == ("--fp8" in flags)
         replays = Replays(job.state.model, lambda: graphed._loss_sum, layers)
-        graphed = GraphedEngine(engine, job.state.model.actions, replays, travels=size > 1)
+        graphed = GraphedEngine(engine, job.state.model.reducer, replays, travels=size > 1)
         job.trainer.engine = graphed
         log = replays.log
     job.fit()
@@ -189,7 +189,7 @@ def test_micro_batches_of_one_run_have_the_same_tensors(corpus: Path, tmp_path: 
     job, _ = job_on_rank(0, 1, flags)
     replays = Replays(job.state.model, lambda: engine._loss_sum)
     assert isinstance(job.trainer.engine, PipelineEngine)
-    engine = GraphedEngine(job.trainer.engine, job.state.model.actions, replays, travels=False)
+    engine = GraphedEngine(job.trainer.engine, job.state.model.reducer, replays, travels=False)
     (batch,) = job.trainer.batches.train.micro_batches(0, 1)
     engine._prepare(batch, torch.ones((), dtype=torch.float64))
     masked = MicroBatch(batch.tokens, batch.labels, torch.ones_like(batch.labels, dtype=torch.bool), batch.samples)

@@ -245,14 +245,14 @@ def beside_on_rank(rank: int, size: int, flags: list[str]) -> tuple[float, float
         engine.parts.host.to_host = engine.parts.host.to_device = lane  # type: ignore[assignment]
     for stage in job.stages:
         stage.register_forward_pre_hook(lane.begun)
-    state = job.state.model.actions
-    before = state.before_backward
+    reducer = job.state.model.reducer
+    before = reducer.before_backward
 
     def before_backward(defer: Any) -> None:
         lane.begun()  # what it needs has come back
         before(defer)
 
-    state.before_backward = before_backward  # type: ignore[method-assign]
+    reducer.before_backward = before_backward  # type: ignore[method-assign]
     values = job.trainer.train_step(stop=False)
     return float(values.loss), float(values.grad_norm), lane.count
 

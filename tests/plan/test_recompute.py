@@ -166,10 +166,12 @@ def test_a_large_model_gets_the_least_work(name: str) -> None:
 
 
 def test_a_budget_that_nothing_fits_is_an_error_with_the_numbers() -> None:
-    run = asked("--num-layers 6 --pp 2 --global-batch-size 8 --activation-memory-budget 100KB", 2)
-    with pytest.raises(ConfigError, match=r"budget 100,000: stage 0 needs [\d,]+ bytes .* 3 recomputed blocks") as said:
+    words = "--num-layers 4 --partition 3 1 --pp 2 --global-batch-size 8 --activation-memory-budget 100KB"
+    run, stage_0 = asked(words, 2), r"budget 100,000: stage 0 needs [\d,]+ bytes .* 3 recomputed blocks;"
+    with pytest.raises(ConfigError, match=stage_0) as said:
         recompute_table(run, Axes(pp=2), "cpu")
-    assert "stage 1 needs" in str(said.value) and "--micro-batch-size than 2" in str(said.value)
+    assert "stage 1 needs" in str(said.value) and "with 1 recomputed block;" in str(said.value)
+    assert "--micro-batch-size than 2" in str(said.value)
 
 
 def test_without_a_budget_the_flags_fill_the_table() -> None:

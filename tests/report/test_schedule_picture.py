@@ -7,16 +7,20 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megazero.cli.draw_schedule import main
 from megazero.pipeline.schedule import CHUNKS, SCHEDULES, make_schedule
+from megazero.program.instruction import Instruction, Op
 from megazero.program.simulate import simulate
-from megazero.program.times import uniform_times
-from megazero.report.schedule_picture import DrawOptions, draw
+from megazero.program.times import Span, uniform_times
+from megazero.report.schedule_picture import DrawOptions, _columns, draw
 
 TOOL = Path(__file__).parents[2] / "tools" / "draw_schedule.py"
 
@@ -199,6 +203,52 @@ def test_the_lanes_of_a_whole_step():
     ]
     in_groups = printed(f"{words} --micro-batch-order vertical --micro-batches 3 --vertical-group-size 2")
     assert "3 micro-batches in 2 groups, vertical" in in_groups
+
+
+def test_the_shortest_copies_have_a_column_each():
+    """At the default rates a copy of updated parameters takes less time than half a column."""
+    words = "--pp 2 -m 4 --zero-stage 1 --offload-optimizer nvme --late-update --width 200"
+    rows: dict[str, str] = {}
+    for line in printed(words).splitlines():
+        rows.setdefault(line[:12].strip(), line[12:].strip("."))
+    short = {name: rows[name] for name in ("from disk", "to host", "host", "to device", "to disk")}
+    assert short == {  # of three buckets
+        "from disk": "|s|ss",
+        "to host": "gg|g",
+        "host": "|H|H1|H",
+        "to device": "u..u.u",
+        "to disk": "|s.s.|s",
+    }
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), min_size=1, max_size=12), st.integers(0, 30))
+def test_a_block_that_lasts_has_a_column_of_its_own(times: list[tuple[float, float]], more: int) -> None:
+    """(time before it, its time) of each block."""
+    spans, now = [], 0.0
+    for wait, seconds in times:
+        spans.append(Span(Instruction(Op.GATHER), now + wait, now + wait + seconds))
+        now += wait + seconds
+    lasting = [span.end > span.start for span in spans]
+    total = sum(lasting) + more
+    columns = _columns(spans, total / now if now else 1.0, total)
+    own = [column for column, lasts in zip(columns, lasting, strict=True) if lasts]
+    assert all(stop > start for start, stop in own)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(own))
+    assert not own or (own[0][0] >= 0 and own[-1][1] <= total)
+    assert all(stop == start for (start, stop), lasts in zip(columns, lasting, strict=True) if not lasts)
+
+
+def test_a_row_with_more_blocks_than_columns_loses_the_shortest():
+    spans = [Span(Instruction(Op.GATHER), float(start), float(stop)) for start, stop in ((0, 1), (1, 2), (2, 9))]
+    assert _columns(spans, 2 / 9, 2) == [(0, 0), (0, 0), (0, 2)]
+    assert _columns(spans, 3 / 9, 3) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_group_above_the_micro_batches_is_told():
+    words = "--zero-stage 3 --micro-batch-order vertical --micro-batches 3 --vertical-group-size"
+    told = "--vertical-group-size 4 is above --micro-batches 3: all of them are one group"
+    assert printed(f"{words} 4").splitlines()[1] == told
+    assert "is above" not in printed(f"{words} 3")
 
 
 def test_the_lanes_of_updates_in_host_memory():

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import megazero
 from megazero.config.parse import ConfigError, parse_run
 from megazero.data.progress import silent
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from megazero.system import threads
 from megazero.telemetry.record import StepRecord
 from megazero.train import embedded

@@ -18,7 +18,7 @@ from megazero.config.options import run_options
 from megazero.config.parse import parse_run
 from megazero.config.schema import ScheduleConfig
 from megazero.config.source import ConfigError
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from megazero.optim.lr_schedule import STYLES, LearningRate
 from megazero.system.extensions import LR_DECAY_STYLES, SINKS
 from megazero.telemetry.sinks import BY_FIELD

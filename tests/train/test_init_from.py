@@ -23,9 +23,9 @@ from megazero.config.source import ConfigError
 from megazero.convert import registry
 from megazero.convert.formats import Format
 from megazero.convert.source import Source
-from megazero.launch import Environment
 from megazero.mpu.axes import Axes
 from megazero.mpu.grid import build_grid
+from megazero.mpu.meeting import Environment
 from megazero.train.init_from import model_source, open_on_all_ranks
 from tests.convert.sources import entries_of
 from tests.parity.training import Outcome, data_flags, job_on_rank, small_model, train, worst
@@ -122,12 +122,12 @@ def opened_on_rank(rank: int, paths: list[str]) -> str:
 
 @pytest.mark.slow
 def test_all_ranks_start_with_the_checkpoint_that_rank_0_found(checkpoint: Path, tmp_path: Path) -> None:
-    """Another becomes the newest while they look; folders that are called otherwise on each node stay as they are."""
+    """Another becomes the newest while they look; what a user names stays, which may be called otherwise on a node."""
     for name in ("iter_0000002", "iter_0000004"):
         (tmp_path / name).symlink_to(checkpoint / "iter_0000002")
     (tmp_path / "node").symlink_to(tmp_path, target_is_directory=True)
     one, two = str(tmp_path / "iter_0000002"), str(tmp_path / "iter_0000004")
-    assert run_ranks(2, opened_on_rank, [one, two]) == ["iter_0000002"] * 2
+    assert run_ranks(2, opened_on_rank, [one, two]) == ["iter_0000002", "iter_0000004"]
     assert run_ranks(2, opened_on_rank, [one, str(tmp_path / "node")]) == ["iter_0000002"] * 2
     apart = tmp_path / "apart" / "copy"
     apart.parent.mkdir()

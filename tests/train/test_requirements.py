@@ -21,8 +21,9 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import OptimizerConfig, ParallelConfig, Run, TrainerConfig
 from megazero.config.source import ConfigError
 from megazero.data.progress import silent
-from megazero.launch import Environment, launch
+from megazero.launch import launch
 from megazero.mpu import grid
+from megazero.mpu.meeting import Environment
 from megazero.system import allocator
 from megazero.system import device as devices
 from megazero.train import requirements
@@ -139,7 +140,7 @@ def group_asked_for(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setattr("megazero.launch.die_with_parent", lambda: None)
     monkeypatch.setattr("megazero.launch.stream_options", lambda *_: None)
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: True)
-    monkeypatch.setattr("megazero.launch._meet", lambda *_: dist.HashStore())
+    monkeypatch.setattr("megazero.mpu.meeting.meet", lambda *_: dist.HashStore())
     monkeypatch.setattr("torch.distributed.init_process_group", started)
     return asked
 

@@ -28,7 +28,7 @@ from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from megazero.data.corpus import Corpus
 from megazero.data.progress import silent
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from megazero.train import api, checked
 from megazero.train.api import Arguments
 from megazero.train.checked import dry_run_text

@@ -18,7 +18,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.convert.source import Source
 from megazero.data.progress import silent
-from megazero.launch import Environment
+from megazero.mpu.meeting import Environment
 from megazero.train import same_run
 from megazero.train.embedded import Rendezvous
 from megazero.train.prepare import Prepared, prepare
@@ -159,7 +159,7 @@ def on_hosts(same: Prepared, folders: tuple[Path, Path], section: str, **fields:
             "checkpoint",
             {"init_from": "{}"},
             "model.safetensors",
-            "--init-from: bytes of model.safetensors: 6, where rank 0 has 3; all ranks",
+            "--init-from: bytes of model.safetensors: 6, where rank 0 has 3; HERE, where rank 0 has FIRST; all ranks",
         ),
     ],
 )
@@ -186,6 +186,7 @@ def test_other_files_in_a_place_are_another_run(
     assert answers(*on_hosts(same, hosts, section, **fields)) == [None, None]
     (hosts[1] / name).write_text("an old")
     told = f"another run than that of rank 0: {difference.format(crc32(b'an old'), crc32(b'new'))}"
+    told = told.replace("HERE", str(hosts[1])).replace("FIRST", str(hosts[0]))
     for error in answers(*on_hosts(same, hosts, section, **fields)):
         assert isinstance(error, ConfigError) and told in str(error)
 
@@ -198,10 +199,47 @@ def test_of_a_folder_of_checkpoints_rank_0_says_which_is_compared(
     for size, folder in enumerate(folders, 1):
         folder.mkdir()
         (folder / "manifest.json").write_text("x" * size)
-    newest = iter((folders[0], folders[0], folders[1]))
+    newest = iter(folders)  # each rank looks once
     monkeypatch.setattr(same_run, "open_source", lambda path: Source("megazero", next(newest), Run(), {}))
     same = prepared(corpora, "--data-path", str(corpora / "here"))
     assert answers(*on_hosts(same, (tmp_path, tmp_path), "checkpoint", init_from="{}")) == [None, None]
+
+
+@pytest.mark.parametrize("second", ["b/iter_0000002", "a/iter_0000002"], ids=["another run", "another step"])
+def test_another_checkpoint_is_an_error_with_both_paths(
+    second: str, corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are as long. One of rank 0's name stands beside it, and nobody on this rank has asked for that one."""
+    monkeypatch.setattr(same_run, "open_source", lambda path: Source("megazero", path, Run(), {}))
+    first = "a/iter_0000001"
+    for number, folder in enumerate((first, second, "b/iter_0000001")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "fragments-0").write_bytes(bytes(2 * same_run.END_BYTES) + bytes([number, 1]))
+    same = prepared(corpora, "--data-path", str(corpora / "here"))
+    hosts = tmp_path / first, tmp_path / second
+    checksums = [crc32(bytes(same_run.END_BYTES - 2) + bytes([number, 1])) for number in (1, 0)]
+    told = "--init-from: checksum of the last 65,536 bytes of fragments-0: {:08x}, where rank 0 has {:08x}; {}, where "
+    for error in answers(*on_hosts(same, hosts, "checkpoint", init_from="{}")):
+        assert isinstance(error, ConfigError)
+        assert f"rank 0: {told.format(*checksums, hosts[1])}rank 0 has {hosts[0]}; all ranks" in str(error)
+
+
+def test_all_ranks_end_when_rank_0_cannot_read_its_weights(
+    corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for what it has to say."""
+
+    def opened(path: Path) -> Source:
+        if path == tmp_path / "gone":
+            raise ConfigError(["the folder is gone"])
+        return Source("hf", path, Run(), {})
+
+    monkeypatch.setattr(same_run, "open_source", opened)
+    same = prepared(corpora, "--data-path", str(corpora / "here"), "--distributed-timeout-minutes", "0.1")
+    hosts = tmp_path / "gone", tmp_path / "model"
+    hosts[1].mkdir()
+    zero, one = answers(*on_hosts(same, hosts, "checkpoint", init_from="{}"))
+    assert "1. the folder is gone" in str(zero) and "1. rank 0: the folder is gone" in str(one)
 
 
 def test_another_version_is_the_reason_that_is_told(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:

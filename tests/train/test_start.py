@@ -16,9 +16,9 @@ from megazero.config.parse import ConfigError, parse_arguments, parse_run
 from megazero.data.preprocess import PreprocessJob, preprocess
 from megazero.data.progress import silent
 from megazero.data.train_bpe import train_bpe
-from megazero.launch import Environment
 from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import build_grid
+from megazero.mpu.meeting import Environment
 from megazero.telemetry.units import size
 from megazero.train.job import build_job
 from megazero.train.prepare import prepare

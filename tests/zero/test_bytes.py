@@ -136,9 +136,9 @@ def reduce_tiny(rank: int, cases: list[Case]) -> list[list[float]]:
         here = build(case, grid)
         value = 2.0 if rank == 0 else 2.0**-11
         with here.state.reading():
-            here.state.actions.before_backward(None)
+            here.state.reducer.before_backward(None)
             torch.stack([(parameter * value).sum() for parameter in here.chunks[0].parameters()]).sum().backward()
-            here.state.actions.after_backward()
+            here.state.reducer.after_backward()
         here.reduce()
         results.append([here.state.columns[Column.GRADIENT].shard(0)[0].item()])
     return results

@@ -65,9 +65,9 @@ def known_norms(rank: int, cases: list[Case]) -> list[float]:
                     ends = 2 if spec.state_group is StateGroup.TIED else 1
                     holders = here.grid.replicas.size * (here.grid.tp.size if spec.tp_partial else 1) * ends
                     losses.append(parameter.flatten()[: spec.stored_numel].sum() / holders)
-            here.state.actions.before_backward(None)
+            here.state.reducer.before_backward(None)
             torch.stack(losses).sum().backward()
-            here.state.actions.after_backward()
+            here.state.reducer.after_backward()
         here.reduce()
         norms.append(here.norm().item())
     return norms
@@ -160,10 +160,10 @@ def unequal_ranks(rank: int, case: Case) -> tuple[float, list[Piece]]:
     here = build(case)
     unit = here.chunks[0].units()[-1]
     with here.state.reading(unit):
-        here.state.actions.before_backward(None)
+        here.state.reducer.before_backward(None)
         if here.grid.replicas.index == 0:
             unit([0]).backward()
-        here.state.actions.after_backward()
+        here.state.reducer.after_backward()
     here.reduce()
     norm = here.norm()
     here.update(0.0, clip_coefficient(norm, 1.0), ~torch.isfinite(norm))

@@ -8,7 +8,7 @@ from threading import current_thread
 import pytest
 
 from megazero.disk.swap_file import SwapDamaged
-from megazero.program.instruction import Instruction, Piece
+from megazero.program.instruction import Instruction, Op, Piece
 from megazero.zero.memories import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.program import kinds
@@ -55,13 +55,13 @@ def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Pat
     job, _ = job_on_rank(0, 1, flags_of("--offload-params cpu", corpus, tmp_path))
     model, waiting = job.state.model, list[str]()
     model.mover._updated[1].append(lambda: waiting.append(current_thread().name))
-    model.actions.move(Instruction(kinds.LOAD, buckets=(1,)))
-    model.actions.gather(1)
+    for kind in (kinds.LOAD, Op.GATHER):
+        model.actions.by_kind[kind](Instruction(kind, buckets=(1,)))
     model.actions.ready([0])
     assert current_thread().name not in waiting
     model.actions.ready([1])
     assert waiting[0].startswith("to-device") and 1 not in model.mover._updated
-    model.actions.release(1)
+    model.actions.by_kind[kinds.RELEASE](Instruction(kinds.RELEASE, buckets=(1,)))
     job.close()
 
 

@@ -62,17 +62,17 @@ def carried(rank: int, axes: Axes, stages: list[int]) -> list[tuple[dict[str, Te
                 part = slice(fragment.start, fragment.stop)
                 exact = state.weights.view(0, fragment.offset, fragment.offset + fragment.numel)
                 exact.copy_(values(fragment.spec).flatten()[part])
-            state.actions.gather(0)
+            state.gatherer.gather(0)
             state.actions.ready([0])
         with state.reading():
             weights = {p.spec.name: p.detach().clone() for p in bucket.parameters}
             state.columns[Column.GRADIENT].held(0).fill_(1e9)  # of gaps nothing may be left
-            state.actions.before_backward(None)
+            state.reducer.before_backward(None)
             torch.stack([(p * values(p.spec)).sum() for p in bucket.parameters]).sum().backward()
-            state.actions.after_backward()
-        state.actions.reduce(0)
+            state.reducer.after_backward()
+        state.reducer.reduce(0)
         if bucket.groups.across.size > 1:
-            state.actions.reduce_across(0)
+            state.reducer.reduce_across(0)
         state.reducer.complete()
         column = state.columns[Column.GRADIENT]
         owned = bucket.layout.fragments(*bucket.owned)
@@ -129,13 +129,13 @@ def lost_across(rank: int) -> Tensor:
     chunk = Chunk([Unit([Parameter(spec, torch.bfloat16, "cpu")], "block", single_rank_group())])
     state = ModelState([chunk], build_grid(Axes(dp=4, shard_size=2)), OptimizerConfig(precision="bf16"), parallel)
     (parameter,) = state.buckets[0].parameters
-    state.actions.before_backward(None)
+    state.reducer.before_backward(None)
     (
         parameter * torch.tensor(((127.0, 100.0), (127 / 128, 0.25))[rank % 2] * 512, dtype=torch.bfloat16)
     ).sum().backward()
-    state.actions.after_backward()
-    state.actions.reduce(0)
-    state.actions.reduce_across(0)
+    state.reducer.after_backward()
+    state.reducer.reduce(0)
+    state.reducer.reduce_across(0)
     state.reducer.complete()
     across = state.messages._kept[0][1]
     assert across is not None

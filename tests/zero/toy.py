@@ -212,16 +212,13 @@ class Rank:
     def execute(self, instructions: Iterable[Instruction], step: int, now: UpdateValues | None = None) -> None:
         """Execute a part of a step's list. now: for its updates."""
         state, mine = self.state, sample_numbers(self.case, step)[self.grid.replicas.index :: self.grid.replicas.size]
-        on_one = {Op.GATHER: "gather", kinds.RELEASE: "release", Op.REDUCE: "reduce", Op.REDUCE_ACROSS: "reduce_across"}
         for i in instructions:
             if i.op is Op.FORWARD:
                 self._forward(i, mine[i.micro_batch :: self.case.accumulation])
             elif i.op is Op.BACKWARD:
                 self._backward(i)
-            elif i.op in on_one:
-                getattr(state.actions, on_one[i.op])(*i.buckets)
-            elif i.op is Op.REDUCE_PARTIAL:
-                state.actions.reduce_partial(i.buckets)
+            elif i.op in state.actions.by_kind:
+                state.actions.by_kind[i.op](i)
             elif i.op == kinds.UPDATE:
                 assert now is not None
                 self.optimizer.update(i, now)
@@ -240,11 +237,11 @@ class Rank:
         units = units_of(i, self.state.shape)
         for number in units:
             self.state.actions.ready(self.state.shape.units[i.chunk][number].backward)
-        self.state.actions.before_backward(None)
+        self.state.reducer.before_backward(None)
         loss = self.losses.pop((i.micro_batch, i.chunk, units.start), None)
         if loss is not None:
             (loss / self.case.samples).backward()
-        self.state.actions.after_backward()
+        self.state.reducer.after_backward()
 
     def backward(self, step: int) -> None:
         """A step's list as far as the norm: all micro-batches; ends with the reduced gradients."""

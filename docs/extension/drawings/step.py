@@ -70,6 +70,8 @@ _LANES = {
     **WRITE_LANES,
 }
 _ROW, _GAP, _MARGIN, _TOP, _WIDTH = 22, 3, 96, 26, 780
+_LEAST = 1.6
+"""Width of the shortest copies, which could not be seen at their own."""
 _GATHER_TIME, _UPDATE_TIME, _HOST_TIME, _DISK_TIME, _COPY_TIME = 0.12, 0.08, 1.2, 1.0, 0.2
 """Of one unit; a chunk's forward takes 1, its backward 2."""
 
@@ -161,7 +163,7 @@ def _block(picture: Picture, span: Span, y: float, scale: float) -> None:
     """A computation and a copy have the number of the micro-batch, a message that of its bucket."""
     i, x, width = span.instruction, _MARGIN + span.start * scale, (span.end - span.start) * scale
     number = i.buckets[0] if i.buckets else i.micro_batch
-    picture.box(x + 0.4, y, max(width - 0.8, 0.4), _ROW, shade(COLOURS[i.op], -0.14 * (number % 2)))
+    picture.box(x + 0.4, y, max(width - 0.8, _LEAST), _ROW, shade(COLOURS[i.op], -0.14 * (number % 2)))
     if width > 9:
         picture.text(x + width / 2, y + 15, str(number), size=10.5, fill="#fff")
 
