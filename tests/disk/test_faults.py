@@ -247,9 +247,14 @@ def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return real(file, memory, offset)
 
     monkeypatch.setattr(transports, "_read", read)
+    others = set(threading.enumerate())
     with one_step(tmp_path, DiskOptions(BUFFER, 1, "threads", seconds=1)) as space:
+        workers = set(threading.enumerate()) - others
         with pytest.raises(DiskError, match="no answer for 1 s, with 1 requests under way"):
             space.read(empty(PIECES)).wait()
         with pytest.raises(DiskError, match="its threads have failed before"):
             space.read(empty(PIECES)).wait()
         answer.set()
+        space.close(remove=False)
+        for worker in workers:  # a read that is still under way keeps the lock of a file that has been closed
+            worker.join()
