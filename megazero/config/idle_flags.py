@@ -188,7 +188,8 @@ REFUSED = (
     Effect(
         "nvme_buffer_bytes",
         lambda context: moves_in_parts(context.run) or _may_leave(context, lambda offload: offload.in_files),
-        f"--offload-optimizer or --offload-gradients, --offload-params {_IN_FILES} or --offload-activations {_IN_FILES}",
+        "--offload-optimizer or --offload-gradients, "
+        f"--offload-params {_IN_FILES} or --offload-activations {_IN_FILES}",
         _OFFLOAD,
     ),
 )
