@@ -153,6 +153,8 @@ _SHARDED = "several data-parallel ranks; here dp = ranks / (tp x pp) is 1"
 _FALLS = "a --lr-decay-style that falls, which constant does not"
 _IDS = "--tokenizer: ids are used as they are, and nothing reads"
 
+_IN_FILES = "/".join(tier.value for tier in FILE_TIERS)
+
 REFUSED = (
     Effect(
         "zero_quantized_weights",
@@ -186,7 +188,8 @@ REFUSED = (
     Effect(
         "nvme_buffer_bytes",
         lambda context: moves_in_parts(context.run) or _may_leave(context, lambda offload: offload.in_files),
-        "--offload-optimizer or --offload-gradients, --offload-params nvme or --offload-activations nvme",
+        "--offload-optimizer or --offload-gradients, "
+        f"--offload-params {_IN_FILES} or --offload-activations {_IN_FILES}",
         _OFFLOAD,
     ),
 )
