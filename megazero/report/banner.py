@@ -20,7 +20,7 @@ from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, fullest
-from megazero.plan.rank_state import OFF_DEVICE, StageBytes
+from megazero.plan.rank_state import StageBytes
 from megazero.plan.step_memory import rank_of, rank_words
 from megazero.plan.traffic import GatheredBytes, Traffic
 from megazero.program.instruction import Lane, lanes_of_files
@@ -31,6 +31,7 @@ from megazero.telemetry.units import count, size
 
 Line = tuple[str, str]
 _RECOMPUTED = {"full": "whole", "selective": "attention cores"}
+_PLACES = ("in host memory", *(files.place for files in FILE_TIERS.values()))  # those of `OFF_DEVICE`
 
 
 def banner(report: RunReport) -> str:
@@ -47,21 +48,6 @@ def banner(report: RunReport) -> str:
         ("Left open, and decided", blocks.bullets(decided_lines(report))),
         ("Other than the defaults", _departures(report)),
         ("Worth knowing", blocks.bullets(report.notes)),
-    )
-
-
-def verdict(report: RunReport) -> str:
-    """The answer of --validate-only to a run with which nothing is wrong."""
-    zero, precision = zero_words(report.run.parallel.zero_stage, report.axes), report.run.optimizer.precision
-    head = f"OK: {ranks_words(report.axes)}; {precision}, {zero}, {count(report.parameters)} parameters"
-    state = "Bytes of the model state on a rank of each stage (activations come on top)"
-    return blocks.sections(
-        (head, blocks.pairs(schedule_lines(report))),
-        (state, stage_table(report.memory.stages)),
-        ("Memory of a step", report.trace),
-        ("Peaks of a step on a rank of each stage", peaks_table(report)),
-        ("Worth knowing", blocks.bullets(report.notes)),
-        ("Not checked", blocks.bullets(report.unchecked)),
     )
 
 
@@ -124,19 +110,15 @@ def stage_table(stages: Sequence[StageBytes]) -> str:
         amounts = state.weights, state.gradients, state.optimizer, state.total
         on_device.append([name, " + ".join(parts), count(state.parameters), *map(size, amounts)])
         off = state.elsewhere
-        columns = (column[OFF_DEVICE.index(Tier.HOST)] for column in (off.parameters, off.gradients, off.optimizer))
-        elsewhere.append([name, *map(size, (*columns, off.slots + off.buffers, off.memory, off.files))])
+        in_memory = (column[0] for column in (off.parameters, off.gradients, off.optimizer))
+        elsewhere.append([name, *map(size, (*in_memory, off.slots + off.buffers, off.memory, off.files))])
     leaves = any(state.elsewhere for state in stages)
     headings = ["stage", "holds", "parameters", "weights", "gradients", "optimizer", "device" if leaves else "total"]
     table = blocks.table(headings, on_device, left=2)
-    headings = ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", _files_heading(stages)]
+    files = [files.name for tier, files in FILE_TIERS.items() if any(state.elsewhere.on(tier) for state in stages)]
+    in_files = " and ".join(files) or "disks"
+    headings = ["stage", "host: weights", "gradients", "optimizer", "on its way", "host memory", in_files]
     return f"{table}\n\n{blocks.table(headings, elsewhere)}" if leaves else table
-
-
-def _files_heading(stages: Sequence[StageBytes]) -> str:
-    """The names of the tiers in files where something rests; where nothing does, of disks."""
-    names = [row.name for tier, row in FILE_TIERS.items() if any(state.elsewhere.on(tier) for state in stages)]
-    return " and ".join(names) or FILE_TIERS[Tier.DISK].name
 
 
 def schedule_lines(report: RunReport) -> list[Line]:
@@ -162,28 +144,6 @@ def schedule_lines(report: RunReport) -> list[Line]:
         ("budgets", budgets_sentence(report)),
         ("communication", _communication(report.machine, p) if report.machine and report.machine.ways else ""),
     ]
-
-
-def peaks_table(report: RunReport) -> str:
-    """The peaks of every stage in each tier beside the budgets. On a CPU, where device and host are one memory, a
-    column has their sum.
-    """
-    budgets, peaks = report.memory.budgets, report.memory.peaks
-    if budgets is None:
-        return ""
-    both = [budget for budget in (budgets.device, budgets.host) if budget is not None]
-    together = sum(both) if len(both) == 2 else budgets.together
-    columns = {
-        "device": [*(peak.device_bytes for peak in peaks), budgets.device],
-        "host memory": [*(peak.host_bytes for peak in peaks), budgets.host],
-        "together": [*(peak.total_bytes for peak in peaks), together],
-        "disks": [*(peak.disk for peak in peaks), None],
-    }
-    if report.device_kind != "cpu":
-        del columns["together"]
-    cells = [["-" if amount is None else f"{amount:,}" for amount in column] for column in columns.values()]
-    names = [*(str(peak.stage) for peak in peaks), "budget"]
-    return blocks.table(["stage", *columns], [*zip(names, *cells, strict=True)])
 
 
 def _pipeline(report: RunReport) -> str:
@@ -263,30 +223,26 @@ def _offload(report: RunReport) -> list[Line]:
     )
     rank, parts = rank_of(stage, len(stages)), list[str]()
     for name, off_device, on_device in columns:
-        places = [
-            f"{size(amount)} {'in host memory' if tier is Tier.HOST else FILE_TIERS[tier].place}"
-            for tier, amount in zip(OFF_DEVICE, off_device, strict=True)
-            if amount
-        ]
+        places = [f"{size(amount)} {place}" for place, amount in zip(_PLACES, off_device, strict=True) if amount]
         parts += [f"of {size(sum(off_device) + on_device)} of {name} {rank} has {' and '.join(places)}"] * bool(places)
     copies = f"{size(lanes[Lane.TO_HOST.value])} to the host and {size(lanes[Lane.TO_DEVICE.value])} to the device"
     on_way = f"{size(off.slots + off.buffers)} of host memory for what is on its way; a step copies {copies}"
     nothing = "nothing leaves the device: the share is of fewer than 1,024 elements"
-    lines = [("offload", f"{', and '.join(parts)}; {on_way}" if parts else nothing)]
     used = {column.tier for column in tiers(report.run).values()}
-    return [*lines, *(_file_line(report, tier, stage) for tier in FILE_TIERS if tier in used)]
+    files = (_file_line(report, tier, stage) for tier in FILE_TIERS if tier in used)
+    return [("offload", f"{', and '.join(parts)}; {on_way}" if parts else nothing), *files]
 
 
 def _file_line(report: RunReport, tier: Tier, stage: int) -> Line:
     """What a step moves to and from a tier in files, on this stage."""
-    moved, stages, offload = report.memory.moved, report.memory.stages, report.run.offload
-    ranks, lanes = report.axes.world_size, moved[stage]
-    read, write = (lane.value for lane in lanes_of_files(tier))
-    total = {lane: size(ranks // len(stages) * sum(step[lane] for step in moved)) for lane in (read, write)}
-    all_ranks = f"; all {ranks} ranks read {total[read]} and write {total[write]}" * (ranks > 1)
+    moved, ranks, offload = report.memory.moved, report.axes.world_size, report.run.offload
+    lanes = [[step[lane.value] for step in moved] for lane in lanes_of_files(tier)]
+    step = "a step reads {} and writes {}".format(*(size(lane[stage]) for lane in lanes))
+    if ranks > 1:
+        of_all = (size(ranks // len(moved) * sum(lane)) for lane in lanes)
+        step += "; all {} ranks read {} and write {}".format(ranks, *of_all)
     whole = "; each step is whole on disks, which takes twice the space" * (tier is Tier.DISK and whole_steps(offload))
     files = f"files are in {' '.join(folders_of(offload, tier))}{whole}"
-    step = f"a step reads {size(lanes[read])} and writes {size(lanes[write])}{all_ranks}"
     return FILE_TIERS[tier].name, f"{step}; {files}"
 
 

@@ -1,6 +1,7 @@
 """What there is to say about a run before its first step, as plain numbers and words.
 
-`gather` computes a report from a run's lists once, without process groups. `banner` and `report_json` print it.
+`gather` computes a report from a run's lists once, without process groups. `banner`, `verdict` and `report_json` print
+a report.
 docs/reference/run-report.md says what each field is.
 """
 

@@ -34,9 +34,9 @@ from megazero.plan.recompute import ASSUMED
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_times import ASSUMED as ASSUMED_RATES
 from megazero.plan.step_times import read_rates
-from megazero.report.banner import verdict
 from megazero.report.report_json import write_report
 from megazero.report.run_report import gather
+from megazero.report.verdict import verdict
 from megazero.system import device as devices
 from megazero.train.epochs import Epoch, epoch_of
 from megazero.train.measured_rates import measured_rates

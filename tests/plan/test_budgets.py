@@ -16,8 +16,9 @@ from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import run_peaks
 from megazero.plan.step_times import ASSUMED, timed_traces
-from megazero.report.banner import budgets_sentence, peaks_table
+from megazero.report.banner import budgets_sentence
 from megazero.report.run_report import RunReport, gather
+from megazero.report.verdict import peaks_table
 from megazero.system import host_memory
 from megazero.train.requirements import budget_problems
 from tests.tables import rows
