@@ -19,6 +19,7 @@ class Tier(Enum):
     DEVICE = "none"
     HOST = "cpu"
     DISK = "nvme"
+    FILES = "files"
 
     __hash__ = object.__hash__
 
@@ -67,7 +68,16 @@ FILE_TIERS: Mapping[Tier, FileTier] = MappingProxyType(
             "a folder for swap files on each disk that it may use",
             "a folder more, on another disk",
             preallocated=True,
-        )
+        ),
+        Tier.FILES: FileTier(
+            "files_path",
+            "files",
+            "in files",
+            "plain files",
+            "a folder that another host may own",
+            "a folder with more room",
+            preallocated=False,
+        ),
     }
 )
 

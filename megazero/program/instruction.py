@@ -45,6 +45,8 @@ class Lane(Enum):
     HOST = "updates in host memory"
     FROM_DISK = "reads from disks"
     TO_DISK = "writes to disks"
+    FROM_FILES = "reads from files"
+    TO_FILES = "writes to files"
 
     __hash__ = object.__hash__  # lanes and kinds are keys: that of Enum takes three times as long
 
@@ -157,6 +159,8 @@ _BETWEEN = {
     (Tier.HOST, Tier.DEVICE): _Between(Lane.TO_DEVICE, "copy {} to the device", "to device"),
     (Tier.DISK, Tier.HOST): _Between(Lane.FROM_DISK, "read {}", "from disk"),
     (Tier.HOST, Tier.DISK): _Between(Lane.TO_DISK, "write {}", "to disk"),
+    (Tier.FILES, Tier.HOST): _Between(Lane.FROM_FILES, "read {} from a file", "from files"),
+    (Tier.HOST, Tier.FILES): _Between(Lane.TO_FILES, "write {} to a file", "to files"),
 }
 READ_LANES = {way.lane: way.short for (source, _), way in _BETWEEN.items() if source.in_files}
 WRITE_LANES = {way.lane: way.short for (_, destination), way in _BETWEEN.items() if destination.in_files}

@@ -19,7 +19,9 @@ from megazero.config.derive import folders_of, tiers, uses_files, whole_steps, w
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import FILE_TIERS, Tier
+from megazero.disk import plain_files
 from megazero.disk.opening import open_swap, remove_unused
+from megazero.disk.plain_files import open_files
 from megazero.disk.store import Store
 from megazero.disk.swap import SwapSpace
 from megazero.disk.swap_file import CHECKPOINT
@@ -54,7 +56,9 @@ def _swap(folders: Sequence[Path], pieces: Mapping[str, int], *, job: str, rank:
     return open_swap(folders, pieces, job=job, rank=rank, slots=1)
 
 
-KINDS: Mapping[Tier, StoreKind] = MappingProxyType({Tier.DISK: StoreKind(_swap, remove_unused)})
+KINDS: Mapping[Tier, StoreKind] = MappingProxyType(
+    {Tier.DISK: StoreKind(_swap, remove_unused), Tier.FILES: StoreKind(open_files, plain_files.remove_unused)}
+)
 
 
 def _named(run: Run, tier: Tier) -> str:

@@ -29,7 +29,7 @@ ALLOWED = (
     "--offload-activations none",
 )
 REFUSED = {
-    "--offload-optimizer gpu": "--offload-optimizer: 'gpu' is not one of none, cpu, nvme",
+    "--offload-optimizer gpu": "--offload-optimizer: 'gpu' is not one of none, cpu, nvme, files",
     "--offload-optimizer cpu:": "--offload-optimizer: there is neither a share nor a unit behind the colon of 'cpu:'",
     "--offload-optimizer cpu:head,,embedding": "--offload-optimizer: there is no unit "
     "between two commas of 'cpu:head,,embedding'",
@@ -40,6 +40,11 @@ REFUSED = {
     "--offload-optimizer none:0.5": "--offload-optimizer: none has no share, as in 'none:0.5'",
     "--offload-optimizer nvme:0.5": "--offload-optimizer nvme:0.5 needs --nvme-path DIR, a folder for swap files",
     "--offload-optimizer cpu --nvme-path a": "--nvme-path a has no effect without --offload-optimizer nvme, or the",
+    "--offload-optimizer files:0.5": "--offload-optimizer files:0.5 needs --files-path DIR, a folder that another host",
+    "--offload-optimizer nvme --nvme-path a --files-path b": "--files-path b has no effect without",
+    "--offload-optimizer files --files-path a --nvme-checkpoint": (
+        "--nvme-checkpoint has no effect without --offload-optimizer nvme: no optimizer state rests on disks"
+    ),
     "--offload-optimizer cpu --nvme-checkpoint": "--nvme-checkpoint has no effect without --offload-optimizer nvme",
     "--offload-params cpu --nvme-buffer-bytes 9": "--nvme-buffer-bytes 9 has no effect without --offload-optimizer or",
     "--offload-optimizer nvme --nvme-path a b ./a": "--nvme-path a b ./a: ./a is there twice; name each folder once",
@@ -50,13 +55,13 @@ REFUSED = {
     "--offload-activations cpu:nan": "--offload-activations: the share nan is not above 0 and at most 1",
     "--offload-activations cpu:": "--offload-activations: there is neither a share nor a unit behind the colon of",
     "--offload-activations none:0.5": "--offload-activations: none has no share, as in 'none:0.5'",
-    "--offload-params disk": "--offload-params: 'disk' is not one of none, cpu, nvme",
+    "--offload-params disk": "--offload-params: 'disk' is not one of none, cpu, nvme, files",
     "--offload-params nvme": "--offload-params nvme needs --nvme-path DIR, a folder for swap files",
     "--offload-params cpu --cuda-graphs": "fixed addresses, which --offload-params cpu does not have: drop one of them",
     "--offload-params nvme --nvme-path a --precision bf16 --nvme-buffer-bytes 49151": (
         "with --offload-params nvme are on their way at a time; nearest: --nvme-buffer-bytes 49152"
     ),
-    "--offload-gradients disk": "--offload-gradients: 'disk' is not one of none, cpu, nvme",
+    "--offload-gradients disk": "--offload-gradients: 'disk' is not one of none, cpu, nvme, files",
     "--offload-gradients cpu:2": "--offload-gradients: the share 2 is not above 0 and at most 1",
     "--offload-gradients nvme": "--offload-gradients nvme needs --nvme-path DIR, a folder for swap files",
     "--offload-gradients cpu --cuda-graphs": "addresses, which --offload-gradients cpu does not have: drop one of them",

@@ -224,6 +224,7 @@ POINTLESS = cases("""
 --save-interval 9 | 1 | --save-interval 9 has no effect without --save DIR | --save d
 --keep-last 9 | 1 | --keep-last 9 has no effect without --save DIR | --save d
 --save-retain-interval 9 | 1 | has no effect without --save DIR | --save d
+--files-path a | 1 | --files-path a has no effect without --offload-optimizer files | --offload-optimizer files:0.5
 --nvme-path a | 1 | --nvme-path a has no effect without --offload-optimizer nvme | --offload-optimizer nvme:0.5
 --nvme-checkpoint | 1 | --nvme-checkpoint has no effect without --offload-optimizer nvme |
     --offload-optimizer nvme --nvme-path a

@@ -70,13 +70,14 @@ def words(path: str) -> frozenset[str]:
 ALL_STEPS = [step for page in PAGES for step in steps(page)]
 
 
-def test_there_are_twelve_pages_and_the_index_has_them() -> None:
+def test_there_are_thirteen_pages_and_the_index_has_them() -> None:
     index = (ROOT / "docs" / "add" / "index.md").read_text()
-    assert len(PAGES) == 12 and set(re.findall(r"\]\((.*?)\.md\)", index)) == set(PAGES)
+    assert len(PAGES) == 13 and set(re.findall(r"\]\((.*?)\.md\)", index)) == set(PAGES)
     counts = dict(re.findall(r"\]\((.*?)\.md\) \| (\d+)", index))
     for page, told in counts.items():
         most = max(step.number for step in steps(page))
-        assert int(told) == {"dataset-format": 2, "column": len(steps("column"))}.get(page, most), page
+        files = {"dataset-format": 2} | {long: len(steps(long)) for long in ("column", "tier")}
+        assert int(told) == files.get(page, most), page
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -147,7 +148,7 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.mark.parametrize("page", ["flag", "column"])
+@pytest.mark.parametrize("page", ["flag", "column", "tier"])
 def test_a_change_is_the_commit_that_its_page_names(page: str) -> None:
     """A page cannot promise fewer files than a change takes."""
     (subject,) = re.findall(r"The commits? \*(.+?)\* (?:is|are) this change", PAGES[page])

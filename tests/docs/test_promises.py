@@ -43,6 +43,7 @@ def flags(values: dict[str, str]) -> list[str]:
     words = ["--data-path", "x", "--vocab-size", "64", "--pp", "2", "--num-layers", "8"]
     words += ["--virtual-stages", str(chunks), "--device", "cpu"]
     words += ["--nvme-path", "."] if Tier.DISK.value in values.values() else []
+    words += ["--files-path", "."] if Tier.FILES.value in values.values() else []
     return words + [word for field, value in values.items() for word in (f"--{field.replace('_', '-')}", value)]
 
 

@@ -23,7 +23,7 @@ from tests.parity.ways import FP16, Way
 
 MAX_RANKS = 8
 VIRTUAL = {"gpipe": 2, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
-TIERS = ("none", "cpu", "cpu:SHARE", "nvme", "nvme:SHARE")
+TIERS = ("none", "cpu", "cpu:SHARE", "nvme", "nvme:SHARE", "files")
 COLUMNS = ("optimizer", "params", "gradients", "activations")
 """What can leave the device: --offload-NAME has a value of `TIERS`. Each is a field of `Case`."""
 IN_FILES = ("optimizer", "params", "gradients")
@@ -146,6 +146,17 @@ REQUIRED: tuple[Values, ...] = (
     # Stages without a unit on disks would save in the background, and wait for those with one.
     {"units": True, "optimizer": "nvme", "params": "cpu", "gradients": "cpu", "pp": 3, "background": True},
     {"placement": "auto", "folders": 2},
+    # Eight ranks, which few draws have: of those that share out inputs, two have the shards of a state.
+    {
+        "shard_inputs": True,
+        "recompute": "full",
+        "tp": 2,
+        "heads": 6,
+        "pp": 1,
+        "dp": 4,
+        "shard": 2,
+        "optimizer": "files",
+    },
 )
 """Combinations that must be among the first cases."""
 ACTIVATIONS = 700_000
@@ -267,8 +278,10 @@ class Case(NamedTuple):
 
     @property
     def norm_alone_differs(self) -> bool:
-        """Whether the norm has other last bits than that of `without`: a sum of parts, of gradients on disks."""
-        return self.gradients.startswith("nvme") and self.without().gradients == "none"
+        """Whether the norm has other last bits than that of `without`: a sum of parts, of gradients in files. All that
+        leaves the device decides how these are cut.
+        """
+        return self.gradients.startswith(("nvme", "files"))
 
     def without(self) -> Case:
         """The layout without all that is to change no bit: loss, norm and weights are the same."""
@@ -344,7 +357,8 @@ class Case(NamedTuple):
     def buffer_flags(self, run: Run) -> list[str]:
         """The flags of the memory through which parts and activations pass. run: that without them."""
         columns = self.optimizer, self.gradients, self.params.replace("cpu", "none")
-        moves, kept = any(not tier.startswith("none") for tier in columns), self.activations.startswith("nvme")
+        moves = any(not tier.startswith("none") for tier in columns)
+        kept = self.activations.startswith(("nvme", "files"))
         if not moves and not kept and self.placement != "auto":
             return []
         least = least_buffer(applied(run, {f"offload_{column}": self.tier(column) for column in COLUMNS}))
@@ -358,6 +372,9 @@ class Case(NamedTuple):
         for each in folders:
             each.mkdir()
         words += ["--nvme-path", *map(str, folders)] if folders else []
+        if any(self.tier(column) == "files" for column in COLUMNS):
+            (folder / "files").mkdir()
+            words += ["--files-path", str(folder / "files")]
         words += self.buffer_flags(run)
         values = self.placed()
         if self.placement == "auto":
