@@ -2,6 +2,7 @@
 
     python -m bench.demonstration --folder /mnt/nvme              # 1.0 billion parameters in 6 GB
     python -m bench.demonstration --folder /mnt/nvme --only 3b    # BLOOM-3b's shape in 10 GB; 60 GB of disk
+    python -m bench.demonstration --folder /mnt/nvme --beside 22  # and the same run in 22 GB of memory
     python -m bench.demonstration --quick                         # a tiny model: does it start?
 
 All of the model state rests on disks: parameters, gradients, master weights, moments. At the end the weights are saved,
@@ -16,7 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,23 @@ def demonstrate(shown: Demonstration, folder: Path) -> dict[str, Any]:
     }
 
 
+def beside_memory(shown: Demonstration, folder: Path, limit: int, turns: int = 2) -> list[list[float]]:
+    """Seconds of a step with the state in `limit` bytes of memory, and on disks within the limit of `shown`, in turns:
+    the mean of all steps but the first, which has no updates of a step before it.
+    """
+    seconds = []
+    for _ in range(turns):
+        turn = []
+        for case, off in ((replace(shown, limit=limit), False), (shown, True)):
+            held, steps = train(case, folder, off)
+            if held.status:
+                raise SystemExit(f"status {held.status}: {held.text}")
+            turn.append(statistics.mean(step["step_seconds"] for step in steps[1:]))
+        seconds.append(turn)
+        print(f"{shown.work.name}: in memory {seconds[-1][0]:.1f} s, on disks {seconds[-1][1]:.1f} s", flush=True)
+    return seconds
+
+
 def rows(name: str, found: dict[str, Any]) -> list[list[str]]:
     said, done, without, exported = (found[name] for name in ("predicted", "on_disks", "without", "exported"))
     seconds = [step["step_seconds"] for step in done["steps"]]
@@ -170,13 +188,19 @@ def main() -> None:
     names = [shown.work.name for shown in DEMONSTRATIONS]
     parser.add_argument("--only", choices=names, default="1b", help="%(default)s")
     parser.add_argument("--folder", type=Path, help="for swap files: an empty folder is made there and removed")
+    parser.add_argument("--beside", type=int, metavar="GB", help="of memory in which the run without disks fits")
     args = parser.parse_args()
     shown = next(shown for shown in DEMONSTRATIONS if shown.work.name == args.only)
     shown = TINY if args.quick else shown
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="megazero-demonstration-") as folder:
         found = demonstrate(shown, Path(folder))
+        beside = beside_memory(shown, Path(folder), args.beside * GB) if args.beside else []
     settings = {"work": asdict(shown.work), "flags": [*shown.off, *shown.flags]}
     text = f"{results.table(('what', 'found'), rows(shown.work.name, found))}\n\n{found['without']['text']}"
+    if beside:
+        found["beside_memory"] = beside
+        ratio = statistics.median(on_disks / in_memory for in_memory, on_disks in beside)
+        text += f"\n\non disks: {ratio:.2f} times the seconds of a step in memory, median of {len(beside)} turns"
     path = report(args, f"demonstration-{shown.work.name}", settings, found, text)
     print(text, path, sep="\n\n")
 

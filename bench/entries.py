@@ -64,6 +64,11 @@ def megazero(name: str, *layout: str, replicas: int = 1) -> Entry:
     return Entry(name, "megazero_", given, {allocator.VARIABLE: allocator.settings()}, replicas=replicas)
 
 
+def adapters(name: str, *layout: str) -> Entry:
+    """megazero's adapters of rank 16 on a frozen BLOOM."""
+    return replace(megazero(name, "--lora-rank", "16", *layout), module="megazero_adapters")
+
+
 def bloom(name: str, note: str = "", tuned: bool = True, **settings: Any) -> Entry:
     return Entry(name, "transformers_", {"shape": "bloom", **settings}, TUNED if tuned else {}, note=note)
 

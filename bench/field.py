@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bench.entries import (
+    ALONE,
     FEW,
     PIPELINE,
     TWO,
@@ -16,6 +17,7 @@ from bench.entries import (
     W2,
     WIDE,
     Table,
+    adapters,
     bloom,
     deepspeed,
     gpt2,
@@ -24,7 +26,7 @@ from bench.entries import (
     torch_parallel,
 )
 from bench.field_offload import OFFLOADED
-from bench.workload import Workload
+from bench.workload import Entry, Workload
 
 TRAFFIC = {
     1: "a reduce-scatter of fp32 gradients and a gather of bf16 parameters: 4 + 2 bytes a parameter and step",
@@ -136,6 +138,16 @@ TABLES = (
             torch_parallel(
                 "torch pipelining", "pp", "1F1B, plain GPT, blocks compiled", compile=True, attention="eager"
             ),
+        ),
+    ),
+    Table(
+        "QLoRA",
+        "adapters of rank 16 on a base in 4 bits: one process with 2 threads, BLOOM, 8 layers of 1024, 1 x 512 tokens",
+        ALONE,
+        adapters("megazero, base in 4 bits", "--lora-base-bits", "4"),
+        (
+            Entry("PEFT on bitsandbytes", "peft_", {"rank": 16}, note="NF4 with double quantisation, fp32 adapters"),
+            adapters("megazero, base in bf16"),
         ),
     ),
     *OFFLOADED,

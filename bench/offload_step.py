@@ -3,6 +3,7 @@
     python -m bench.offload_step                         # one rank with one thread, on two cores; six minutes
     python -m bench.offload_step --ranks 2               # ZeRO-1
     python -m bench.offload_step --threads 2             # the computation wants both cores
+    python -m bench.offload_step --micro-batches 1 4 16 --samples 1 --ways "in memory;late;late, gradients too"
     python -m bench.offload_step --samples 1 --sequence 1024 --folder /mnt/nvme      # a single size of a step
     python -m bench.offload_step --quick                 # a tiny model: does it start?
 
@@ -24,6 +25,7 @@ cores        processor seconds of all ranks over the cores' seconds: 100 % is a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -43,11 +45,15 @@ from megazero.program.instruction import UPDATE, UPDATE_HOST, Op
 
 MEMORY, LATE = "in memory", "late"
 _NVME = ("--offload-optimizer", "nvme")
+_PARAMETERS_TOO = (*_NVME, "--offload-params", "nvme", "--late-update")
+_ALL = (*_PARAMETERS_TOO, "--offload-gradients", "nvme")
 WAYS: dict[str, tuple[str, ...]] = {
     MEMORY: (),
     "on time": _NVME,
     LATE: (*_NVME, "--late-update"),
-    "late, parameters too": (*_NVME, "--offload-params", "nvme", "--late-update"),
+    "late, parameters too": _PARAMETERS_TOO,
+    "late, gradients too": _ALL,
+    "late, gradients too, vertical": (*_ALL, "--micro-batch-order", "vertical"),
 }
 LIMIT, LEAST_HIDDEN = 1.10, 0.90
 """The most that a late step may take over its bound, and the least share of Adam that is hidden."""
@@ -107,27 +113,30 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def measure(work: Workload, flags: list[str], rounds: int, steps: int, trace: Path | None) -> dict[str, list[Turn]]:
-    """All ways in turns."""
+def measure(
+    work: Workload, ways: list[str], flags: list[str], rounds: int, steps: int, trace: Path | None
+) -> dict[str, list[Turn]]:
+    """These ways in turns. trace: a file for the lanes of the last turn of the last way."""
     replicas = work.ranks
     layout = ("--zero-stage", "1" if work.ranks > 1 else "0")
-    found: dict[str, list[Turn]] = {way: [] for way in WAYS}
+    found: dict[str, list[Turn]] = {way: [] for way in ways}
     running: dict[str, Contestant] = {}
     try:
-        for way, own in WAYS.items():
+        for way in ways:
+            own = WAYS[way]
             words = (*layout, *own, *(flags if own else ()))
             one = Contestant(work, replace(megazero(way, *words, replicas=replicas), module="megazero_lanes"))
             running[way] = one
             one.prepare(2)
             one.ask("report")
         for number in range(rounds):
-            for way in WAYS if number % 2 else reversed(WAYS):
+            for way in ways if number % 2 else reversed(ways):
                 running[way].steps(1 + steps)
                 reports = running[way].ask("report")
                 found[way].append(turn_of(reports))
-                if trace and way == LATE:
+                if trace and way == ways[-1]:
                     trace.write_text(json.dumps(chrome(reports)))
-            said = ", ".join(f"{way} {found[way][-1].step:.2f}" for way in WAYS)
+            said = ", ".join(f"{way} {found[way][-1].step:.2f}" for way in ways)
             print(f"    round {number + 1}/{rounds}: {said}", file=sys.stderr, flush=True)
     finally:
         for one in running.values():
@@ -221,13 +230,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help="%(default)s")
     parser.add_argument("--sequence", type=int, default=512, help="%(default)s")
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 2], help="of a micro-batch: %(default)s")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1], help="of a step: %(default)s")
+    parser.add_argument("--ways", default=";".join(WAYS), help="with semicolons, the first in memory: %(default)s")
     parser.add_argument("--rounds", type=int, default=4, help="%(default)s")
     parser.add_argument("--steps", type=int, default=3, help="of a turn: %(default)s")
     parser.add_argument("--nvme-buffer-bytes", default="256MB", help="%(default)s")
     parser.add_argument(
         "--bucket-size", type=int, help="of the ways on disks (default: a block, which a unit waits for)"
     )
-    parser.add_argument("--trace", type=Path, help="a JSON file for the lanes of the last late turn")
+    parser.add_argument("--trace", type=Path, help="a JSON file for the lanes of the last way's last turn")
     return parser.parse_args()
 
 
@@ -235,16 +246,18 @@ def measured(work: Workload, args: argparse.Namespace) -> bool:
     """Print the table of a workload, write its numbers to a file, and say whether a late step is within the limits."""
     flags = ["--nvme-path", str(args.folder.resolve()), "--nvme-buffer-bytes", args.nvme_buffer_bytes]
     flags += ["--bucket-size", str(args.bucket_size or 12 * work.hidden**2 + 13 * work.hidden)]
-    found = measure(work, flags, 1 if args.quick else args.rounds, args.steps, args.trace)
+    found = measure(work, args.ways.split(";"), flags, 1 if args.quick else args.rounds, args.steps, args.trace)
     cores = len(results.cores())
     rows = {way: row_of(turns, found[MEMORY], cores) for way, turns in found.items()}
     text = results.table(HEADINGS, [shown(way, row) for way, row in rows.items()])
     settings = {"workload": asdict(work), "buffer": args.nvme_buffer_bytes, "limit": LIMIT, "hidden": LEAST_HIDDEN}
     data = {"ways": {way: [asdict(turn) for turn in turns] for way, turns in found.items()}}
     path = report(args, "offload-step", settings, data, text)
+    print(f"{work.samples * work.sequence:,} tokens of a rank, {work.micro_batches} micro-batches\n\n{text}\n\n{path}")
+    if LATE not in rows:
+        return True
     late = rows[LATE]
     met = late.over <= LIMIT and late.hidden >= LEAST_HIDDEN
-    print(f"{work.samples * work.sequence:,} tokens of a rank\n\n{text}\n\n{path}")
     print(
         f"late: {late.over:.2f} times the bound, at most {LIMIT}; {late.hidden:.0%} of Adam hidden, at least "
         f"{LEAST_HIDDEN:.0%}: {'met' if met else 'MISSED'}\n",
@@ -258,8 +271,8 @@ def main() -> None:
     args = arguments()
     heads = args.hidden // 64
     works = [
-        Workload("offload", args.layers, args.hidden, heads, args.sequence, 8192, samples, 1, args.ranks, args.threads)
-        for samples in args.samples
+        Workload("offload", args.layers, args.hidden, heads, args.sequence, 8192, *batch, args.ranks, args.threads)
+        for batch in itertools.product(args.samples, args.micro_batches)
     ]
     if args.quick:
         works = [Workload("tiny", 2, 64, 2, 32, 256, 1, 1, args.ranks, 1)]

@@ -12,7 +12,6 @@ from typing import Any
 
 from bench.contestants.megazero_ import build_megazero, step_of
 from bench.workload import Workload
-from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import Need
 from megazero.pipeline.schedule_run import ScheduleRun
 from megazero.program.instruction import UPDATE_HOST, Op, Piece
@@ -116,8 +115,9 @@ class Step:
             return 0.0, 0
         parts = [(bucket, part) for bucket, rests in enumerate(model.resting) for part in range(len(rests.parts))]
         before, begin, ends = sum(self._moved()), time.perf_counter(), list[Need]()
+        slots = model.mover.update_slots.slots
         for turn, key in enumerate(parts):
-            slot, needs = model.mover.update_slots.slots[turn % SLOTS], ends[-SLOTS:][:1] if len(ends) >= SLOTS else []
+            slot, needs = slots[turn % len(slots)], ends[-len(slots) :][:1] if len(ends) >= len(slots) else []
             start, stop, _ = model.resting[key[0]].parts[key[1]]
             memory = slot.of(Piece.STATE, (stop - start) * model.mover.state_bytes)
             piece = {piece_name(Piece.STATE, key): memory}

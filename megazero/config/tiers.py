@@ -137,8 +137,12 @@ class TierShare:
 
 
 SLOTS = 6
-"""Parts of buckets on their way at a time: two are read and two written, as each lane of a disk does, one is updated,
-and one waits.
+"""Parts of buckets on their way at a time, at the least: two are read and two written, as each lane of a disk does, one
+is updated, and one waits. Parts are cut so that --nvme-buffer-bytes holds so many of them.
+"""
+MOST_SLOTS = 16
+"""Parts of buckets on their way at a time, at the most, where the buffer holds more. What is read ahead of the norm and
+what is written behind the last update has slots, so that the disk works beside the backward too.
 """
 ALIGNMENT = 1024
 """A part begins a multiple of this many elements behind the begin of what the rank updates."""

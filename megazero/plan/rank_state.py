@@ -28,7 +28,7 @@ from megazero.program.shape import RankShape
 from megazero.zero.coded import FrozenLayouts, coding_of, frozen_layouts
 from megazero.zero.frozen import specs_by_unit
 from megazero.zero.layout import BucketLayout, Packing, SharedBy, group_sizes, pack, packing_of, state_groups
-from megazero.zero.offload import frozen_parts, frozen_ranges, pieces_of, run_parts, run_residents
+from megazero.zero.offload import frozen_parts, frozen_ranges, pieces_of, run_parts, run_residents, with_slots
 from megazero.zero.parts import Resident, Resting
 from megazero.zero.shape import StateWidths, rank_shape, state_widths, update_ranges
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
@@ -221,7 +221,8 @@ class RankState:
         row, widths, frozen, groups = self._row, self._widths, self._frozen, self._groups
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
         resting = [*self._resting, *frozen_parts(frozen, stored, widths, self.run.offload)]
-        return rank_shape(specs, self.layouts, frozen, row, widths, groups, resting)
+        shape = rank_shape(specs, self.layouts, frozen, row, widths, groups, resting)
+        return with_slots(shape, self._residents, widths, self.run.offload)
 
     @cached_property
     def _residents(self) -> list[Resident]:
@@ -300,7 +301,7 @@ class RankState:
             optimizer=_off_device((part.tier, part.state_bytes) for _, part in parts),
             parameters=_off_device((bucket.rests, bucket.stored_bytes) for bucket in buckets),
             gradients=_off_device((bucket.sums, part.gradient_bytes) for bucket, part in parts),
-            slots=slot_bytes(self.shape, max(copied, default=0)).total,
+            slots=self.shape.slots * slot_bytes(self.shape).of_both,
             buffers=sum(map(buffers_of, self.pieces)),
             copied=sum(copied),
             files=sum(self.files.values()),

@@ -17,7 +17,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megazero.config.tiers import FILE_TIERS, SLOTS, Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.program.effects import Effects
 from megazero.program.instruction import (
     LEAVE,
@@ -261,8 +261,9 @@ class Moves:
         uses, slot = way_through(i, self.scope.shape), (i.op in PARAMETER_LOADS, i.slot)
         if not uses and i.slot < 0:
             return
-        if not uses or not 0 <= i.slot < SLOTS:
-            raise IllegalMove(f"names slot {i.slot} of {SLOTS}, and needs {'one' if uses else 'none'}")
+        slots = self.scope.shape.slots
+        if not uses or not 0 <= i.slot < slots:
+            raise IllegalMove(f"names slot {i.slot} of {slots}, and needs {'one' if uses else 'none'}")
         if i.frees_slot is not (i.op == uses[-1]):
             does = "frees" if i.frees_slot else "keeps"
             raise IllegalMove(f"{does} slot {i.slot}; its part is there until {uses[-1].value}")
@@ -271,7 +272,7 @@ class Moves:
             raise IllegalMove(f"takes slot {i.slot}, and its part has another one")
         if holder is not None and holder != i.key:
             bucket, part = holder
-            raise IllegalMove(f"takes slot {i.slot} of {SLOTS}, which part {part} of bucket {bucket} has not left")
+            raise IllegalMove(f"takes slot {i.slot} of {slots}, which part {part} of bucket {bucket} has not left")
         self.slots[slot] = i.key
         if i.frees_slot:
             del self.slots[slot]

@@ -205,15 +205,19 @@ class UnitShape:
 class RankShape:
     """The model state of a rank.
 
-    units         by the rank's own number of a chunk, then in forward order
-    buckets       all buckets; the trained ones come first, in forward order
-    sums_partials whether gradients of replicas over tp are partial sums that are added once a step; those of buckets
-                  whose sums leave the device are added in each reduction (`BucketShape.partial`)
+    units          by the rank's own number of a chunk, then in forward order
+    buckets        all buckets; the trained ones come first, in forward order
+    sums_partials  whether gradients of replicas over tp are partial sums that are added once a step; those of buckets
+                   whose sums leave the device are added in each reduction (`BucketShape.partial`)
+    resident_bytes of the largest piece of optimizer state that rests on the device and passes through a slot to disks
+    slots          of each ring, through which parts pass (`program.passes.slots`)
     """
 
     units: tuple[tuple[UnitShape, ...], ...]
     buckets: tuple[BucketShape, ...]
     sums_partials: bool = False
+    resident_bytes: int = 0
+    slots: int = SLOTS
 
     @property
     def read_ahead(self) -> tuple[PartKey, ...]:
@@ -226,7 +230,7 @@ class RankShape:
             for at, part in enumerate(self.buckets[number].parts)
             if part.tier.in_files
         )
-        return tuple(islice(in_files, SLOTS))
+        return tuple(islice(in_files, self.slots))
 
     @property
     def trained(self) -> tuple[int, ...]:

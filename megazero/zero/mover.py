@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from fused_ops.norm import sum_of_squares
-from megazero.config.tiers import FILE_TIERS, SLOTS, Tier
+from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.disk.lanes import Need
 from megazero.program.instruction import Instruction, Op, Piece, TierMove
 from megazero.program.passes.slots import slot_bytes
 from megazero.program.shape import RankShape
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.memories import PartSlot, Ring, Tiers
-from megazero.zero.parts import Key, Range, Resident, Resting, piece_name
+from megazero.zero.parts import Key, Range, Resting, piece_name
 from megazero.zero.reducer import GradientReducer
 from megazero.zero.sharding import OPTIMIZER, Column
 from megazero.zero.storage import StoredColumn
@@ -67,7 +67,6 @@ class Mover:
     columns    of the trained buckets
     reducer    has reduced gradients, and spare buffers on the device
     gatherer   has the parameters of all buckets, and memory for those that are loaded
-    residents  what rests on the device, and passes through slots to disks
     tp         this rank's index
     """
 
@@ -79,17 +78,15 @@ class Mover:
         tiers: Tiers,
         reducer: GradientReducer,
         gatherer: ParameterGatherer,
-        residents: Sequence[Resident],
         tp: int,
     ) -> None:
         self.resting, self.columns, self.tiers = resting, columns, tiers
         self.reducer, self.gatherer = reducer, gatherer
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
-        stays = max((piece.stop - piece.start for piece in residents), default=0)
-        sizes = slot_bytes(shape, stays * self.state_bytes)
-        self.update_slots = _ring_of(sizes.updates, tiers, copied=(Piece.GRADIENTS, Piece.PARAMETERS))
+        sizes = slot_bytes(shape)
+        self.update_slots = _ring_of(shape.slots, sizes.updates, tiers, copied=(Piece.GRADIENTS, Piece.PARAMETERS))
         """For parts that are updated in host memory, or whose new parameters or sums go to disks."""
-        self.load_slots = _ring_of(sizes.loads, tiers)
+        self.load_slots = _ring_of(shape.slots, sizes.loads, tiers)
         """For parameters that are read: these may be under way beside late updates."""
         self._runs = [
             tuple(bucket.counted_runs(tp, counted=which) for which in (True, False)) for bucket in reducer.buckets
@@ -345,9 +342,9 @@ def _move_of(i: Instruction) -> TierMove:
     return i.op
 
 
-def _ring_of(sizes: Mapping[Piece, int], tiers: Tiers, copied: Collection[Piece] = ()) -> Ring:
-    """Slots with these bytes each, in memory that disks read into. copied: pieces between the device and a slot, whose
-    memory the device copies at full speed.
+def _ring_of(count: int, sizes: Mapping[Piece, int], tiers: Tiers, copied: Collection[Piece] = ()) -> Ring:
+    """So many slots with these bytes each, in memory that disks read into. copied: pieces between the device and a
+    slot, whose memory the device copies at full speed.
     """
 
     def allocated(piece: Piece) -> Tensor:
@@ -355,7 +352,7 @@ def _ring_of(sizes: Mapping[Piece, int], tiers: Tiers, copied: Collection[Piece]
             return tiers.in_host_memory(sizes[piece], torch.uint8, "--offload-optimizer")
         return tiers.beside_files(sizes[piece])
 
-    return Ring([PartSlot({piece: allocated(piece) for piece in sizes}) for _ in range(SLOTS)])
+    return Ring([PartSlot({piece: allocated(piece) for piece in sizes}) for _ in range(count)])
 
 
 def _always() -> bool:

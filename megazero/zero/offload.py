@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from megazero.config.derive import whole_steps
 from megazero.config.schema import OffloadConfig
@@ -10,6 +11,7 @@ from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, Tier, TierShare
 from megazero.disk.store import Store
 from megazero.mpu.parameter import StateGroup
 from megazero.program.instruction import Piece
+from megazero.program.passes.slots import slots_within
 from megazero.program.shape import RankShape
 from megazero.zero.coded import FrozenLayouts
 from megazero.zero.layout import BucketLayout
@@ -105,6 +107,13 @@ def run_residents(
     `run_parts`, which gives `resting`.
     """
     return residents_of(ranges, resting, most_elements(widths, cfg)) if whole_steps(cfg) else []
+
+
+def with_slots(shape: RankShape, residents: Sequence[Resident], widths: StateWidths, cfg: OffloadConfig) -> RankShape:
+    """The shape with the number of slots that --nvme-buffer-bytes holds. residents: as `run_residents` gives them."""
+    copied = max((resident.stop - resident.start for resident in residents), default=0)
+    shape = replace(shape, resident_bytes=copied * widths.state)
+    return replace(shape, slots=slots_within(shape, cfg.nvme_buffer_bytes))
 
 
 def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[Tier, dict[str, int]]:

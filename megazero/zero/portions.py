@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.tiers import SLOTS
 from megazero.disk.lanes import DiskRequest
 from megazero.mpu import collectives
 from megazero.mpu.random import initialise_range
@@ -277,7 +276,7 @@ def flip(state: ModelState, step: int, about: Mapping[str, Any]) -> DiskRequest:
     ring = state.mover.update_slots
     ring.assert_idle()
     for number, resident in enumerate(state.residents):
-        slot = ring.slots[number % SLOTS]
+        slot = ring.slots[number % len(ring.slots)]
         for end in slot.ends:
             end()
         for values, copy in _copies(state, resident, slot):

@@ -32,6 +32,7 @@ from megazero.zero.offload import (
     pieces_of,
     run_parts,
     run_residents,
+    with_slots,
 )
 from megazero.zero.parts import Part, Range, Resting
 from megazero.zero.reducer import GradientReducer
@@ -94,7 +95,8 @@ class ModelState:
         self.resting = [*trained, *frozen_parts(frozen, stored, widths, offload)]
         """Where each bucket rests, by number in the list of `shape`: the trained ones come first."""
         groups = state_groups(grid.axes, grid.at)
-        self.shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
+        shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
+        self.shape = with_slots(shape, self.residents, widths, offload)
         pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_stores is not None or not pieces, "validated: state in files has folders"
         memory = DeviceMemory(grid.device, offload.device_memory_budget)
@@ -130,7 +132,6 @@ class ModelState:
             self.tiers,
             self.reducer,
             self.gatherer,
-            self.residents,
             grid.at.tp,
         )
         self.owed = OwedUpdates()

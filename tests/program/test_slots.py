@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.config.tiers import SLOTS, Tier
+from megazero.config.tiers import MOST_SLOTS, SLOTS, Tier
 from megazero.program.instruction import PARAMETER_LOADS, Kind, Lane
+from megazero.program.passes.slots import place_slots, slot_bytes, slots_within
 from megazero.program.scope import LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
@@ -41,6 +42,39 @@ def test_a_read_waits_for_the_slot_of_the_sixth_part_before_it() -> None:
     reads, writes = spans(report, kinds.READ_STATE), spans(report, kinds.WRITE_STATE)
     assert [writes[bucket][1] for bucket in range(8)] == written
     assert [reads[bucket][0] for bucket in range(8)] == [300.0] * SLOTS + written[:2]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "tier", "buffer_bytes", "slots"),
+    [
+        (6, Tier.DISK, 0, SLOTS),
+        (6, Tier.DISK, 7 * 405 - 1, 6),
+        (6, Tier.DISK, 7 * 405, 7),
+        (6, Tier.DISK, 10**9, 8),  # there are eight parts
+        (20, Tier.DISK, 10**9, MOST_SLOTS),
+        (20, Tier.HOST, 10**9, SLOTS),  # no disk works beside the backward
+    ],
+)
+def test_there_are_as_many_slots_as_the_buffer_holds(blocks: int, tier: Tier, buffer_bytes: int, slots: int) -> None:
+    """The largest part has 90 bytes of gradient, 270 of state and 45 of parameters."""
+    (shape,) = step_of(replace(EIGHT, units=(blocks,), parts=(tier,))).shapes.values()
+    assert slots_within(shape, buffer_bytes) == slots
+
+
+def test_state_that_stays_on_the_device_needs_a_slot_on_its_way_to_disks() -> None:
+    (shape,) = step_of(EIGHT).shapes.values()
+    assert slot_bytes(shape).of_both == 405 and slot_bytes(replace(shape, resident_bytes=271)).of_both == 406
+
+
+def test_with_more_slots_more_is_read_before_the_norm() -> None:
+    """Reads take 0.1 for each byte, one behind the other. With seven slots the eighth part waits for a slot."""
+    (shape,), (listed,) = step_of(EIGHT).shapes.values(), step_of(EIGHT).lists.values()
+    assert [len(replace(shape, slots=count).read_ahead) for count in (6, 7, 9)] == [6, 7, 8]
+    wide = place_slots([replace(i, slot=-1, frees_slot=False) for i in listed], replace(shape, slots=7))
+    times = ChunkTimes((100.0,), (200.0,), per_byte={Lane.TO_DISK: 1.0})
+    report = simulate([wide], times, [replace(shape, slots=7)], border=step_of(EIGHT).border, steps=1)
+    reads, writes = spans(report, kinds.READ_STATE), spans(report, kinds.WRITE_STATE)
+    assert [reads[bucket][0] for bucket in range(8)] == [300.0] * 7 + [writes[0][1]]
 
 
 def test_a_slot_is_free_when_both_the_parameters_and_the_state_have_left_it() -> None:

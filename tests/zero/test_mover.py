@@ -7,7 +7,6 @@ from threading import current_thread
 
 import pytest
 
-from megazero.config.tiers import SLOTS
 from megazero.disk.swap_file import SwapDamaged
 from megazero.program.instruction import Instruction, Piece
 from megazero.zero.memories import PartSlot
@@ -24,8 +23,10 @@ def flags_of(words: str, corpus: Path, cache: Path) -> list[str]:
     return [*small_model(3, heads=6), *WORDS.split(), *data_flags(corpus, cache), *words.split()]
 
 
-def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], list[int], int]:
-    """For each bucket its number of parts; the slots in the order in which parts have taken them; bytes written."""
+def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], int, list[int], int]:
+    """For each bucket its number of parts; how many slots there are, and in which order parts have taken them; bytes
+    written.
+    """
     job, _ = job_on_rank(rank, size, flags)
     model, ring, taken = job.state.model, job.state.model.mover.update_slots, list[int]()
     take = ring.slot_of
@@ -37,14 +38,14 @@ def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], li
     ring.slot_of = watched  # type: ignore[method-assign]
     job.fit()
     job.close()
-    return [len(rests.parts) for rests in model.resting], taken, model.tiers.disks.bytes_written
+    return [len(rests.parts) for rests in model.resting], len(ring.slots), taken, model.tiers.disks.bytes_written
 
 
 @pytest.mark.slow
 def test_the_slots_are_taken_in_turn_and_every_part_is_written(corpus: Path, tmp_path: Path) -> None:
     flags = flags_of(f"--offload-optimizer nvme --nvme-path {tmp_path} {SMALL}", corpus, tmp_path)
-    ((parts, taken, written),) = run_ranks(1, parts_on_rank, 1, flags)
-    assert min(parts) > SLOTS and taken == 6 * [turn % SLOTS for turn in range(sum(parts))]
+    ((parts, slots, taken, written),) = run_ranks(1, parts_on_rank, 1, flags)
+    assert min(parts) > slots == 8 and taken == 6 * [turn % slots for turn in range(sum(parts))]
     elements = 12 * 1024 * (sum(parts) - len(parts))
     assert written > (1 + 6) * elements  # once when weights are made, and in every step
 
@@ -66,13 +67,15 @@ def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Pat
 
 def test_a_slot_is_not_taken_twice(corpus: Path, tmp_path: Path) -> None:
     """Parts are read into a few slots. One more would overwrite the first, which nobody has loaded."""
-    words = f"--offload-params nvme --nvme-path {tmp_path} --nvme-buffer-bytes 100KB"
+    words = f"--offload-params nvme --nvme-path {tmp_path} --nvme-buffer-bytes 60KB"
     job, _ = job_on_rank(0, 1, flags_of(words, corpus, tmp_path))
     mover = job.state.model.mover
-    for part in range(SLOTS):
+    slots = len(mover.load_slots.slots)
+    assert slots < len(job.state.model.resting[0].parts)
+    for part in range(slots):
         mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=part, slot=part))
-    with pytest.raises(AssertionError, match=f"part {SLOTS}.* would overwrite bucket 0, part 0, which is under way"):
-        mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=SLOTS, slot=0))
+    with pytest.raises(AssertionError, match=f"part {slots}.* would overwrite bucket 0, part 0, which is under way"):
+        mover.move(Instruction(kinds.READ_PARAMETERS, buckets=(0,), part=slots, slot=0))
     job.close()
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from megazero.config.tiers import FILE_TIERS, SLOTS, Tier
+from megazero.config.tiers import FILE_TIERS, MOST_SLOTS, SLOTS, Tier
 from megazero.program.instruction import (
     PARAMETER_LOADS,
     STATE_READS,
@@ -57,16 +57,24 @@ class SlotBytes:
     loads: Mapping[Piece, int]
 
     @property
-    def total(self) -> int:
-        """Bytes of all slots of both rings."""
-        return SLOTS * (sum(self.updates.values()) + sum(self.loads.values()))
+    def of_both(self) -> int:
+        """Bytes of a slot of one ring and one of the other."""
+        return sum(self.updates.values()) + sum(self.loads.values())
 
 
-def slot_bytes(shape: RankShape, resident_bytes: int = 0) -> SlotBytes:
-    """The size of slots: each memory of a slot is as large as the largest part that needs the memory.
-
-    resident_bytes: of the largest piece of optimizer state that rests on the device and passes through a slot.
+def slots_within(shape: RankShape, buffer_bytes: int) -> int:
+    """The slots of each ring. Where some state passes through slots between disks and the device or an update, as many
+    as `buffer_bytes` hold, MOST_SLOTS and the number of parts at most, but never fewer than SLOTS.
     """
+    sizes = slot_bytes(shape)
+    passing = sum(len(bucket.parts) for bucket in shape.buckets)
+    if not sizes.updates[Piece.STATE] and not sizes.loads[Piece.PARAMETERS]:
+        return SLOTS
+    return max(SLOTS, min(MOST_SLOTS, passing, buffer_bytes // sizes.of_both))
+
+
+def slot_bytes(shape: RankShape) -> SlotBytes:
+    """The size of slots: each memory of a slot is as large as the largest part that needs the memory."""
     needs = [
         (part, ops_of_part(part.tier, bucket.rests, bucket.sums))
         for bucket in shape.buckets
@@ -77,7 +85,7 @@ def slot_bytes(shape: RankShape, resident_bytes: int = 0) -> SlotBytes:
         piece: max((part.bytes_of(piece) for part, ops in needs if not copies.isdisjoint(ops)), default=0)
         for piece, copies in SLOT_MEMORY.items()
     }
-    updates[Piece.STATE] = max(updates[Piece.STATE], resident_bytes)
+    updates[Piece.STATE] = max(updates[Piece.STATE], shape.resident_bytes)
     read = (part for bucket in shape.buckets if bucket.rests.in_files for part in bucket.parts)
     return SlotBytes(updates, {Piece.PARAMETERS: max((part.parameter_bytes for part in read), default=0)})
 
@@ -107,7 +115,7 @@ def place_slots(
         if i.op in STATE_READS and left and i.key == left[0]:
             turns[ring] = 0  # all slots are free here (`passes.ahead`)
         if (ring, i.key) not in taken:
-            taken[ring, i.key] = turns[ring] % SLOTS
+            taken[ring, i.key] = turns[ring] % shape.slots
             turns[ring] += 1
         is_last = i.op == uses[-1]
         # Not `replace`, which is slow: a list has thousands of these.
