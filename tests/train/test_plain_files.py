@@ -11,7 +11,8 @@ import pytest
 
 from megazero.config.parse import parse_arguments, parse_run
 from megazero.config.tiers import Tier
-from megazero.disk.plain_files import PREFIX, PlainFiles
+from megazero.disk.opening import open_swap
+from megazero.disk.plain_files import PREFIX, PlainFiles, open_files
 from megazero.disk.swap_file import DiskError, SwapDamaged
 from megazero.mpu.axes import axes_of
 from megazero.plan.rank_state import stage_bytes
@@ -23,6 +24,7 @@ from megazero.train import checked
 from megazero.train.checked import dry_run_text
 from megazero.train.job import Job
 from megazero.train.requirements import path_problems, room_problems, swap_bytes
+from megazero.train.swap_files import backends
 from tests.disks import small_disk
 from tests.parity.training import data_flags, job_on_rank, small_model
 
@@ -83,6 +85,19 @@ def test_what_is_told(corpus: Path, tmp_path: Path) -> None:
     flags = [*MODEL, *in_files(tmp_path), *data_flags(corpus, tmp_path / "cache"), "--validate-only"]
     answer = dry_run_text(parse_arguments(flags, 1), 1)
     assert "OK: " in answer and re.search(r"on its way +host memory +files$", answer, re.M)
+
+
+def test_the_log_says_what_goes_where(tmp_path: Path) -> None:
+    run = parse_run([*MODEL, *in_files(tmp_path), "--offload-params", "nvme", "--nvme-path", str(tmp_path)], 1)
+    files = open_files([tmp_path], {"a": 4}, job="told", rank=0)
+    space = open_swap([tmp_path], {"a": 4096}, job="told", slots=1)
+    assert backends(run, {Tier.DISK: space, Tier.FILES: files}, None) == [
+        f"--offload-params nvme: {space.backend}",
+        f"--offload-optimizer files: plain files in {tmp_path}, by threads",
+    ]
+    space.close(remove=True)
+    files.close(remove=True)
+    assert [*tmp_path.iterdir()] == []
 
 
 # --- the run -------------------------------------------------------------------------------------------------------
