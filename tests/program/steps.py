@@ -101,7 +101,7 @@ def shape_of(model: Model, stage: int) -> RankShape:
         across = model.across * (2 if spans and not together else 1)
         leaves = is_trained and model.sums is not Tier.DEVICE
         rests = Tier.DEVICE if len(trained) + len(frozen) < model.staying else model.rests
-        tiers = model.parts * is_trained or (Tier.DEVICE,) * (rests is Tier.DISK or leaves)
+        tiers = model.parts * is_trained or (Tier.DEVICE,) * (rests.in_files or leaves)
         made = BucketShape(
             chunk,
             2 * numel,
