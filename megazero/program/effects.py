@@ -1,4 +1,5 @@
-"""What every instruction reads and writes: one table, by which passes, checker, simulator and engine go.
+"""What every instruction reads and writes: one table, by which passes, checker and simulator go. The engine asks it
+which parameters a computation reads; all other waits of a run are those of `zero.mover` and `disk.swap`.
 
 A value is one thing that exists for part of a step: the hidden states that enter a unit, a unit's activations, the
 whole parameters of a bucket, its gradient. A value has one writer at a time: an instruction that makes it ends an

@@ -2,8 +2,9 @@
 
 A list is what one rank does in one step, in order. Computations and messages between stages come from a schedule. The
 instructions on model state (gather, release, reduce, norm, update) are placed by `program.passes`. Every instruction
-runs on a lane: computations one after the other, the messages of a group one after the other beside them. It starts
-once what it reads is there, and `program.effects` says what it reads and writes.
+runs on a lane: computations one after the other, the messages of a group one after the other beside them. An
+instruction starts once what it reads is there. `program.effects` says what each instruction reads and writes, to the
+checker and the simulator. In a run the lanes wait by themselves (`zero.mover`, `disk.swap`).
 
 What moves between the device, host memory and files is data: a `TierMove` names a piece and two tiers. So optimizer
 state, gradients, their sums, parameters and activations leave the device by the same kind of instruction.

@@ -201,7 +201,7 @@ class ParameterGatherer:
         elif loading.own is parameters.whole:
             self._gathers[index] = CommunicationHandle(after=loading.wait)
         else:
-            loading.wait()
+            loading.wait()  # the program waits here: a message cannot wait for a lane of this rank
             # What is sent stays until the gather is over: whoever waits for it lets go of it.
             self._gathers[index] = CommunicationHandle(parameters.gather(self.masters, loading.own), loading.clear)
         if not self.overlap:

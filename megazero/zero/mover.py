@@ -3,7 +3,8 @@
 One mover executes what a step's list says of any column. A copy has one end in host memory (`HostPlace`): where the
 piece rests there, or a slot through which it passes on its way between the device and disks. The other end is a tensor
 on the device or a piece of the swap files. Every copy, addition and update runs on a lane and waits there for what it
-needs. So the program only says what has to happen, and waits for nothing before it reads the parameters (`ready`).
+needs. So the program only says what has to happen, and waits for nothing before it reads the parameters (`ready`), or
+gathers a shard of them that is on its way (`ParameterGatherer.gather`).
 `program.passes` places the instructions in the list, and the engine calls `move` for each by the table of
 `zero.actions`.
 
