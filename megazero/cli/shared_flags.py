@@ -164,9 +164,45 @@ def run_on_grid(
         minutes = args.distributed_timeout_minutes
         parallel = ParallelConfig(tp=args.tp, pp=args.pp, device=args.device, distributed_timeout_minutes=minutes)
         with launch(Run(parallel=parallel), environment) as grid:
+            require_same_flags(args, grid)
             work(args, grid)
 
     end_rank(checked_work, (ConversionError, DataError, *mistakes))
+
+
+_OF_RANK_0 = {"prompt", "prompt_file", "input", "output", "json"}
+"""What only rank 0 reads or writes."""
+_PLACES = {"paths", "load", "tokenizer_path", "data_path"}
+"""What may have another name on each host."""
+
+
+def require_same_flags(args: argparse.Namespace, grid: ProcessGrid) -> None:
+    """Raise ConfigError on all ranks if one of them has other flags than rank 0, or another checkpoint: they would
+    share out two models. torchrun starts all ranks with the same words; whoever starts ranks by hand may err.
+
+    A collective of the world, if it has several ranks: what `found_by_rank_0` and `attempt_on_all_ranks` communicate.
+    """
+    from megazero.checkpoint.agreement import attempt_on_all_ranks, found_by_rank_0
+    from megazero.config.source import ConfigError
+    from megazero.convert.registry import open_source
+    from megazero.train.same_run import ends_of
+
+    def identity() -> dict[str, str]:
+        flags = {name: value for name, value in vars(args).items() if name not in _OF_RANK_0 | _PLACES}
+        with open_source(checkpoint_of(args), args.format) as source:
+            ends = ends_of(source.path)
+        return {f"--{name.replace('_', '-')}": f"{value}" for name, value in flags.items()} | ends
+
+    def compare() -> None:
+        mine = identity()
+        for name in {**first, **mine}:
+            here, there = (values.get(name, "none") for values in (mine, first))
+            if here != there:
+                raise ConfigError([f"{name}: {here} on rank {grid.rank}, {there} on rank 0; all ranks need the same"])
+
+    if grid.world.size > 1:
+        first = found_by_rank_0(grid.world, grid.device, identity)
+        attempt_on_all_ranks(grid.world, grid.device, compare)
 
 
 def model_problems(args: argparse.Namespace, world_size: int, *, replicas: bool) -> Iterator[str]:

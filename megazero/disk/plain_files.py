@@ -28,7 +28,8 @@ from megazero.disk.swap_file import DiskError, SwapDamaged
 from megazero.disk.transports import ENDED, Failure, Transport
 
 PREFIX = "megazero-files-"
-NAME = re.compile(rf"{PREFIX}[\w-]+-\d{{5,}}")
+NAME = re.compile(rf"\.?{PREFIX}([\w-]+)-\d{{5,}}")
+"""What a folder may hold of ours; the dot: it is being made. Group: the job."""
 OWNER = "owner.json"
 WORKERS = 2
 """Threads of a lane: while one asks for bytes, the other computes a checksum."""
@@ -103,9 +104,11 @@ class PlainFiles:
         self.file_bytes = sum(pieces.values())
         self._pieces = pieces
         self._files = {name: path / f"piece-{number:06d}" for number, name in enumerate(pieces)}
+        made = path.with_name(f".{path.name}")
         try:
-            path.mkdir(mode=0o700)
-            (path / OWNER).write_text(json.dumps(_Owner.this()._asdict()))
+            made.mkdir(mode=0o700)
+            (made / OWNER).write_text(json.dumps(_Owner.this()._asdict()))
+            made.rename(path)  # so that nobody sees it without an owner
         except OSError as error:
             raise DiskError.of(f"{path}: the folder for plain files cannot be made", error) from error
         checksum = copier(library.kernels_on(torch.device("cpu")))
@@ -240,36 +243,50 @@ class _Owner(NamedTuple):
         except OSError:  # a system without these files, where nobody is known to have ended
             return cls("", "", os.getpid(), "")
 
-    def has_ended(self) -> bool:
-        """Whether this kernel says so. It knows nothing of other hosts and of other containers."""
+    def has_ended(self) -> bool | None:
+        """Whether this kernel says so; None: it is of another host or container, of which this kernel knows nothing."""
         here = self.this()
         if not here.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
-            return False
+            return None
         with suppress(OSError):
             return self.of(self.process) != self
         return True
 
 
 def remove_leftovers(folder: Path, job: str) -> list[Path]:
-    """Remove the folders of runs that are known to have ended without doing so; return those of others, of which that
-    is not known. job: this run's, whose ranks make their folders now.
+    """Remove the folders of processes that are known to have ended without doing so; return those of which nothing is
+    known. job: this run's, whose ranks make their folders now.
     """
-    others = list[Path]()
+    unknown = list[Path]()
+    for path, has_ended in _folders_of_others(folder):
+        match = NAME.fullmatch(path.name)
+        if has_ended:
+            shutil.rmtree(path, ignore_errors=True)
+        elif has_ended is None and match is not None and match[1] != job:
+            unknown.append(path)
+    return unknown
+
+
+def leftover_bytes(folder: Path) -> int:
+    """Bytes that `remove_leftovers` would free."""
+    total = 0
+    for path in (path for path, has_ended in _folders_of_others(folder) if has_ended):
+        with suppress(OSError):  # another process removes it
+            total += sum(file.stat().st_blocks * 512 for file in path.iterdir())
+    return total
+
+
+def _folders_of_others(folder: Path) -> list[tuple[Path, bool | None]]:
+    """The folders of ours in a folder, and whether the process of each has ended; None: nobody knows."""
     with suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            if not NAME.fullmatch(path.name) or path.name.startswith(f"{PREFIX}{job}-"):
-                continue
-            if _owner_has_ended(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                others.append(path)
-    return others
+        return [(path, _owner_has_ended(path)) for path in sorted(folder.iterdir()) if NAME.fullmatch(path.name)]
+    return []
 
 
-def _owner_has_ended(path: Path) -> bool:
+def _owner_has_ended(path: Path) -> bool | None:
     with suppress(OSError, ValueError, TypeError):
         return _Owner(**json.loads((path / OWNER).read_text())).has_ended()
-    return False
+    return None
 
 
 def _beside(others: Sequence[Path]) -> str:

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from megazero.config.options import run_options
 from megazero.config.placement import AUTO, applied, as_flags
 from megazero.config.schema import OffloadConfig, Run
 from megazero.config.tiers import FILE_TIERS, Tier, TierShare
+from megazero.disk import plain_files
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.optim.lr_schedule import style_of
@@ -180,7 +183,25 @@ def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
     if run.model.vocab_size is None:
         return []
     axes = axes_of(run, world_size)
-    return [problem for tier in file_tiers(run) for problem in _room_problems(run, axes, local_ranks, tier)]
+    used = file_tiers(run)
+    problems = [problem for tier in used for problem in _room_problems(run, axes, local_ranks, tier)]
+    return problems or [*_shared_room_problems(run, axes, local_ranks, used)]
+
+
+def _shared_room_problems(run: Run, axes: Axes, local_ranks: range, used: Sequence[Tier]) -> Iterator[str]:
+    """A sentence for two tiers on one file system, each of which has room there without the other."""
+    for pair in combinations(used, 2):
+        folders = [folders_of(run.offload, tier) for tier in pair]
+        systems = [{os.stat(folder).st_dev: folder for folder in of_tier} for of_tier in folders]
+        needed = [swap_bytes(run, axes, local_ranks, tier) for tier in pair]
+        leftover = sum(_leftover_on(run, tier) for tier in pair)
+        free = sum(map(free_bytes, (systems[0] | systems[1]).values())) + leftover
+        if systems[0].keys() & systems[1].keys() and sum(needed) > free:
+            flags = " and ".join(f"{flag_of(tier)} {' '.join(folders_of(run.offload, tier))}" for tier in pair)
+            files = " and ".join(
+                f"{count:,} bytes of {FILE_TIERS[tier].files}" for tier, count in zip(pair, needed, strict=True)
+            )
+            yield f"{flags} share a file system: {files} are needed, and {free:,} are free; name a folder on another"
 
 
 def _room_problems(run: Run, axes: Axes, local_ranks: range, tier: Tier) -> Iterator[str]:
@@ -198,11 +219,19 @@ def _room_problems(run: Run, axes: Axes, local_ranks: range, tier: Tier) -> Iter
 
 
 def _free_on(run: Run, tier: Tier) -> int:
-    """Free bytes of a tier. Left-over files count where locks say which these are."""
+    """Free bytes of a tier, left-over files among them."""
     folders = folders_of(run.offload, tier)
     if FILE_TIERS[tier].preallocated:
         return free_in(folders, checkpoints=whole_steps(run.offload))
-    return sum(map(free_bytes, folders))
+    return sum(map(free_bytes, folders)) + _leftover_on(run, tier)
+
+
+def _leftover_on(run: Run, tier: Tier) -> int:
+    """Bytes of files that ended processes have left in the folders of a tier."""
+    folders = folders_of(run.offload, tier)
+    if FILE_TIERS[tier].preallocated:
+        return sum(leftover_bytes(folder, checkpoints=whole_steps(run.offload)) for folder in folders)
+    return sum(plain_files.leftover_bytes(Path(folder)) for folder in folders)
 
 
 def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int, tier: Tier) -> dict[str, TierShare]:

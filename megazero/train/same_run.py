@@ -154,12 +154,19 @@ def _weights(prepared: Prepared, first: str | None = None) -> dict[str, Any]:
     if named is not None and takes:
         with open_source(Path(named).expanduser()) as source:
             folder = source.path if first is None else of_that_name(named, source.path, Path(first).name)
-        for file in sorted(folder.rglob("*")):
-            inside = file.relative_to(folder)
-            # Hidden files are of programs that fetched the checkpoint: they differ, and nothing reads them.
-            if file.is_file() and not any(part.startswith(".") for part in inside.parts):
-                files |= {f"--init-from: {what} of {inside}": number for what, number in _length_and_end(file).items()}
+        files = {f"--init-from: {what}": number for what, number in ends_of(folder).items()}
     return {"checkpoint": None if folder is None else str(folder), "weights": files}
+
+
+def ends_of(checkpoint: Path) -> dict[str, str]:
+    """Of each file of a checkpoint how long it is, and a checksum of its end. checkpoint: a folder, or one file."""
+    ends = dict[str, str]()
+    for file in [checkpoint] if checkpoint.is_file() else sorted(checkpoint.rglob("*")):
+        inside = file.relative_to(checkpoint) if file != checkpoint else Path(file.name)
+        # Hidden files are of programs that fetched the checkpoint: they differ, and nothing reads them.
+        if file.is_file() and not any(part.startswith(".") for part in inside.parts):
+            ends |= {f"{what} of {inside}": number for what, number in _length_and_end(file).items()}
+    return ends
 
 
 def _length_and_end(file: Path) -> dict[str, str]:

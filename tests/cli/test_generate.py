@@ -25,6 +25,7 @@ import torch
 
 import megazero.convert.loading
 from megazero.cli.generate import check, generate_on, parser, prompt_count
+from megazero.cli.shared_flags import require_same_flags
 from megazero.config.schema import ModelConfig
 from megazero.config.source import ConfigError
 from megazero.convert.convert import convert
@@ -420,3 +421,27 @@ def test_interactive_through_a_pipe_on_four_ranks(model: Path) -> None:
     shown = [[int(word) for word in line.split()] for line in answers.splitlines()]
     assert shown == expected(model, Sampling(temperature=0), 10)[:2]
     assert "'nothing' is no token id" in remarks and others == [("", "")] * 3
+
+
+def problems_on_rank(rank: int, words: list[list[str]]) -> list[str]:
+    try:
+        require_same_flags(parser().parse_args(words[rank]), build_grid(Axes(tp=2), torch.device("cpu")))
+    except ConfigError as error:
+        return [*error.problems]
+    return []
+
+
+def test_ranks_have_the_flags_and_the_checkpoint_of_rank_0(model: Path, tmp_path: Path) -> None:
+    """Whoever starts ranks by hand may err. A place may have another name on each host, and rank 0 reads the prompt."""
+    copied, other = (shutil.copytree(model, tmp_path / name) for name in ("copied", "other"))
+    weights = next(other.glob("*.safetensors"))
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1
+    weights.write_bytes(changed)
+    words = ["--load", str(model), "--seed", "1", "--prompt", "a"]
+    same = ["--load", str(copied), "--seed", "1"]
+    assert run_ranks(2, problems_on_rank, [words, same]) == [[], []]
+    seed = "--seed: 2 on rank 1, 1 on rank 0; all ranks need the same"
+    assert run_ranks(2, problems_on_rank, [words, [*words, "--seed", "2"]]) == [[seed], [seed]]
+    (first,), (second,) = run_ranks(2, problems_on_rank, [words, [*words, "--load", str(other)]])
+    assert first == second and first.startswith(f"checksum of the last 65,536 bytes of {weights.name}: ")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import pytest
 from megazero.config.parse import parse_arguments, parse_run
 from megazero.config.tiers import Tier
 from megazero.disk.opening import open_swap
-from megazero.disk.plain_files import PREFIX, PlainFiles, open_files
-from megazero.disk.swap_file import DiskError, SwapDamaged
+from megazero.disk.plain_files import PREFIX, PlainFiles, leftover_bytes, open_files
+from megazero.disk.swap_file import DiskError, SwapDamaged, free_bytes
 from megazero.mpu.axes import axes_of
 from megazero.plan.rank_state import stage_bytes
 from megazero.plan.step_lists import StageLists
@@ -71,6 +73,46 @@ def test_the_folder_has_room_for_the_ranks_of_a_host(tmp_path: Path) -> None:
         assert problem.endswith(", or a folder with more room")
         (nearest,) = re.findall(r"files:[0-9.]+", problem)
         assert room_problems(parse_run([*MODEL, *in_files(disk, nearest), *more], 2), 2, range(2)) == []
+
+
+@pytest.mark.slow
+def test_swap_files_and_plain_files_share_the_room_of_a_file_system(tmp_path: Path) -> None:
+    """Each of them has room there without the other."""
+    with small_disk(tmp_path / "disk", 600 * 1024) as disk:
+        for name in ("swap", "plain"):
+            (disk / name).mkdir()
+        words = [*MODEL, *in_files(disk / "plain"), "--offload-params", "nvme", "--nvme-path", str(disk / "swap")]
+        run = parse_run(words, 1)
+        plain, swap = (swap_bytes(run, axes_of(run, 1), range(1), tier) for tier in (Tier.FILES, Tier.DISK))
+        assert max(plain, swap) < 590 * 1024 and room_problems(run, 1, range(1)) == []
+        (disk / "other").write_bytes(bytes(600 * 1024 - max(plain, swap) - 8192))
+        (problem,) = room_problems(run, 1, range(1))
+        flags = f"--nvme-path {disk / 'swap'} and --files-path {disk / 'plain'} share a file system"
+        assert problem.startswith(
+            f"{flags}: {swap:,} bytes of swap files and {plain:,} bytes of plain files are needed"
+        )
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from megazero.disk.plain_files import open_files
+count = 300 * 1024
+files = open_files([Path(sys.argv[1])], {"piece": count}, job="killed", rank=0)
+files.write({"piece": torch.ones(count, dtype=torch.uint8)}).wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_run_has_left_counts_as_free(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 600 * 1024) as disk:
+        run = parse_run([*MODEL, *in_files(disk)], 1)
+        needed = swap_bytes(run, axes_of(run, 1), range(1), Tier.FILES)
+        assert 300 * 1024 < needed < 600 * 1024
+        subprocess.run([sys.executable, "-c", KILLED, str(disk)], check=False)
+        assert free_bytes(disk) < needed and leftover_bytes(disk) >= 300 * 1024
+        assert room_problems(run, 1, range(1)) == []
 
 
 def test_what_is_told(corpus: Path, tmp_path: Path) -> None:
