@@ -130,7 +130,8 @@ _FREE = {
     **_plain(
         "parallel", "recompute_granularity", "recompute_num_layers", "overlap", "bucket_size", "grad_reduce_dtype"
     ),
-    **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention", "late_update"),
+    **_plain("parallel", "device", "backend", "shared_memory", "compile", "attention"),
+    **_plain("parallel", "late_update", "early_update"),
     **_plain("parallel", "cuda_graphs", "zero_shard_size", "activation_memory_budget", "shard_recompute_inputs"),
     "optimizer.optimizer_impl": _of_adam("optimizer_impl"),
     **_plain(

@@ -420,9 +420,18 @@ def _whole_steps(context: CheckContext) -> Problems:
         )
 
 
+@reads("late_update early_update")
+def _one_time_of_updates(context: CheckContext) -> Problems:
+    if context.run.parallel.late_update and context.run.parallel.early_update:
+        yield (
+            "--early-update updates a unit before the step's norm is known, and --late-update behind the end of the "
+            "step: drop one of them"
+        )
+
+
 LAYOUT_CHECKS = (
     *(_heads, _positions, _biases, _tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
     *(_zero, _world, _shard_size, _backend, _cuda_graphs, _reduce_dtype, _attention),
     *(_recompute, _activation_budget, _device_budget, _shard_recompute_inputs),
-    *(_disks, _folders, _buffer, _units, _graphs, _apex, _whole_steps),
+    *(_disks, _folders, _buffer, _units, _graphs, _apex, _whole_steps, _one_time_of_updates),
 )

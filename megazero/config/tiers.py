@@ -29,6 +29,11 @@ class Tier(Enum):
         return self in FILE_TIERS
 
     @property
+    def goes_back(self) -> bool:
+        """Whether what is written here leaves the version before it, which can be taken up again."""
+        return self.in_files and FILE_TIERS[self].goes_back
+
+    @property
     def depth(self) -> int:
         """The number of copies that bring something from here to the device."""
         return 2 if self.in_files else int(self is Tier.HOST)
@@ -47,6 +52,7 @@ class FileTier:
     preallocated
                 whether they have all their bytes from the start, are locked, and are read and written past the page
                 cache, through buffers of their own (`disk.swap_file`)
+    goes_back   whether what was written before the newest version of something can be taken up again
     """
 
     folders: str
@@ -56,6 +62,7 @@ class FileTier:
     asks: str
     more: str
     preallocated: bool
+    goes_back: bool
 
 
 FILE_TIERS: Mapping[Tier, FileTier] = MappingProxyType(
@@ -68,6 +75,7 @@ FILE_TIERS: Mapping[Tier, FileTier] = MappingProxyType(
             "a folder for swap files on each disk that it may use",
             "a folder more, on another disk",
             preallocated=True,
+            goes_back=True,
         ),
         Tier.FILES: FileTier(
             "files_path",
@@ -77,6 +85,7 @@ FILE_TIERS: Mapping[Tier, FileTier] = MappingProxyType(
             "a folder that another host may own",
             "a folder with more room",
             preallocated=False,
+            goes_back=False,
         ),
     }
 )

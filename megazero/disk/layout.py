@@ -75,10 +75,10 @@ class SwapLayout:
 
     pieces   bytes by name, in the order of a step; each at least 1
     weights  of the paths: their shares of every piece
-    slots    2: a step is written beside the one before it. 1: over it, in half the space, and a kill leaves nothing
+    slots    1: a piece is written over. 2: beside what it was before. 3: beside what it was before, and that before it
 
-    In a file come the header, slot 0 of all pieces in order, then slot 1 of all: a step writes one area from end to
-    end.
+    In a file come the header, slot 0 of all pieces in order, then slot 1 of all, and so on: a step writes one area from
+    end to end.
     """
 
     pieces: Mapping[str, int]
@@ -86,8 +86,8 @@ class SwapLayout:
     slots: int = 2
 
     def __post_init__(self) -> None:
-        if self.slots not in (1, 2):
-            raise ValueError(f"{self.slots} slots for each piece: there are 1 or 2")
+        if self.slots not in (1, 2, 3):
+            raise ValueError(f"{self.slots} slots for each piece: there are 1, 2 or 3")
         if not self.weights or min(self.weights) <= 0:
             raise ValueError(f"weights of paths are above 0: {self.weights}")
         empty = [name for name, count in self.pieces.items() if count < 1]

@@ -30,6 +30,7 @@ def open_swap(
     job: str,
     rank: int = 0,
     slots: int = 2,
+    whole_steps: bool = True,
     weights: tuple[float, ...] | None = None,
     resume: bool = False,
     step: int | None = None,
@@ -38,6 +39,9 @@ def open_swap(
 
     pieces   bytes by name, in the order of a step
     job      a word for the names of the files, the same for all ranks; two jobs that run at once have different ones
+    slots    of each piece (`disk.layout.SwapLayout`)
+    whole_steps
+             whether `flip` makes a step of all that is written, for which a piece keeps its content of the last step
     weights  of the folders; by default they are measured, where there are several
     resume   go on from the last whole step of an earlier process, if it has left one: `record` says which
     step     go on from this one of the two that the record has
@@ -70,7 +74,7 @@ def open_swap(
             unfinished.unlink()  # of a process that was killed while it wrote a record
         if record is not None and record != newest:
             record.write(record_path)  # before the slots of the later step are written
-        return SwapSpace(files, record_path, layout, options, record)
+        return SwapSpace(files, record_path, layout, options, record, whole_steps=whole_steps)
     except BaseException:
         for file in files:
             file.close(remove=record is None)

@@ -131,6 +131,9 @@ class SwapSpace:
     read gives the newest content, flipped or not. Requests run beside the program. Those on one piece wait for each
     other in the order of submission, and what is written after a flip waits for the flip.
 
+    A piece keeps its content of the last flip, or, where steps do not become whole, that before the last write, as far
+    as it has a slot more: `go_back` takes it up again.
+
     After a write or a flip has failed, every later one fails too: the last whole step stays.
 
     backend                    which way of moving bytes runs, and why, in words
@@ -146,16 +149,18 @@ class SwapSpace:
         layout: SwapLayout,
         options: DiskOptions,
         record: SwapRecord | None,
+        *,
+        whole_steps: bool = True,
     ) -> None:
         """Use `disk.opening.open_swap`."""
         backend = open_backend(options, files)
         self.backend, self.record = backend.words, record
         self.bytes_read = self.bytes_written = 0
         self._files, self._record_path, self._layout = files, record_path, layout
-        self._options, self.memory_bytes = options, options.memory_bytes
+        self._options, self.memory_bytes, self._whole_steps = options, options.memory_bytes, whole_steps
         self._lanes = DiskLanes(backend.reads, backend.writes)
-        self._whole: dict[str, Version | _Written] = {**record.last.versions} if record else {}
-        self._newest, self._reading = dict(self._whole), dict[str, list[DiskRequest]]()
+        self._kept: dict[str, Version | _Written] = {**record.last.versions} if record else {}
+        self._newest, self._reading = dict(self._kept), dict[str, list[DiskRequest]]()
         self._changes, self._flips = list[DiskRequest](), list[DiskRequest]()  # under way; the last flip
         self._failed: BaseException | None = None
         self._direct = DirectMemory()
@@ -219,7 +224,9 @@ class SwapSpace:
         Errors as for `read`.
         """
         memory, names = self._checked(tensors), list(tensors)
-        slots = [(self._whole[name].slot + 1) % self._layout.slots if name in self._whole else 0 for name in names]
+        if not self._whole_steps:
+            self._kept |= {name: self._newest[name] for name in names if name in self._newest}
+        slots = [(self._kept[name].slot + 1) % self._layout.slots if name in self._kept else 0 for name in names]
         plan = self._moves(memory, names, slots)
 
         def work(transport: Transport) -> list[int]:
@@ -242,7 +249,7 @@ class SwapSpace:
         """
         about = json.loads(json.dumps(about or {}))  # a value that is none of JSON fails here
         # At once: what is written from now on takes the other slots, and waits for this request.
-        versions = self._whole = dict(self._newest)
+        versions = self._kept = dict(self._newest)
 
         def work(transport: Transport) -> list[int]:
             if self._layout.slots == 1:
@@ -262,6 +269,13 @@ class SwapSpace:
         request = self._submit_change(work, [*self._changes, *self._flips])
         self._flips, self._changes = [request], []
         return request
+
+    def go_back(self, name: str) -> None:
+        """Have the content of a piece be again what it was at the last flip, or before the last write. The caller has
+        waited for that write.
+        """
+        assert self._layout.slots > 1, f"the content of piece {name!r} is written over"
+        self._newest[name] = self._kept[name]
 
     def close(self, *, remove: bool) -> None:
         """End the lanes and close the files. Requests that have not begun fail. remove: delete files and record too.

@@ -18,6 +18,7 @@ from megazero.config.derive import (
     pipeline_schedule,
     query_groups,
     recompute_by_flags,
+    updates_early,
     whole_steps,
 )
 from megazero.config.dtypes import compute_dtype
@@ -203,6 +204,7 @@ def step_options(run: Run) -> StepOptions:
         leaving=leaves.share if leaves else 0.0,
         files=ActivationFiles(leaves.tier, run.offload.nvme_buffer_bytes) if leaves.in_files else None,
         ahead=reads_ahead(run),
+        early=updates_early(run),
     )
 
 
@@ -251,4 +253,6 @@ def with_graphs(
     """The engine for training: with --cuda-graphs a `GraphedEngine` around it, else itself."""
     if not run.parallel.cuda_graphs:
         return engine
-    return GraphedEngine(engine, gradients, GraphCapture(grid.device), travels=grid.replicas.handle is not None)
+    # Early updates read gradients beside the last backward, as messages do.
+    travels = grid.replicas.handle is not None or updates_early(run)
+    return GraphedEngine(engine, gradients, GraphCapture(grid.device), travels=travels)

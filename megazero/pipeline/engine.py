@@ -31,7 +31,7 @@ class StepLists(Protocol):
     @property
     def shape(self) -> RankShape: ...
 
-    def training(self, micro_batches: int, *, owed: bool = False) -> Sequence[Instruction]: ...
+    def training(self, micro_batches: int, *, owed: bool = False, early: bool = False) -> Sequence[Instruction]: ...
 
     def evaluation(self, micro_batches: int) -> Sequence[Instruction]: ...
 
@@ -116,24 +116,26 @@ class PipelineEngine:
         end: StepEnd | None = None,
         *,
         owed: bool = False,
+        early: bool = False,
     ) -> Tensor:
         """A whole step: forward and backward of every micro-batch, and what else the list says.
 
         loss_factor  0-dim: factor of each micro-batch's summed loss in backward
         end          what NORM and UPDATE do; None: a list without them
         owed         whether the list makes the updates that the step before has left
+        early        whether it makes some updates before its norm
 
         Returns the sum of token losses over the micro-batches, without the factor, as a 0-dim float64 tensor on the
         device; 0 on ranks without the head. Communicates hidden states and their gradients with neighbouring stages,
         and what stages, model state and `end` communicate. Raises PeerError when a neighbour fails.
         """
         step = ScheduleRun(self.parts, micro_batches, end, trains=True)
-        step.run(self.lists.training(len(micro_batches), owed=owed), loss_factor)
+        step.run(self.lists.training(len(micro_batches), owed=owed, early=early), loss_factor)
         return step.loss_sum
 
     def settle(self, end: StepEnd) -> None:
-        """Make the updates that the last step has left, and no others. All ranks call it. Communicates gathers of
-        parameters.
+        """Make the updates that the last step has left, or has to make again, and no others. All ranks call it.
+        Communicates gathers of parameters.
         """
         ScheduleRun(self.parts, (), end, trains=False).run(self.lists.settling(), None)
 

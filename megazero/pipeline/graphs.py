@@ -6,9 +6,10 @@ parameters, the replicated gradient column, copies of a micro-batch's tensors an
 losses. Micro-batches differ in whether gradients are written or added, so there are two graphs. They share one memory
 pool: they never run at the same time, and neither keeps anything there that the other needs.
 
-With several dp ranks the first micro-batch (whose forward waits for the parameters of each unit) and the last (whose
-backward reduces bucket by bucket) run without a graph; the others are replayed. The graphs keep the memory of a
-micro-batch's activations for good. Evaluation and micro-batches without a graph need memory in addition to that.
+With several dp ranks, or early updates, the first micro-batch (whose forward waits for the parameters of each unit) and
+the last (whose backward reduces or updates bucket by bucket) run without a graph; the others are replayed. The graphs
+keep the memory of a micro-batch's activations for good. Evaluation and micro-batches without a graph need memory in
+addition to that.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def replayed(micro_batches: int, travels: bool) -> range:
 class GraphedEngine:
     """A `PipelineEngine` of one stage and one chunk whose training step replays micro-batches.
 
-    gradients: those of the engine's model state. travels: whether gradients and parameters travel over dp: whether its
-    group has a handle. A graph could not wait for them. Evaluation uses no graph.
+    gradients: those of the engine's model state. travels: whether gradients and parameters travel beside a micro-batch:
+    over dp, whose group has a handle then, or for early updates. A graph could not wait for them. Evaluation uses no
+    graph.
     """
 
     def __init__(
@@ -93,15 +95,18 @@ class GraphedEngine:
         end: StepEnd | None = None,
         *,
         owed: bool = False,
+        early: bool = False,
     ) -> Tensor:
         """As `PipelineEngine.train`, with the same bits if the kernels are deterministic."""
         self.steps += 1
         if self.steps <= WARM_UP:
             self._ready |= {number > 0 for number in range(len(micro_batches))}
-            return self.capture.on_side_stream(lambda: self.engine.train(micro_batches, loss_factor, end, owed=owed))
+            return self.capture.on_side_stream(
+                lambda: self.engine.train(micro_batches, loss_factor, end, owed=owed, early=early)
+            )
         loss_sum = self._prepare(micro_batches[0], loss_factor)
         instructions, replays = (
-            self.engine.lists.training(len(micro_batches), owed=owed),
+            self.engine.lists.training(len(micro_batches), owed=owed, early=early),
             replayed(len(micro_batches), self.travels),
         )
         last_units = {i.micro_batch: number for number, i in enumerate(instructions) if i.op is Op.FORWARD}

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from megazero.config.derive import folders_of, whole_steps
+from megazero.config.derive import folders_of, swap_slots
 from megazero.config.placement import unplaced
 from megazero.config.schema import ParallelConfig, Run
 from megazero.config.tiers import FILE_TIERS, Tier
@@ -237,10 +237,10 @@ class RankState:
     @property
     def files(self) -> dict[Tier, int]:
         """The bytes of its files, by tier."""
-        # a whole step stays beside the one that is written
-        slots = {Tier.DISK: 2 if whole_steps(self.run.offload) else 1}
+        slots = swap_slots(self.run)
         return {
-            tier: file_bytes(self.run, tier, pieces, slots=slots.get(tier, 1)) for tier, pieces in self.pieces.items()
+            tier: file_bytes(self.run, tier, pieces, slots=slots if tier.goes_back else 1)
+            for tier, pieces in self.pieces.items()
         }
 
     @property

@@ -128,7 +128,8 @@ class StageLists:
     def of(self, stage: int) -> StageStep:
         """The step of a stage that follows another one, with the run's whole global batch."""
         if stage not in self._made:
-            self._made[stage] = self._step(stage, owed=step_options(self.run).late)
+            options = step_options(self.run)
+            self._made[stage] = self._step(stage, owed=options.late, early=options.early)
         return self._made[stage]
 
     def activations(self, stage: int) -> ActivationPieces:
@@ -154,23 +155,24 @@ class StageLists:
 
     def check(self) -> None:
         """Raise ProgramError if the lists of the stages do not fit together (`program.checker.check`): those of a step;
-        with late updates also those of a step before which none are owed, and those of updates alone.
+        with late or early updates also those of a step without them, and those of updates alone.
         """
         stages = range(self.axes.pp)
         self._check([self.of(stage) for stage in stages], self.micro_batches)
         options = step_options(self.run)
-        if options.late:
-            self._check([self._step(stage, owed=False) for stage in stages], self.micro_batches)
+        if options.late or options.early:
+            self._check([self._step(stage, owed=False, early=False) for stage in stages], self.micro_batches)
             shapes = [self.of(stage).shape for stage in stages]
-            lists = [settling_list(shape, ahead=options.ahead) for shape in shapes]
+            lists = [settling_list(shape, options) for shape in shapes]
             self._check([StageStep(*pair, 0, options.settling) for pair in zip(shapes, lists, strict=True)], 0)
 
-    def _step(self, stage: int, *, owed: bool) -> StageStep:
-        """A step of a stage. owed: whether it makes the updates of the step before."""
+    def _step(self, stage: int, *, owed: bool, early: bool) -> StageStep:
+        """A step of a stage. owed, early: as in `StepOptions.border_of`."""
         shape, options = self._shape(stage), step_options(self.run)
         schedule, groups = schedules(self.run, stage)(self.micro_batches), options.groups(self.micro_batches)
-        listed = training_step(schedule, shape, options, groups=groups, owed=owed)
-        return StageStep(shape, listed, gathered_budget(listed, shape, options), options.border_of(owed=owed))
+        listed = training_step(schedule, shape, options, groups=groups, owed=owed, early=early)
+        border = options.border_of(owed=owed, early=early)
+        return StageStep(shape, listed, gathered_budget(listed, shape, options), border)
 
     @staticmethod
     def _check(steps: Sequence[StageStep], micro_batches: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from megazero.program.effects import effects
-from megazero.program.instruction import RELEASE, Instruction, Op, ProgramError
+from megazero.program.instruction import RELEASE, UPDATE_HOST, Instruction, Op, ProgramError
 from megazero.program.moves import IllegalMove, Moves
 from megazero.program.scope import ON_TIME, Border, Scope
 from megazero.program.shape import RankShape
@@ -235,6 +235,8 @@ class _Walk:
 
     def _check_buckets(self, i: Instruction) -> None:
         shape = self.scope.shape
+        if i.op == UPDATE_HOST and self.scope.is_early(i) and (more := self._still_to_come(i)):
+            raise self._refuse(f"updates before the gradient is complete: {more}")
         for number in i.buckets:
             bucket = shape.buckets[number]
             if i.op is Op.COUNT_GRADIENT and (more := self._still_to_add(number, i.part)):
@@ -248,6 +250,19 @@ class _Walk:
                 self.gathered += bucket.parameter_bytes * ((i.op is Op.GATHER) - (i.op == RELEASE))
         if i.op is Op.GATHER and self.budget is not None and self.gathered > self.budget:
             raise self._refuse(f"makes {self.gathered} bytes of gathered parameters, the budget is {self.budget}")
+
+    def _still_to_come(self, i: Instruction) -> str:
+        """What has still to come to the gradient that an early update reads, in words; empty if it is complete. Then
+        the bucket's last backward is over too, so that no computation of the step reads its parameters any more.
+        """
+        number, part = i.key
+        if self.missing[number] > 0:
+            return f"{self.missing[number]} backwards of units have still to add to it"
+        squares = of_bucket(Thing.SQUARES, number, part if self.scope.shape.buckets[number].sums.in_files else -1)
+        if self.scope.shape.buckets[number].sums_leave and squares not in self.alive:
+            return f"nothing has counted {describe(squares)}"
+        left = [of_bucket(thing, number) for thing in (Thing.GRADIENT, Thing.INSIDE)]
+        return next((f"{describe(value)} has still to be reduced" for value in left if value in self.alive), "")
 
     def _still_to_add(self, number: int, part: int) -> str:
         """What has still to be added to a sum in words; empty if it is complete."""

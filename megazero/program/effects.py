@@ -20,7 +20,7 @@ the device. So no backward can come before they are copied back, and nothing can
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -228,21 +228,44 @@ def _on(piece: Piece, tier: Tier) -> Which:
     return lambda i, scope: (resting if state.home(piece, i, scope) is tier else passing)(i, scope)
 
 
+_NOTHING: Iterator[Value] = iter(())
+_STAYS: Mapping[Piece, Callable[[TierMove, Instruction, Scope], bool]] = MappingProxyType(
+    {
+        Piece.PARAMETERS: lambda move, i, scope: state.home(Piece.PARAMETERS, i, scope) is move.source,
+        Piece.ACTIVATIONS: lambda move, i, scope: move.goes_out,
+        Piece.GRADIENTS: lambda move, i, scope: (
+            scope.is_early(i) and state.home(Piece.GRADIENTS, i, scope) is move.source
+        ),
+    }
+)
+"""By piece: whether what a copy reads stays. Parameters at rest stay when a use takes a copy of them, activations on
+their way out until they are freed, and the gradient of an early update for the norm.
+"""
+
+
 def _copy(move: TierMove) -> EffectRow:
-    """The effects of a copy: it takes what is on its source, and makes what is on its destination. Parameters at rest
-    stay when a use takes a copy of them, and activations on their way out stay until they are freed.
+    """The effects of a copy: it takes what is on its source, unless that stays, and makes what is on its
+    destination.
     """
     piece, source, destination = move
     read, made = _on(piece, source), _on(piece, destination)
-    if piece is Piece.PARAMETERS:
-        at_home, no_values = (lambda i, scope: state.home(piece, i, scope) is source), iter(())
-        return EffectRow(
-            needs=(lambda i, scope: read(i, scope) if at_home(i, scope) else no_values,),
-            takes=(lambda i, scope: no_values if at_home(i, scope) else read(i, scope),),
-            makes=(made,),
-        )
-    stays = piece is Piece.ACTIVATIONS and move.goes_out
-    return EffectRow(needs=(read,) * stays, takes=(read,) * (not stays), makes=(made,))
+    stays = _STAYS.get(piece)
+    if stays is None:
+        return EffectRow(takes=(read,), makes=(made,))
+    return EffectRow(
+        needs=(lambda i, scope: read(i, scope) if stays(move, i, scope) else _NOTHING,),
+        takes=(lambda i, scope: _NOTHING if stays(move, i, scope) else read(i, scope),),
+        makes=(made,),
+    )
+
+
+def _gradient_of_update(i: Instruction, scope: Scope, *, stays: bool) -> Iterator[Value]:
+    """The gradient in host memory that an update reads, if it is there behind the update, or if it is not. An early
+    update leaves the sum that rests there to the norm.
+    """
+    at_rest = state.home(Piece.GRADIENTS, i, scope) is Tier.HOST
+    if stays is (at_rest and scope.is_early(i)):
+        yield from _on(Piece.GRADIENTS, Tier.HOST)(i, scope)
 
 
 EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
@@ -287,9 +310,9 @@ EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
         Op.COUNT_GRADIENT: EffectRow(needs=(state.summed,), makes=(state.piece(Thing.SQUARES),)),
         UPDATE: EffectRow(needs=(state.norm_of_update,), takes=(state.for_update, state.stale), makes=(state.updated,)),
         UPDATE_HOST: EffectRow(
-            needs=(state.norm_of_update,),
+            needs=(state.norm_of_update, lambda i, scope: _gradient_of_update(i, scope, stays=True)),
             takes=(
-                _on(Piece.GRADIENTS, Tier.HOST),
+                lambda i, scope: _gradient_of_update(i, scope, stays=False),
                 _on(Piece.STATE, Tier.HOST),
                 state.stale,
             ),

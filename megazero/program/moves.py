@@ -22,7 +22,6 @@ from megazero.program.effects import Effects
 from megazero.program.instruction import (
     LEAVE,
     LOAD,
-    PARAMETER_LOADS,
     STATE_READS,
     UPDATE,
     UPDATE_HOST,
@@ -36,9 +35,8 @@ from megazero.program.instruction import (
     reads_of,
     writes_of,
 )
-from megazero.program.passes.slots import way_through
+from megazero.program.passes.slots import Tenant, tenant_of, way_through
 from megazero.program.scope import Scope
-from megazero.program.shape import PartKey
 from megazero.program.values import Thing, Value, describe, of_bucket
 
 
@@ -180,8 +178,8 @@ class Moves:
     away   the pieces that are not at home, and the instruction that moved them last (None: it stands in the list
            before). At home optimizer state and
            parameters rest on their tiers, and all else on the device
-    slots  the parts that have taken a slot of host memory, by its ring (whether it is of parameters that are read) and
-           number, until they have left it
+    slots  who has taken a slot of host memory and not left it, by its ring (whether it is of parameters that are read)
+           and number
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -190,7 +188,7 @@ class Moves:
         held = scope.held_at_start
         for key in held:
             self.away[Piece.STATE, of_bucket(Thing.SHARD, *key)] = TO_HOST, None
-        self.slots: dict[tuple[bool, int], PartKey] = {(False, slot): key for slot, key in enumerate(held)}
+        self.slots = {(False, slot): Tenant(False, False, key) for slot, key in enumerate(held)}
 
     def take(self, i: Instruction, does: Effects) -> None:
         """The next instruction, and what it reads and writes. Raises IllegalMove."""
@@ -258,7 +256,8 @@ class Moves:
 
     def _slot(self, i: Instruction) -> None:
         """A part has one slot of a ring at a time, and keeps it until it has gone its whole way."""
-        uses, slot = way_through(i, self.scope.shape), (i.op in PARAMETER_LOADS, i.slot)
+        uses, tenant = way_through(i, self.scope.shape), tenant_of(i)
+        slot = tenant.loads, i.slot
         if not uses and i.slot < 0:
             return
         slots = self.scope.shape.slots
@@ -268,12 +267,12 @@ class Moves:
             does = "frees" if i.frees_slot else "keeps"
             raise IllegalMove(f"{does} slot {i.slot}; its part is there until {uses[-1].value}")
         holder = self.slots.get(slot)
-        if holder is None and (slot[0], i.key) in {(ring, key) for (ring, _), key in self.slots.items()}:
+        if holder is None and tenant in self.slots.values():
             raise IllegalMove(f"takes slot {i.slot}, and its part has another one")
-        if holder is not None and holder != i.key:
-            bucket, part = holder
+        if holder is not None and holder != tenant:
+            bucket, part = holder.key
             raise IllegalMove(f"takes slot {i.slot} of {slots}, which part {part} of bucket {bucket} has not left")
-        self.slots[slot] = i.key
+        self.slots[slot] = tenant
         if i.frees_slot:
             del self.slots[slot]
 

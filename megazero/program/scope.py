@@ -3,12 +3,16 @@
 On time, a list makes the updates of its own gradients at its end, and nothing crosses the border between two steps but
 parameters. With late updates it leaves its gradients and its norm. The next list makes these updates where it comes to
 the parameters. Or a list of updates alone makes them, because something else is about to read the parameters.
+
+With early updates a list updates some parts before its norm, as if the norm clipped nothing. It leaves their gradients:
+where the norm says otherwise, a list of updates alone makes these updates again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from megazero.config.tiers import Tier
 from megazero.program.instruction import Instruction
@@ -24,11 +28,14 @@ class Border:
     leaves  this list makes no updates of its own gradients: it leaves them, with its norm
     ahead   it has then read the first optimizer state for them already, and so had the step before
             (`program.passes.ahead`)
+    early   of a training step: it updates the early parts before its norm, and keeps their gradients to its end. Of a
+            list of updates alone: it makes the updates of the early parts again, and no others (`program.passes.early`)
     """
 
     owed: bool = False
     leaves: bool = False
     ahead: bool = False
+    early: bool = False
 
     @property
     def is_late(self) -> bool:
@@ -44,6 +51,8 @@ FIRST = Border(leaves=True)
 LATE = Border(owed=True, leaves=True)
 SETTLING = Border(owed=True)
 """A list of updates alone."""
+EARLY, AGAIN = Border(early=True), Border(owed=True, early=True)
+"""A step that updates some parts before its norm, and the list of the updates that have to be made again."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,21 @@ class Scope:
         """
         if not self.border.owed:
             return tuple(self.settled())
-        owed = {*self.shape.trained}
-        fresh = [value for value in self.settled() if value[1] not in owed]
-        gradients = (value for number in owed for value in self.pieces(Thing.OWED, number))
-        return (*fresh, *gradients, *self._read_ahead(), LAST_NORM)
+        owed = [value for number in self.shape.trained for value in self.pieces(Thing.OWED, number)]
+        if self.border.early:
+            owed = [value for value in owed if value[1:3] in self.early_parts]
+        missing = {value[1:3] for value in owed} | {(value[1], -1) for value in owed}
+        fresh = [value for value in self.settled() if value[1:3] not in missing]
+        return (*fresh, *owed, *self._read_ahead(), LAST_NORM)
+
+    @cached_property
+    def early_parts(self) -> frozenset[PartKey]:
+        """The parts that the border's early updates are of."""
+        return frozenset(self.shape.early if self.border.early else ())
+
+    def is_early(self, i: Instruction) -> bool:
+        """Whether an instruction on a part belongs to an update before the norm."""
+        return self.border.early and not self.border.owed and i.part >= 0 and i.key in self.early_parts
 
     @property
     def held_at_start(self) -> tuple[PartKey, ...]:
@@ -110,9 +130,11 @@ class Scope:
 
     def at_end(self) -> tuple[Value, ...]:
         """The values that are there after the list, and no others (norms apart)."""
+        left = [value for number in self.shape.trained for value in self.pieces(self.final(number), number)]
+        if self.border.early and not self.border.owed:
+            return (*self.settled(), *(value for value in left if value[1:3] in self.early_parts))
         if not self.border.leaves:
             return tuple(self.settled())
-        left = (value for number in self.shape.trained for value in self.pieces(self.final(number), number))
         return (*self.settled(), *left, *self._read_ahead(), NORM)
 
     def _read_ahead(self) -> Iterator[Value]:

@@ -233,6 +233,22 @@ class RankShape:
         return tuple(islice(in_files, self.slots))
 
     @property
+    def early(self) -> tuple[PartKey, ...]:
+        """The parts that may be updated before the norm is known (`program.passes.early`): the tier of their optimizer
+        state goes back, should the norm forbid the update, and their gradients are complete before the end of the step.
+        """
+        return tuple(
+            (number, at)
+            for number in self.trained
+            for at, part in enumerate(self.buckets[number].parts)
+            if part.tier.goes_back and self._is_complete_early(self.buckets[number])
+        )
+
+    def _is_complete_early(self, bucket: BucketShape) -> bool:
+        """Whether a bucket's gradient is reduced beside the backward, and not once at the end of a step."""
+        return not bucket.spans_stages and (bucket.sums_leave or not self.sums_partials)
+
+    @property
     def trained(self) -> tuple[int, ...]:
         """The numbers of the trained buckets."""
         return tuple(number for number, bucket in enumerate(self.buckets) if bucket.trained)

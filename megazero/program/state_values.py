@@ -95,7 +95,8 @@ def for_update(i: Instruction, scope: Scope) -> Iterator[Value]:
 
 
 def norm_of_update(i: Instruction, scope: Scope) -> Iterator[Value]:
-    yield LAST_NORM if scope.border.is_late else NORM
+    if not scope.is_early(i):
+        yield LAST_NORM if scope.border.is_late else NORM
 
 
 def final(i: Instruction, scope: Scope) -> Iterator[Value]:

@@ -9,6 +9,7 @@ from megazero.program.checker import check_list
 from megazero.program.instruction import Instruction
 from megazero.program.passes.ahead import place_reads_ahead, updates_read_ahead
 from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
+from megazero.program.passes.early import place_early_updates, updates_again
 from megazero.program.passes.gathers import one_unit, place_gathers, place_loads, two_units
 from megazero.program.passes.gradients import place_sums
 from megazero.program.passes.late import place_late_updates
@@ -36,6 +37,8 @@ class StepOptions:
     leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
     files           to which they go on from host memory; None: they stay there
     ahead           read the first optimizer state from disks before the norm is known (`passes.ahead`)
+    early           make some updates before the norm is known (--early-update, off by default), in the steps that are
+                    asked for it
     """
 
     reduce_every: bool = False
@@ -47,6 +50,7 @@ class StepOptions:
     leaving: float = 0.0
     files: ActivationFiles | None = None
     ahead: bool = False
+    early: bool = False
 
     def groups(self, micro_batches: int) -> Groups | None:
         """The groups of a step's micro-batches; None in horizontal order."""
@@ -55,17 +59,20 @@ class StepOptions:
     @property
     def border(self) -> Border:
         """That of a step which follows another."""
-        return self.border_of(owed=self.late)
+        return self.border_of(owed=self.late, early=self.early)
 
-    def border_of(self, *, owed: bool) -> Border:
-        """That of a step. owed: whether it makes the updates of the step before."""
+    def border_of(self, *, owed: bool, early: bool) -> Border:
+        """That of a step. owed: whether it makes the updates of the step before. early: whether it makes some before
+        its norm.
+        """
         assert self.late or not owed, "a step on time leaves no updates to the next"
-        return Border(owed, self.late, self.late and self.ahead)
+        assert self.early or not early, "the step's options have no early updates"
+        return Border(owed, self.late, self.late and self.ahead, early)
 
     @property
     def settling(self) -> Border:
-        """That of a list of updates alone, behind a step with late updates."""
-        return Border(owed=True, ahead=self.ahead)
+        """That of a list of updates alone, behind a step with late updates, or with early ones that were wrong."""
+        return Border(owed=True, ahead=self.late and self.ahead, early=self.early)
 
 
 def training_step(
@@ -75,12 +82,14 @@ def training_step(
     *,
     groups: Groups | None = None,
     owed: bool | None = None,
+    early: bool | None = None,
 ) -> tuple[Instruction, ...]:
     """The list of a training step.
 
     schedule  computations and transfers of the rank
     groups    in vertical order: the micro-batches of each group that the schedule numbers
     owed      whether it makes the updates of the step before; default: with late updates
+    early     whether it makes some updates before its norm; default: with early updates
 
     Raises BudgetError where the budget does not hold the parameters of one computation.
     """
@@ -88,21 +97,29 @@ def training_step(
     listed = place_across(place_reductions(listed, shape, every=options.reduce_every, groups=groups), shape)
     listed = place_sums(listed, shape, overlap=options.overlap)
     listed = place_norm(listed, shape)
-    if not options.late:
-        listed = _with_gathers((*listed, *_updates(shape, ahead=options.ahead)), shape, options)
+    early = options.early if early is None else early
+    ahead = options.ahead and not early  # early updates have the slots that the first reads would take
+    if early:
+        listed = _with_gathers((*listed, *updates_of(shape.trained, shape, shape.early)), shape, options)
+        listed = place_early_updates(listed, shape, overlap=options.overlap)
+    elif not options.late:
+        listed = _with_gathers((*listed, *_updates(shape, ahead=ahead)), shape, options)
     else:
         listed = _with_gathers(listed, shape, options)
         listed = listed if owed is False else _with_late_updates(listed, shape, ahead=options.ahead)
     listed = place_leaving(listed, shape, options.leaving, options.files) if options.leaving else listed
-    listed = place_reads_ahead(listed, shape) if options.ahead else listed
+    listed = place_reads_ahead(listed, shape) if ahead else listed
     crosses = shape.read_ahead if options.late and options.ahead else ()
     return place_slots(listed, shape, held=() if owed is False else crosses, left=crosses)
 
 
-def settling_list(shape: RankShape, *, ahead: bool = False) -> tuple[Instruction, ...]:
-    """The list of the updates alone that a step has left, and of the gathers that follow them. ahead: whether the step
-    has read the first optimizer state for them.
+def settling_list(shape: RankShape, options: StepOptions) -> tuple[Instruction, ...]:
+    """The list of the updates alone that a step has left, or that it has to make again, and of the gathers that follow
+    them.
     """
+    if options.early:
+        return place_slots(updates_again(shape), shape)
+    ahead = options.ahead  # the step has read the first optimizer state for them
     return place_slots(_updates(shape, ahead=ahead), shape, held=shape.read_ahead if ahead else ())
 
 
@@ -135,7 +152,8 @@ def evaluation_step(
 
 def _cuts(schedule: Sequence[Instruction], shape: RankShape, options: StepOptions) -> set[Pass]:
     """The passes of a training step that are cut: where something is gathered, updated or reduced meanwhile, or leaves.
-    Whole gradients that leave are to be those of few units at a time.
+    Whole gradients that leave are to be those of few units at a time. A unit is updated early as soon as its own
+    backward is over. The cuts are those of steps with early updates and without, so that both have the same graphs.
     """
     if options.leaving:
         return every_pass(schedule)
@@ -143,7 +161,8 @@ def _cuts(schedule: Sequence[Instruction], shape: RankShape, options: StepOption
     buckets = [shape.buckets[number] for number in shape.trained]
     if options.overlap and any(own.updated_off_device for own in buckets):
         cuts |= first_passes(schedule)
-    if any(own.sums_leave or (options.overlap and own.travels) for own in buckets):
+    leave_early = bool(options.early and shape.early)
+    if leave_early or any(own.sums_leave or (options.overlap and own.travels) for own in buckets):
         cuts |= reducing_passes(schedule, every=options.reduce_every)
     return cuts
 
@@ -202,10 +221,12 @@ class Lists:
         self._schedule_of, self._forwards_of = schedule_of, forwards_of
         self._made: dict[tuple[str, int], tuple[Instruction, ...]] = {}
 
-    def training(self, micro_batches: int, *, owed: bool = False) -> tuple[Instruction, ...]:
-        """The list of a training step. owed: whether it makes the updates that the step before has left."""
-        border = self.options.border_of(owed=owed)
-        name = "training, updates owed" if owed else "training"
+    def training(self, micro_batches: int, *, owed: bool = False, early: bool = False) -> tuple[Instruction, ...]:
+        """The list of a training step. owed: whether it makes the updates that the step before has left. early: whether
+        it makes some updates before its norm.
+        """
+        border = self.options.border_of(owed=owed, early=early)
+        name = "training" + ", updates owed" * owed + ", updates early" * early
         return self._list(
             name,
             micro_batches,
@@ -215,6 +236,7 @@ class Lists:
                 self.options,
                 groups=self.options.groups(micro_batches),
                 owed=owed,
+                early=early,
             ),
             Scope(self.shape, self.model_chunks, border=border),
         )
@@ -231,9 +253,9 @@ class Lists:
         )
 
     def settling(self) -> tuple[Instruction, ...]:
-        """The list of the updates alone that a step has left."""
+        """The list of the updates alone that a step has left, or has to make again."""
         scope = Scope(self.shape, self.model_chunks, trains=False, border=self.options.settling)
-        return self._list("settling", 0, lambda: settling_list(self.shape, ahead=self.options.ahead), scope)
+        return self._list("settling", 0, lambda: settling_list(self.shape, self.options), scope)
 
     def _list(
         self, name: str, micro_batches: int, make: Callable[[], tuple[Instruction, ...]], scope: Scope

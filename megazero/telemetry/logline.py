@@ -56,7 +56,9 @@ def _teraflops(value: float) -> str:
 
 
 def line(record: StepRecord, total_iterations: int, shown: tuple[LogColumn, ...], seconds_left: float) -> str:
-    """The line of a step, with "skipped" at the end of a skipped one. seconds_left: time to the end of the run."""
+    """The line of a step, with "skipped" or "updated again" at its end where that is so. seconds_left: time to the end
+    of the run.
+    """
     digits = len(str(total_iterations))
     cells = {
         "iteration": f"{record.iteration:>{digits}}/{total_iterations}",
@@ -71,7 +73,7 @@ def line(record: StepRecord, total_iterations: int, shown: tuple[LogColumn, ...]
         "left": duration(seconds_left),
     }
     text = "  ".join(cells[column.heading].rjust(column.width) for column in shown)
-    return text + ("  skipped" if record.skipped else "")
+    return text + "  skipped" * record.skipped + "  updated again" * bool(record.updated_again)
 
 
 class LogLines:

@@ -33,6 +33,7 @@ class StepValues:
     skipped             whether the weights did not change (overflow)
     global_batch_size   samples of the step
     step_seconds        seconds on the host's clock; with an asynchronous device, the time to launch the step
+    updated_again       whether early updates were made again (--early-update); None: the step had none
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class StepValues:
     skipped: Scalar
     global_batch_size: int
     step_seconds: float
+    updated_again: bool | None = None
 
     def scalars(self) -> tuple[Scalar, ...]:
         """The values that may be on the device, in the order in which `resolve_step` takes them."""
@@ -77,6 +79,7 @@ class StepRecord:
     peak_memory_bytes: int
     hardware_tflops_per_rank: float | None = None
     mfu: float | None = None
+    updated_again: bool | None = None
 
     def as_json(self) -> dict[str, float | int | bool | None]:
         """The object of the metrics file. Numbers that are not finite become None; fields that are None are omitted."""
@@ -158,4 +161,5 @@ def resolve_step(
         peak_memory_bytes=peak_memory,
         hardware_tflops_per_rank=per_rank + again if again else None,
         mfu=None if rates.peak_flops is None else per_rank * 1e12 / rates.peak_flops,
+        updated_again=step.updated_again,
     )

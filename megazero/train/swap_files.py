@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.config.derive import folders_of, tiers, uses_files, whole_steps, writes_activations
+from megazero.config.derive import folders_of, swap_slots, tiers, uses_files, whole_steps, writes_activations
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import FILE_TIERS, Tier
@@ -44,7 +44,8 @@ class StoreKind(NamedTuple):
     """How the files of a tier are made, that a run needs until its end.
 
     open           the files of a rank, from folders, bytes of pieces by name, a word for the names of the files that no
-                   other run has (`job`), and the `rank`. Raises DiskError
+                   other run has (`job`), and the `rank`; of a tier that goes back, `slots` of each piece too (default:
+                   1). Raises DiskError
     remove_unused  those files, from folders, job and rank, where a signal ends the process before the first step
     """
 
@@ -52,8 +53,8 @@ class StoreKind(NamedTuple):
     remove_unused: Callable[[Sequence[Path], str, int], None]
 
 
-def _swap(folders: Sequence[Path], pieces: Mapping[str, int], *, job: str, rank: int) -> Store:
-    return open_swap(folders, pieces, job=job, rank=rank, slots=1)
+def _swap(folders: Sequence[Path], pieces: Mapping[str, int], *, job: str, rank: int, slots: int = 1) -> Store:
+    return open_swap(folders, pieces, job=job, rank=rank, slots=slots, whole_steps=False)
 
 
 KINDS: Mapping[Tier, StoreKind] = MappingProxyType(
@@ -108,9 +109,10 @@ class StateFiles:
         # Before the files are made: a signal may end the process while they are.
         self.leaving.append(lambda: KINDS[tier].remove_unused(folders, job, rank))
         if pieces and whole is not None:
-            self.stores[tier] = whole.opened(folders, pieces, rank)
+            self.stores[tier] = whole.opened(folders, pieces, rank, slots=swap_slots(self.run))
         elif pieces:
-            self.stores[tier] = KINDS[tier].open(folders, pieces, job=job, rank=rank)
+            slots = {"slots": swap_slots(self.run)} if tier.goes_back else {}
+            self.stores[tier] = KINDS[tier].open(folders, pieces, job=job, rank=rank, **slots)
 
 
 @contextmanager

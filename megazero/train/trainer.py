@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megazero.config.derive import updates_early
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.data.loader import Batches, TrainLoader
@@ -62,6 +63,10 @@ class Trainer:
     """Why the run stopped before its end; None while it goes on."""
     steps_here: int = 0
     first_seconds: float = 0.0
+    was_clipped: bool = True
+    """Whether the last step's gradient was clipped, or the step skipped: the next one may be, so that early updates
+    would be made twice. Nothing is known of a first step. Kept with --early-update only.
+    """
     skipped: SkippedSteps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +114,8 @@ class Trainer:
         sums the tokens over all ranks, and the optimizer multiplies the gradients by positions / (tokens * loss_scale).
         So the result is exact, and the count needs no message of its own.
 
-        With --late-update the list makes the updates of the step before, and leaves its own (`settle`).
+        With --late-update the list makes the updates of the step before, and leaves its own (`settle`). With
+        --early-update it makes some before the norm, and maybe again (`check_early`).
 
         stop: whether this rank requests a stop. A collective of all ranks: the engine's messages, gradient reductions,
         one all-reduce of four float64, and gathers of parameters.
@@ -128,20 +134,10 @@ class Trainer:
         if self.state.fp8 is not None:
             self.state.fp8.begin()
         owed = self.state.model.owed.take()
-        end = TrainingStepEnd(
-            optimizer=self.state.optimizer,
-            reduce=self.reduce_once,
-            lr=now.lr,
-            positions=positions,
-            scale=scale,
-            clip_grad=self.run.optimizer.clip_grad,
-            tokens=self.count(batches),
-            reports=self.reports_loss,
-            stops=lambda: stop or (self.deadline is not None and time.monotonic() >= self.deadline),
-            values=owed,
-        )
+        end = self.end_of_step(self.count(batches), now.lr, positions, scale, stop=stop, owed=owed)
         # The engine, not this function, calls `end`: at NORM and UPDATE of the list, beside which messages travel.
-        self.engine.train(batches, scale / positions, end, owed=owed is not None)
+        self.engine.train(batches, scale / positions, end, owed=owed is not None, early=end.early)
+        updated_again = self.check_early(end) if updates_early(self.run) else None
         if self.run.parallel.late_update and end.values is not None:
             self.state.model.owed.leave(end.values, self.settle)
         self.state.optimizer.end_step(end.bad)
@@ -164,14 +160,55 @@ class Trainer:
             skipped=end.bad,
             global_batch_size=size,
             step_seconds=seconds,
+            updated_again=updated_again,
         )
         self.log.step(values)
         self.log_compilation_time(seconds)
         self.whole_steps.leave(self.state, self.position, self.log)
         return values
 
+    def end_of_step(
+        self,
+        tokens: Tensor | float,
+        lr: float,
+        positions: int,
+        scale: Tensor,
+        *,
+        stop: bool,
+        owed: UpdateValues | None,
+    ) -> TrainingStepEnd:
+        """What the engine calls at NORM and UPDATE of a step's list. Before early updates a collective of all ranks: an
+        all-reduce of their tokens, which the norm would tell too late.
+        """
+        early = updates_early(self.run) and not self.was_clipped
+        return TrainingStepEnd(
+            optimizer=self.state.optimizer,
+            reduce=self.reduce_once,
+            lr=lr,
+            positions=positions,
+            scale=scale,
+            clip_grad=self.run.optimizer.clip_grad,
+            tokens=tokens,
+            reports=self.reports_loss,
+            stops=lambda: stop or (self.deadline is not None and time.monotonic() >= self.deadline),
+            early_tokens=self.reduce(tokens)[0] if early else None,
+            values=owed,
+        )
+
+    def check_early(self, end: TrainingStepEnd) -> bool | None:
+        """Make the early updates again if the norm was too large for them, or not finite. Waits for the norm.
+
+        Returns whether they were; None: the step had no early updates. A collective of all ranks if they are made.
+        """
+        self.was_clipped = bool(end.clipped)
+        if not end.early:
+            return None
+        if self.was_clipped:
+            end.update_again(self.settle)
+        return self.was_clipped
+
     def settle(self, values: UpdateValues) -> None:
-        """Make the updates that the last step has left. A collective of all ranks."""
+        """Make the updates that the last step has left, or made too early. A collective of all ranks."""
         self.engine.settle(OwedStepEnd(self.state.optimizer, values))
 
     def first_scales(self, fp8: Fp8, skipped: Tensor) -> None:

@@ -62,10 +62,11 @@ class SwapStart:
         later = "" if resumed is None else f" (later than {resumed.path})"
         return f"swap files in {' '.join(folders)}, iteration {self.step}{later}"
 
-    def opened(self, folders: Sequence[Path], pieces: Mapping[str, int], rank: int) -> SwapSpace:
+    def opened(self, folders: Sequence[Path], pieces: Mapping[str, int], rank: int, *, slots: int) -> SwapSpace:
         """The swap files of a rank: at that step, or begun anew. Raises DiskError."""
+        resume = self.step is not None
         with saying_way_out(folders):
-            return open_swap(folders, pieces, job=CHECKPOINT, rank=rank, resume=self.step is not None, step=self.step)
+            return open_swap(folders, pieces, job=CHECKPOINT, rank=rank, slots=slots, resume=resume, step=self.step)
 
 
 @dataclass(frozen=True)

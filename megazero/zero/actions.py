@@ -5,7 +5,7 @@ and the updates that a step leaves to the next one (--late-update).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -24,16 +24,19 @@ class UpdateValues:
     multiplier  0-dim on the device: clip coefficient / loss scale
     skip        0-dim bool on the device, the same on all ranks: weights, moments and step count keep their bits
     number      0-dim float64 on the device: number of this step, from 1, among those that are not skipped
+    again       whether the updates have been made before, with other values: parameters are to be rounded anew from the
+                weights that a skipped step keeps
     """
 
     lr: float
     multiplier: Tensor
     skip: Tensor
     number: Tensor
+    again: bool = False
 
     def on_host(self) -> UpdateValues:
         """The same in host memory. Waits for the device."""
-        return UpdateValues(self.lr, self.multiplier.cpu(), self.skip.cpu(), self.number.cpu())
+        return replace(self, multiplier=self.multiplier.cpu(), skip=self.skip.cpu(), number=self.number.cpu())
 
 
 class OwedUpdates:

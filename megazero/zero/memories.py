@@ -18,9 +18,9 @@ from megazero.disk.lanes import Need
 from megazero.disk.store import Store
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Instruction, Piece
+from megazero.program.passes.slots import Tenant, tenant_of
 from megazero.system.copy_thread import CopyThread
 from megazero.system.streams import host_tensor
-from megazero.zero.parts import Key
 
 
 class BudgetExceeded(RuntimeError):
@@ -153,7 +153,7 @@ class Ring:
 
     def __init__(self, slots: Sequence[PartSlot]) -> None:
         self.slots = slots
-        self.under_way: dict[Key, PartSlot] = {}
+        self.under_way: dict[Tenant, PartSlot] = {}
 
     @property
     def nbytes(self) -> int:
@@ -165,23 +165,25 @@ class Ring:
         """
         assert i.slot >= 0, f"{i} has no slot"
         slot = self.slots[i.slot]
-        if i.key not in self.under_way:
-            for (bucket, part), taken in self.under_way.items():
+        tenant = tenant_of(i)
+        if tenant not in self.under_way:
+            for other, taken in self.under_way.items():
+                bucket, part = other.key
                 assert taken is not slot, f"{i} would overwrite bucket {bucket}, part {part}, which is under way"
-            self.under_way[i.key] = slot
+            self.under_way[tenant] = slot
             slot.free, slot.arrived, slot.changed, slot.ends = slot.ends, [], None, []
-        assert self.under_way[i.key] is slot, f"{i} has another slot than its part"
+        assert self.under_way[tenant] is slot, f"{i} has another slot than its part"
         return slot
 
     def passed(self, i: Instruction, over: Need) -> None:
         """An instruction has begun that uses a slot. over: waits for its end. The last one gives the slot to others."""
-        self.under_way[i.key].ends.append(over)
+        self.under_way[tenant_of(i)].ends.append(over)
         if i.frees_slot:
-            del self.under_way[i.key]
+            del self.under_way[tenant_of(i)]
 
     def assert_idle(self) -> None:
         """No part may be on its way."""
-        parts = ", ".join(f"bucket {bucket}, part {part}" for bucket, part in self.under_way)
+        parts = ", ".join("bucket {}, part {}".format(*tenant.key) for tenant in self.under_way)
         assert not self.under_way, f"{parts} is under way"
 
     def wait(self) -> None:

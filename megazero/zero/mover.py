@@ -85,6 +85,7 @@ class Mover:
     ) -> None:
         self.resting, self.columns, self.tiers = resting, columns, tiers
         self.reducer, self.gatherer = reducer, gatherer
+        self._early = shape.early
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
         sizes = slot_bytes(shape)
         self.update_slots = _ring_of(shape.slots, sizes.updates, tiers, copied=(Piece.GRADIENTS, Piece.PARAMETERS))
@@ -245,6 +246,11 @@ class Mover:
         self.ready(list(self._updated))
         self.update_slots.wait()
 
+    def go_back(self) -> None:
+        """Have the optimizer state of the early parts be what it was before the last writes, which are over."""
+        for key in self._early:
+            self.tiers.disks.go_back(piece_name(Piece.STATE, key))
+
     def discard(self) -> None:
         """Forget the sums of a step. Waits for what is under way."""
         for index in list(self._squares):
@@ -305,6 +311,8 @@ class Mover:
         index, (start, stop) = i.buckets[0], self._range(i, piece)
         if piece in _LEAVING:
             return self.reducer.reduced(index, start, stop)
+        if piece is Piece.GRADIENTS:
+            self.reducer.wait(index)  # behind the norm it has been reduced, for an early update maybe not
         return self.columns[Column.MASTER if piece is Piece.UPDATED else Column.GRADIENT].view(index, start, stop)
 
     def _target(self, i: Instruction, piece: Piece) -> tuple[Tensor, list[Need]]:

@@ -5,7 +5,7 @@ updates (`pipeline.actions.StepEnd`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,8 @@ class ShardedOptimizer:
 
     (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.) The end of a step is `complete_reduction`, `sum_of_squares`
     (which the caller sums over all ranks), `update` for each bucket once, `end_step`. None of them waits for the
-    device. With late updates `update` comes after `end_step`, before the next step's gradients do.
+    device. With late updates `update` comes after `end_step`, before the next step's gradients do. With early updates
+    it comes before the norm for some parts, and once more behind `go_back` if the norm is too large.
 
     step_count  0-dim float64 tensor on the device: number of steps that were not skipped
     """
@@ -97,6 +98,13 @@ class ShardedOptimizer:
             if self.state.resting[index].sums is not Tier.DEVICE:
                 self.state.mover.used((index, i.part))
 
+    def go_back(self) -> None:
+        """Have the optimizer state of all early parts be what it was before the step. Waits for their updates, and for
+        gathers of what they have made."""
+        self.state.mover.wait()
+        self.state.gatherer.wait()
+        self.state.mover.go_back()
+
     def end_step(self, skip: Tensor) -> None:
         """Count the step unless it was skipped, and have the next gradients begin new sums. skip: as in `UpdateValues`.
 
@@ -142,9 +150,9 @@ class ShardedOptimizer:
         weights, parameters, gradient = tensors[Column.MASTER], tensors[Column.PARAMETER], tensors[Column.GRADIENT]
         now = now.on_host()
         if now.skip:
-            if self.state.resting[index].rests.in_files:
+            if self.state.resting[index].rests.in_files or now.again:
                 parameters.copy_(weights)  # what rests on disks is written in a skipped step too
-            return False
+            return now.again
         second = tensors.get(Column.EXP_AVG_SQ, tensors[Column.EXP_AVG])
         parameters[max(0, self.state.buckets[index].layout.used - part.start) :].zero_()
         average, ranges = tensors.get(Column.EMA), list[UpdateRange]()
@@ -240,10 +248,13 @@ class TrainingStepEnd:
     tokens     number of unmasked tokens on this rank, 0 where it does not report the loss
     reports    whether this rank's loss enters the sum
     stops      whether this rank requests a stop; called when the gradients are there
-    values     what updates take. Before `norm`: that of the step before if its updates are made in this one, else None
+    early_tokens
+               number of unmasked tokens of all ranks, where some updates come before the norm
+    values     what updates take. Before `norm`: that of the step before if its updates are made in this one, what early
+               updates take, or None
 
     After `norm`, the sums over all ranks: loss_sum, all_tokens, asked (requests to stop); and grad_norm before
-    clipping, and bad: whether the step is skipped.
+    clipping, bad: whether the step is skipped, and clipped: whether it is skipped, or its gradient is made shorter.
     """
 
     optimizer: ShardedOptimizer
@@ -255,12 +266,25 @@ class TrainingStepEnd:
     tokens: Tensor | float
     reports: bool
     stops: Callable[[], bool]
+    early_tokens: Tensor | None = None
     values: UpdateValues | None = None
     loss_sum: Tensor = field(init=False)
     all_tokens: Tensor = field(init=False)
     asked: Tensor = field(init=False)
     grad_norm: Tensor = field(init=False)
     bad: Tensor = field(init=False)
+    clipped: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.early_tokens is not None:  # as if the norm clipped nothing
+            multiplier = self.positions / (self.early_tokens * self.scale)
+            never = torch.zeros_like(self.early_tokens, dtype=torch.bool)
+            self.values = UpdateValues(self.lr, multiplier, never, self.optimizer.step_count + 1.0)
+
+    @property
+    def early(self) -> bool:
+        """Whether some updates come before the norm."""
+        return self.early_tokens is not None
 
     def norm(self, loss_sum: Tensor) -> None:
         """Sum over all ranks what decides the update. A collective of the world: one all-reduce of four float64."""
@@ -272,8 +296,16 @@ class TrainingStepEnd:
         self.grad_norm = squares.sqrt() * unscale
         # Of the sums, so that all ranks decide alike. A loss may be finite where gradients are not, and the other way.
         self.bad = ~(torch.isfinite(self.grad_norm) & torch.isfinite(self.loss_sum))
-        multiplier = unscale * clip_coefficient(self.grad_norm, self.clip_grad)
+        coefficient = clip_coefficient(self.grad_norm, self.clip_grad)
+        self.clipped = self.bad | (coefficient != 1.0)
+        multiplier = unscale * coefficient
         self.values = UpdateValues(self.lr, multiplier, self.bad, self.optimizer.step_count + 1.0)
+
+    def update_again(self, make: Callable[[UpdateValues], None]) -> None:
+        """Make the early updates again, with what the norm has said. make: makes them. A collective of all ranks."""
+        assert self.early and self.values is not None, "no update came before the norm"
+        self.optimizer.go_back()
+        make(replace(self.values, again=True))
 
     def update(self, i: Instruction) -> None:
         """Update what an instruction says (`ShardedOptimizer.update`)."""

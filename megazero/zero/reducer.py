@@ -259,6 +259,12 @@ class GradientReducer:
         else:
             self.across.launch(index)
 
+    def wait(self, index: int) -> None:
+        """Return once the gradient of a bucket is in the column, reduced by all that has been launched for it."""
+        self._complete(index)
+        if index in self.across.launched:
+            self.across.complete()
+
     def reduced(self, index: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a bucket whose reduced gradient leaves the device, of what this rank updates. Waits
         for the reduction. `leaving.leaves` has to be told of the copy.

@@ -228,6 +228,12 @@ POINTLESS = cases("""
 --nvme-path a | 1 | --nvme-path a has no effect without --offload-optimizer nvme | --offload-optimizer nvme:0.5
 --nvme-checkpoint | 1 | --nvme-checkpoint has no effect without --offload-optimizer nvme |
     --offload-optimizer nvme --nvme-path a
+--early-update | 1 | --early-update has no effect without --offload-optimizer nvme |
+    --offload-optimizer nvme --nvme-path a
+--early-update --offload-optimizer files --files-path a | 1 | --early-update has no effect without --offload-optimizer
+    nvme | --offload-params files --offload-optimizer nvme --nvme-path a
+--offload-optimizer nvme --nvme-path a --early-update --late-update | 1 |
+    --early-update updates a unit before the step's norm is known, and --late-update behind the end | --no-late-update
 --no-save-optim | 1 | --no-save-optim has no effect without --save DIR | --save d
 --save d --no-save-optim --offload-optimizer nvme --nvme-path a --nvme-checkpoint | 1 |
     --nvme-checkpoint removes its files once the last step is in a checkpoint of --save | --no-nvme-checkpoint

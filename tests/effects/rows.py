@@ -130,6 +130,7 @@ ROWS = (
     Row("recompute_num_layers", "--recompute-num-layers 2", "attention", "--recompute-granularity full"),
     Row("overlap", "--no-overlap", "schedule", "--bucket-size 5000", base="ranks"),
     Row("late_update", "--late-update", "schedule"),
+    Row("early_update", "--early-update", "schedule", "--offload-optimizer nvme --nvme-path {out}"),
     Row("late_update", "--late-update", "schedule", "--zero-stage 3", base="ranks"),
     Row("micro_batch_order", "--micro-batch-order vertical", "schedule"),
     Row(

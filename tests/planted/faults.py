@@ -170,8 +170,8 @@ FAULTS = (
         "nobody divides",
         "Gradients are sums over the micro-batches: they are divided by the tokens of the first one (DeepSpeed).",
         "megazero/train/trainer.py",
-        "tokens=self.count(batches),",
-        "tokens=self.count(batches[:1]),",
+        "end = self.end_of_step(self.count(batches), now.lr,",
+        "end = self.end_of_step(self.count(batches[:1]), now.lr,",
         LAYOUTS,
     ),
     Fault(
@@ -188,8 +188,8 @@ FAULTS = (
         "offload updates unclipped",
         "An update in host memory takes the gradients without their clip coefficient and scale (DeepSpeed).",
         "megazero/zero/actions.py",
-        "return UpdateValues(self.lr, self.multiplier.cpu(), self.skip.cpu(), self.number.cpu())",
-        "return UpdateValues(self.lr, self.multiplier.cpu() * 0 + 1, self.skip.cpu(), self.number.cpu())",
+        "return replace(self, multiplier=self.multiplier.cpu(), skip=self.skip.cpu(), number=self.number.cpu())",
+        "return replace(self, multiplier=self.multiplier.cpu()**0, skip=self.skip.cpu(), number=self.number.cpu())",
         "tests/parity/test_tiers.py::test_every_tier_with_everything",
     ),
     Fault(

@@ -13,7 +13,7 @@ from megazero.program.instruction import Instruction
 from megazero.program.passes.gathers import one_unit, two_units
 from megazero.program.passes.leaving import ActivationFiles
 from megazero.program.passes.vertical import Groups, VerticalOrder
-from megazero.program.scope import FIRST, LATE, ON_TIME, SETTLING, Border
+from megazero.program.scope import AGAIN, EARLY, FIRST, LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import BucketShape, PartShape, RankShape, UnitShape
 from megazero.program.simulate import schedule_shape
 from megazero.program.step import StepOptions, evaluation_step, settling_list, training_step
@@ -154,9 +154,8 @@ def shape_of(model: Model, stage: int) -> RankShape:
 def settling_of(model: Model) -> Step:
     """The lists of updates alone."""
     shapes = {(stage, 0): shape_of(model, stage) for stage in range(model.pp)}
-    return Step(
-        {role: settling_list(shape, ahead=model.ahead) for role, shape in shapes.items()}, shapes, 0, {}, model.border
-    )
+    options = StepOptions(late=not model.border.early, ahead=model.ahead, early=model.border.early)
+    return Step({role: settling_list(shape, options) for role, shape in shapes.items()}, shapes, 0, {}, model.border)
 
 
 def step_of(model: Model) -> Step:
@@ -186,12 +185,14 @@ def step_of(model: Model) -> Step:
             leaving=model.leaving,
             files=None if model.disk_buffers is None else ActivationFiles(model.written_to, model.disk_buffers),
             ahead=model.ahead,
+            early=model.border.early,
         )
 
         def listed(instructions: Sequence[Instruction], shape: RankShape, options: StepOptions) -> Instructions:
             if model.evaluation:
                 return evaluation_step(instructions, shape, options, groups=groups)
-            return training_step(instructions, shape, options, groups=groups, owed=model.border.owed)
+            border = model.border
+            return training_step(instructions, shape, options, groups=groups, owed=border.owed, early=border.early)
 
         lists[role] = listed(instructions, shape, options)
         if model.gathers:
@@ -211,7 +212,7 @@ def drawn(source: random.Random) -> Model:
     dp = source.choice((1, 2, 4))
     border = source.choice((ON_TIME, ON_TIME, FIRST, LATE, LATE, SETTLING))
     ahead = source.random() < 0.5
-    return Model(
+    model = Model(
         name,
         pp,
         virtual,
@@ -237,6 +238,8 @@ def drawn(source: random.Random) -> Model:
         disk_buffers=source.choice((None, 50_000, 90_000)),
         ahead=ahead,
     )
+    early = {ON_TIME: EARLY, SETTLING: AGAIN}.get(border, border)  # drawn last, so that all else is as without it
+    return replace(model, border=early) if source.random() < 0.5 and early.early else model
 
 
 def changed(step: Step, stage: int, instructions: tuple[Instruction, ...]) -> Step:

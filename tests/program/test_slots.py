@@ -13,7 +13,7 @@ from megazero.program.passes.slots import place_slots, slot_bytes, slots_within
 from megazero.program.scope import LATE, ON_TIME, SETTLING, Border
 from megazero.program.shape import without_state
 from megazero.program.simulate import SimulationReport, simulate
-from megazero.program.step import settling_list
+from megazero.program.step import StepOptions, settling_list
 from megazero.program.times import ChunkTimes
 from tests.program import kinds
 from tests.program.steps import Model, Step, drawn, step_of
@@ -138,7 +138,7 @@ def test_a_stage_may_have_nothing_to_do() -> None:
     """As where late updates are made alone, and nothing on a stage is trained."""
     step = step_of(EIGHT)
     shapes, times = [step.shapes[0, 0], without_state([1])], ChunkTimes((1.0, 1.0), (2.0, 2.0), update=1.0)
-    report = simulate([settling_list(shapes[0]), ()], times, shapes, border=SETTLING)
+    report = simulate([settling_list(shapes[0], StepOptions(late=True)), ()], times, shapes, border=SETTLING)
     assert report.spans[1] == () and len(report.ends) == 1
 
 
@@ -174,7 +174,7 @@ def test_state_that_is_read_ahead_is_where_the_next_list_expects_it() -> None:
     own, shape = step.lists[0, 0], step.shapes[0, 0]
     ahead = {i.key: i.slot for i in own if i.op == kinds.READ_STATE and i.key in shape.read_ahead}
     assert ahead == {key: slot for slot, key in enumerate(shape.read_ahead)} and len(ahead) == SLOTS
-    for listed in (own, settling_list(shape, ahead=True)):
+    for listed in (own, settling_list(shape, StepOptions(late=True, ahead=True))):
         first = {i.key: i.slot for i in reversed(listed) if i.op == kinds.UPDATE_HOST and i.key in ahead}
         assert first == ahead
     assert sum(i.frees_slot for i in own) % SLOTS, "else the turns would end where they begin by chance"

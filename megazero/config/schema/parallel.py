@@ -97,6 +97,13 @@ class ParallelConfig:
     late_update: bool = option(False)
     """Update the weights of a unit in the next step, just before its forward uses them, instead of at the end of the
     step. The norm is known by then, so clipped and skipped steps are the same, to the bit."""
+    early_update: bool = option(
+        False, needs="--offload-optimizer nvme: only swap files keep the state before an update", expert=True
+    )
+    """Update the weights of a unit beside the backward, as soon as their gradient is there, and not behind the norm of
+    all gradients. A step that is clipped or skipped after all goes back to the state before, and updates again: the
+    results are the same, to the bit. Swap files take a second slot for this. A step behind a clipped one does not try.
+    (Also known as speculation-then-validation.)"""
     compile: bool = option(False, expert=True)
     "Run the ops of the blocks that have no kernel through torch.compile."
     attention: str = option("auto", choices=("auto", "flash", "flash-attn", "flex", "softmax"), expert=True)

@@ -2,18 +2,19 @@
 
 A part on its way needs a slot from the first instruction that uses the slot to the last one. There are two rings of
 slots (`zero.mover`): of parts that are updated in host memory, or whose new parameters or sums of gradients go to
-disks, and of parameters that are read. Slots of a ring are taken in turn, so a part takes the one that has been free
-for longest.
+disks, and of parameters that are read. Slots of a ring are taken in turn, past those that parts still have, so a part
+takes the one that has been free for longest.
 
 Slots are numbers in the list. The checker, the simulator and the model state read them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from megazero.config.tiers import FILE_TIERS, MOST_SLOTS, SLOTS, Tier
 from megazero.program.instruction import (
@@ -43,6 +44,25 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
     }
 )
 """The memory of a slot by what it holds, and the copies that need it. What rests in host memory needs none."""
+
+
+class Tenant(NamedTuple):
+    """Who has a slot. A part may have several: one while its gradient is summed, and one with the optimizer state that
+    is read meanwhile.
+
+    loads  its parameters are read, which have slots of their own
+    sums   its gradient is added to a sum
+    key    the part
+    """
+
+    loads: bool
+    sums: bool
+    key: PartKey
+
+
+def tenant_of(i: Instruction) -> Tenant:
+    """Who has the slot of an instruction on a part."""
+    return Tenant(i.op in PARAMETER_LOADS, i.op in SUMMING, i.key)
 
 
 @dataclass(frozen=True)
@@ -103,7 +123,7 @@ def place_slots(
     """
     if not any(bucket.parts for bucket in shape.buckets):
         return tuple(instructions)
-    taken = {(False, key): slot for slot, key in enumerate(held)}
+    taken = {Tenant(False, False, key): slot for slot, key in enumerate(held)}
     turns = {False: len(held), True: 0}
     placed: list[Instruction] = []
     for i in instructions:
@@ -111,18 +131,39 @@ def place_slots(
         if not uses:
             placed.append(i)
             continue
-        ring = i.op in PARAMETER_LOADS
+        tenant = tenant_of(i)
         if i.op in STATE_READS and left and i.key == left[0]:
-            turns[ring] = 0  # all slots are free here (`passes.ahead`)
-        if (ring, i.key) not in taken:
-            taken[ring, i.key] = turns[ring] % shape.slots
-            turns[ring] += 1
+            turns[tenant.loads] = 0  # all slots are free here (`passes.ahead`)
+        if tenant not in taken:
+            busy = {slot for other, slot in taken.items() if other.loads is tenant.loads}
+            taken[tenant], turns[tenant.loads] = _next_free(busy, turns[tenant.loads], shape.slots)
         is_last = i.op == uses[-1]
         # Not `replace`, which is slow: a list has thousands of these.
-        placed.append(Instruction(i.op, buckets=i.buckets, part=i.part, slot=taken[ring, i.key], frees_slot=is_last))
+        placed.append(Instruction(i.op, buckets=i.buckets, part=i.part, slot=taken[tenant], frees_slot=is_last))
         if is_last:
-            del taken[ring, i.key]
+            del taken[tenant]
     return tuple(placed)
+
+
+def _next_free(busy: Collection[int], turn: int, slots: int) -> tuple[int, int]:
+    """The next free slot of a ring, and the turn behind it. Where none is free, the one whose turn it is: the checker
+    refuses that.
+    """
+    past = next((n for n in range(slots) if (turn + n) % slots not in busy), 0)
+    return (turn + past) % slots, turn + past + 1
+
+
+def most_taken(instructions: Sequence[Instruction], shape: RankShape) -> int:
+    """The most slots for updates and sums that parts have at a time."""
+    most, taken = 0, set[Tenant]()
+    for i in instructions:
+        uses = () if i.op in PARAMETER_LOADS else way_through(i, shape)
+        if uses:
+            taken.add(tenant_of(i))
+            most = max(most, len(taken))
+            if i.op == uses[-1]:
+                taken.remove(tenant_of(i))
+    return most
 
 
 def way_through(i: Instruction, shape: RankShape) -> tuple[Kind, ...]:
