@@ -39,11 +39,12 @@ EXAMPLES = (
     "megazero draw-schedule --pp 2 --micro-batches 2 --zero-stage 3 --gathered-units 3",
     "megazero draw-schedule --pp 1 --micro-batches 4 --zero-stage 3 --micro-batch-order vertical",
     "megazero draw-schedule --pp 2 -m 4 --zero-stage 1 --offload-optimizer nvme --late-update",
+    "megazero draw-schedule --pp 2 -m 4 --zero-stage 1 --offload-optimizer nvme --early-update",
     "python tools/draw_schedule.py --pp 4 --micro-batches 8 --virtual-stages 2 --message-time 0.2",
 )
 
 WHOLE_STEP = (
-    "dp zero_shard_size blocks gather_time update_time late_update micro_batch_order vertical_group_size "
+    "dp zero_shard_size blocks gather_time update_time late_update early_update micro_batch_order vertical_group_size "
     "offload_optimizer offload_params offload_gradients host_update_time disk_time offload_activations copy_time"
 ).split()
 LEAST_STAGE = dict.fromkeys(WHOLE_STEP, 0) | {"gathered_units": 3}
@@ -102,6 +103,7 @@ def _add_state(parser: argparse.ArgumentParser) -> None:
     group = "most micro-batches that pass a unit together (default: all)"
     add("--vertical-group-size", type=int, metavar="N", help=group)
     add("--late-update", action="store_true", help="update a unit in the next step, before its forward")
+    add("--early-update", action="store_true", help="update a unit beside the backward, before the norm is known")
     tiers = [tier.value for tier in Tier]
     add("--offload-optimizer", choices=tiers, default=tiers[0], help="where the optimizer state rests (default none)")
     add("--offload-params", choices=tiers, default=tiers[0], help="where the parameters rest (default none)")
@@ -215,7 +217,11 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         yield f"--disk-time {args.disk_time} goes with nvme for --offload-optimizer, -params or -gradients"
     if not 0 <= args.offload_activations <= 1:
         yield f"--offload-activations {args.offload_activations:g}: is a share, 0 to 1"
-    for field in ("offload_activations", "late_update"):
+    if args.early_update and not optimizer.goes_back:
+        yield "--early-update goes with --offload-optimizer nvme"
+    if args.early_update and args.late_update:
+        yield "--early-update updates before the norm is known, and --late-update behind the end: drop one of them"
+    for field in ("offload_activations", "late_update", "early_update"):
         if getattr(args, field) and args.forward_only:
             yield f"{flag_of(field)} is for training, which --forward-only does not draw"
     if args.zero_shard_size is not None and (args.zero_shard_size < 1 or args.dp % args.zero_shard_size):
@@ -230,6 +236,7 @@ def _step_options(args: argparse.Namespace, vertical: VerticalOrder | None) -> S
         reduce_every=shards_gradients or args.offload_gradients != Tier.DEVICE.value,
         gathered_bytes=PARAMETER_BYTES * args.zero_shard_size * args.gathered_units,
         late=args.late_update,
+        early=args.early_update,
         vertical=vertical,
         leaving=args.offload_activations,
     )

@@ -53,7 +53,10 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "data_types.grad_accum_dtype": ((None, "fp32"), "gradients of 16-bit parameters accumulate in fp32"),
         "zero_optimization.reduce_scatter": ((True,), "sharded gradients always travel by reduce-scatter"),
         "zero_optimization.contiguous_gradients": ((True,), "gradients always lie in one piece"),
-        f"{_OPTIMIZER}super_offload": ((False,), "it is not built; nearest: --late-update"),
+        f"{_OPTIMIZER}super_offload": (
+            (False,),
+            "it is not built for host memory; nearest: --late-update, or --early-update with state on disks",
+        ),
         f"{_OPTIMIZER}cpuadam_cores_perc": ((), "use OMP_NUM_THREADS, the number of a rank's threads"),
         f"{_AIO}use_gds": ((False,), "files are read and written through host memory"),
         "zero_optimization.sub_group_size": ((), "a rank updates its whole shard at once"),

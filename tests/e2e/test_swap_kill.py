@@ -20,6 +20,9 @@ KILLS = 5
 LAYOUTS = {
     "one rank": (1, "--precision bf16"),
     "one rank, late": (1, "--precision fp16 --late-update"),
+    "one rank, early": (1, "--precision fp16 --early-update --clip-grad 0"),
+    "ZeRO-1, early": (2, "--precision bf16 --zero-stage 1 --early-update --clip-grad 1.3"),
+    "ZeRO-3 over stages, early": (4, "--precision bf16 --pp 2 --zero-stage 3 --early-update --clip-grad 0"),
     "ZeRO-0": (2, "--precision fp32"),
     "ZeRO-1": (2, "--precision bf16 --zero-stage 1"),
     "two folders": (2, "--precision bf16 --nvme-path {disks}/a {disks}/b --nvme-buffer-bytes 4MB"),

@@ -46,6 +46,9 @@ CASES = {
     "ZeRO-1 in sets": Case(4, "--zero-stage 1 --zero-shard-size 2 --precision bf16", 2),
     "ZeRO-1, int8 weights": Case(2, "--zero-stage 1 --zero-quantized-weights --precision fp32", 3),
     "ZeRO-2, zb-h1, untied": Case(4, f"--pp 2 --zero-stage 2 --pipeline-schedule zb-h1 {UNTIED} {FP16}", 5, (2,)),
+    "one rank, early": Case(1, "--precision bf16 --early-update --clip-grad 0", 4),
+    "ZeRO-1, early, a share": Case(2, f"--zero-stage 1 {FP16} --early-update --clip-grad 1.5", 5, (3,), "nvme:0.5"),
+    "ZeRO-3, tp, early": Case(4, "--tp 2 --zero-stage 3 --precision bf16 --early-update --clip-grad 0", 3),
     "ZeRO-3, tp, late": Case(4, "--tp 2 --sequence-parallel --zero-stage 3 --precision bf16 --late-update", 5),
 }
 

@@ -88,11 +88,12 @@ def simulated(
     offload: str,
     params: str,
     gradients: str,
+    early: int,
 ) -> SimulationReport:
     """The step of a model with this number of blocks on each stage, on 4 replicas, by 1F1B. late: with the updates of
-    the step before, not with its own. vertical: all micro-batches pass a unit together. leaving: percent of the
-    activations that leave the device. offload, params, gradients: as --offload-optimizer, --offload-params and
-    --offload-gradients.
+    the step before, not with its own. early: with updates before the norm. vertical: all micro-batches pass a unit
+    together. leaving: percent of the activations that leave the device. offload, params, gradients: as
+    --offload-optimizer, --offload-params and --offload-gradients.
     """
     chunks = chunk_map("1f1b", pp, CHUNKS["1f1b"] or 1)
     tiers = Tier(offload), Tier(params), Tier(gradients)
@@ -104,6 +105,7 @@ def simulated(
         reduce_every=zero >= 2 or tiers[2] is not Tier.DEVICE,
         gathered_bytes=2 * PARAMETER_BYTES * shard_size,
         late=bool(late),
+        early=bool(early),
         vertical=order,
         leaving=leaving / 100,
     )
@@ -132,9 +134,11 @@ def step(
     offload: str = "none",
     params: str = "none",
     gradients: str = "none",
+    early: int = 0,
 ) -> str:
     """The lanes of one step."""
-    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, offload, params, gradients)
+    tiers = offload, params, gradients
+    report = simulated(zero, shard_size, pp, micro_batches, blocks, late, vertical, leaving, *tiers, early)
     rows = [row for stage in range(pp) for row in _rows(report, stage)]
     picture = Picture(_WIDTH, _TOP + len(rows) * (_ROW + _GAP) + 8 * pp + 24, f"The lanes of a step under ZeRO-{zero}")
     ends = (span.end for _, spans in rows for span in spans)
