@@ -111,20 +111,15 @@ class PlainFiles:
         self._reading = dict[str, list[DiskRequest]]()
 
     def allocate(self, count: int) -> Tensor:
-        """uint8 [count] with zeros."""
+        """See `disk.store.Store`."""
         return torch.zeros(count, dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
-        """Whether a piece has content, or will have once a write is over."""
+        """See `disk.store.Store`."""
         return name in self._written
 
     def read(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
-        """Begin to read pieces into tensors: contiguous, on the CPU, of the pieces' bytes. They are in use until
-        `wait` of the request returns. needs: waited for before.
-
-        Raises DiskError for a piece that was never written. The request raises DiskError, and SwapDamaged where the
-        bytes are not those that were written.
-        """
+        """See `disk.swap.SwapSpace.read`. A tensor of another size is an error of the request."""
         missing = [name for name in tensors if name not in self._written]
         if missing:
             raise DiskError(f"{self.path}: piece {missing[0]!r} has never been written")
@@ -150,9 +145,7 @@ class PlainFiles:
         return request
 
     def write(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
-        """Begin to write tensors as pieces, once `needs` are over. They must not change until `wait` of the request
-        returns. The request raises DiskError.
-        """
+        """See `disk.swap.SwapSpace.write`. A tensor of another size is an error of the request."""
         after = [reader for name in tensors for reader in self._reading.pop(name, [])]
         after += [self._written[name].request for name in tensors if name in self._written]
 

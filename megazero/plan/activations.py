@@ -367,7 +367,7 @@ def chunk_bytes(
     plan: ActivationPlan, spec: StageSpec, table: RecomputeTable, group: ChunkGroup | None = None
 ) -> ChunkBytes:
     """The activations of the chunk `spec` under a table of what is computed again. group: in vertical order."""
-    return of_units(plan, spec, [(table[number] if table else NONE, 1) for number in spec.blocks], group)
+    return of_units(plan, spec, [(table[number], 1) for number in spec.blocks], group)
 
 
 def of_units(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megazero.config.placement import applied
+from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
@@ -111,9 +111,14 @@ class PlacedStep:
         """Its settings but for some."""
         return tuple((name, value) for name, value in self.settings if name not in names)
 
+    @property
+    def flags(self) -> str:
+        """The flags that give its settings; empty where all are the defaults."""
+        return as_flags(dict(self.settings))
+
     @cached_property
     def run(self) -> Run:
-        """The run with them."""
+        """The run with its settings."""
         return applied(self.machine.run, dict(self.settings))
 
     @property

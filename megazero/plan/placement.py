@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from megazero.config.placement import ROWS, PlacementRow, as_flags
+from megazero.config.placement import ROWS, PlacementRow
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
@@ -345,7 +345,7 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         takes = nearest.device.nbytes + limits.workspace
         return (
             f"--device-memory-budget {limits.device:,}: no placement keeps to it; the least that a rank takes is "
-            f"{takes:,} bytes{of_products}, with {as_flags(dict(nearest.settings)) or 'all on the device'}, at "
+            f"{takes:,} bytes{of_products}, with {nearest.flags or 'all on the device'}, at "
             f"{nearest.device.instruction} on stage {nearest.device.stage}; nearest: that budget, a smaller "
             "--micro-batch-size, or --recompute-granularity full"
         )
@@ -354,12 +354,12 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         nearest = min(fits, key=lambda step: step.host_bytes)
         return (
             f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one with "
-            f"least in host memory takes {nearest.host_bytes:,} bytes there, with "
-            f"{as_flags(dict(nearest.settings))}; nearest: that budget, a smaller --nvme-buffer-bytes{more}"
+            f"least in host memory takes {nearest.host_bytes:,} bytes there, with {nearest.flags}; nearest: that "
+            f"budget, a smaller --nvme-buffer-bytes{more}"
         )
     nearest = min(hosted, key=limits.of_memory)
     if limits.excess(nearest).memory:
-        flags, whole = as_flags(dict(nearest.settings)) or "all on the device", f"{limits.of_memory(nearest):,}"
+        flags, whole = nearest.flags or "all on the device", f"{limits.of_memory(nearest):,}"
         if limits.is_one and limits.memory == limits.device:
             return (
                 f"--device-memory-budget {limits.memory:,}: it is of all memory of a rank on a CPU, and the placement "
@@ -374,5 +374,5 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
     nearest = min((step for step in hosted if not limits.excess(step).memory), key=lambda step: step.disk)
     return (
         f"--nvme-path: the swap files of a rank have {limits.disk or 0:,} bytes of room, and with "
-        f"{as_flags(dict(nearest.settings))} they take {nearest.disk:,}; nearest: a folder more, on another disk"
+        f"{nearest.flags} they take {nearest.disk:,}; nearest: a folder more, on another disk"
     )

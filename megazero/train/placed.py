@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier
 from megazero.mpu.axes import Axes
@@ -108,7 +107,7 @@ def _of(nbytes: int, budget: int | None) -> str:
 
 
 def _flags(step: PlacedStep) -> str:
-    return as_flags(dict(step.settings)) or "all on the device, on time, in horizontal order"
+    return step.flags or "all on the device, on time, in horizontal order"
 
 
 def _rates_line(rates: MachineRates, file: str | None) -> str:
