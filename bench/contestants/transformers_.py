@@ -52,7 +52,8 @@ def model_of(work: Workload, shape: str, attention: str) -> nn.Module:
         return bloom(work) if shape == "bloom" else gpt2(work, attention)
 
 
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits [b, s, v] of tokens [b, s]."""
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
@@ -64,4 +65,4 @@ def build(
     compile: bool | str = False,
     precision: str = "autocast",
 ) -> Step:
-    return in_one_process(model_of(work, shape, attention).train(), _logits, work, compile, precision)
+    return in_one_process(model_of(work, shape, attention).train(), logits_of, work, compile, precision)

@@ -7,7 +7,6 @@ no locks. So a run removes what another one has left there only where this kerne
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from megazero.disk.checksum import MASK, Copier, copier
 from megazero.disk.lanes import DiskLanes, DiskRequest, Need
 from megazero.disk.layout import Move
 from megazero.disk.swap_file import DiskError, SwapDamaged
-from megazero.disk.transports import ENDED, Failure, Transport
+from megazero.disk.transports import ENDED, Failure, Transport, memory_at, read_at
 
 PREFIX = "megazero-files-"
 NAME = re.compile(rf"\.?{PREFIX}([\w-]+)-\d{{5,}}")
@@ -48,13 +47,11 @@ class PlainTransport:
 
     def run(self, write: bool, moves: Sequence[Move], pieces: int, memory: object) -> list[int]:
         """As `disk.transports.Transport.run`."""
-        sums = [0] * pieces
+        sums, call = [0] * pieces, os.pwrite if write else read_at
         for number, move in enumerate(moves):
-            view = memoryview((ctypes.c_uint8 * move.bytes).from_address(move.address)).cast("B")
-            done = 0
+            view, done = memory_at(move.address, move.bytes), 0
             while done < move.bytes:
                 try:
-                    call = os.pwrite if write else _read
                     passed = call(move.file, view[done:], move.offset + done)
                 except OSError as error:
                     raise Failure(error.errno or ENDED, number, done) from error
@@ -67,10 +64,6 @@ class PlainTransport:
 
     def close(self) -> None:
         """There is nothing to free."""
-
-
-def _read(handle: int, view: memoryview, offset: int) -> int:
-    return os.preadv(handle, [view], offset)
 
 
 class _Written(NamedTuple):
@@ -118,20 +111,15 @@ class PlainFiles:
         self._reading = dict[str, list[DiskRequest]]()
 
     def allocate(self, count: int) -> Tensor:
-        """uint8 [count] with zeros."""
+        """See `disk.store.Store`."""
         return torch.zeros(count, dtype=torch.uint8)
 
     def has(self, name: str) -> bool:
-        """Whether a piece has content, or will have once a write is over."""
+        """See `disk.store.Store`."""
         return name in self._written
 
     def read(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
-        """Begin to read pieces into tensors: contiguous, on the CPU, of the pieces' bytes. They are in use until
-        `wait` of the request returns. needs: waited for before.
-
-        Raises DiskError for a piece that was never written. The request raises DiskError, and SwapDamaged where the
-        bytes are not those that were written.
-        """
+        """See `disk.swap.SwapSpace.read`. A tensor of another size is an error of the request."""
         missing = [name for name in tensors if name not in self._written]
         if missing:
             raise DiskError(f"{self.path}: piece {missing[0]!r} has never been written")
@@ -157,9 +145,7 @@ class PlainFiles:
         return request
 
     def write(self, tensors: Mapping[str, Tensor], needs: Sequence[Need] = ()) -> DiskRequest:
-        """Begin to write tensors as pieces, once `needs` are over. They must not change until `wait` of the request
-        returns. The request raises DiskError.
-        """
+        """See `disk.swap.SwapSpace.write`. A tensor of another size is an error of the request."""
         after = [reader for name in tensors for reader in self._reading.pop(name, [])]
         after += [self._written[name].request for name in tensors if name in self._written]
 
@@ -185,7 +171,6 @@ class PlainFiles:
         assert tensor.nbytes == size and tensor.is_contiguous(), f"piece {name!r} has {size:,} bytes"
         what, verb = ("writing", "written") if write else ("reading", "read")
         flags = os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY
-        done = 0
         try:
             handle = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -194,11 +179,11 @@ class PlainFiles:
                 os.close(handle)  # a file system of another host may say here that it has no room
             return added
         except Failure as failure:
-            done, error = failure.done, failure.__cause__
-            where = f"{path}: {what} piece {name!r}: {done:,} of {size:,} bytes were {verb}"
+            error = failure.__cause__
+            progress = f"{path}: {what} piece {name!r}: {failure.done:,} of {size:,} bytes were {verb}"
             if isinstance(error, OSError):
-                raise DiskError.of(where, error) from error
-            raise SwapDamaged(f"{where}: the file ends there") from failure
+                raise DiskError.of(progress, error) from error
+            raise SwapDamaged(f"{progress}: the file ends there") from failure
         except OSError as error:
             raise DiskError.of(f"{path}: {what} piece {name!r} of {size:,} bytes", error) from error
 

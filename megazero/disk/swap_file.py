@@ -195,13 +195,13 @@ def remove_leftovers(folder: Path, keep: str | None = None, jobs: str = "") -> l
     return removed
 
 
-def leftover_bytes(folder: Path | str, *, checkpoints: bool = False) -> int:
+def leftover_bytes(folder: Path, *, checkpoints: bool = False) -> int:
     """Bytes of the swap files in a folder that `remove_leftovers` would remove. Several processes may ask at once.
 
     checkpoints: count those of CHECKPOINT too, of a run that takes them over or replaces them.
     """
     total = 0
-    with suppress(OSError), _alone_in(Path(folder)):
+    with suppress(OSError), _alone_in(folder):
         for entry in os.scandir(folder):
             match = NAME.fullmatch(entry.name)
             if match is None or match[3] != "bin" or (match[2] == CHECKPOINT and not checkpoints):

@@ -243,7 +243,7 @@ def _moved(write: bool, move: Move, copier: Copier, buffers: AlignedBuffers, own
     """Execute a move, through the buffer of this number unless it is direct; return its checksum."""
     whole, total = padded(move.bytes), 0
     buffer = 0 if move.direct else buffers.at(own_buffer)
-    with _memory_at(move.address, move.bytes) if move.direct else buffers.view(own_buffer) as view:
+    with memory_at(move.address, move.bytes) if move.direct else buffers.view(own_buffer) as view:
         if write:
             total = copier(buffer, move.address, move.bytes, move.block)
             view[move.bytes : whole] = bytes(whole - move.bytes)
@@ -252,7 +252,7 @@ def _moved(write: bool, move: Move, copier: Copier, buffers: AlignedBuffers, own
         while done < needed:
             with view[done:whole] as rest:
                 try:
-                    moved = (os.pwrite if write else _read)(move.file, rest, move.offset + done)
+                    moved = (os.pwrite if write else read_at)(move.file, rest, move.offset + done)
                 except OSError as error:
                     raise Failure(error.errno or ENDED, 0, done) from error
             if done + moved >= needed:
@@ -267,11 +267,13 @@ def _moved(write: bool, move: Move, copier: Copier, buffers: AlignedBuffers, own
     return total
 
 
-def _memory_at(address: int, count: int) -> memoryview:
+def memory_at(address: int, count: int) -> memoryview:
+    """The bytes at an address, which somebody else has to keep."""
     return memoryview((ctypes.c_uint8 * count).from_address(address)).cast("B")
 
 
-def _read(file: int, into: memoryview, offset: int) -> int:
+def read_at(file: int, into: memoryview, offset: int) -> int:
+    """Read as `os.pwrite` writes. `os.pread` would make bytes of its own."""
     return os.preadv(file, [into], offset)
 
 

@@ -105,10 +105,8 @@ class GraphedEngine:
                 lambda: self.engine.train(micro_batches, loss_factor, end, owed=owed, early=early)
             )
         loss_sum = self._prepare(micro_batches[0], loss_factor)
-        instructions, replays = (
-            self.engine.lists.training(len(micro_batches), owed=owed, early=early),
-            replayed(len(micro_batches), self.travels),
-        )
+        instructions = self.engine.lists.training(len(micro_batches), owed=owed, early=early)
+        replays = replayed(len(micro_batches), self.travels)
         last_units = {i.micro_batch: number for number, i in enumerate(instructions) if i.op is Op.FORWARD}
         step = ScheduleRun(self.engine.parts, micro_batches, end, trains=True, loss_sum=loss_sum)
         step.begin(instructions, loss_factor)
@@ -151,9 +149,7 @@ class GraphedEngine:
         assert self._batch is not None
         instructions = [Instruction(op, 0, 0, model_chunk=0) for op in (Op.FORWARD, Op.BACKWARD)]
         step = ScheduleRun(self.engine.parts, [self._batch], trains=True, loss_sum=self._loss_sum)
-        step.begin(instructions, self._batch.loss_factor)
-        step.execute(instructions)
-        step.finish()
+        step.run(instructions, self._batch.loss_factor)
 
 
 def _each(act: Callable[..., Tensor], *batches: MicroBatch) -> MicroBatch:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megazero.config.tiers import Tier
-from megazero.pipeline.kept_disks import ActivationDisks, WrittenGraph
+from megazero.pipeline.kept_disks import FLAG, ActivationDisks, WrittenGraph
 from megazero.program.instruction import ACTIVATION_READS, ACTIVATION_WRITES, LEAVE, Free, Kind, Piece, TierMove
 from megazero.system.host_copies import CopyError, CopyLane, HostBuffers
 
@@ -75,15 +75,13 @@ class _Piece:
 
 
 class HostActivations:
-    """Host memory for the activations of a rank, and the two lanes of copies. flag: what asks for it, for errors.
-    disks: where they go on from there; None: nowhere.
+    """Host memory for the activations of a rank, and the two lanes of copies. disks: where they go on from there; None:
+    nowhere.
     """
 
-    def __init__(
-        self, device: torch.device, flag: str = "--offload-activations", disks: ActivationDisks | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, disks: ActivationDisks | None = None) -> None:
         self.device, self.disks = device, disks
-        self.buffers = HostBuffers(device, flag) if disks is None else HostBuffers(device, flag, disks.store.allocate)
+        self.buffers = HostBuffers(device, FLAG) if disks is None else HostBuffers(device, FLAG, disks.store.allocate)
         self.to_host, self.to_device = CopyLane(device, "to host memory"), CopyLane(device, "to the device")
 
     def graph(self, name: str) -> KeptTensors:

@@ -119,8 +119,10 @@ class ActivationPlan:
         model, w, trained = self.run.model, self.widths, self.trains_all
         hidden = model.hidden_size
         tape = Tape(Buffer(0))
+        # Saved: the ids in this rank's part of the vocabulary. On one rank they are the batch's own.
+        saved = (Buffer(w.tokens * KEY),) if w.tp > 1 else ()
         # Within it: the ids in the order of the hidden states.
-        ids = {"saves": self._ids(w.tokens), "work": w.tokens * KEY, "back": w.tokens * KEY}
+        ids = {"saves": saved, "work": w.tokens * KEY, "back": w.tokens * KEY}
         x = tape.op((), w.tokens * hidden * w.item, trained=trained, **ids)
         if w.tp > 1:
             with tape.holding(x):
@@ -133,10 +135,6 @@ class ActivationPlan:
         if model.hidden_dropout:
             x = dropout(tape, x, w.local)
         return tape.measure(x)
-
-    def _ids(self, tokens: int) -> tuple[Buffer, ...]:
-        """Ids of this rank's part of the vocabulary. On one rank they are the batch's own."""
-        return (Buffer(tokens * KEY),) if self.widths.tp > 1 else ()
 
     def _positions(self, tape: Tape, x: Buffer) -> Buffer:
         """Learned positions. The gradient of their table is as large as the table."""
@@ -369,11 +367,11 @@ def chunk_bytes(
     plan: ActivationPlan, spec: StageSpec, table: RecomputeTable, group: ChunkGroup | None = None
 ) -> ChunkBytes:
     """The activations of the chunk `spec` under a table of what is computed again. group: in vertical order."""
-    return of_units(plan, spec, [(table[number] if table else NONE, 1) for number in spec.blocks], group)
+    return of_units(plan, spec, [(table[number], 1) for number in spec.blocks], group)
 
 
 def of_units(
-    plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]], group: ChunkGroup | None = None
+    plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]], group: ChunkGroup | None
 ) -> ChunkBytes:
     """The chunk whose blocks are these, in runs of equal ones: (what is computed again, how many). group: as above."""
     kinds = [(kind, count) for kind, count in blocks if count]

@@ -195,24 +195,20 @@ def changes(run: Run, world_size: int, kind: str) -> Iterator[MemoryChange]:
     ZeRO-1 costs nothing, ZeRO-2 a reduction for each micro-batch, and so on. What takes nothing away or is refused is
     tried too, and found to be so.
     """
-    p, rows = run.parallel, run.schedule.micro_batch_size
-    leaves = bool(run.offload.offload_activations)
-    sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4) if axes_of(run, world_size).dp > 1]
+    p, off, axes = run.parallel, run.offload, axes_of(run, world_size)
+    sharded = [_set("zero_stage", stage) for stage in range(p.zero_stage + 1, 4)]
     ordered: Sequence[tuple[bool, list[MemoryChange]]] = (
-        (True, sharded[:-1]),
-        (
-            bool(run.offload.offload_optimizer) or writes_activations(run),
-            _smaller_buffers(run),
-        ),
-        (axes_of(run, world_size).dp > 1, _smaller_buckets(run, world_size)),
+        (axes.dp > 1, sharded[:-1]),
+        (bool(off.offload_optimizer) or writes_activations(run), _smaller_buffers(run)),
+        (axes.dp > 1, _smaller_buckets(run, axes)),
         (p.recompute_granularity == "none", [_set("recompute_granularity", "selective")]),
-        (not leaves and kind != "cpu", [_set("offload_activations", TierShare(Tier.HOST))]),
+        (not off.offload_activations and kind != "cpu", [_set("offload_activations", TierShare(Tier.HOST))]),
         (p.recompute_granularity != "full", [_set("recompute_granularity", "full")]),
         (not writes_activations(run), _activations_to_disks(run)),
-        (rows > 1, [_set("micro_batch_size", 1)]),
-        (True, sharded[-1:]),
-        (leaves, [_set("offload_activations", TierShare())]),
-        (bool(run.offload.offload_optimizer), [_set("offload_optimizer", TierShare())]),
+        (run.schedule.micro_batch_size > 1, [_set("micro_batch_size", 1)]),
+        (axes.dp > 1, sharded[-1:]),
+        (bool(off.offload_activations), [_set("offload_activations", TierShare())]),
+        (bool(off.offload_optimizer), [_set("offload_optimizer", TierShare())]),
     )
     return (change for possible, of_kind in ordered if possible for change in of_kind)
 
@@ -229,9 +225,8 @@ def _activations_to_disks(run: Run) -> list[MemoryChange]:
     return [moved, *(moved + _set("nvme_buffer_bytes", now // part) for part in (4, 16, 64))]
 
 
-def _smaller_buckets(run: Run, world_size: int) -> list[MemoryChange]:
+def _smaller_buckets(run: Run, axes: Axes) -> list[MemoryChange]:
     """A quarter of the elements in a bucket, and a sixteenth: whole gradients and their copies are as large."""
-    axes = axes_of(run, world_size)
     now = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
     return [_set("bucket_size", now // part) for part in (4, 16) if now >= part]
 

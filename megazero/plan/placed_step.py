@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megazero.config.placement import applied
+from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.stage_specs import chunks_of
@@ -111,9 +111,14 @@ class PlacedStep:
         """Its settings but for some."""
         return tuple((name, value) for name, value in self.settings if name not in names)
 
+    @property
+    def flags(self) -> str:
+        """The flags that give its settings; empty where all are the defaults."""
+        return as_flags(dict(self.settings))
+
     @cached_property
     def run(self) -> Run:
-        """The run with them."""
+        """The run with its settings."""
         return applied(self.machine.run, dict(self.settings))
 
     @property
@@ -128,6 +133,11 @@ class PlacedStep:
         """The model state of a rank of each stage."""
         return self.machine.states(self)
 
+    @property
+    def _stages(self) -> Iterator[tuple[StageBytes, Walked]]:
+        """By stage the model state of a rank, and what a walk through its list finds."""
+        return zip(self.states, self.machine.walks(self), strict=True)
+
     @cached_property
     def lists(self) -> StageLists:
         return StageLists(self.run, self.machine.axes, nccl=self.machine.nccl)
@@ -135,10 +145,7 @@ class PlacedStep:
     @cached_property
     def device(self) -> Peak:
         """The most bytes on a device, of all stages. On a CPU too, what has left it does not count."""
-        peaks = [
-            replace(walked.peak, nbytes=walked.peak.nbytes + state.optimizer)
-            for walked, state in zip(self.machine.walks(self), self.states, strict=True)
-        ]
+        peaks = [replace(walked.peak, nbytes=walked.peak.nbytes + state.optimizer) for state, walked in self._stages]
         return max(peaks, key=lambda peak: peak.nbytes)
 
     def least_share(self, limit: int) -> int:
@@ -146,7 +153,7 @@ class PlacedStep:
         bytes, if all else stays as it is with these settings.
         """
         share = 1
-        for walked, state in zip(self.machine.walks(self), self.states, strict=True):
+        for state, walked in self._stages:
             room, whole = limit - walked.peak.nbytes, state.optimizer + sum(state.elsewhere.optimizer)
             share = max(share, math.ceil(100 * (1 - room / whole))) if whole else share
         return min(share, 100)
@@ -154,8 +161,7 @@ class PlacedStep:
     @cached_property
     def host_bytes(self) -> int:
         """The most bytes of a rank in host memory: state, slots, buffers of files, and activations."""
-        walks = zip(self.states, self.machine.walks(self), strict=True)
-        return max(state.elsewhere.memory + walked.host for state, walked in walks)
+        return max(state.elsewhere.memory + walked.host for state, walked in self._stages)
 
     @property
     def device_bytes(self) -> int:
@@ -164,8 +170,7 @@ class PlacedStep:
     @cached_property
     def disk(self) -> int:
         """The most bytes of a rank's swap files."""
-        walks = zip(self.states, self.machine.walks(self), strict=True)
-        return max(state.elsewhere.files + walked.files for state, walked in walks)
+        return max(state.elsewhere.files + walked.files for state, walked in self._stages)
 
     @cached_property
     def times(self) -> ChunkTimes:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from megazero.config.placement import ROWS, PlacementRow, as_flags
+from megazero.config.placement import ROWS, PlacementRow
 from megazero.config.source import ConfigError
 from megazero.config.tiers import Tier, TierShare
 from megazero.config.validate import problems_of
@@ -140,9 +140,8 @@ class _Combinations:
     failed: ConfigError | ProgramError | None = None
 
     def __post_init__(self) -> None:
-        able = (Tier.DEVICE, Tier.HOST, *([Tier.DISK] if _has_disks(self.machine) else []))
-        self.tiers = [able] * len(COLUMNS)
-        self.counts = [*map(len, self.tiers), *(len(values) for _, values in SWITCHES)]
+        self.tiers = (Tier.DEVICE, Tier.HOST, *([Tier.DISK] if _has_disks(self.machine) else []))
+        self.counts = [*[len(self.tiers)] * len(COLUMNS), *(len(values) for _, values in SWITCHES)]
 
     def candidates(self) -> Iterator[Combination]:
         """Each combination that is looked at, once."""
@@ -153,10 +152,10 @@ class _Combinations:
 
     def _proposed(self) -> Iterator[Combination]:
         """The first combinations, and then the neighbours of the best ones."""
-        last = [count - 1 for count in self.counts[: len(COLUMNS)]]
-        switches = list(product(*(range(count) for count in self.counts[len(COLUMNS) :])))
-        home = [0] * len(COLUMNS)
-        first = [home, *([tier, *home[1:]] for tier in range(1, self.counts[0])), [1] * len(COLUMNS), last]
+        switches = list(product(*map(range, self.counts[len(COLUMNS) :])))
+        numbers = range(len(self.tiers))
+        home, host, furthest = ([number] * len(COLUMNS) for number in (0, 1, numbers[-1]))
+        first = [home, *([number, *home[1:]] for number in numbers[1:]), host, furthest]
         yield from ((*columns, *switches[0]) for columns in first)
         if not self.fastest:
             yield from ((*columns, *chosen) for columns, chosen in product(first[-2:], switches))
@@ -201,8 +200,7 @@ class _Combinations:
 
     def has_room(self, combination: Combination) -> bool:
         """Whether a combination keeps to the limits, with shares that may make it one of the two fastest."""
-        tiers = [tiers[number] for tiers, number in zip(self.tiers, combination, strict=False)]
-        rows = list(zip(COLUMNS, tiers, strict=True))
+        rows = [(row, self.tiers[number]) for row, number in zip(COLUMNS, combination, strict=False)]
         staying = {row.field: TierShare() for row, tier in rows if tier is Tier.DEVICE}
         switches = zip(SWITCHES, combination[len(COLUMNS) :], strict=True)
         fixed = {**staying, **{name: values[number] for (name, values), number in switches}}
@@ -211,9 +209,8 @@ class _Combinations:
         answer = Answer[_Shared]()
         try:
             all_of_it = shares.placed([WHOLE] * len(leaving))
-            if problems_of(all_of_it.run, axes.world_size):
-                return False
-            if buffer_problems(all_of_it.run, axes, self.machine.kind):
+            run = all_of_it.run
+            if problems_of(run, axes.world_size) or buffer_problems(run, axes, self.machine.kind):
                 return False
             if not self.limits.hold_device(all_of_it):
                 self.over[combination] = all_of_it
@@ -345,7 +342,7 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         takes = nearest.device.nbytes + limits.workspace
         return (
             f"--device-memory-budget {limits.device:,}: no placement keeps to it; the least that a rank takes is "
-            f"{takes:,} bytes{of_products}, with {as_flags(dict(nearest.settings)) or 'all on the device'}, at "
+            f"{takes:,} bytes{of_products}, with {nearest.flags or 'all on the device'}, at "
             f"{nearest.device.instruction} on stage {nearest.device.stage}; nearest: that budget, a smaller "
             "--micro-batch-size, or --recompute-granularity full"
         )
@@ -354,12 +351,12 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
         nearest = min(fits, key=lambda step: step.host_bytes)
         return (
             f"--host-memory-budget {limits.host:,}: of the placements that keep to the device's budget the one with "
-            f"least in host memory takes {nearest.host_bytes:,} bytes there, with "
-            f"{as_flags(dict(nearest.settings))}; nearest: that budget, a smaller --nvme-buffer-bytes{more}"
+            f"least in host memory takes {nearest.host_bytes:,} bytes there, with {nearest.flags}; nearest: that "
+            f"budget, a smaller --nvme-buffer-bytes{more}"
         )
     nearest = min(hosted, key=limits.of_memory)
     if limits.excess(nearest).memory:
-        flags, whole = as_flags(dict(nearest.settings)) or "all on the device", f"{limits.of_memory(nearest):,}"
+        flags, whole = nearest.flags or "all on the device", f"{limits.of_memory(nearest):,}"
         if limits.is_one and limits.memory == limits.device:
             return (
                 f"--device-memory-budget {limits.memory:,}: it is of all memory of a rank on a CPU, and the placement "
@@ -374,5 +371,5 @@ def refusal(over: Sequence[PlacedStep], limits: SearchLimits, disks: bool) -> st
     nearest = min((step for step in hosted if not limits.excess(step).memory), key=lambda step: step.disk)
     return (
         f"--nvme-path: the swap files of a rank have {limits.disk or 0:,} bytes of room, and with "
-        f"{as_flags(dict(nearest.settings))} they take {nearest.disk:,}; nearest: a folder more, on another disk"
+        f"{nearest.flags} they take {nearest.disk:,}; nearest: a folder more, on another disk"
     )

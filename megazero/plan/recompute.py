@@ -219,7 +219,7 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
     ]
 
 
-def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | None = None) -> list[ChunkChoice]:
+def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | None) -> list[ChunkChoice]:
     """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes. group: in
     vertical order.
     """

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megazero.config.placement import as_flags
 from megazero.config.schema import Run
+from megazero.config.tiers import Tier
 from megazero.mpu.axes import Axes
 from megazero.plan.budgets import budgets_of
 from megazero.plan.placed_step import Machine, PlacedStep
@@ -20,7 +20,7 @@ from megazero.plan.step_times import MachineRates
 from megazero.system import device as devices
 from megazero.system import host_memory
 from megazero.telemetry.units import size
-from megazero.train.requirements import free_in
+from megazero.train.requirements import free_on
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def room_here(run: Run, ranks_here: int) -> Room:
     taken = devices.memory_bytes(torch.device("cpu"))
     memory = None if every is None else max(0, every // ranks_here - taken)
     known = bool(folders) and all(map(os.path.isdir, folders))
-    return Room(memory, free_in(folders) // ranks_here if known else None)
+    return Room(memory, free_on(run.offload, [Tier.DISK]) // ranks_here if known else None)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _of(nbytes: int, budget: int | None) -> str:
 
 
 def _flags(step: PlacedStep) -> str:
-    return as_flags(dict(step.settings)) or "all on the device, on time, in horizontal order"
+    return step.flags or "all on the device, on time, in horizontal order"
 
 
 def _rates_line(rates: MachineRates, file: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import combinations
@@ -183,55 +183,52 @@ def room_problems(run: Run, world_size: int, local_ranks: range) -> list[str]:
     if run.model.vocab_size is None:
         return []
     axes = axes_of(run, world_size)
-    used = file_tiers(run)
-    problems = [problem for tier in used for problem in _room_problems(run, axes, local_ranks, tier)]
-    return problems or [*_shared_room_problems(run, axes, local_ranks, used)]
+    needed = {tier: swap_bytes(run, axes, local_ranks, tier) for tier in file_tiers(run)}
+    problems = [
+        _room_problem(run, axes, local_ranks, tier, count, free)
+        for tier, count in needed.items()
+        if count > (free := free_on(run.offload, [tier]))
+    ]
+    return problems or [*_shared_room_problems(run.offload, needed)]
 
 
-def _shared_room_problems(run: Run, axes: Axes, local_ranks: range, used: Sequence[Tier]) -> Iterator[str]:
-    """A sentence for two tiers on one file system, each of which has room there without the other."""
-    for pair in combinations(used, 2):
-        folders = [folders_of(run.offload, tier) for tier in pair]
-        systems = [{os.stat(folder).st_dev: folder for folder in of_tier} for of_tier in folders]
-        needed = [swap_bytes(run, axes, local_ranks, tier) for tier in pair]
-        leftover = sum(_leftover_on(run, tier) for tier in pair)
-        free = sum(map(free_bytes, (systems[0] | systems[1]).values())) + leftover
-        if systems[0].keys() & systems[1].keys() and sum(needed) > free:
-            flags = " and ".join(f"{flag_of(tier)} {' '.join(folders_of(run.offload, tier))}" for tier in pair)
-            files = " and ".join(
-                f"{count:,} bytes of {FILE_TIERS[tier].files}" for tier, count in zip(pair, needed, strict=True)
-            )
-            yield f"{flags} share a file system: {files} are needed, and {free:,} are free; name a folder on another"
-
-
-def _room_problems(run: Run, axes: Axes, local_ranks: range, tier: Tier) -> Iterator[str]:
+def _room_problem(run: Run, axes: Axes, local_ranks: range, tier: Tier, needed: int, free: int) -> str:
     folders, row = folders_of(run.offload, tier), FILE_TIERS[tier]
-    needed, free = swap_bytes(run, axes, local_ranks, tier), _free_on(run, tier)
-    if needed <= free:
-        return
     ranks = f"the {len(local_ranks)} ranks" if len(local_ranks) > 1 else "the rank"
     fitting = _largest_that_fits(run, axes, local_ranks, free, tier)
     nearest = f"; nearest: {as_flags(fitting)}, or" if fitting else ":"
-    yield (
+    return (
         f"{flag_of(tier)} {' '.join(folders)}: the {row.files} of {ranks} here need {needed:,} bytes, and {free:,} are "
         f"free{nearest} {row.more}"
     )
 
 
-def _free_on(run: Run, tier: Tier) -> int:
-    """Free bytes of a tier, left-over files among them."""
-    folders = folders_of(run.offload, tier)
-    if FILE_TIERS[tier].preallocated:
-        return free_in(folders, checkpoints=whole_steps(run.offload))
-    return sum(map(free_bytes, folders)) + _leftover_on(run, tier)
+def _shared_room_problems(offload: OffloadConfig, needed: Mapping[Tier, int]) -> Iterator[str]:
+    """A sentence for two tiers on one file system, each of which has room there without the other."""
+    for pair in combinations(needed, 2):
+        first, second = (_file_systems(offload, [tier]).keys() for tier in pair)
+        free = free_on(offload, pair)
+        if first & second and sum(needed[tier] for tier in pair) > free:
+            flags = " and ".join(f"{flag_of(tier)} {' '.join(folders_of(offload, tier))}" for tier in pair)
+            files = " and ".join(f"{needed[tier]:,} bytes of {FILE_TIERS[tier].files}" for tier in pair)
+            yield f"{flags} share a file system: {files} are needed, and {free:,} are free; name a folder on another"
 
 
-def _leftover_on(run: Run, tier: Tier) -> int:
-    """Bytes of files that ended processes have left in the folders of a tier."""
-    folders = folders_of(run.offload, tier)
-    if FILE_TIERS[tier].preallocated:
-        return sum(leftover_bytes(folder, checkpoints=whole_steps(run.offload)) for folder in folders)
-    return sum(plain_files.leftover_bytes(Path(folder)) for folder in folders)
+def free_on(offload: OffloadConfig, used: Sequence[Tier]) -> int:
+    """Free bytes of the file systems of these tiers, each counted once, and bytes of files in the tiers' folders that
+    ended processes have left and a new run removes or takes over.
+    """
+    leftover_of: Mapping[Tier, Callable[[Path], int]] = {
+        Tier.DISK: partial(leftover_bytes, checkpoints=whole_steps(offload)),
+        Tier.FILES: plain_files.leftover_bytes,
+    }
+    leftover = sum(leftover_of[tier](Path(folder)) for tier in used for folder in folders_of(offload, tier))
+    return sum(map(free_bytes, _file_systems(offload, used).values())) + leftover
+
+
+def _file_systems(offload: OffloadConfig, used: Sequence[Tier]) -> dict[int, str]:
+    """The file systems of these tiers, by number, each with a folder there."""
+    return {os.stat(folder).st_dev: folder for tier in used for folder in folders_of(offload, tier)}
 
 
 def _largest_that_fits(run: Run, axes: Axes, ranks: range, free: int, tier: Tier) -> dict[str, TierShare]:
@@ -268,13 +265,3 @@ def swap_bytes(run: Run, axes: Axes, ranks: Iterable[int], tier: Tier = Tier.DIS
         if written and kind == "cpu" and not buffer_problems(run, axes, kind):
             by_stage[place.pp] += StageLists(run, axes, nccl=nccl).activations(place.pp).files
     return sum(by_stage[place.pp] for place in places)
-
-
-def free_in(folders: Sequence[str], *, checkpoints: bool = False) -> int:
-    """Free bytes of the file systems of these folders, each counted once, and of files that are left over there.
-
-    checkpoints: of those that a run with --nvme-checkpoint takes over or replaces, too.
-    """
-    systems = {os.stat(folder).st_dev: folder for folder in folders}
-    leftover = sum(leftover_bytes(folder, checkpoints=checkpoints) for folder in folders)
-    return sum(map(free_bytes, systems.values())) + leftover

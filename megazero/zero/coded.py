@@ -110,10 +110,6 @@ class CodedLayout:
     parts: tuple[CodedPart, ...]
     nbytes: int
 
-    def bytes_on_rank(self, shards: int, sharding: Sharding) -> int:
-        """Bytes that one of the ranks stores that share out the state."""
-        return self.nbytes // shards if sharding is Sharding.SHARDED else self.nbytes
-
 
 class FrozenLayouts(NamedTuple):
     """The buckets of frozen parameters: those that are stored as they are, and those that are stored as codes."""

@@ -70,7 +70,7 @@ class FrozenParameters:
         tiers: Tiers,
         resting: Sequence[Resting],
     ) -> None:
-        self.by_name, self.layouts = parameters_by_name(chunks, trained=False), layouts
+        self.by_name = parameters_by_name(chunks, trained=False)
         plain, coded = layouts
         first = len(resting) - len(plain) - len(coded)
         then = first + len(plain)

@@ -107,11 +107,6 @@ class WholeParameters:
                 box = own_box(read(spec_of(parameter)), spec_of(parameter))
                 parameter.data.zero_()[: box.shape[0]].copy_(box)
 
-    def keep_shard(self) -> None:
-        """Copy this rank's range of the whole values to where it rests."""
-        if self.gathered:
-            self.column.keep(self.index, self.whole[slice(*self.column.range_of(self.index))])
-
     @contextmanager
     def filling(self) -> Iterator[None]:
         """A context in which all values of the bucket are written; then only what this rank stores is kept.
@@ -123,8 +118,8 @@ class WholeParameters:
             for start, stop in self.bucket.layout.gaps():
                 self.whole[start:stop].zero_()
         yield
-        self.keep_shard()
         if self.gathered:
+            self.column.keep(self.index, self.whole[slice(*self.column.range_of(self.index))])
             self.free()
 
 
@@ -168,13 +163,7 @@ class ParameterGatherer:
     overlap     a gather goes on until the parameters are read; else its launch waits for it
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[WholeParameters],
-        *,
-        masters: StoredColumn | None = None,
-        overlap: bool,
-    ) -> None:
+    def __init__(self, parameters: Sequence[WholeParameters], *, masters: StoredColumn | None, overlap: bool) -> None:
         self.parameters, self.masters, self.overlap = parameters, masters, overlap
         self._gathers: dict[int, CommunicationHandle] = {}
         self._loads: dict[int, _Loading] = {}

@@ -335,18 +335,13 @@ def state_groups(axes: Axes, at: Coordinates) -> dict[StateGroup, SharedBy]:
     return {group: shared(group) for group in StateGroup}
 
 
-def shard_sizes(axes: Axes, at: Coordinates) -> dict[StateGroup, int]:
-    """Number of ranks over which the state of the rank at `at` is sharded, by group."""
-    return {group: shared.shards for group, shared in state_groups(axes, at).items()}
-
-
 def owned_fragments(
     chunks: Sequence[Sequence[Sequence[ParameterSpec]]], axes: Axes, at: Coordinates, packing: Packing
 ) -> Iterator[tuple[int, BucketFragment]]:
     """(bucket number, fragment) for all fragments that the rank at `at` owns, at any ZeRO stage.
 
-    On that rank `ShardedOptimizer.fragments` gives the same fragments with values. Over all ranks they cover every
-    element once; parameters replicated over tp are owned once by each tp rank.
+    On that rank `zero.portions` gives the same fragments with values. Over all ranks they cover every element once;
+    parameters replicated over tp are owned once by each tp rank.
     """
     for number, layout in enumerate(pack(chunks, group_sizes(axes, at), packing)):
         members = axes.inner_ranks(layout.group, at), axes.across_ranks(layout.group, at)

@@ -113,7 +113,7 @@ class LeavingGradients:
         self._here[index].copies.append(copied)
         self._here[index].left += numel
 
-    def end_oldest(self, *, whole: bool = True) -> None:
+    def end_oldest(self, *, whole: bool) -> None:
         """Wait until the oldest one has left, and give its buffer back. whole: all of it has to have left."""
         leaving = self._queue.popleft()
         assert not whole or (leaving.own is not None and leaving.left == leaving.own.numel()), (

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -82,7 +81,7 @@ class Tiers:
                work on what is in host memory, by one thread
     """
 
-    def __init__(self, device: DeviceMemory, stores: Mapping[Tier, Store] = MappingProxyType({})) -> None:
+    def __init__(self, device: DeviceMemory, stores: Mapping[Tier, Store]) -> None:
         self.device, self.stores = device, stores
         self.to_host, self.to_device = CopyThread(device.device, "to-host"), CopyThread(device.device, "to-device")
         self.host_updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-updates")

@@ -116,7 +116,7 @@ def with_slots(shape: RankShape, residents: Sequence[Resident], widths: StateWid
     return replace(shape, slots=slots_within(shape, cfg.nvme_buffer_bytes))
 
 
-def pieces_of(shape: RankShape, residents: Sequence[Resident] = (), state: int = 0) -> dict[Tier, dict[str, int]]:
+def pieces_of(shape: RankShape, residents: Sequence[Resident], state: int) -> dict[Tier, dict[str, int]]:
     """The bytes of what rests in files, by tier and by the name of its piece: parameters, gradient and optimizer state
     of each part; and of what is written to disks too. state: bytes of the optimizer state of an element.
     """

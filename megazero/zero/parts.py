@@ -104,7 +104,7 @@ def parts_of(
     offload: TierShare,
     most: int,
     units: Sequence[frozenset[str]],
-    rests: Sequence[Tier] = (),
+    rests: Sequence[Tier],
     sums: Sequence[Tier] = (),
 ) -> list[tuple[Part, ...]]:
     """The parts of each bucket; none for one that needs none (`Resting`).
@@ -113,15 +113,15 @@ def parts_of(
     offload  of the optimizer state
     most     elements of a part that moves
     units    to which each bucket belongs
-    rests    where the parameters of each bucket rest; default: on the device
+    rests    where the parameters of each bucket rest
     sums     where its gradients are summed; default: on the device
 
     With a share, what stays on the device are the first elements: the next step needs them first. The others have more
     time.
     """
     parts: list[tuple[Part, ...]] = []
-    home, cuts = [Tier.DEVICE] * len(ranges), _cuts(ranges, offload, units)
-    for (start, stop), cut, tier, gradients in zip(ranges, cuts, rests or home, sums or home, strict=True):
+    cuts, summed = _cuts(ranges, offload, units), sums or [Tier.DEVICE] * len(ranges)
+    for (start, stop), cut, tier, gradients in zip(ranges, cuts, rests, summed, strict=True):
         moves = tier.in_files or gradients is not Tier.DEVICE
         longest = most if moves else max(1, cut - start)
         stays = [Part(first, last, Tier.DEVICE) for first, last in _pieces(start, cut, longest)]

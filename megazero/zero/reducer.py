@@ -79,9 +79,9 @@ class GradientReducer:
         messages: GradientMessages,
         overlap: bool,
         tp: Group,
-        sums: Sequence[Tier] = (),
+        sums: Sequence[Tier],
     ) -> None:
-        self._leaves = [tier is not Tier.DEVICE for tier in sums] or [False] * len(buckets)
+        self._leaves = [tier is not Tier.DEVICE for tier in sums]
         self.buckets, self.column, self.state, self.dtype = buckets, column, state, dtype
         self.messages, self.overlap, self.tp = messages, overlap, tp
         self.pool = BufferPool(column.dtype, column.memory)
@@ -143,7 +143,7 @@ class GradientReducer:
             self._end_oldest(whole=whole)
         self.across.complete()
 
-    def sum_partials(self, buckets: Sequence[int] = ()) -> None:
+    def sum_partials(self, buckets: Sequence[int]) -> None:
         """Sum tp_partial gradients over tp: of reduced buckets that leave the device, or (none named) of all others,
         after `complete`. All ranks call this.
         """

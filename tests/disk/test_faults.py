@@ -211,7 +211,7 @@ def interrupted(real: Callable[..., int], counts: list[int]) -> Callable[..., in
 
 def test_short_reads_and_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(transports, "_read", interrupted(transports._read, counts))
+    monkeypatch.setattr(transports, "read_at", interrupted(transports.read_at, counts))
     monkeypatch.setattr(os, "pwrite", interrupted(os.pwrite, counts))
     with one_step(tmp_path, DiskOptions(BUFFER, 4, "threads")) as space:
         assert same(read_all(space, PIECES), contents(PIECES, 1))
@@ -220,7 +220,7 @@ def test_short_reads_and_writes_are_resumed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = transports._read, []
+    real, calls = transports.read_at, []
 
     def read(file: int, memory: Any, offset: int) -> int:
         calls.append(offset)
@@ -229,7 +229,7 @@ def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return real(file, memory, offset)
 
     with one_step(tmp_path, DiskOptions(BUFFER, 2, "threads")) as space:
-        monkeypatch.setattr(transports, "_read", read)
+        monkeypatch.setattr(transports, "read_at", read)
         with pytest.raises(
             DiskError, match=r"reading piece '\w+': 0 of .* were read: the disk reports an error"
         ) as caught:
@@ -240,13 +240,13 @@ def test_reads_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, answer = transports._read, threading.Event()
+    real, answer = transports.read_at, threading.Event()
 
     def read(file: int, memory: Any, offset: int) -> int:
         answer.wait()
         return real(file, memory, offset)
 
-    monkeypatch.setattr(transports, "_read", read)
+    monkeypatch.setattr(transports, "read_at", read)
     others = set(threading.enumerate())
     with one_step(tmp_path, DiskOptions(BUFFER, 1, "threads", seconds=1)) as space:
         workers = set(threading.enumerate()) - others

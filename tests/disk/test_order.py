@@ -59,8 +59,8 @@ def test_a_write_after_a_flip_waits_until_the_record_is_there(
 
 def test_a_write_waits_for_the_read_of_what_it_replaces(space: SwapSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     space.write(contents(PIECES, 1)).wait()
-    gate = Gate(transports._read)
-    monkeypatch.setattr(transports, "_read", gate)
+    gate = Gate(transports.read_at)
+    monkeypatch.setattr(transports, "read_at", gate)
     memory = empty(PIECES)
     read, write = space.read(memory), space.write(contents(PIECES, 2))
     other = space.write(contents(PIECES, 3))
@@ -75,12 +75,12 @@ def test_a_write_waits_for_the_read_of_what_it_replaces(space: SwapSpace, monkey
 def test_a_write_waits_for_every_read(space: SwapSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two is slow, the second is over."""
     space.write(contents(PIECES, 1)).wait()
-    gate, real = Gate(transports._read), transports._read
-    monkeypatch.setattr(transports, "_read", gate)
+    gate, real = Gate(transports.read_at), transports.read_at
+    monkeypatch.setattr(transports, "read_at", gate)
     first, second = empty(PIECES, ["a"]), empty(PIECES, ["a"])
     slow = space.read(first)
     assert waits(slow)
-    monkeypatch.setattr(transports, "_read", real)
+    monkeypatch.setattr(transports, "read_at", real)
     space.read(second).wait()
     write = space.write(contents(PIECES, 2))
     assert waits(write)

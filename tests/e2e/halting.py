@@ -166,7 +166,7 @@ def short_reads(halt: Halt) -> None:
     """No point: the rank's disks are read and written a page or two at a time, by threads."""
     counts: list[int] = []
     forbid_io_uring()
-    transports._read = interrupted(transports._read, counts)
+    transports.read_at = interrupted(transports.read_at, counts)
     os.pwrite = interrupted(os.pwrite, counts)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -193,7 +192,9 @@ def test_steps_equal_those_of_peft_on_bitsandbytes(family: str, corpus: Path, tm
     """The same start, the same batches, in fp32: losses and norms of three steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        bits_and_bytes = pytest.importorskip("bitsandbytes")
+        pytest.importorskip("bitsandbytes")
+    from bench.contestants.peft_ import in_four_bits  # imports transformers, which may be absent too
+
     base = saved_base(family, tmp_path, **WIDE[family])
     more = ["--precision", "fp32", "--lora-base-bits", "4", "--lr-decay-style", "constant"]
     start = [*family_flags(base, corpus, tmp_path), *more]
@@ -202,7 +203,7 @@ def test_steps_equal_those_of_peft_on_bitsandbytes(family: str, corpus: Path, tm
         adapter = found.path / "peft"
     job, recorder = job_on_rank(0, 1, start)
     model = their_base(base).float()
-    _in_four_bits(model.transformer.h if family == "bloom" else model.model.layers, bits_and_bytes)
+    in_four_bits(model.transformer.h if family == "bloom" else model.model.layers, torch.float32)
     tuned = with_adapters(model, adapter, trained=True).train()
     share_one_a(tuned)
     assert any(type(module).__name__ == "Linear4bit" for module in tuned.modules())
@@ -210,14 +211,3 @@ def test_steps_equal_those_of_peft_on_bitsandbytes(family: str, corpus: Path, tm
     job.fit()
     seen = [(record.loss, record.grad_norm) for record in recorder.records]
     torch.testing.assert_close(seen, expected, rtol=1e-5, atol=0.0)
-
-
-def _in_four_bits(blocks: Any, bits_and_bytes: Any) -> None:
-    """Put bitsandbytes' layers in the place of the linear layers in these blocks."""
-    for module in list(blocks.modules()):
-        for name, layer in list(module.named_children()):
-            if isinstance(layer, torch.nn.Linear):
-                size, bias = (layer.in_features, layer.out_features), layer.bias is not None
-                coded = bits_and_bytes.nn.Linear4bit(*size, bias, compute_dtype=torch.float32, quant_type="nf4")
-                coded.load_state_dict(layer.state_dict())
-                setattr(module, name, coded.to("cpu"))

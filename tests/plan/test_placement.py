@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from megazero.config.parse import ConfigError, parse_run
-from megazero.config.placement import ROWS, applied, as_flags
+from megazero.config.placement import ROWS, applied
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
@@ -125,7 +125,7 @@ def test_no_slower_than_anything_on_a_grid(layout: str, rates: MachineRates, per
 
 def test_without_budgets_everything_stays_on_a_device_that_updates_quickly() -> None:
     found = chosen(machine("one rank"), SearchLimits()).best
-    assert as_flags(dict(found.settings)) == ""
+    assert found.flags == ""
     found = chosen(machine("one rank", SLOW_UPDATES), SearchLimits()).best
     assert found.run.offload.offload_optimizer.tier is Tier.HOST
 
@@ -149,10 +149,10 @@ def test_disks_where_host_memory_is_too_small() -> None:
     of = machine("one rank", more=f"--nvme-path d {LARGE}", micro_batches=2)
     device = of.placed(static("nvme")).device.nbytes
     roomy = chosen(of, SearchLimits(device)).best
-    assert "nvme" not in as_flags(dict(roomy.settings)) and roomy.host_bytes > of.placed(static("nvme")).host_bytes
+    assert "nvme" not in roomy.flags and roomy.host_bytes > of.placed(static("nvme")).host_bytes
     budgets = SearchLimits(device, of.placed(static("nvme")).host_bytes)
     tight = chosen(of, budgets).best
-    assert as_flags(dict(tight.settings)) == "--offload-optimizer nvme" and tight.disk > 0
+    assert tight.flags == "--offload-optimizer nvme" and tight.disk > 0
     diskless = replace(of, rates=replace(CARD, read=None, write=None))
     with pytest.raises(ConfigError, match=r"--host-memory-budget .* --nvme-path DIR"):
         choose_placement(diskless, budgets)
@@ -273,7 +273,7 @@ def test_where_processors_are_shared_no_more_leaves_than_must() -> None:
         (machine("one rank", replace(SLOW_UPDATES, update_host=1e8)), True),
         (machine("one rank", replace(SLOW_UPDATES, update_host=1e8, beside=0.0)), False),
     ):
-        assert bool(as_flags(dict(chosen(of, SearchLimits()).best.settings))) == leaves
+        assert bool(chosen(of, SearchLimits()).best.flags) == leaves
 
 
 @pytest.mark.few(cases=2)

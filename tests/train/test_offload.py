@@ -92,7 +92,7 @@ def test_the_shares_that_are_offered_fit(words: str, tmp_path: Path, monkeypatch
     run = parse_run([*model, *words.split()], 2)
     needed = swap_bytes(run, axes_of(run, 2), range(2))
     for part in (0.03, 0.2, 0.4, 0.6, 0.8, 0.97):
-        monkeypatch.setattr(requirements, "free_in", lambda folders, checkpoints, free=int(part * needed): free)
+        monkeypatch.setattr(requirements, "free_on", lambda offload, used, free=int(part * needed): free)
         (problem,) = room_problems(run, 2, range(2))
         nearest = " ".join(re.findall(r"--offload-[a-z]+ nvme:[0-9.]+", problem)).split()
         if nearest:
