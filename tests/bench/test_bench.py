@@ -26,6 +26,7 @@ from bench.op_cases import CASES
 from bench.recorded import PARTS
 from bench.script import tables_of
 from bench.workload import Entry, Workload, entry_from, to_json, workload_from
+from fused_ops.native.compile import levels_of_this_machine_type
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Workload("tiny", layers=1, hidden=16, heads=2, sequence=8, vocabulary=64, micro_batch=1, threads=1)
@@ -163,8 +164,16 @@ def placement(tmp_path: Path) -> None:
     assert one["settings"]["auto"]["offload_optimizer"].startswith("cpu") and one["rates"]["flops"] > 0
 
 
+def checksum(tmp_path: Path) -> None:
+    """Rates of each instruction set of this processor and of numpy, beside those of a plain read and copy."""
+    found = run_quick("checksum", tmp_path)
+    levels = [level for level in levels_of_this_machine_type() if level in found["rows"]]
+    assert levels and list(found["rows"]) == ["a plain read, or copy", *levels, "numpy"]
+    assert all(len(rates) == 1 and rates[0] > 0 for row in found["rows"].values() for rates in row.values())
+
+
 CHECKS = [peers, offloaded_peers, train, memory, demonstration, state_memory, ops, exchange, async_save, generate]
-CHECKS += [placement]
+CHECKS += [placement, checksum]
 SCRIPTS = {check.__name__: check for check in CHECKS}
 
 
