@@ -47,6 +47,7 @@ ROWS: Mapping[str, PlacementRow] = {
     "gradients": PlacementRow("offload_gradients", column=True, whole=True),
     "activations": PlacementRow("offload_activations", column=True),
     "late_update": PlacementRow("late_update"),
+    "early_update": PlacementRow("early_update"),
     "micro_batch_order": PlacementRow("micro_batch_order"),
     "vertical_group_size": PlacementRow("vertical_group_size"),
 }

@@ -274,7 +274,7 @@ class SwapSpace:
         """Have the content of a piece be again what it was at the last flip, or before the last write. The caller has
         waited for that write.
         """
-        assert self._layout.slots > 1, f"the content of piece {name!r} is written over"
+        assert self._layout.slots > 1 and name in self._kept, f"no earlier content of piece {name!r} is there"
         self._newest[name] = self._kept[name]
 
     def close(self, *, remove: bool) -> None:

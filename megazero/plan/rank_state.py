@@ -25,6 +25,7 @@ from megazero.pipeline.build import stages_of
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.program.passes.slots import slot_bytes
 from megazero.program.shape import RankShape
+from megazero.system import device as devices
 from megazero.zero.coded import FrozenLayouts, coding_of, frozen_layouts
 from megazero.zero.frozen import specs_by_unit
 from megazero.zero.layout import BucketLayout, Packing, SharedBy, group_sizes, pack, packing_of, state_groups
@@ -222,7 +223,8 @@ class RankState:
         stored = frozen_ranges(frozen, row[Column.PARAMETER], lambda group: (0, groups[group].shards))
         resting = [*self._resting, *frozen_parts(frozen, stored, widths, self.run.offload)]
         shape = rank_shape(specs, self.layouts, frozen, row, widths, groups, resting)
-        return with_slots(shape, self._residents, widths, self.run.offload)
+        shares_memory = devices.shares_host_memory(devices.kind(self.run.parallel.device))
+        return with_slots(shape, self._residents, widths, self.run.offload, shares_memory=shares_memory)
 
     @cached_property
     def _residents(self) -> list[Resident]:

@@ -211,6 +211,8 @@ class RankShape:
                    whose sums leave the device are added in each reduction (`BucketShape.partial`)
     resident_bytes of the largest piece of optimizer state that rests on the device and passes through a slot to disks
     slots          of each ring, through which parts pass (`program.passes.slots`)
+    shares_memory  whether the memory of the device is that of the host, so that an update in host memory reads and
+                   writes what rests on the device where that is
     """
 
     units: tuple[tuple[UnitShape, ...], ...]
@@ -218,6 +220,7 @@ class RankShape:
     sums_partials: bool = False
     resident_bytes: int = 0
     slots: int = SLOTS
+    shares_memory: bool = False
 
     @property
     def read_ahead(self) -> tuple[PartKey, ...]:

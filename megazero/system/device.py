@@ -54,6 +54,11 @@ def kind(asked: str) -> str:
     return "cuda" if asked == "cuda" or (asked == "auto" and cuda_available()) else "cpu"
 
 
+def shares_host_memory(kind: str) -> bool:
+    """Whether a device of this kind ("cpu" or "cuda") computes in the memory of the host."""
+    return kind == "cpu"
+
+
 def resolve(device: str, local_rank: int) -> torch.device:
     """The device of a rank. device: auto (cuda if there is a GPU), cpu or cuda.
 

@@ -200,12 +200,12 @@ class Trainer:
 
         Returns whether they were; None: the step had no early updates. A collective of all ranks if they are made.
         """
-        self.was_clipped = bool(end.clipped)
+        clipped = self.was_clipped = bool(end.clipped)
         if not end.early:
             return None
-        if self.was_clipped:
+        if clipped:
             end.update_again(self.settle)
-        return self.was_clipped
+        return clipped
 
     def settle(self, values: UpdateValues) -> None:
         """Make the updates that the last step has left, or made too early. A collective of all ranks."""

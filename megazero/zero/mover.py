@@ -30,6 +30,7 @@ from megazero.disk.lanes import Need
 from megazero.program.instruction import Instruction, Op, Piece, TierMove
 from megazero.program.passes.slots import slot_bytes
 from megazero.program.shape import RankShape
+from megazero.system.copy_thread import CopyThread
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.memories import PartSlot, Ring, Tiers
 from megazero.zero.parts import Key, Range, Resting, piece_name
@@ -85,7 +86,7 @@ class Mover:
     ) -> None:
         self.resting, self.columns, self.tiers = resting, columns, tiers
         self.reducer, self.gatherer = reducer, gatherer
-        self._early = shape.early
+        self._early, self._shares_memory = shape.early, shape.shares_memory
         self.state_dtypes = {column: columns[column].dtype for column in OPTIMIZER if column in columns}
         sizes = slot_bytes(shape)
         self.update_slots = _ring_of(shape.slots, sizes.updates, tiers, copied=(Piece.GRADIENTS, Piece.PARAMETERS))
@@ -142,7 +143,7 @@ class Mover:
     def to_host(self, i: Instruction, piece: Piece) -> None:
         """Start to copy to host memory: a reduced gradient, or updated weights as parameters."""
         place, source = self._place(i, piece), self._source(i, piece)
-        over = self.tiers.to_host.copy(place.memory, source, after=tuple(place.free)).result
+        over = _copied(self.tiers.to_host, place.memory, source, tuple(place.free))
         place.arrived.append(over)
         if piece in _LEAVING:
             self.reducer.leaving.leaves(i.buckets[0], source.numel(), over)
@@ -154,8 +155,7 @@ class Mover:
         """Start to copy to the device: parameters for a use or after their update, or a sum for an update there."""
         place, (target, arrived) = self._place(i, piece), self._target(i, piece)
         assert i.slot < 0 or place.arrived, f"{i} comes before what makes it"
-        after, changed = tuple(place.arrived), place.changed or _always
-        over = self.tiers.to_device.copy(target, place.memory, after=after, wanted=changed).result
+        over = _copied(self.tiers.to_device, target, place.memory, tuple(place.arrived), place.changed or _always)
         arrived.append(over)
         if i.slot < 0:
             place.free.append(over)  # the next step's first sum is stored over what is read here
@@ -299,8 +299,11 @@ class Mover:
         if piece is Piece.SUMS and resting.sums is Tier.HOST:
             return HostPlace(gradients.view(index, start, stop), self._readers[i.key], self._summed[index])
         slot, kept_as = self._ring(piece).slot_of(i), _KEPT_AS.get(piece, piece)
+        home = resting.rests if piece is Piece.UPDATED else resting.sums
         if piece is Piece.STATE:
             memory = slot.of(piece, (stop - start) * self.state_bytes)
+        elif piece in _BESIDE_UPDATE and home is Tier.DEVICE and self._shares_memory:
+            memory = self.columns[_BESIDE_UPDATE[piece]].view(index, start, stop)
         else:
             column = parameters.column if kept_as is Piece.PARAMETERS else gradients
             memory = slot.of(kept_as, stop - start, column.dtype)
@@ -336,6 +339,8 @@ class Mover:
 
 _KEPT_AS = {Piece.REDUCED: Piece.GRADIENTS, Piece.UPDATED: Piece.PARAMETERS}
 """The memory of a slot in which a piece is that has none of its own name."""
+_BESIDE_UPDATE = {Piece.GRADIENTS: Column.GRADIENT, Piece.UPDATED: Column.PARAMETER}
+"""What an update in host memory exchanges with the device, by its column there: nothing is copied within one memory."""
 _LEAVING = Piece.REDUCED, Piece.SUMS
 """What is copied to host memory from the buffer of a reduction, and not from a column."""
 _COPIES: Mapping[tuple[Tier, Tier], Callable[[Mover, Instruction, Piece], None]] = MappingProxyType(
@@ -368,6 +373,21 @@ def _ring_of(count: int, sizes: Mapping[Piece, int], tiers: Tiers, copied: Colle
 
 def _always() -> bool:
     return True
+
+
+def _copied(
+    thread: CopyThread,
+    target: Tensor,
+    source: Tensor,
+    after: tuple[Need, ...],
+    wanted: Callable[[], bool] = lambda: True,
+) -> Need:
+    """Start a copy, and return what waits for its end. From a memory to itself nothing is copied, and what is to wait
+    for is the update alone, which `wanted` does.
+    """
+    if target.data_ptr() == source.data_ptr():
+        return wanted
+    return thread.copy(target, source, after=after, wanted=wanted).result
 
 
 @torch.no_grad()

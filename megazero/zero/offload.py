@@ -109,10 +109,19 @@ def run_residents(
     return residents_of(ranges, resting, most_elements(widths, cfg)) if whole_steps(cfg) else []
 
 
-def with_slots(shape: RankShape, residents: Sequence[Resident], widths: StateWidths, cfg: OffloadConfig) -> RankShape:
-    """The shape with the number of slots that --nvme-buffer-bytes holds. residents: as `run_residents` gives them."""
+def with_slots(
+    shape: RankShape,
+    residents: Sequence[Resident],
+    widths: StateWidths,
+    cfg: OffloadConfig,
+    *,
+    shares_memory: bool,
+) -> RankShape:
+    """The shape with the number of slots that --nvme-buffer-bytes holds. residents: as `run_residents` gives them.
+    shares_memory: as of `RankShape`.
+    """
     copied = max((resident.stop - resident.start for resident in residents), default=0)
-    shape = replace(shape, resident_bytes=copied * widths.state)
+    shape = replace(shape, resident_bytes=copied * widths.state, shares_memory=shares_memory)
     return replace(shape, slots=slots_within(shape, cfg.nvme_buffer_bytes))
 
 

@@ -16,6 +16,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import ParameterSpec, StateGroup, spec_of
 from megazero.program.passes.gathers import loads_of
 from megazero.program.passes.slots import place_slots
+from megazero.system import device as devices
 from megazero.zero.actions import BucketActions, OwedUpdates
 from megazero.zero.coded import Coding, frozen_layouts
 from megazero.zero.frozen import FROZEN, FrozenParameters, buckets_of, parameters_by_name, specs_by_unit
@@ -96,7 +97,8 @@ class ModelState:
         """Where each bucket rests, by number in the list of `shape`: the trained ones come first."""
         groups = state_groups(grid.axes, grid.at)
         shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
-        self.shape = with_slots(shape, self.residents, widths, offload)
+        shares_memory = devices.shares_host_memory(grid.device.type)
+        self.shape = with_slots(shape, self.residents, widths, offload, shares_memory=shares_memory)
         pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_stores is not None or not pieces, "validated: state in files has folders"
         memory = DeviceMemory(grid.device, offload.device_memory_budget)

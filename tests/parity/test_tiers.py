@@ -120,7 +120,8 @@ def check_tiers(case: Case, outcome: Outcome) -> None:
     if case.placement != "auto":
         words = [str(leaves[column]) for column in COLUMNS]
         assert [word.partition(":")[0] if case.units else word for word in words] == [*map(case.tier, COLUMNS)]
-        assert outcome.run.parallel.late_update == case.late
+        parallel = outcome.run.parallel
+        assert (parallel.late_update, parallel.early_update) == (case.updates == "late", case.updates == "early")
 
 
 CANNOT_MEET = {
@@ -128,12 +129,14 @@ CANNOT_MEET = {
         *((column, tier) for column in COLUMNS for tier in AXES[column] if tier != "none"),
         *(("order", order) for order in AXES["order"] if order is not None),
         *((name, value) for name in ("numbers", "messages") for value in {*AXES[name]} - {"fp64", "exact"}),
-        *((name, True) for name in ("late", "checkpoint", "units", "slow", "resumes")),
+        *((name, True) for name in ("checkpoint", "units", "slow", "resumes")),
+        *(("updates", "late"), ("updates", "early")),
         *(("gathered", "one"), ("gathered", "all"), ("parts", "small")),
     },
     ("placement", "flags"): {("units", True)},
     ("units", True): {(column, tier) for column in COLUMNS for tier in ("cpu:SHARE", "nvme:SHARE")},
     ("checkpoint", True): {("optimizer", tier) for tier in ("none", "cpu", "cpu:SHARE", "files")},
+    ("updates", "early"): {("optimizer", tier) for tier in ("none", "cpu", "cpu:SHARE", "files")},
     ("sequence_parallel", True): {("tp", 1), ("heads", 3)},
     ("shard_inputs", True): {
         *(("tp", 1), ("heads", 3), ("sequence_parallel", True), ("recompute", "none"), ("recompute", "selective"))
@@ -154,8 +157,8 @@ CANNOT_MEET = {
     ("numbers", "fp8"): {("parts", "small"), *(("lora", base) for base in {*AXES["lora"]} - {"none"})},
 }
 """What a value of an axis excludes. The search sets what it chooses, and may change bits; units are named in files;
-only optimizer state on disks is a checkpoint; twelve ranks are too many; one rank sends nothing; what blocks have lost
-is in no checkpoint.
+only optimizer state on disks is a checkpoint, or goes back; twelve ranks are too many; one rank sends nothing; what
+blocks have lost is in no checkpoint.
 """
 
 

@@ -55,7 +55,7 @@ AXES: Axes = {
     **dict.fromkeys(COLUMNS, TIERS),
     "share": (0.25, 0.6),
     "units": (False, False, True),
-    "late": (False, True),
+    "updates": ("on time", "late", "early"),
     "order": (None, "horizontal", "vertical", "vertical in threes"),
     "placement": ("flags", "flags", "file", "auto"),
     "checkpoint": (False, True),
@@ -97,7 +97,7 @@ REQUIRED: tuple[Values, ...] = (
         "params": "nvme",
         "optimizer": "nvme",
         "zero": 3,
-        "late": True,
+        "updates": "late",
         "order": None,
         "accumulation": 5,
         "numbers": "fp16",
@@ -116,7 +116,7 @@ REQUIRED: tuple[Values, ...] = (
         "messages": "feedback",
     },
     {"shard_inputs": True, "carrier": "late", "zero": 1, "numbers": "bf16", "messages": "bf16"},
-    {"carrier": "late", "zero": 3, "pp": 2, "late": True, "unwritten": True, "recompute": "full"},
+    {"carrier": "late", "zero": 3, "pp": 2, "updates": "late", "unwritten": True, "recompute": "full"},
     # The padding of a bucket was memory that nobody wrote, and the int8 block that reached into it lost precision.
     {
         **dict.fromkeys(("optimizer", "params", "gradients"), "none"),
@@ -132,7 +132,7 @@ REQUIRED: tuple[Values, ...] = (
     {
         "messages": "int4",
         "zero": 2,
-        "late": True,
+        "updates": "late",
         "resumes": True,
         "numbers": "fp32",
         "dp": 4,
@@ -163,7 +163,7 @@ ACTIVATIONS = 700_000
 """Bytes that hold what the largest unit keeps of a micro-batch, as often as is needed."""
 NO_BIT: Values = {
     "activations": "none",
-    "late": False,
+    "updates": "on time",
     "checkpoint": False,
     "regather": "micro-batch",
     "gathered": "two",
@@ -192,6 +192,7 @@ class Case(NamedTuple):
     messages    what travels of gradients and parameters
     carrier     of the collectives of ranks; late: results come as late as they may
     slow        whether lanes are delayed
+    updates     of a step: behind it, in the next one, or before its norm
     unwritten   whether memory that nobody has written holds NaN
     resumes     whether the run goes on from a checkpoint of `without`
     background  whether checkpoints are written beside the training
@@ -209,7 +210,7 @@ class Case(NamedTuple):
     activations: str
     share: float
     units: bool
-    late: bool
+    updates: str
     order: str | None
     placement: str
     checkpoint: bool
@@ -258,7 +259,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         words = [f"{name[:3]}-{value}" for name in COLUMNS if (value := getattr(self, name)) != "none"]
-        words += [f"by-{self.placement}"] * (self.placement != "flags") + ["late"] * self.late
+        words += [f"by-{self.placement}"] * (self.placement != "flags") + [self.updates] * (self.updates != "on time")
         words += [f"{self.order}"] * (self.order is not None) + ["ckpt"] * self.checkpoint
         words += [f"tp{self.tp}-pp{self.pp}-dp{self.dp}-z{self.zero}-{self.schedule}-acc{self.accumulation}"]
         words += [f"re-{self.recompute}"] * (self.recompute != "none") + [f"lora-{self.lora}"] * (self.lora != "none")
@@ -313,6 +314,8 @@ class Case(NamedTuple):
             delays=1 if self.slow else None,
             unwritten=self.unwritten,
             infinite=frozenset({3} if self.numbers == "fp16" else ()),
+            apart=(self.updates == "late") != self.slow,
+            eager=self.updates == "early",
         )
 
     def tier(self, column: str) -> str:
@@ -327,7 +330,7 @@ class Case(NamedTuple):
     def placed(self) -> Values:
         """What is to lie where and when it moves, by key of a table of --placement."""
         values: Values = {column: self.tier(column) for column in COLUMNS if getattr(self, column) != "none"}
-        values |= {"late_update": True} if self.late else {}
+        values |= {} if self.updates == "on time" else {f"{self.updates}_update": True}
         if self.order is not None:
             values["micro_batch_order"] = self.order.partition(" ")[0]
         return values | ({"vertical_group_size": 3} if self.order == "vertical in threes" else {})
@@ -414,12 +417,14 @@ def fit(values: Values) -> Values | None:
     """The values with those changed that cannot be beside others."""
     found: dict[str, Any] = dict(values)
     if found["placement"] == "auto":
-        found |= dict.fromkeys(COLUMNS, "none") | {"late": False, "order": None} | TO_ITSELF
+        found |= dict.fromkeys(COLUMNS, "none") | {"updates": "on time", "order": None} | TO_ITSELF
     elif all(found[column] == "none" for column in COLUMNS):
         return None
     if found["tp"] * found["pp"] * found["dp"] > MAX_RANKS or found["heads"] % found["tp"]:
         return None
     found["checkpoint"] &= found["optimizer"].startswith("nvme")
+    if found["updates"] == "early" and not found["optimizer"].startswith("nvme"):
+        found["updates"] = "on time"
     found["sequence_parallel"] &= found["tp"] > 1
     found["shard_inputs"] &= found["tp"] > 1 and found["recompute"] == "full" and not found["sequence_parallel"]
     found["units"] &= found["placement"] == "file"

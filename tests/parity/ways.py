@@ -20,7 +20,9 @@ from megazero.mpu.fp8 import Fp8
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.grid import Group
 from megazero.mpu.parameter import Parameter
+from megazero.system import device as devices
 from megazero.train.job import Job
+from megazero.train.trainer import Trainer
 from megazero.zero.memories import Tiers
 from tests.late import late_collectives
 from tests.unwritten import unwritten_memory_is_nan
@@ -41,6 +43,8 @@ class Way:
     copies    copies of FP8 weights stay, as where no parameters are gathered
     unwritten memory that nobody has written holds NaN (`tests.unwritten`)
     masked    batches have masks that leave very unequal numbers of predictions
+    eager     early updates are tried behind clipped steps too, so that most are made again
+    apart     what an update in host memory exchanges with the device is copied, as where these are two memories
     infinite  steps in which a gradient of the last rank is infinite
     """
 
@@ -51,6 +55,8 @@ class Way:
     unwritten: bool = False
     masked: bool = False
     infinite: frozenset[int] = frozenset()
+    apart: bool = False
+    eager: bool = False
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -58,6 +64,12 @@ class Way:
         with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
             if self.as_nccl:
                 patch.setattr(Group, "is_on_host", False)
+            if self.apart:
+                patch.setattr(devices, "shares_host_memory", lambda kind: False)
+            if self.eager:
+                # But for the first step of a process: with whole steps none is there to go back to.
+                of_first = property(lambda self: self.steps_here == 0, lambda self, value: None)
+                patch.setattr(Trainer, "was_clipped", of_first)
             if self.copies:
                 kept = property(lambda self: True, lambda self, value: None)
                 patch.setattr(Fp8, "keeps_weights", kept, raising=False)

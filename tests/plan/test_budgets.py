@@ -190,7 +190,7 @@ activations | --micro-batch-size 1 --seq-length 512 --global-batch-size 4 --num-
 replicas | --device-memory-budget 7MB | 2
 state on a device and in host memory | --offload-optimizer cpu:0.5 --hidden-size 256 --device-memory-budget 65MB | 1
 both budgets | --micro-batch-size 4 --device-memory-budget 6MB --host-memory-budget 2MB | 1
-host memory alone | --offload-optimizer cpu --host-memory-budget 4MB | 1
+host memory alone | --offload-optimizer cpu --host-memory-budget 2MB | 1
 """)
 }
 

@@ -9,6 +9,7 @@ import pytest
 
 from megazero.disk.swap_file import SwapDamaged
 from megazero.program.instruction import Instruction, Op, Piece
+from megazero.program.passes.slots import tenant_of
 from megazero.zero.memories import PartSlot
 from tests.parity.training import data_flags, job_on_rank, small_model
 from tests.program import kinds
@@ -32,7 +33,7 @@ def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], in
     take = ring.slot_of
 
     def watched(i: Instruction) -> PartSlot:
-        taken.extend([i.slot] * (i.key not in ring.under_way))
+        taken.extend([i.slot] * (tenant_of(i) not in ring.under_way))
         return take(i)
 
     ring.slot_of = watched  # type: ignore[method-assign]
@@ -45,7 +46,7 @@ def parts_on_rank(rank: int, size: int, flags: list[str]) -> tuple[list[int], in
 def test_the_slots_are_taken_in_turn_and_every_part_is_written(corpus: Path, tmp_path: Path) -> None:
     flags = flags_of(f"--offload-optimizer nvme --nvme-path {tmp_path} {SMALL}", corpus, tmp_path)
     ((parts, slots, taken, written),) = run_ranks(1, parts_on_rank, 1, flags)
-    assert min(parts) > slots == 8 and taken == 6 * [turn % slots for turn in range(sum(parts))]
+    assert min(parts) > slots == 12 and taken == 6 * [turn % slots for turn in range(sum(parts))]
     elements = 12 * 1024 * (sum(parts) - len(parts))
     assert written > (1 + 6) * elements  # once when weights are made, and in every step
 

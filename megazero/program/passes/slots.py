@@ -44,6 +44,10 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
     }
 )
 """The memory of a slot by what it holds, and the copies that need it. What rests in host memory needs none."""
+BESIDE_UPDATE = frozenset(
+    {TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST), TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE)}
+)
+"""Of these, what needs no memory where the device has that of the host (`RankShape.shares_memory`)."""
 
 
 class Tenant(NamedTuple):
@@ -101,8 +105,9 @@ def slot_bytes(shape: RankShape) -> SlotBytes:
         if bucket.trained
         for part in bucket.parts
     ]
+    unmade = BESIDE_UPDATE if shape.shares_memory else frozenset[Kind]()
     updates = {
-        piece: max((part.bytes_of(piece) for part, ops in needs if not copies.isdisjoint(ops)), default=0)
+        piece: max((part.bytes_of(piece) for part, ops in needs if not (copies - unmade).isdisjoint(ops)), default=0)
         for piece, copies in SLOT_MEMORY.items()
     }
     updates[Piece.STATE] = max(updates[Piece.STATE], shape.resident_bytes)
