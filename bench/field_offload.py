@@ -1,7 +1,7 @@
 """The tables of `bench/peers.py` with model state in host memory or on disks.
 
 Both sides keep their files in folders of one temporary folder (`TMPDIR`), and open them with O_DIRECT. Updates at the
-end of a step and late ones are a table each, so that both meet the peers in turns.
+end of a step, late ones and early ones are a table each, so that all meet the peers in turns.
 
 The state of a step is the same with fewer tokens, and the computation is shorter: tables on `FEW_ALONE` say what the
 disks decide, and those with several micro-batches what it takes to bring parameters for each.
@@ -77,16 +77,24 @@ WORKLOADS = {"": ALONE, "-few": FEW_ALONE, "-accumulated": ACCUMULATED}
 """By what the names of their tables end with."""
 
 
-def offloaded(kind: str, size: str, late: bool) -> Table:
-    """The table of a kind on a workload, with late updates of megazero or without."""
-    work = WORKLOADS[size]
+NOTES = {
+    "late": "the updates of the step before",
+    "early": "beside the backward, before the norm is known, in steps of which none is clipped",
+}
+"""By when megazero updates."""
+NEVER_CLIPPED = 1000.0
+
+
+def offloaded(kind: str, size: str, updates: str) -> Table:
+    """The table of a kind on a workload. updates: those of megazero, at the end of a step ("") or one of `NOTES`."""
+    work = replace(WORKLOADS[size], clip=NEVER_CLIPPED) if updates == "early" else WORKLOADS[size]
     where, flags, rivals = KINDS[kind]
     on_time = megazero(f"megazero, {kind}", *flags)
-    ours = replace(megazero(f"megazero, {kind}, late", *flags, "--late-update"), note="the updates of the step before")
     batch = f"{work.samples} x {work.sequence} tokens" + (", one sample at a time" if work.micro_batches > 1 else "")
     title = f"{where}: one process with 2 threads, BLOOM, 8 layers of 1024, {batch}"
-    if late:
-        return Table(f"offload-{kind}{size}-late", title, work, ours, (on_time, *rivals))
+    if updates:
+        ours = replace(megazero(f"megazero, {kind}, {updates}", *flags, f"--{updates}-update"), note=NOTES[updates])
+        return Table(f"offload-{kind}{size}-{updates}", title, work, ours, (on_time, *rivals))
     return Table(f"offload-{kind}{size}", title, work, on_time, rivals)
 
 
@@ -94,6 +102,12 @@ SEARCHED = ("nvme-limit",)
 """Kinds whose search chooses late updates or not, so that neither is given."""
 _ON_DISKS = [(kind, "-few") for kind in ("nvme", "nvme-limit", "nvme-params")] + [("nvme-params", "-accumulated")]
 _COMPARED = [*((kind, "") for kind in KINDS), *_ON_DISKS]
-OFFLOADED = tuple(
-    offloaded(kind, size, late) for kind, size in _COMPARED for late in (False, True) if not (late and kind in SEARCHED)
+OFFLOADED = (
+    *(
+        offloaded(kind, size, updates)
+        for kind, size in _COMPARED
+        for updates in ("", "late")
+        if not (updates and kind in SEARCHED)
+    ),
+    *(offloaded(kind, size, "early") for kind in ("nvme", "nvme-params") for size in ("", "-few")),
 )

@@ -111,16 +111,9 @@ def whole_steps(offload: OffloadConfig) -> bool:
     return offload.nvme_checkpoint and offload.offload_optimizer.tier is Tier.DISK
 
 
-def updates_early(run: Run) -> bool:
+def updates_early(parallel: ParallelConfig, offload: OffloadConfig) -> bool:
     """Whether optimizer state on disks is updated before the norm is known."""
-    return run.parallel.early_update and run.offload.offload_optimizer.tier.goes_back
-
-
-def swap_slots(run: Run) -> int:
-    """The slots of each piece in swap files: one for what is written; one for the last whole step, which a kill leaves;
-    and one for what the state was before an early update, which waits for no other rank to know a step as whole.
-    """
-    return 1 + whole_steps(run.offload) + updates_early(run)
+    return parallel.early_update and offload.offload_optimizer.tier.goes_back
 
 
 def micro_batch_order(run: Run) -> str:

@@ -75,7 +75,8 @@ class SwapLayout:
 
     pieces   bytes by name, in the order of a step; each at least 1
     weights  of the paths: their shares of every piece
-    slots    1: a piece is written over. 2: beside what it was before. 3: beside what it was before, and that before it
+    slots    of each: 2: a step is written beside the one before it. 1: over it, in half the space
+    again    names of pieces with one slot more, whose content before a write stays too, whatever else does
 
     In a file come the header, slot 0 of all pieces in order, then slot 1 of all, and so on: a step writes one area from
     end to end.
@@ -84,10 +85,11 @@ class SwapLayout:
     pieces: Mapping[str, int]
     weights: tuple[float, ...] = (1.0,)
     slots: int = 2
+    again: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.slots not in (1, 2, 3):
-            raise ValueError(f"{self.slots} slots for each piece: there are 1, 2 or 3")
+        if self.slots not in (1, 2):
+            raise ValueError(f"{self.slots} slots for each piece: there are 1 or 2")
         if not self.weights or min(self.weights) <= 0:
             raise ValueError(f"weights of paths are above 0: {self.weights}")
         empty = [name for name, count in self.pieces.items() if count < 1]
@@ -98,8 +100,8 @@ class SwapLayout:
     def _placed(self) -> tuple[dict[tuple[str, int], tuple[Extent, ...]], tuple[int, ...]]:
         """(extents by piece and slot, the end of each file)."""
         ends, slots = [HEADER_BYTES] * len(self.weights), {}
-        for slot in range(self.slots):
-            for name, count in self.pieces.items():
+        for slot in range(self.slots + bool(self.again)):
+            for name, count in ((name, count) for name, count in self.pieces.items() if slot < self.slots_of(name)):
                 first, extents = 0, list[Extent]()
                 for path, part in enumerate(shared(count, self.weights)):
                     if part:
@@ -107,6 +109,10 @@ class SwapLayout:
                     ends[path], first = ends[path] + padded(part), first + part
                 slots[name, slot] = tuple(extents)
         return slots, tuple(ends)
+
+    def slots_of(self, piece: str) -> int:
+        """The number of slots of a piece."""
+        return self.slots + (piece in self.again)
 
     def extents(self, piece: str, slot: int) -> tuple[Extent, ...]:
         """The parts of a slot, one on each path that has some of it."""

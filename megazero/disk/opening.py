@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megazero.disk.layout import SwapLayout
@@ -30,7 +30,7 @@ def open_swap(
     job: str,
     rank: int = 0,
     slots: int = 2,
-    whole_steps: bool = True,
+    again: Collection[str] = (),
     weights: tuple[float, ...] | None = None,
     resume: bool = False,
     step: int | None = None,
@@ -39,9 +39,8 @@ def open_swap(
 
     pieces   bytes by name, in the order of a step
     job      a word for the names of the files, the same for all ranks; two jobs that run at once have different ones
-    slots    of each piece (`disk.layout.SwapLayout`)
-    whole_steps
-             whether `flip` makes a step of all that is written, for which a piece keeps its content of the last step
+    slots    of each piece: with 2 `flip` makes a whole step of all that is written
+    again    names of pieces with a slot more, for `SwapSpace.go_back`
     weights  of the folders; by default they are measured, where there are several
     resume   go on from the last whole step of an earlier process, if it has left one: `record` says which
     step     go on from this one of the two that the record has
@@ -63,7 +62,8 @@ def open_swap(
     if record is not None:
         _assert_fits(record, pieces, len(folders), record_path)
         weights = record.weights
-    layout = SwapLayout(pieces, weights or weights_of(folders, options, slots * sum(pieces.values())), slots)
+    weights = weights or weights_of(folders, options, slots * sum(pieces.values()))
+    layout = SwapLayout(pieces, weights, slots, frozenset(again))
     files: list[SwapFile] = []
     try:
         for folder, size in zip(folders, layout.file_bytes, strict=True):
@@ -74,7 +74,7 @@ def open_swap(
             unfinished.unlink()  # of a process that was killed while it wrote a record
         if record is not None and record != newest:
             record.write(record_path)  # before the slots of the later step are written
-        return SwapSpace(files, record_path, layout, options, record, whole_steps=whole_steps)
+        return SwapSpace(files, record_path, layout, options, record)
     except BaseException:
         for file in files:
             file.close(remove=record is None)

@@ -131,8 +131,8 @@ class SwapSpace:
     read gives the newest content, flipped or not. Requests run beside the program. Those on one piece wait for each
     other in the order of submission, and what is written after a flip waits for the flip.
 
-    A piece keeps its content of the last flip, or, where steps do not become whole, that before the last write, as far
-    as it has a slot more: `go_back` takes it up again.
+    A piece with a slot more (`disk.layout.SwapLayout.again`) keeps its content of the last flip, or, where steps do not
+    become whole, that before the last write: `go_back` takes it up again.
 
     After a write or a flip has failed, every later one fails too: the last whole step stays.
 
@@ -149,15 +149,13 @@ class SwapSpace:
         layout: SwapLayout,
         options: DiskOptions,
         record: SwapRecord | None,
-        *,
-        whole_steps: bool = True,
     ) -> None:
         """Use `disk.opening.open_swap`."""
         backend = open_backend(options, files)
         self.backend, self.record = backend.words, record
         self.bytes_read = self.bytes_written = 0
         self._files, self._record_path, self._layout = files, record_path, layout
-        self._options, self.memory_bytes, self._whole_steps = options, options.memory_bytes, whole_steps
+        self._options, self.memory_bytes = options, options.memory_bytes
         self._lanes = DiskLanes(backend.reads, backend.writes)
         self._kept: dict[str, Version | _Written] = {**record.last.versions} if record else {}
         self._newest, self._reading = dict(self._kept), dict[str, list[DiskRequest]]()
@@ -224,9 +222,11 @@ class SwapSpace:
         Errors as for `read`.
         """
         memory, names = self._checked(tensors), list(tensors)
-        if not self._whole_steps:
+        if self._layout.slots == 1:  # no step becomes whole: what is there before the write is kept, if anything
             self._kept |= {name: self._newest[name] for name in names if name in self._newest}
-        slots = [(self._kept[name].slot + 1) % self._layout.slots if name in self._kept else 0 for name in names]
+        slots = [
+            (self._kept[name].slot + 1) % self._layout.slots_of(name) if name in self._kept else 0 for name in names
+        ]
         plan = self._moves(memory, names, slots)
 
         def work(transport: Transport) -> list[int]:
@@ -274,7 +274,7 @@ class SwapSpace:
         """Have the content of a piece be again what it was at the last flip, or before the last write. The caller has
         waited for that write.
         """
-        assert self._layout.slots > 1 and name in self._kept, f"no earlier content of piece {name!r} is there"
+        assert name in self._layout.again and name in self._kept, f"no earlier content of piece {name!r} is there"
         self._newest[name] = self._kept[name]
 
     def close(self, *, remove: bool) -> None:

@@ -204,7 +204,7 @@ def step_options(run: Run) -> StepOptions:
         leaving=leaves.share if leaves else 0.0,
         files=ActivationFiles(leaves.tier, run.offload.nvme_buffer_bytes) if leaves.in_files else None,
         ahead=reads_ahead(run),
-        early=updates_early(run),
+        early=updates_early(run.parallel, run.offload),
     )
 
 
@@ -254,5 +254,5 @@ def with_graphs(
     if not run.parallel.cuda_graphs:
         return engine
     # Early updates read gradients beside the last backward, as messages do.
-    travels = grid.replicas.handle is not None or updates_early(run)
+    travels = grid.replicas.handle is not None or updates_early(run.parallel, run.offload)
     return GraphedEngine(engine, gradients, GraphCapture(grid.device), travels=travels)

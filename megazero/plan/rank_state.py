@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from megazero.config.derive import folders_of, swap_slots
+from megazero.config.derive import folders_of, whole_steps
 from megazero.config.placement import unplaced
 from megazero.config.schema import ParallelConfig, Run
 from megazero.config.tiers import FILE_TIERS, Tier
@@ -29,7 +29,15 @@ from megazero.system import device as devices
 from megazero.zero.coded import FrozenLayouts, coding_of, frozen_layouts
 from megazero.zero.frozen import specs_by_unit
 from megazero.zero.layout import BucketLayout, Packing, SharedBy, group_sizes, pack, packing_of, state_groups
-from megazero.zero.offload import frozen_parts, frozen_ranges, pieces_of, run_parts, run_residents, with_slots
+from megazero.zero.offload import (
+    frozen_parts,
+    frozen_ranges,
+    pieces_again,
+    pieces_of,
+    run_parts,
+    run_residents,
+    with_slots,
+)
 from megazero.zero.parts import Resident, Resting
 from megazero.zero.shape import StateWidths, rank_shape, state_widths, update_ranges
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
@@ -239,9 +247,11 @@ class RankState:
     @property
     def files(self) -> dict[Tier, int]:
         """The bytes of its files, by tier."""
-        slots = swap_slots(self.run)
+        # a whole step stays beside the one that is written
+        slots = {Tier.DISK: 2 if whole_steps(self.run.offload) else 1}
+        again = {Tier.DISK: pieces_again(self.shape, self.run.parallel, self.run.offload)}
         return {
-            tier: file_bytes(self.run, tier, pieces, slots=slots if tier.goes_back else 1)
+            tier: file_bytes(self.run, tier, pieces, slots=slots.get(tier, 1), again=again.get(tier, ()))
             for tier, pieces in self.pieces.items()
         }
 
@@ -318,11 +328,12 @@ def _off_device(sizes: Iterable[tuple[Tier, int]]) -> tuple[int, ...]:
     return tuple(totals[tier] for tier in OFF_DEVICE)
 
 
-def file_bytes(run: Run, tier: Tier, pieces: Mapping[str, int], *, slots: int = 1) -> int:
-    """The bytes of a rank's files on a tier with so many slots of each of these pieces, in whole pages, which is what
-    files of their own take too.
+def file_bytes(run: Run, tier: Tier, pieces: Mapping[str, int], *, slots: int = 1, again: Iterable[str] = ()) -> int:
+    """The bytes of a rank's files on a tier with so many slots of each of these pieces, and one more of some, in whole
+    pages, which is what files of their own take too.
     """
-    return sum(SwapLayout(pieces, (1.0,) * len(folders_of(run.offload, tier)), slots).file_bytes) if pieces else 0
+    weights = (1.0,) * len(folders_of(run.offload, tier))
+    return sum(SwapLayout(pieces, weights, slots, frozenset(again)).file_bytes) if pieces else 0
 
 
 def buffers_of(tier: Tier) -> int:

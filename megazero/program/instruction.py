@@ -211,6 +211,12 @@ STATE_READS = reads_of(Piece.STATE)
 ACTIVATION_READS, ACTIVATION_WRITES = reads_of(Piece.ACTIVATIONS), writes_of(Piece.ACTIVATIONS)
 SUMMING = moves_of(Piece.REDUCED, Piece.SUMS) | {Op.ADD_GRADIENT, Op.COUNT_GRADIENT}
 """What is done to sums of gradients that do not rest on the device."""
+BESIDE_UPDATE = frozenset(
+    {TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST), TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE)}
+)
+"""What an update in host memory exchanges with the device: no copy, where both have one memory
+(`program.shape.RankShape.shares_memory`).
+"""
 GRADIENTS_LEAVE = frozenset(
     TierMove(piece, Tier.DEVICE, Tier.HOST) for piece in (Piece.REDUCED, Piece.SUMS, Piece.GRADIENTS)
 )

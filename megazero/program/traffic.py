@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from megazero.program.instruction import LOCAL_LANES, Instruction, Lane, Op, Piece, TierMove
+from megazero.program.instruction import BESIDE_UPDATE, LOCAL_LANES, Instruction, Lane, Op, Piece, TierMove
 from megazero.program.shape import RankShape
 
 
@@ -34,6 +34,8 @@ def moved_bytes(i: Instruction, shape: RankShape) -> int:
     bucket = shape.buckets[i.buckets[0]]
     if i.op is Op.COUNT_GRADIENT:
         return 0  # no update, and far from as slow as one
+    if i.op in BESIDE_UPDATE and shape.shares_memory:
+        return 0  # nothing is copied
     if i.part < 0:
         return bucket.stored_bytes
     part = bucket.parts[i.part]

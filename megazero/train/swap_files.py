@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import new_token
-from megazero.config.derive import folders_of, swap_slots, tiers, uses_files, whole_steps, writes_activations
+from megazero.config.derive import folders_of, tiers, uses_files, whole_steps, writes_activations
 from megazero.config.placement import as_flags
 from megazero.config.schema import Run
 from megazero.config.tiers import FILE_TIERS, Tier
@@ -44,8 +44,8 @@ class StoreKind(NamedTuple):
     """How the files of a tier are made, that a run needs until its end.
 
     open           the files of a rank, from folders, bytes of pieces by name, a word for the names of the files that no
-                   other run has (`job`), and the `rank`; of a tier that goes back, `slots` of each piece too (default:
-                   1). Raises DiskError
+                   other run has (`job`), and the `rank`; of a tier that goes back also names of pieces that keep
+                   their content before a write (`again`). Raises DiskError
     remove_unused  those files, from folders, job and rank, where a signal ends the process before the first step
     """
 
@@ -53,8 +53,10 @@ class StoreKind(NamedTuple):
     remove_unused: Callable[[Sequence[Path], str, int], None]
 
 
-def _swap(folders: Sequence[Path], pieces: Mapping[str, int], *, job: str, rank: int, slots: int = 1) -> Store:
-    return open_swap(folders, pieces, job=job, rank=rank, slots=slots, whole_steps=False)
+def _swap(
+    folders: Sequence[Path], pieces: Mapping[str, int], *, job: str, rank: int, again: Collection[str] = ()
+) -> Store:
+    return open_swap(folders, pieces, job=job, rank=rank, slots=1, again=again)
 
 
 KINDS: Mapping[Tier, StoreKind] = MappingProxyType(
@@ -86,8 +88,9 @@ class StateFiles:
         self.stores: dict[Tier, Store] = {}
         self.start: SwapStart | None = None
 
-    def open(self, pieces: Mapping[Tier, Mapping[str, int]]) -> Mapping[Tier, Store]:
-        """The files with these pieces, by tier and name their bytes; none of a tier without any.
+    def open(self, pieces: Mapping[Tier, Mapping[str, int]], again: Collection[str]) -> Mapping[Tier, Store]:
+        """The files with these pieces, by tier and name their bytes; none of a tier without any. again: names of those
+        that keep their content before a write.
 
         A collective of the world: what `swap_start` communicates, and for each tier of the run an agreement on whether
         all ranks have opened theirs. Raises ConfigError on all ranks if one has not.
@@ -99,20 +102,20 @@ class StateFiles:
                 if tier is Tier.DISK and whole_steps(self.run.offload):
                     plans, resumed = self.prepared.datasets.train.plans, self.prepared.resumed
                     self.start = swap_start(self.run, self.grid, of_tier, self.token, resumed, plans)
-                opens = partial(self._open, tier, of_tier)
+                opens = partial(self._open, tier, of_tier, again)
                 attempt_on_all_ranks(self.grid.world, self.grid.device, opens)
         return self.stores
 
-    def _open(self, tier: Tier, pieces: Mapping[str, int]) -> None:
+    def _open(self, tier: Tier, pieces: Mapping[str, int], again: Collection[str]) -> None:
         folders, rank, whole = _paths(self.run, tier), self.grid.rank, self.start if tier is Tier.DISK else None
         job = self.token if whole is None else CHECKPOINT
         # Before the files are made: a signal may end the process while they are.
         self.leaving.append(lambda: KINDS[tier].remove_unused(folders, job, rank))
         if pieces and whole is not None:
-            self.stores[tier] = whole.opened(folders, pieces, rank, slots=swap_slots(self.run))
+            self.stores[tier] = whole.opened(folders, pieces, rank, again)
         elif pieces:
-            slots = {"slots": swap_slots(self.run)} if tier.goes_back else {}
-            self.stores[tier] = KINDS[tier].open(folders, pieces, job=job, rank=rank, **slots)
+            keeps = {"again": again} if tier.goes_back else {}
+            self.stores[tier] = KINDS[tier].open(folders, pieces, job=job, rank=rank, **keeps)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class Trainer:
         end = self.end_of_step(self.count(batches), now.lr, positions, scale, stop=stop, owed=owed)
         # The engine, not this function, calls `end`: at NORM and UPDATE of the list, beside which messages travel.
         self.engine.train(batches, scale / positions, end, owed=owed is not None, early=end.early)
-        updated_again = self.check_early(end) if updates_early(self.run) else None
+        updated_again = self.check_early(end) if updates_early(self.run.parallel, self.run.offload) else None
         if self.run.parallel.late_update and end.values is not None:
             self.state.model.owed.leave(end.values, self.settle)
         self.state.optimizer.end_step(end.bad)
@@ -180,7 +180,7 @@ class Trainer:
         """What the engine calls at NORM and UPDATE of a step's list. Before early updates a collective of all ranks: an
         all-reduce of their tokens, which the norm would tell too late.
         """
-        early = updates_early(self.run) and not self.was_clipped
+        early = updates_early(self.run.parallel, self.run.offload) and not self.was_clipped
         return TrainingStepEnd(
             optimizer=self.state.optimizer,
             reduce=self.reduce_once,

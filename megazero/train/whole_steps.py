@@ -5,7 +5,7 @@ process is recorded once all of its state is durable.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,11 +62,13 @@ class SwapStart:
         later = "" if resumed is None else f" (later than {resumed.path})"
         return f"swap files in {' '.join(folders)}, iteration {self.step}{later}"
 
-    def opened(self, folders: Sequence[Path], pieces: Mapping[str, int], rank: int, *, slots: int) -> SwapSpace:
-        """The swap files of a rank: at that step, or begun anew. Raises DiskError."""
+    def opened(
+        self, folders: Sequence[Path], pieces: Mapping[str, int], rank: int, again: Collection[str]
+    ) -> SwapSpace:
+        """The swap files of a rank: at that step, or begun anew. again: as there. Raises DiskError."""
         resume = self.step is not None
         with saying_way_out(folders):
-            return open_swap(folders, pieces, job=CHECKPOINT, rank=rank, slots=slots, resume=resume, step=self.step)
+            return open_swap(folders, pieces, job=CHECKPOINT, rank=rank, again=again, resume=resume, step=self.step)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from megazero.config.derive import whole_steps
-from megazero.config.schema import OffloadConfig
+from megazero.config.derive import updates_early, whole_steps
+from megazero.config.schema import OffloadConfig, ParallelConfig
 from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, Tier, TierShare
 from megazero.disk.store import Store
 from megazero.mpu.parameter import StateGroup
@@ -28,8 +28,10 @@ from megazero.zero.parts import (
 from megazero.zero.shape import StateWidths
 from megazero.zero.sharding import Sharding
 
-OpenStores = Callable[[Mapping[Tier, Mapping[str, int]]], Mapping[Tier, Store]]
-"""From the bytes of each piece, by tier and name, to the stores of these tiers. May be a collective."""
+OpenStores = Callable[[Mapping[Tier, Mapping[str, int]], Collection[str]], Mapping[Tier, Store]]
+"""From the bytes of each piece, by tier and name, and from the names of those that keep their content before a write,
+to the stores of these tiers. May be a collective.
+"""
 
 
 NOTHING_LEAVES = OffloadConfig()
@@ -107,6 +109,11 @@ def run_residents(
     `run_parts`, which gives `resting`.
     """
     return residents_of(ranges, resting, most_elements(widths, cfg)) if whole_steps(cfg) else []
+
+
+def pieces_again(shape: RankShape, parallel: ParallelConfig, cfg: OffloadConfig) -> list[str]:
+    """The names of the pieces that keep their content before a write: optimizer state that is updated early."""
+    return [piece_name(Piece.STATE, key) for key in shape.early] if updates_early(parallel, cfg) else []
 
 
 def with_slots(

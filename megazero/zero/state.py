@@ -30,6 +30,7 @@ from megazero.zero.offload import (
     OpenStores,
     frozen_parts,
     frozen_ranges,
+    pieces_again,
     pieces_of,
     run_parts,
     run_residents,
@@ -101,8 +102,8 @@ class ModelState:
         self.shape = with_slots(shape, self.residents, widths, offload, shares_memory=shares_memory)
         pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_stores is not None or not pieces, "validated: state in files has folders"
-        memory = DeviceMemory(grid.device, offload.device_memory_budget)
-        self.tiers = Tiers(memory, {} if open_stores is None else open_stores(pieces))
+        stores = {} if open_stores is None else open_stores(pieces, pieces_again(self.shape, parallel, offload))
+        self.tiers = Tiers(DeviceMemory(grid.device, offload.device_memory_budget), stores)
         self.columns = self._made_columns(row, dtypes, trained)
         held = self.columns[Column.PARAMETER]
         self.parameters = [WholeParameters.adopt(held, *each) for each in enumerate(self.buckets)]

@@ -71,7 +71,7 @@ def test_only_whole_pages_of_aligned_memory_need_no_buffer_and_then_requests_are
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"slots": 4}, "4 slots for each piece"),
+        ({"slots": 3}, "3 slots for each piece"),
         ({"weights": (1.0, 0.0)}, r"above 0: \(1.0, 0.0\)"),
         ({"weights": ()}, "above 0"),
         ({"pieces": {"a": 1, "b": 0}}, "at least 1 byte: b"),

@@ -1,6 +1,6 @@
 """A model is made shard by shard: what building takes at most, seen by torch's allocator."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     run = parse_run([*SHAPE.split(), *words.split(), *small], 1)
     grid = single_process_grid()
 
-    def opened(pieces: Mapping[Tier, Mapping[str, int]]) -> Mapping[Tier, Store]:
+    def opened(pieces: Mapping[Tier, Mapping[str, int]], again: Collection[str]) -> Mapping[Tier, Store]:
         return {Tier.DISK: open_swap([tmp_path], pieces[Tier.DISK], job="job", rank=0, slots=1)}
 
     stages = build_stages(run, grid, allocate=False)

@@ -102,8 +102,8 @@ class ParallelConfig:
     )
     """Update the weights of a unit beside the backward, as soon as their gradient is there, and not behind the norm of
     all gradients. A step that is clipped or skipped after all goes back to the state before, and updates again: the
-    results are the same, to the bit. Swap files take a second slot for this. A step behind a clipped one does not try.
-    (Also known as speculation-then-validation.)"""
+    results are the same, to the bit. Optimizer state takes twice the space on disks for this. A step behind a clipped
+    one does not try. (Also known as speculation-then-validation.)"""
     compile: bool = option(False, expert=True)
     "Run the ops of the blocks that have no kernel through torch.compile."
     attention: str = option("auto", choices=("auto", "flash", "flash-attn", "flex", "softmax"), expert=True)

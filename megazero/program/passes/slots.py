@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from megazero.config.tiers import FILE_TIERS, MOST_SLOTS, SLOTS, Tier
 from megazero.program.instruction import (
+    BESIDE_UPDATE,
     PARAMETER_LOADS,
     STATE_READS,
     SUMMING,
@@ -44,10 +45,6 @@ SLOT_MEMORY: Mapping[Piece, frozenset[Kind]] = MappingProxyType(
     }
 )
 """The memory of a slot by what it holds, and the copies that need it. What rests in host memory needs none."""
-BESIDE_UPDATE = frozenset(
-    {TierMove(Piece.GRADIENTS, Tier.DEVICE, Tier.HOST), TierMove(Piece.UPDATED, Tier.HOST, Tier.DEVICE)}
-)
-"""Of these, what needs no memory where the device has that of the host (`RankShape.shares_memory`)."""
 
 
 class Tenant(NamedTuple):
