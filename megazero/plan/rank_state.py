@@ -273,6 +273,9 @@ class RankState:
                 )
                 for layout, rest in zip(self.layouts, self._resting, strict=True)
             ],
+            *pieces_again(
+                self.shape, self.run.parallel, self.run.offload
+            ),  # files without any have the digest of before
         )
         return hashlib.sha256(repr(contents).encode()).hexdigest()
 

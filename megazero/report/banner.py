@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby, starmap
 
 from fused_ops import coded
-from megazero.config.derive import folders_of, lora_alpha, tiers, whole_steps
+from megazero.config.derive import folders_of, lora_alpha, tiers, updates_early, whole_steps
 from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
 from megazero.config.inventory import adapted, fp8_exceptions
@@ -134,7 +134,7 @@ def schedule_lines(report: RunReport) -> list[Line]:
         ("gradients", reductions_sentence(report)),
         ("hybrid shards", sets_sentence(p.zero_stage, sent.traffic) if axes.is_hybrid else ""),
         ("messages", _element_bytes(sent, kept=p.zero_gradient_error_feedback)),
-        ("updates", f"{late}. Evaluations and saves update first" if p.late_update else ""),
+        ("updates", f"{late}. Evaluations and saves update first" if p.late_update else early_sentence(report)),
         *(_offload(report) if memory.moved else ()),
         ("base", _codes(bits, decoded) if bits and decoded is not None else ""),
         *(("parameters", gathers_sentence(gathered, axes.pp, p.zero3_regather)) for gathered in memory.gathered),
@@ -233,6 +233,15 @@ def _offload(report: RunReport) -> list[Line]:
     return [("offload", f"{', and '.join(parts)}; {on_way}" if parts else nothing), *files]
 
 
+def early_sentence(report: RunReport) -> str:
+    """When the optimizer state on disks is updated, if that is early."""
+    if not updates_early(report.run.parallel, report.run.offload):
+        return ""
+    return (
+        "early: state on disks is updated beside the backward, and again where a step is clipped or skipped after all"
+    )
+
+
 def _file_line(report: RunReport, tier: Tier, stage: int) -> Line:
     """What a step moves to and from a tier in files, on this stage."""
     moved, ranks, offload = report.memory.moved, report.axes.world_size, report.run.offload
@@ -242,7 +251,9 @@ def _file_line(report: RunReport, tier: Tier, stage: int) -> Line:
         of_all = (size(ranks // len(moved) * sum(lane)) for lane in lanes)
         step += "; all {} ranks read {} and write {}".format(ranks, *of_all)
     whole = "; each step is whole on disks, which takes twice the space" * (tier is Tier.DISK and whole_steps(offload))
-    files = f"files are in {' '.join(folders_of(offload, tier))}{whole}"
+    early = tier.goes_back and updates_early(report.run.parallel, offload)
+    back = "; optimizer state takes a slot more, to go back to after an early update" * early
+    files = f"files are in {' '.join(folders_of(offload, tier))}{whole}{back}"
     return FILE_TIERS[tier].name, f"{step}; {files}"
 
 

@@ -68,11 +68,21 @@ class Trainer:
     would be made twice. Nothing is known of a first step. Kept with --early-update only.
     """
     skipped: SkippedSteps = field(init=False)
+    updates_early: bool = field(init=False)
+    """Whether some rank has a part that may be updated before the norm; the same on all ranks."""
 
     def __post_init__(self) -> None:
         self.plan = StepPlan(self.run.schedule)
         self.asked_to_stop = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         self.skipped = SkippedSteps.of(self.run.optimizer, self.grid.device)
+        asked = updates_early(self.run.parallel, self.run.offload)
+        (parts,) = self.reduce(float(len(self.state.model.shape.early))) if asked else (0.0,)
+        self.updates_early = bool(parts)
+        if asked and not self.updates_early:
+            self.log.note(
+                "--early-update: no gradient is complete before the end of a step in this layout, so that all updates "
+                "are on time; with --sequence-parallel, --offload-gradients cpu completes them earlier"
+            )
 
     def fit(self) -> None:
         """Train until the run is finished or stops for another reason; in both cases the state is saved."""
@@ -137,7 +147,7 @@ class Trainer:
         end = self.end_of_step(self.count(batches), now.lr, positions, scale, stop=stop, owed=owed)
         # The engine, not this function, calls `end`: at NORM and UPDATE of the list, beside which messages travel.
         self.engine.train(batches, scale / positions, end, owed=owed is not None, early=end.early)
-        updated_again = self.check_early(end) if updates_early(self.run.parallel, self.run.offload) else None
+        updated_again = self.check_early(end) if self.updates_early else None
         if self.run.parallel.late_update and end.values is not None:
             self.state.model.owed.leave(end.values, self.settle)
         self.state.optimizer.end_step(end.bad)
@@ -180,7 +190,7 @@ class Trainer:
         """What the engine calls at NORM and UPDATE of a step's list. Before early updates a collective of all ranks: an
         all-reduce of their tokens, which the norm would tell too late.
         """
-        early = updates_early(self.run.parallel, self.run.offload) and not self.was_clipped
+        early = self.updates_early and not self.was_clipped
         return TrainingStepEnd(
             optimizer=self.state.optimizer,
             reduce=self.reduce_once,

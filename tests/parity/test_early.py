@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from megazero.config.parse import parse_run
+from megazero.mpu.axes import axes_of
+from megazero.plan.rank_state import stage_bytes
 from tests.parity.training import data_flags, small_model, train, unequal, worst
 from tests.parity.ways import FP16, Way
 
@@ -116,3 +119,15 @@ def test_a_skipped_step_leaves_all_as_it_was(name: str, corpus: Path, tmp_path: 
     again = [record.updated_again for record in outcome.records]
     assert all(again[at] for at, now in enumerate(skipped) if now and at > 0 and not skipped[at - 1])
     assert {True, False} <= {*again}
+
+
+def test_a_layout_without_early_parts_says_so(corpus: Path, tmp_path: Path) -> None:
+    """Gradients of norms are summed over tp once a step. No step claims early updates, and no file has a slot more."""
+    case = Case(2, f"{FP64} --tp 2 --sequence-parallel")
+    flags, offload = flags_of(case, tmp_path, corpus)
+    outcome = train(2, [*flags, *offload])
+    assert [record.updated_again for record in outcome.records] == [None] * 8
+    on_time = [word for word in offload if word != "--early-update"]
+    runs = [parse_run([*flags, *words], 2) for words in (offload, on_time)]
+    with_early, without = (stage_bytes(run, axes_of(run, 2))[0].elsewhere.files for run in runs)
+    assert with_early == without > 0

@@ -133,6 +133,19 @@ def test_a_run_goes_on_from_its_swap_files(name: str, corpus: Path, tmp_path: Pa
     assert list(disks.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [([], ["--early-update"]), (["--early-update"], [])])
+def test_another_number_of_slots_is_named(first: list[str], then: list[str], corpus: Path, tmp_path: Path) -> None:
+    """The files stay, and the command of before goes on from them."""
+    flags = [*flags_of(corpus, tmp_path, "--precision bf16 --clip-grad 0"), *whole(tmp_path)]
+    run(1, [*flags, *first], set(), 4)
+    switch = "off -> on" if then else "on -> off"
+    with pytest.raises(RuntimeError, match=rf"iteration 3 of a run with another layout \(early-update {switch}\)"):
+        run(1, [*flags, *then], set())
+    (again,) = run(1, [*flags, *first], set())
+    assert again.begins == 3
+
+
 @pytest.fixture(scope="module")
 def on_the_device(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Bits]:
     """A run on two ranks whose state never leaves the device."""
