@@ -27,9 +27,10 @@ class Border:
     owed    the step before has left its gradients and its norm. This list makes their updates
     leaves  this list makes no updates of its own gradients: it leaves them, with its norm
     ahead   it has then read the first optimizer state for them already, and so had the step before
-            (`program.passes.ahead`)
+            (`program.passes.before_norm`)
     early   of a training step: it updates the early parts before its norm, and keeps their gradients to its end. Of a
-            list of updates alone: it makes the updates of the early parts again, and no others (`program.passes.early`)
+            list of updates alone: it makes the updates of the early parts again, and no others
+            (`program.passes.before_norm`)
     """
 
     owed: bool = False

@@ -225,7 +225,7 @@ class RankShape:
     @property
     def read_ahead(self) -> tuple[PartKey, ...]:
         """The parts whose optimizer state may be read before the norm is known: the first ones that rest in files, one
-        for each slot (`program.passes.ahead`).
+        for each slot (`program.passes.before_norm`).
         """
         in_files = (
             (number, at)
@@ -237,8 +237,9 @@ class RankShape:
 
     @property
     def early(self) -> tuple[PartKey, ...]:
-        """The parts that may be updated before the norm is known (`program.passes.early`): the tier of their optimizer
-        state goes back, should the norm forbid the update, and their gradients are complete before the end of the step.
+        """The parts that may be updated before the norm is known (`program.passes.before_norm`): the tier of their
+        optimizer state goes back, should the norm forbid the update, and their gradients are complete before the end of
+        the step.
         """
         return tuple(
             (number, at)

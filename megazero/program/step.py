@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 from megazero.program.checker import check_list
 from megazero.program.instruction import Instruction
-from megazero.program.passes.ahead import place_reads_ahead, updates_read_ahead
+from megazero.program.passes.before_norm import (
+    place_early_updates,
+    place_reads_ahead,
+    updates_again,
+    updates_read_ahead,
+)
 from megazero.program.passes.cut import Pass, cut, every_pass, first_passes
-from megazero.program.passes.early import place_early_updates, updates_again
 from megazero.program.passes.gathers import one_unit, place_gathers, place_loads, two_units
 from megazero.program.passes.gradients import place_sums
 from megazero.program.passes.late import place_late_updates
@@ -36,7 +40,7 @@ class StepOptions:
                     default (`config.derive.micro_batch_order`); None: horizontal order
     leaving         share of the activations' bytes that leaves the device, 0 to 1 (`passes.leaving`)
     files           to which they go on from host memory; None: they stay there
-    ahead           read the first optimizer state from disks before the norm is known (`passes.ahead`)
+    ahead           read the first optimizer state from disks before the norm is known (`passes.before_norm`)
     early           make some updates before the norm is known (--early-update, off by default), in the steps that are
                     asked for it
     """

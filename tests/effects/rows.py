@@ -171,7 +171,7 @@ ROWS = (
         "files",
         "--offload-optimizer nvme --nvme-path {out} --exit-interval 2",
     ),
-    Row("nvme_buffer_bytes", "--nvme-buffer-bytes 200KB", "memory", "--offload-optimizer cpu"),
+    Row("nvme_buffer_bytes", "--nvme-buffer-bytes 200KB", "memory", "--offload-gradients cpu"),
     Row("compile", "--compile", "compiled", "--precision fp64"),
     Row("attention", "--attention softmax", "attention", "--attention flash --position-embedding rotary"),
     Row("cuda_graphs", "--cuda-graphs", "refused"),

@@ -132,9 +132,11 @@ FLAGS = [
 ]
 
 
-def upside_down(lists: Lists, micro_batches: int, *, owed: bool = False) -> tuple[Instruction, ...]:
+def upside_down(
+    lists: Lists, micro_batches: int, *, owed: bool = False, early: bool = False
+) -> tuple[Instruction, ...]:
     """The list with the reductions after all computations, in the opposite order."""
-    listed = TRAINING(lists, micro_batches, owed=owed)
+    listed = TRAINING(lists, micro_batches, owed=owed, early=early)
     norm = next(at for at, i in enumerate(listed) if i.op is Op.NORM)
     reductions = [i for i in listed if i.op is Op.REDUCE]
     return (*(i for i in listed[:norm] if i.op is not Op.REDUCE), *reductions[::-1], *listed[norm:])

@@ -157,7 +157,7 @@ a share of the gradients | --hidden-size 1024 --num-layers 24 --micro-batch-size
     --offload-optimizer cpu --device-memory-budget 1.7GB | 1 | --offload-gradients cpu:0.
 a share of the parameters | --micro-batch-size 1 --seq-length 16 --vocab-size 9003 --offload-optimizer cpu
     --nvme-buffer-bytes 100KB --device-memory-budget 4.9MB | 1 | --offload-params cpu
-buffers | --offload-gradients cpu --host-memory-budget 2MB | 1 | --nvme-buffer-bytes
+buffers | --offload-optimizer cpu --offload-gradients cpu --host-memory-budget 6MB | 1 | --nvme-buffer-bytes
 less in host memory | --offload-optimizer cpu --nvme-buffer-bytes 100KB --device-memory-budget 6MB --host-memory-budget
     3MB | 1 | --offload-optimizer cpu:0.
 nothing in host memory | --offload-activations cpu --host-memory-budget 1KB | 1 | --offload-activations none

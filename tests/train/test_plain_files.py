@@ -165,7 +165,7 @@ def test_a_rank_holds_what_the_plan_says(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_budget_of_host_memory_holds_what_does_not_rest_there(corpus: Path, tmp_path: Path) -> None:
     """It is too small for the state, and large enough for the slots."""
-    model = [*MODEL, *PARTS, "--precision", "bf16", "--host-memory-budget", "600KB"]
+    model = [*MODEL, *PARTS, "--precision", "bf16", "--host-memory-budget", "450KB"]
     for words, fits in ((["--offload-optimizer", "cpu"], False), (in_files(tmp_path), True)):
         flags = [*model, *words, *data_flags(corpus, tmp_path / "cache"), "--validate-only"]
         try:

@@ -135,7 +135,7 @@ def place_slots(
             continue
         tenant = tenant_of(i)
         if i.op in STATE_READS and left and i.key == left[0]:
-            turns[tenant.loads] = 0  # all slots are free here (`passes.ahead`)
+            turns[tenant.loads] = 0  # all slots are free here (`passes.before_norm`)
         if tenant not in taken:
             busy = {slot for other, slot in taken.items() if other.loads is tenant.loads}
             taken[tenant], turns[tenant.loads] = _next_free(busy, turns[tenant.loads], shape.slots)
