@@ -20,6 +20,17 @@ from megazero.config.derive import (
     query_groups,
     tiers,
 )
+from megazero.config.layers.kinds import (
+    ALIBI,
+    BEFORE,
+    IN_TURN,
+    ROTARY,
+    ffn_widths,
+    rotary_sets,
+    unknown_positions,
+    uses_positions,
+)
+from megazero.config.layers.pattern import NO_POSITIONS
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, TierShare, all_units, unknown_units
@@ -27,11 +38,11 @@ from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, TierShare, all_u
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-@reads("hidden_size num_attention_heads num_query_groups kv_channels position_embedding")
+@reads("hidden_size num_attention_heads num_query_groups kv_channels position_embedding layer_pattern rotary_sets")
 def _heads(context: CheckContext) -> Problems:
     m = context.run.model
     hidden, heads, width = m.hidden_size, m.num_attention_heads, m.kv_channels
-    rotary, pairs = m.position_embedding == "rotary", "--position-embedding rotary turns pairs:"
+    rotary, pairs = uses_positions(m, ROTARY), "rotary positions turn pairs:"
     if width is not None:
         if rotary and width % 2:
             yield f"{pairs} --kv-channels {width} must be even; nearest: {nearest_multiples(width, 2)}"
@@ -50,6 +61,37 @@ def _heads(context: CheckContext) -> Problems:
         yield (
             f"--num-query-groups {m.num_query_groups} does not divide --num-attention-heads {heads}; nearest: "
             f"{nearest(query_groups(m), divisors(heads))}"
+        )
+
+
+@reads("layer_pattern rotary_sets num_layers position_embedding")
+def _pattern(context: CheckContext) -> Problems:
+    m = context.run.model
+    names = [named.name for named in m.rotary_sets]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        yield f"--rotary-sets gives {', '.join(twice)} several times; each set needs a name of its own"
+    if unknown := unknown_positions(m):
+        known = ", ".join((NO_POSITIONS, ALIBI, *rotary_sets(m)))
+        yield (
+            f"--layer-pattern {m.layer_pattern}: {', '.join(unknown)} names no positions; known are {known} "
+            "(--rotary-sets adds to these)"
+        )
+    items = () if m.layer_pattern is None else m.layer_pattern.items
+    used = {item.positions for item in items[: m.num_layers]}
+    if idle := [name for name in names if name not in used]:
+        yield f"--rotary-sets {', '.join(idle)} has no effect: no item of --layer-pattern names it"
+
+
+@reads("norm_placement norm_plus_one norm query_key_norm parallel_block")
+def _norms(context: CheckContext) -> Problems:
+    m = context.run.model
+    if m.norm_plus_one and m.norm != "rmsnorm":
+        yield f"--norm-plus-one is for --norm rmsnorm, not {m.norm}: no LayerNorm here has the factor 1 + weight"
+    if m.parallel_block != IN_TURN and m.norm_placement != BEFORE:
+        yield (
+            f"--parallel-block {m.parallel_block} normalises the input of a block, and --norm-placement "
+            f"{m.norm_placement} what comes out of its parts: leave one out"
         )
 
 
@@ -78,13 +120,15 @@ def _biases(context: CheckContext) -> Problems:
         yield f"--disable-bias-linear has no effect with {flags}, which set all linear layers of a block: drop it"
 
 
-@reads("tp num_attention_heads num_query_groups ffn_hidden_size hidden_size activation")
+@reads("tp num_attention_heads num_query_groups ffn_hidden_size hidden_size activation layer_pattern num_layers")
 def _tp_divides(context: CheckContext) -> Problems:
     m, tp = context.run.model, context.run.parallel.tp
     sizes = {"--num-attention-heads": m.num_attention_heads}
     if m.num_query_groups is not None:
         sizes["--num-query-groups"] = m.num_query_groups
-    sizes["--ffn-hidden-size"] = ffn_width(m)
+    of_pattern = {f"ffn:{width} of --layer-pattern": width for width in ffn_widths(m) if width != ffn_width(m)}
+    sizes |= {"--ffn-hidden-size": ffn_width(m)} if ffn_width(m) in ffn_widths(m) else {}
+    sizes |= of_pattern
     wrong = [f"{flag} {size}" for flag, size in sizes.items() if size % tp]
     if wrong:
         valid = divisors(math.gcd(*sizes.values()))
@@ -430,7 +474,7 @@ def _one_time_of_updates(context: CheckContext) -> Problems:
 
 
 LAYOUT_CHECKS = (
-    *(_heads, _positions, _biases, _tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
+    *(_heads, _positions, _pattern, _norms, _biases, _tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
     *(_zero, _world, _shard_size, _backend, _cuda_graphs, _reduce_dtype, _attention),
     *(_recompute, _activation_budget, _device_budget, _shard_recompute_inputs),
     *(_disks, _folders, _buffer, _units, _graphs, _apex, _whole_steps, _one_time_of_updates),

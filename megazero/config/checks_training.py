@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from megazero.config.batch_schedule import BatchSchedule
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
-from megazero.config.derive import BASE_BITS, ffn_width, query_groups
-from megazero.config.inventory import FP8_MULTIPLE, LORA_TARGETS, adaptable_layers, block_layers, fp8_layers
+from megazero.config.derive import BASE_BITS, query_groups
+from megazero.config.inventory import FP8_MULTIPLE, LORA_TARGETS, adaptable_layers, fp8_layers, products
+from megazero.config.layers.kinds import ffn_widths, kinds
 from megazero.config.lengths import FRACTIONS, Length, Measure
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.schema.trainer import TRACE_SUFFIXES
@@ -165,10 +166,12 @@ def _fp8(context: CheckContext) -> Problems:
         )
     # a shape that does not divide has problems of its own, and no layers whose sizes could be told
     whole = m.hidden_size % m.num_attention_heads == 0 and not any(
-        n % tp for n in (m.num_attention_heads, query_groups(m), ffn_width(m))
+        n % tp for n in (m.num_attention_heads, query_groups(m), *ffn_widths(m))
     )
     if whole and not fp8_layers(context.run):
-        sizes = ", ".join(f"{layer.name} {layer.n} x {layer.k}" for layer in block_layers(m, tp))
+        sizes = ", ".join(
+            f"{product.name} {product.n} x {product.k}" for kind in kinds(m) for product in products(kind, tp)
+        )
         yield (
             f"--fp8 {o.fp8} would have no effect: no linear layer's weight on a rank ({sizes}, with --tp {tp}) has "
             f"both sizes a multiple of {FP8_MULTIPLE}; nearest: --hidden-size "

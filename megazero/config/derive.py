@@ -5,12 +5,15 @@ from __future__ import annotations
 from megazero.config.schema import LoraConfig, ModelConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.tiers import FILE_TIERS, Tier, TierShare
 
+GATED = ("swiglu", "geglu", "geglu-tanh")
+"""Activations of a feed-forward layer with a gate."""
+
 
 def ffn_width(model: ModelConfig) -> int:
-    """Width of the feed-forward layer: the field, else 4h; for swiglu 8h/3 rounded up to a multiple of 64."""
+    """Width of the feed-forward layer: the field, else 4h; with a gate 8h/3 rounded up to a multiple of 64."""
     if model.ffn_hidden_size is not None:
         return model.ffn_hidden_size
-    if model.activation == "swiglu":
+    if model.activation in GATED:
         # three matrices instead of two: 8h/3 keeps the number of parameters of 4h (Shazeer, arXiv 2002.05202)
         return -(-8 * model.hidden_size // (3 * 64)) * 64
     return 4 * model.hidden_size
@@ -32,6 +35,16 @@ def head_dim(model: ModelConfig) -> int:
 def attention_bias(model: ModelConfig) -> bool:
     """Whether the linear layers of attention have biases."""
     return not model.disable_bias_linear if model.attention_bias is None else model.attention_bias
+
+
+def qkv_bias(model: ModelConfig) -> bool:
+    """Whether the projection to queries, keys and values has a bias."""
+    return attention_bias(model) if model.qkv_bias is None else model.qkv_bias
+
+
+def attention_output_bias(model: ModelConfig) -> bool:
+    """Whether the projection behind attention has a bias."""
+    return attention_bias(model) if model.attention_output_bias is None else model.attention_output_bias
 
 
 def mlp_bias(model: ModelConfig) -> bool:

@@ -13,10 +13,9 @@ import yaml
 
 from megazero.config.flags import option_called
 from megazero.config.lengths import Length
-from megazero.config.options import did_you_mean, did_you_mean_key, run_options, sections
+from megazero.config.options import PARSED, did_you_mean, did_you_mean_key, run_options, sections
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
-from megazero.config.tiers import TierShare
 from megazero.system.reading import Unreadable, json_type, shown
 from megazero.system.yaml_file import load_yaml
 
@@ -38,9 +37,9 @@ def run_dict(run: Run) -> dict[str, dict[str, Any]]:
 
 def plain_value(value: Any) -> Any:
     """The value of a field as YAML and JSON have it; `Option.from_value` reads it."""
-    if isinstance(value, TierShare | Length):
+    if isinstance(value, (*PARSED, Length)):
         return str(value)
-    return list(value) if isinstance(value, tuple) else value
+    return list(map(plain_value, value)) if isinstance(value, tuple) else value
 
 
 def changed_settings(run: Run, among: Collection[str] | None = None) -> dict[str, dict[str, Any]]:

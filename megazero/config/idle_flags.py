@@ -25,6 +25,7 @@ from typing import Any
 
 from megazero.config.checks import Check, CheckContext, Problems
 from megazero.config.derive import leaving, micro_batch_order, moves_in_parts, recomputes_blocks
+from megazero.config.layers.kinds import ROTARY, uses_positions
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import Option, run_options
 from megazero.config.placement import AUTO
@@ -156,6 +157,12 @@ _IDS = "--tokenizer: ids are used as they are, and nothing reads"
 _IN_FILES = "/".join(tier.value for tier in FILE_TIERS)
 
 REFUSED = (
+    *_of_all(
+        "rotary_base rotary_share rotary_interleaved rotary_scaling",
+        lambda context: uses_positions(context.run.model, ROTARY),
+        "rotary positions: --position-embedding rotary, or --layer-pattern with the word rotary",
+        "position_embedding layer_pattern rotary_sets num_layers",
+    ),
     Effect(
         "zero_quantized_weights",
         lambda context: context.run.parallel.zero_stage > 0,

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, position_rows, query_groups
+from megazero.config.derive import GATED, position_rows
+from megazero.config.layers.kinds import ONE_NORM, Layer, kinds, layers
 from megazero.config.schema import LoraConfig, ModelConfig, Run
 from megazero.config.tiers import block_unit
 
@@ -20,6 +21,8 @@ TABLES = (WORDS, HEAD)
 """Tables with a row for each token id, padded in memory so that tp divides the rows. Padding is never stored."""
 EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
+ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "attention_output_norm", "mlp_output_norm"
+QUERY_NORM, KEY_NORM = "attention.query_norm", "attention.key_norm"
 QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
 
 _BLOCKS = "blocks."
@@ -41,7 +44,7 @@ def unit_of(parameter: str) -> str:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of every block.
+    """A linear layer of a block.
 
     name     its name within the block
     outputs  rows of its weight over all tp ranks
@@ -66,18 +69,16 @@ class Linear:
         return (self.outputs // tp, self.inputs) if self.tp_axis == 0 else (self.outputs, self.inputs // tp)
 
 
-def linears(model: ModelConfig) -> tuple[Linear, ...]:
+def linears(layer: Layer) -> tuple[Linear, ...]:
     """The linear layers of a block. Query, key and value are one; gate and up of a gated feed-forward part are two."""
-    hidden, width, size = model.hidden_size, ffn_width(model), head_dim(model)
-    queries, pairs = model.num_attention_heads * size, 2 * query_groups(model) * size
-    of_attention, of_mlp = attention_bias(model), mlp_bias(model)
-    gated = model.activation == "swiglu"
+    hidden, mixer, mlp = layer.hidden, layer.mixer, layer.mlp
+    queries, pairs = mixer.heads * mixer.size, 2 * mixer.groups * mixer.size
     return (
-        Linear(QKV, queries + pairs, hidden, of_attention, QKV),
-        Linear(OUTPUT, hidden, queries, of_attention, OUTPUT),
-        *([Linear(GATE, width, hidden, of_mlp, GATE)] if gated else []),
-        Linear(UP, width, hidden, of_mlp, GATE if gated else UP),
-        Linear(DOWN, hidden, width, of_mlp, DOWN),
+        Linear(QKV, queries + pairs, hidden, mixer.qkv_bias, QKV),
+        Linear(OUTPUT, hidden, queries, mixer.output_bias, OUTPUT),
+        *([Linear(GATE, mlp.width, hidden, mlp.bias, GATE)] if mlp.gated else []),
+        Linear(UP, mlp.width, hidden, mlp.bias, GATE if mlp.gated else UP),
+        Linear(DOWN, hidden, mlp.width, mlp.bias, DOWN),
     )
 
 
@@ -85,14 +86,34 @@ Shapes = dict[str, tuple[int, ...]]
 """Parameter name -> global shape, without vocabulary padding."""
 
 
-def block_shapes(model: ModelConfig) -> Shapes:
+def block_norms(layer: Layer) -> dict[str, int]:
+    """The norms of a block by their names within the block, each with the length of its weight."""
+    norms = layer.norms
+    names = [ATTENTION_NORM] if norms.before else []
+    names += [ATTENTION_OUTPUT_NORM] if norms.after else []
+    names += [MLP_NORM] if norms.before and layer.parallel != ONE_NORM else []
+    names += [MLP_OUTPUT_NORM] if norms.after else []
+    return dict.fromkeys(names, layer.hidden)
+
+
+def block_shapes(layer: Layer) -> Shapes:
     """The parameters of one block, by their names within the block."""
-    named = _norm(model, ATTENTION_NORM) | _norm(model, MLP_NORM)
-    for linear in linears(model):
+    named: Shapes = {}
+    for name, width in block_norms(layer).items():
+        named |= _norm(layer.norms.kind, name, width)
+    named |= {f"{name}.weight": (width,) for name, width in query_key_norms(layer).items()}
+    for linear in linears(layer):
         named[f"{linear.name}.weight"] = (linear.outputs, linear.inputs)
         if linear.bias:
             named[f"{linear.name}.bias"] = (linear.outputs,)
     return named
+
+
+def query_key_norms(layer: Layer) -> dict[str, int]:
+    """The norms with a weight of a block's queries and keys by their names within it, each with the weight's length."""
+    mixer = layer.mixer
+    heads = {"head": (1, 1), "all": (mixer.heads, mixer.groups)}.get(mixer.norm)
+    return {} if heads is None else {QUERY_NORM: heads[0] * mixer.size, KEY_NORM: heads[1] * mixer.size}
 
 
 def embedding_shapes(model: ModelConfig) -> Shapes:
@@ -100,13 +121,13 @@ def embedding_shapes(model: ModelConfig) -> Shapes:
     named: Shapes = {WORDS: _table(model)}
     if model.position_embedding == "learned":
         named[POSITIONS] = (position_rows(model), model.hidden_size)
-    return named | (_norm(model, EMBEDDING_NORM) if model.embedding_layernorm else {})
+    return named | (_norm(model.norm, EMBEDDING_NORM, model.hidden_size) if model.embedding_layernorm else {})
 
 
 def head_shapes(model: ModelConfig) -> Shapes:
     """The parameters of the head. A tied output weight belongs to the embedding."""
     untied: Shapes = {HEAD: _table(model)} if model.untie_embeddings_and_output_weights else {}
-    return _norm(model, FINAL_NORM) | untied
+    return _norm(model.norm, FINAL_NORM, model.hidden_size) | untied
 
 
 def elements(shapes: Shapes) -> int:
@@ -117,8 +138,9 @@ def elements(shapes: Shapes) -> int:
 def shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(global name, shape) of all parameters of the model, in its order. A tied embedding comes once."""
     yield from embedding_shapes(model).items()
-    for number in range(model.num_layers):
-        yield from ((f"{block(number)}.{name}", shape) for name, shape in block_shapes(model).items())
+    of_kind = {layer: block_shapes(layer) for layer in kinds(model)}
+    for number, layer in enumerate(layers(model)):
+        yield from ((f"{block(number)}.{name}", shape) for name, shape in of_kind[layer].items())
     yield from head_shapes(model).items()
 
 
@@ -137,9 +159,9 @@ def _table(model: ModelConfig) -> tuple[int, int]:
     return model.vocab_size, model.hidden_size
 
 
-def _norm(model: ModelConfig, name: str) -> Shapes:
-    parts = ("weight",) if model.norm == "rmsnorm" else ("weight", "bias")
-    return {f"{name}.{part}": (model.hidden_size,) for part in parts}
+def _norm(kind: str, name: str, width: int) -> Shapes:
+    parts = ("weight",) if kind == "rmsnorm" else ("weight", "bias")
+    return {f"{name}.{part}": (width,) for part in parts}
 
 
 @dataclass(frozen=True)
@@ -147,13 +169,13 @@ class LayerCounts:
     """Numbers of parameters of the layers of a model.
 
     embedding  word embedding, learned positions, embedding normalisation
-    block      one transformer block
+    blocks     each transformer block, in model order
     head       final normalisation, and the output weight if it is untied
     output     the output weight, tied or not. With a tied one, a last stage that is not the first holds it too
     """
 
     embedding: int
-    block: int
+    blocks: tuple[int, ...]
     head: int
     output: int
 
@@ -162,16 +184,21 @@ def parameters_per_layer(model: ModelConfig) -> LayerCounts:
     """The counts of a model whose vocabulary is known."""
     return LayerCounts(
         elements(embedding_shapes(model)),
-        elements(block_shapes(model)),
+        _block_elements(model),
         elements(head_shapes(model)),
         math.prod(_table(model)),
     )
 
 
+def _block_elements(model: ModelConfig) -> tuple[int, ...]:
+    of_kind = {layer: elements(block_shapes(layer)) for layer in kinds(model)}
+    return tuple(of_kind[layer] for layer in layers(model))
+
+
 def parameters(model: ModelConfig) -> int:
     """Parameters of the whole model: of BLOOM L (12 h^2 + 13 h) + V h + 4 h. A tied embedding counts once."""
     counts = parameters_per_layer(model)
-    return counts.embedding + model.num_layers * counts.block + counts.head
+    return counts.embedding + sum(counts.blocks) + counts.head
 
 
 FP8_MULTIPLE = 16
@@ -183,8 +210,8 @@ embedding and head always, as in NVIDIA's Transformer Engine: the loss is most s
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A product of every block: the layer's name within the block, and its weight [n, k] on one tp rank.
+class Product:
+    """A product of a block: the layer's name within the block, and its weight [n, k] on one tp rank.
 
     Gate and up of a gated feed-forward layer are one product, under the gate's name.
     """
@@ -199,32 +226,37 @@ class Layer:
         return self.n % FP8_MULTIPLE == 0 and self.k % FP8_MULTIPLE == 0
 
 
-def block_layers(model: ModelConfig, tp: int) -> tuple[Layer, ...]:
+def products(layer: Layer, tp: int) -> tuple[Product, ...]:
     """The products of a block's linear layers."""
     sizes: dict[str, tuple[int, int]] = {}
-    for linear in linears(model):
+    for linear in linears(layer):
         n, k = linear.on_rank(tp)
         # by the product that the layer names, not by the layer before it: down is none of gate and up
         before, _ = sizes.get(linear.product, (0, k))
         sizes[linear.product] = before + n, k
-    return tuple(Layer(name, n, k) for name, (n, k) in sizes.items())
+    return tuple(Product(name, n, k) for name, (n, k) in sizes.items())
 
 
 def fp8_layers(run: Run) -> tuple[str, ...]:
     """Global names ("blocks.3.mlp.up") of all layers of the model that run in FP8, in model order."""
     if run.optimizer.fp8 == "off":
         return ()
-    names = [layer.name for layer in block_layers(run.model, run.parallel.tp) if layer.fits]
-    return tuple(f"{block(number)}.{name}" for number in range(run.model.num_layers) for name in names)
+    of_kind = {layer: products(layer, run.parallel.tp) for layer in kinds(run.model)}
+    return tuple(
+        f"{block(number)}.{product.name}"
+        for number, layer in enumerate(layers(run.model))
+        for product in of_kind[layer]
+        if product.fits
+    )
 
 
 def fp8_exceptions(run: Run) -> list[str]:
     """The products of the blocks that do not run in FP8, each with the sizes that prevent it."""
     tokens = run.model.seq_length * run.schedule.micro_batch_size
     exceptions = [
-        f"{layer.name} ({layer.n} x {layer.k} on a rank: not multiples of {FP8_MULTIPLE})"
-        for layer in block_layers(run.model, run.parallel.tp)
-        if not layer.fits
+        f"{product.name} ({product.n} x {product.k} on a rank: not multiples of {FP8_MULTIPLE})"
+        for product in dict.fromkeys(every for layer in kinds(run.model) for every in products(layer, run.parallel.tp))
+        if not product.fits
     ]
     if tokens % FP8_MULTIPLE:
         exceptions.append(f"gradients of weights ({tokens} tokens of a micro-batch: not a multiple of {FP8_MULTIPLE})")
@@ -238,7 +270,7 @@ LORA_TARGETS = tuple(name.rpartition(".")[2] for name in TP_AXIS)
 def adaptable_layers(model: ModelConfig) -> tuple[str, ...]:
     """The linear layers of this model's blocks, by the last part of their names."""
     # not by `linears`, which has no widths of a shape that is wrong: --lora-targets is checked beside it
-    return tuple(name.rpartition(".")[2] for name in TP_AXIS if name != GATE or model.activation == "swiglu")
+    return tuple(name.rpartition(".")[2] for name in TP_AXIS if name != GATE or model.activation in GATED)
 
 
 def adapted(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:

@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from megazero.config.derive import attention_bias, ffn_width, max_positions, mlp_bias, query_groups
+from megazero.config.derive import (
+    attention_bias,
+    attention_output_bias,
+    ffn_width,
+    max_positions,
+    mlp_bias,
+    qkv_bias,
+    query_groups,
+)
+from megazero.config.layers.kinds import ROTARY, pattern_items, uses_positions
+from megazero.config.layers.pattern import LayerPattern
 from megazero.config.options import build_run, run_options
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.source import ConfigSource
@@ -14,6 +24,9 @@ from megazero.config.source import ConfigSource
 PLAIN = (
     *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "position_embedding", "embedding_layernorm"),
     *("norm", "norm_epsilon", "activation", "untie_embeddings_and_output_weights"),
+    *("rotary_sets", "norm_placement", "norm_plus_one", "query_key_norm", "parallel_block"),
+    *("attention_scale", "attention_cap", "logits_cap"),
+    *("logits_multiplier", "embedding_multiplier", "residual_multiplier"),
 )
 
 
@@ -28,6 +41,16 @@ def _where_they_differ(bias: Callable[[ModelConfig], bool]) -> Callable[[ModelCo
     return lambda model: bias(model) if attention_bias(model) != mlp_bias(model) else None
 
 
+def _of_attention(bias: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], bool | None]:
+    """The bias of a projection where it is not that of attention as a whole; else None."""
+    return lambda model: bias(model) if bias(model) != attention_bias(model) else None
+
+
+def _of_rotary(field: str) -> Callable[[ModelConfig], Any]:
+    """A field of rotary positions; None in a model without them."""
+    return lambda model: getattr(model, field) if uses_positions(model, ROTARY) else None
+
+
 SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = {
     **{name: attrgetter(name) for name in PLAIN},
     "num_query_groups": query_groups,
@@ -38,10 +61,22 @@ SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = {
     "ffn_hidden_size": ffn_width,
     "max_position_embeddings": lambda model: max_positions(model) if model.position_embedding == "learned" else None,
     "position_offset": lambda model: model.position_offset if model.position_embedding == "learned" else None,
-    "rotary_base": lambda model: model.rotary_base if model.position_embedding == "rotary" else None,
+    "layer_pattern": lambda model: LayerPattern.shortest(pattern_items(model)),
+    "qkv_bias": _of_attention(qkv_bias),
+    "attention_output_bias": _of_attention(attention_output_bias),
+    **{field: _of_rotary(field) for field in ("rotary_base", "rotary_share", "rotary_interleaved", "rotary_scaling")},
 }
 """Field of `ModelConfig` -> its value, also where that is derived; None where the model does not use the field."""
-OF_POSITIONS = ("max_position_embeddings", "position_offset", "rotary_base")
+NEWER = (
+    *("layer_pattern", "rotary_share", "rotary_interleaved", "rotary_scaling", "rotary_sets", "norm_placement"),
+    *("norm_plus_one", "query_key_norm", "parallel_block", "qkv_bias", "attention_output_bias", "attention_scale"),
+    *("attention_cap", "logits_cap", "logits_multiplier", "embedding_multiplier", "residual_multiplier"),
+)
+"""Fields of `SHAPE` that GPT-2, BLOOM, LLaMA and OPT do not need, and checkpoints of older programs cannot say."""
+OF_POSITIONS = (
+    *("max_position_embeddings", "position_offset"),
+    *("rotary_base", "rotary_share", "rotary_interleaved", "rotary_scaling"),
+)
 """Fields that only some kinds of position embedding use."""
 
 
@@ -51,6 +86,14 @@ def shape_settings(model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding == "learned":
         settings["seq_length"] = max_positions(model)
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def newer_settings(model: ModelConfig) -> Iterator[str]:
+    """The flags of what a model has of `NEWER`, with their values."""
+    for name in NEWER:
+        value, default = SHAPE[name](model), SHAPE[name](ModelConfig())
+        if value is not None and value != default and value != run_options()[name].default:
+            yield f"{run_options()[name].flag} {_word(value)}"
 
 
 def settled(source: ConfigSource, above: Mapping[str, Any]) -> ConfigSource:
@@ -86,8 +129,10 @@ def contradictions(source: ConfigSource, run: Run, bad: set[str]) -> Iterator[st
 
 
 def _word(value: Any) -> str:
-    if value is None:
+    if value is None or value == ():
         return "none of its own"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 

@@ -19,7 +19,9 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
+from megazero.config.layers.pattern import LayerPattern, RotarySet
 from megazero.config.lengths import COUNTED, FRACTIONS, Length, Measure, bytes_of, measured_name, whole_number
+from megazero.config.rotary import RotaryScaling
 from megazero.config.schema import Run
 from megazero.config.tiers import TierShare
 from megazero.system import extensions
@@ -32,8 +34,14 @@ _WORDS = {
     str: "a word",
     bool: "true or false",
     TierShare: "a word",
+    LayerPattern: "a word",
+    RotaryScaling: "a word",
+    RotarySet: "a word",
     Length: "a length",
 }
+
+PARSED: tuple[type, ...] = (TierShare, LayerPattern, RotaryScaling, RotarySet)
+"""Types of values that are words in files and flags: `parsed` makes one of its word, and `str` gives the word."""
 
 _PLACE = re.compile(r"(NAME )?(DIR|FILE|PATH|PREFIX)(\.\w+)?")
 """The name of a value that is the name of a file or folder."""
@@ -45,7 +53,7 @@ class Option:
 
     section   name of the section of `Run`
     name      name of the field
-    kind      int, float, bool, str, TierShare or Length; of a tuple, the type of its items
+    kind      int, float, bool, str, Length or one of `PARSED`; of a tuple, the type of its items
     optional  whether None is allowed
     many      whether it is a tuple
     sentence  the string literal under the field
@@ -128,7 +136,8 @@ class Option:
         if self.many:
             if not words:
                 raise ValueError("needs one value or more")
-            parts = [part for word in words for part in word.split(",") if part] if self.kind is not str else words
+            numbers = self.kind in (int, float)  # whose commas stand between values
+            parts = [part for word in words for part in word.split(",") if part] if numbers else words
             return tuple(self._scalar(part) for part in parts)
         if not words and self.alone is not None:
             return self.alone
@@ -148,7 +157,7 @@ class Option:
             return None
         if self.many:
             if isinstance(value, str | int | float) and not isinstance(value, bool):
-                value = [value] if self.kind is not str else str(value).split()
+                value = str(value).split() if self.kind is str else [value]
             if not isinstance(value, list | tuple):
                 raise ValueError(f"{shown(value)} is not a list")
             return tuple(self._scalar(item) for item in value)
@@ -173,18 +182,18 @@ class Option:
     def _scalar(self, value: object) -> Any:
         if self.choices is not None:
             return self._choice(value)
-        if isinstance(value, TierShare) and self.kind is TierShare:
+        if self.kind in PARSED and isinstance(value, self.kind):
             return value
         if isinstance(value, bool) != (self.kind is bool) or not isinstance(value, str | int | float):
             raise ValueError(f"{shown(value)} is not {_WORDS[self.kind]}")
         if self.kind is bool:
             return value
-        if self.kind in (str, TierShare):
+        if self.kind is str or self.kind in PARSED:
             if value == "":  # from an unset shell variable: --save "$DIR" would train and save nothing
                 raise ValueError("is empty")
             if fault := fault_of_path(str(value)):  # nearly all words are paths, and no other word needs one of these
                 raise ValueError(f"{shown(value)} {fault}")
-            return str(value) if self.kind is str else TierShare.parsed(str(value))
+            return str(value) if self.kind is str else self.kind.parsed(str(value))  # type: ignore[attr-defined]
         try:
             if self.size:
                 return bytes_of(value)
@@ -286,7 +295,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
 
 
 def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
-    """For a field's type: int, float, bool, str, TierShare or Length; whether None is allowed; whether a tuple is."""
+    """For a field's type: a kind of `Option`; whether None is allowed; whether a tuple is."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

@@ -7,13 +7,16 @@ shorter run (--train-iters 1000) is the beginning of the recipe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megazero.config.layers.pattern import LayerPattern, RotarySet
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import did_you_mean
+from megazero.config.rotary import RotaryScaling
 
 
 class Shape(NamedTuple):
@@ -27,6 +30,22 @@ class Shape(NamedTuple):
     min_lr: float = 0.0
     ramp: tuple[int, ...] | None = None
     precision: str = "bf16"
+
+
+class Decoder(NamedTuple):
+    """A row of a family after LLaMA. groups: key-value heads; width: of the feed-forward layer; size: of a head, where
+    it is not hidden / heads; batch: samples per step.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    width: int
+    lr: float
+    batch: int
+    size: int | None = None
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
 # Shapes: Radford et al. 2019, table 2. The paper does not give the recipe: rates and batches are those of nanoGPT and
@@ -161,6 +180,172 @@ def _llama(shape: Shape) -> dict[str, Any]:
     }
 
 
+# Grattafiori et al. 2024 (arXiv:2407.21783), tables 3 and 4: 15.6T tokens, 8,000 iterations of warm-up, cosine. The
+# batch grew from 4M tokens to 16M with samples of 8,192 tokens; here it is the last one of each size. The positions are
+# those of the released 3.1 and 3.3, which reach over 131,072 tokens.
+_LLAMA3 = {
+    "llama3-8b": Decoder(32, 4096, 32, 8, 14_336, 3e-4, 1024),
+    "llama3-70b": Decoder(80, 8192, 64, 8, 28_672, 1.5e-4, 2048),
+    "llama3-405b": Decoder(126, 16_384, 128, 8, 53_248, 8e-5, 2048),
+}
+
+# Qwen Team 2025 (arXiv:2505.09388), table 1. The report does not give the recipe: rates and batches are usual ones for
+# models of these sizes.
+_TIED = MappingProxyType({"untie_embeddings_and_output_weights": False})
+_QWEN3 = {
+    "qwen3-0.6b": Decoder(28, 1024, 16, 8, 3072, 6e-4, 512, 128, _TIED),
+    "qwen3-1.7b": Decoder(28, 2048, 16, 8, 6144, 4e-4, 512, 128, _TIED),
+    "qwen3-4b": Decoder(36, 2560, 32, 8, 9728, 3e-4, 1024, 128, _TIED),
+    "qwen3-8b": Decoder(36, 4096, 32, 8, 12_288, 3e-4, 1024, 128),
+    "qwen3-14b": Decoder(40, 5120, 40, 8, 17_408, 2.5e-4, 1024, 128),
+    "qwen3-32b": Decoder(64, 5120, 64, 8, 25_600, 2e-4, 2048, 128),
+}
+
+
+def _reach(window: int, **more: Any) -> Mapping[str, Any]:
+    return MappingProxyType({"layer_pattern": LayerPattern.parsed(f"window:{window} local x5, full"), **more})
+
+
+# Gemma Team 2025 (arXiv:2503.19786), the text models. The report does not give the recipe: rates and batches as above.
+_FAR = {"rotary_scaling": RotaryScaling.parsed("linear factor=8"), "vocab_size": 262_208}
+_GEMMA3 = {
+    "gemma3-1b": Decoder(26, 1152, 4, 1, 6912, 4e-4, 512, 256, _reach(512)),
+    "gemma3-4b": Decoder(34, 2560, 8, 4, 10_240, 3e-4, 1024, 256, _reach(1024, **_FAR)),
+    "gemma3-12b": Decoder(48, 3840, 16, 8, 15_360, 2.5e-4, 1024, 256, _reach(1024, **_FAR)),
+    "gemma3-27b": Decoder(62, 5376, 32, 16, 21_504, 2e-4, 2048, 128, _reach(1024, **_FAR, attention_scale=168**-0.5)),
+}
+
+# Team OLMo 2024 (arXiv:2501.00656), table 2: cosine over 5T tokens, which the 7B left after 4T.
+_OLMO2 = {
+    "olmo2-7b": Decoder(32, 4096, 32, 32, 11_008, 3e-4, 1024),
+    "olmo2-13b": Decoder(40, 5120, 40, 40, 13_824, 9e-4, 2048),
+}
+
+# Biderman et al. 2023 (arXiv:2304.01373), table 6: 143,000 iterations of 1,024 samples, a hundredth of warm-up. The
+# tables of the released models have the rows to which GPT-NeoX padded them for the layout.
+_PYTHIA = {
+    "pythia-160m": (Shape(12, 768, 12, 6e-4, 1024, precision="fp16"), 50_304),
+    "pythia-410m": (Shape(24, 1024, 16, 3e-4, 1024, precision="fp16"), 50_304),
+    "pythia-1b": (Shape(16, 2048, 8, 3e-4, 1024), 50_304),
+    "pythia-1.4b": (Shape(24, 2048, 16, 2e-4, 1024, precision="fp16"), 50_304),
+    "pythia-2.8b": (Shape(32, 2560, 32, 1.6e-4, 1024, precision="fp16"), 50_304),
+    "pythia-6.9b": (Shape(32, 4096, 32, 1.2e-4, 1024, precision="fp16"), 50_432),
+    "pythia-12b": (Shape(36, 5120, 40, 1.2e-4, 1024, precision="fp16"), 50_688),
+}
+
+
+def _decoder(shape: Decoder, tokens: float, length: int, warmup: int, **more: Any) -> dict[str, Any]:
+    """tokens: of the whole training."""
+    iterations = Length(round(tokens / length / shape.batch), Measure.ITERATIONS)
+    sizes = Shape(shape.layers, shape.hidden, shape.heads, shape.lr, shape.batch)
+    return _common(sizes) | {
+        "num_query_groups": shape.groups,
+        "kv_channels": shape.size,
+        "ffn_hidden_size": shape.width,
+        "position_embedding": "rotary",
+        "embedding_layernorm": False,
+        "norm": "rmsnorm",
+        "norm_epsilon": 1e-6,
+        "activation": "swiglu",
+        "untie_embeddings_and_output_weights": True,
+        "disable_bias_linear": True,
+        "seq_length": length,
+        "train_length": iterations,
+        "lr_decay": iterations,
+        "lr_warmup": Length(warmup, Measure.ITERATIONS),
+        **more,
+        **shape.more,
+    }
+
+
+def _llama3(shape: Decoder) -> dict[str, Any]:
+    scaling = "llama3 factor=8 low_freq_factor=1 high_freq_factor=4 original_max_position_embeddings=8192"
+    return _decoder(
+        shape,
+        15.6e12,
+        8192,
+        8000,
+        norm_epsilon=1e-5,
+        vocab_size=128_256,
+        rotary_base=500_000.0,
+        rotary_scaling=RotaryScaling.parsed(scaling),
+    )
+
+
+def _qwen3(shape: Decoder) -> dict[str, Any]:
+    return _decoder(shape, 36e12, 4096, 2000, vocab_size=151_936, rotary_base=1_000_000.0, query_key_norm="head")
+
+
+def _gemma3(shape: Decoder) -> dict[str, Any]:
+    return _decoder(
+        shape,
+        4e12,
+        8192,
+        2000,
+        vocab_size=262_144,
+        rotary_base=1_000_000.0,
+        rotary_sets=(RotarySet.parsed("local base=10000.0"),),
+        activation="geglu-tanh",
+        norm_placement="both",
+        norm_plus_one=True,
+        query_key_norm="head",
+        embedding_multiplier=math.sqrt(shape.hidden),
+        untie_embeddings_and_output_weights=False,
+    )
+
+
+def _olmo2(shape: Decoder) -> dict[str, Any]:
+    return _decoder(
+        shape,
+        5e12,
+        4096,
+        2000,
+        vocab_size=100_352,
+        rotary_base=500_000.0,
+        norm_placement="after",
+        query_key_norm="all",
+        z_loss=1e-5,
+    )
+
+
+def _smollm3() -> dict[str, Any]:
+    # Bakouch et al. 2025: 11T tokens, batches of 2.36M tokens, a rate that stays and falls over the last tenth
+    shape = Decoder(36, 2048, 16, 4, 11_008, 2e-4, 576)
+    steps = round(11e12 / 4096 / shape.batch)
+    return _decoder(
+        shape,
+        11e12,
+        4096,
+        2000,
+        vocab_size=128_256,
+        rotary_base=5_000_000.0,
+        layer_pattern=LayerPattern.parsed("full x3, full none"),
+        untie_embeddings_and_output_weights=False,
+        min_lr=0.0,
+        lr_decay_style="wsd",
+        lr_wsd_decay=Length(steps // 10, Measure.ITERATIONS),
+    )
+
+
+def _pythia(shape: Shape, vocabulary: int) -> dict[str, Any]:
+    iterations = Length(143_000, Measure.ITERATIONS)
+    return _common(shape) | {
+        "position_embedding": "rotary",
+        "rotary_share": 0.25,
+        "embedding_layernorm": False,
+        "norm": "layernorm",
+        "activation": "gelu",
+        "parallel_block": "two-norms",
+        "untie_embeddings_and_output_weights": True,
+        "vocab_size": vocabulary,
+        "seq_length": 2048,
+        "weight_decay": 0.01,
+        "train_length": iterations,
+        "lr_decay": iterations,
+        "lr_warmup": Length(1430, Measure.ITERATIONS),
+    }
+
+
 @cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """Preset name -> field name -> value."""
@@ -168,6 +353,10 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     made |= {name: _gpt3(shape) for name, shape in _GPT3.items()}
     made |= {name: _bloom(shape) for name, shape in _BLOOM.items()}
     made["llama-7b"] = _llama(Shape(32, 4096, 32, 3e-4, 2048))
+    for of_family, table in ((_llama3, _LLAMA3), (_qwen3, _QWEN3), (_gemma3, _GEMMA3), (_olmo2, _OLMO2)):
+        made |= {name: of_family(shape) for name, shape in table.items()}
+    made["smollm3-3b"] = _smollm3()
+    made |= {name: _pythia(*row) for name, row in _PYTHIA.items()}
     return MappingProxyType({name: MappingProxyType(settings) for name, settings in made.items()})
 
 

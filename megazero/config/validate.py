@@ -64,7 +64,8 @@ RANGES: Mapping[str, Range] = {
     ),
     **_each(
         """activation_memory_budget device_memory_budget host_memory_budget loss_scale initial_loss_scale
-        min_loss_scale rotary_base adam_eps exit_duration_in_mins""",
+        min_loss_scale rotary_base adam_eps attention_scale attention_cap logits_cap logits_multiplier
+        embedding_multiplier residual_multiplier exit_duration_in_mins""",
         Range(0, low_open=True),
     ),
     **_each(
@@ -72,6 +73,7 @@ RANGES: Mapping[str, Range] = {
         Range(0, 1, high_open=True),
     ),
     "seed": Range(0, 2**32 - 1),
+    "rotary_share": Range(0, 1, low_open=True),
     "ema_decay": Range(0, 1, low_open=True, high_open=True),
     "lora_alpha": Range(0, 10**9, low_open=True),
     "lora_base_bits": Range(4, 8),

@@ -20,6 +20,7 @@ from megazero.config.derive import (
     padded_vocab,
     query_groups,
 )
+from megazero.config.model_shape import newer_settings
 from megazero.config.schema import ModelConfig, OptimizerConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.files.unpickle import Record
@@ -305,4 +306,5 @@ def _foreign(model: ModelConfig) -> dict[str, bool]:
         "--activation gelu-tanh without biases": model.activation == "gelu-tanh" and not mlp_bias(model),
         "biases in attention alone, or in the feed-forward layers alone,": attention_bias(model) != mlp_bias(model),
         f"--position-offset {model.position_offset}": model.position_offset != 0,
+        **dict.fromkeys(newer_settings(model), True),
     }

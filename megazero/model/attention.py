@@ -8,7 +8,6 @@ j*r .. j*r + r - 1. So a tensor-parallel shard is one contiguous slice.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from fused_ops.attention import causal_attention
 from fused_ops.attention.cached import cached_attention, store_keys_values
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
-from megazero.config.derive import SELECTIVE, head_dim, query_groups
+from megazero.config.derive import SELECTIVE
 from megazero.config.inventory import OUTPUT, QKV
 from megazero.model.batch import MicroBatch
 from megazero.model.dropout import AttentionDropout
@@ -35,20 +34,17 @@ class Attention(nn.Module):
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
-        model, tp = layout.model, layout.tp
-        groups, size = query_groups(model), head_dim(model)
-        if model.num_attention_heads % groups or groups % tp.size:
+        mixer, tp = layout.layer(number).mixer, layout.tp
+        if mixer.heads % mixer.groups or mixer.groups % tp.size:
             raise ValueError(
-                f"{model.num_attention_heads} heads, {groups} key-value heads and tp={tp.size}: each has to divide the "
+                f"{mixer.heads} heads, {mixer.groups} key-value heads and tp={tp.size}: each has to divide the "
                 "one before"
             )
-        self.number = number
-        self.groups, self.repeats, self.size = groups // tp.size, model.num_attention_heads // groups, size
+        self.number, self.scale = number, mixer.scale
+        self.groups, self.repeats, self.size = mixer.groups // tp.size, mixer.heads // mixer.groups, mixer.size
         self.qkv, self.output = layout.column(number, QKV), layout.row(number, OUTPUT)
-        self.slopes = (
-            AlibiSlopes(model.num_attention_heads, tp.index, tp.size) if model.position_embedding == "alibi" else None
-        )
-        self.angles = RotaryAngles(size, model.rotary_base) if model.position_embedding == "rotary" else None
+        self.slopes = AlibiSlopes(mixer.heads, tp.index, tp.size) if mixer.alibi else None
+        self.angles = None if mixer.rotary is None else RotaryAngles(mixer.size, mixer.rotary.base)
         self.dropout = AttentionDropout(number, layout)
         self.recompute_core, self.compile_ops, self.support = (
             layout.recompute_of(number) == SELECTIVE,
@@ -67,22 +63,27 @@ class Attention(nn.Module):
         return self.output(context, batch.samples)
 
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
-        """softmax(query key^T / sqrt(d) + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t].
+        """softmax(scale query key^T + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t].
 
         With `batch.past` it stores the new keys and values there and also attends to those of earlier tokens.
         """
         heads = self.groups, self.repeats, self.size
         slopes = None if self.slopes is None else self.slopes(mixed)
-        scale = 1 / math.sqrt(self.size)
         past = batch.past
         if past is not None and past.positions is not None:
             kept = *past.layers[self.number], past.slots, past.positions[0], past.reach
-            return cached_attention(mixed, *kept, *heads, scale=scale, slopes=slopes)
+            return cached_attention(mixed, *kept, *heads, scale=self.scale, slopes=slopes)
         if past is not None:
             store_keys_values(mixed, *past.layers[self.number], past.slots, *heads)
         with compiled_bodies(self.compile_ops):  # again here, since recomputation runs the core outside its block
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents
             return causal_attention(
-                mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout, support=self.support
+                mixed,
+                *heads,
+                scale=self.scale,
+                slopes=slopes,
+                documents=documents,
+                dropout=dropout,
+                support=self.support,
             )

@@ -5,6 +5,7 @@ s sequence, b micro-batch, h hidden, v vocabulary, t = tp size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fused_ops.embedding import embedding
@@ -38,6 +39,8 @@ class Embedding(nn.Module):
             state_group=StateGroup.TIED if tied else StateGroup.REPLICAS,
             **layout.placed,
         )
+        # as Gemma's own code does: the factor sqrt(h) is a number of the parameters' dtype
+        self.multiplier = torch.tensor(model.embedding_multiplier, dtype=layout.dtype).item()
         self.position = LearnedPositions(layout) if model.position_embedding == "learned" else None
         self.norm = layout.norm(EMBEDDING_NORM) if model.embedding_layernorm else None
         self.dropout = HiddenDropout(0, DropoutSite.EMBEDDING, layout)
@@ -48,6 +51,8 @@ class Embedding(nn.Module):
         Communicates an all-reduce of the word embedding over tp, or under sp a reduce-scatter along s.
         """
         hidden: Tensor = self.word(batch.tokens)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
         if self.position is not None:
             hidden = self.position(hidden, batch.past, batch.positions)
         if self.norm is not None:

@@ -12,6 +12,7 @@ import torch
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from megazero.config.derive import NONE, RECOMPUTE, RecomputeTable
 from megazero.config.inventory import Linear, block, linears
+from megazero.config.layers.kinds import Layer, kinds, layers
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
@@ -94,7 +95,7 @@ class ModelLayout:
 
     def column(self, number: int, name: str) -> ColumnParallelLinear:
         """A column-parallel linear layer of block `number`. name: as in `config.inventory`."""
-        entry = self._linears[name]
+        entry = self._linears[self.layer(number)][name]
         assert entry.tp_axis == 0
         name = f"{block(number)}.{name}"
         return ColumnParallelLinear(
@@ -103,16 +104,20 @@ class ModelLayout:
 
     def row(self, number: int, name: str) -> RowParallelLinear:
         """A row-parallel linear layer of block `number`, which writes into the residual stream."""
-        entry = self._linears[name]
+        entry = self._linears[self.layer(number)][name]
         assert entry.tp_axis == 1
         name = f"{block(number)}.{name}"
         return RowParallelLinear(
             name, entry.inputs, entry.outputs, self.tp, bias=entry.bias, std=self.output_std, **self.linear
         )
 
+    def layer(self, number: int) -> Layer:
+        """What the layer with this global number computes."""
+        return layers(self.model)[number]
+
     @cached_property
-    def _linears(self) -> dict[str, Linear]:
-        return {linear.name: linear for linear in linears(self.model)}
+    def _linears(self) -> dict[Layer, dict[str, Linear]]:
+        return {layer: {linear.name: linear for linear in linears(layer)} for layer in kinds(self.model)}
 
     def recompute_of(self, number: int) -> str:
         """What backward computes again of the block with this global number: none, selective or full."""

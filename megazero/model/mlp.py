@@ -19,8 +19,9 @@ class Mlp(nn.Module):
 
     def __init__(self, number: int, layout: ModelLayout) -> None:
         super().__init__()
-        self.activation = layout.model.activation
-        self.gate = layout.column(number, GATE) if self.activation == "swiglu" else None
+        mlp = layout.layer(number).mlp
+        self.activation = mlp.activation
+        self.gate = layout.column(number, GATE) if mlp.gated else None
         self.up = layout.column(number, UP)
         self.down = layout.row(number, DOWN)
 

@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megazero.config.derive import ffn_width, lora_scale, query_groups
+from megazero.config.derive import lora_scale, query_groups
 from megazero.config.inventory import adapted
+from megazero.config.layers.kinds import ffn_widths
 from megazero.config.schema import LoraConfig, ModelConfig
 from megazero.mpu.functional import reduce_from_tp, reduce_scatter_sequence
 from megazero.mpu.grid import Group
@@ -58,7 +59,7 @@ def low_rank(lora: LoraConfig, model: ModelConfig, seed: int = 0) -> LowRank | N
     """The adapters of a run; None without --lora-rank. seed: the run's."""
     if lora.lora_rank is None:
         return None
-    slices = math.gcd(query_groups(model), ffn_width(model))
+    slices = math.gcd(query_groups(model), *ffn_widths(model))
     return LowRank(lora.lora_rank, lora_scale(lora), frozenset(adapted(lora, model)), lora.lora_dropout, seed, slices)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from megazero.config.derive import head_dim, padded_vocab, pipeline_schedule
+from megazero.config.derive import padded_vocab, pipeline_schedule
 from megazero.config.inventory import parameters_per_layer
+from megazero.config.layers.kinds import layers
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.mpu.chunks import ChunkMap
@@ -17,13 +18,12 @@ def chunk_layers(run: Run) -> tuple[int, ...]:
     """Number of blocks in every model chunk, in model order: pp x virtual stages numbers."""
     if run.parallel.partition is not None:
         return run.parallel.partition
-    embedding, block, head = layer_costs(run)
-    parts = run.parallel.pp * run.parallel.virtual_stages
-    return partition([block] * run.model.num_layers, embedding, head, parts)
+    embedding, blocks, head = layer_costs(run)
+    return partition(blocks, embedding, head, run.parallel.pp * run.parallel.virtual_stages)
 
 
-def layer_costs(run: Run) -> tuple[float, float, float]:
-    """The costs of embedding, one block and head that the partition balances (--partition-by).
+def layer_costs(run: Run) -> tuple[float, tuple[float, ...], float]:
+    """The costs of embedding, each block and head that the partition balances (--partition-by).
 
     parameters: the number that a rank holds; a tied head counts as much as the embedding. time: multiplications per
     token; an embedding lookup has none, the head multiplies with its whole weight.
@@ -32,9 +32,10 @@ def layer_costs(run: Run) -> tuple[float, float, float]:
     table = padded_vocab(run.model, run.parallel.tp) * run.model.hidden_size
     head = max(counts.head, table)
     if run.parallel.partition_by == "parameters":
-        return max(counts.embedding, table), counts.block, head
-    attention = 2 * run.model.seq_length * run.model.num_attention_heads * head_dim(run.model)
-    return 0.0, counts.block + attention, head
+        return max(counts.embedding, table), counts.blocks, head
+    mixers = [layer.mixer for layer in layers(run.model)]
+    attention = [2 * mixer.keys(run.model.seq_length) * mixer.heads * mixer.size for mixer in mixers]
+    return 0.0, tuple(map(sum, zip(counts.blocks, attention, strict=True))), head
 
 
 def chunks_of(run: Run) -> ChunkMap:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 
 from fused_ops.attention.selection import Body
@@ -23,13 +24,12 @@ from megazero.config.derive import (
     SELECTIVE,
     RecomputeTable,
     gathers_parameters,
-    head_dim,
     padded_vocab,
     position_rows,
-    query_groups,
 )
 from megazero.config.dtypes import compute_dtype
-from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, TP_AXIS, UP, block_layers, linears
+from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, TP_AXIS, UP, linears, products
+from megazero.config.layers.kinds import Layer, layers
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
 from megazero.mpu.head_loss import BLOCK_BYTES, LEAST_ROWS
@@ -66,7 +66,9 @@ class ActivationPlan:
     run: Run
     body: Body
     kind: str = "cpu"
-    _blocks: dict[tuple[str, bool], UnitBytes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[tuple[Layer, str, bool], UnitBytes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def widths(self) -> Widths:
@@ -85,33 +87,37 @@ class ActivationPlan:
         """Bytes of a rank's part of a recomputed block's input (--shard-recompute-inputs), padding included."""
         return -(-self.hidden_bytes // (self.widths.item * self.widths.tp)) * self.widths.item
 
+    def layers_of(self, spec: StageSpec) -> tuple[Layer, ...]:
+        """What the blocks of a chunk compute."""
+        return layers(self.run.model)[spec.blocks.start : spec.blocks.stop]
+
     @property
     def trains_all(self) -> bool:
         """Whether all parameters are trained; else only adapters are."""
         return self.run.lora.lora_rank is None
 
-    def _product(self, name: str) -> Product:
+    def _product(self, layer: Layer, name: str) -> Product:
         """A linear layer of a block; gate and up of a gated feed-forward part are one."""
         run, tp = self.run, self.run.parallel.tp
-        (layer,) = [layer for layer in block_layers(run.model, tp) if layer.name == name]
-        bias = next(linear.bias for linear in linears(run.model) if linear.name == name)
-        fp8 = run.optimizer.fp8 != "off" and layer.fits
-        return Product(layer.n, layer.k, bias, self.trains_all, fp8=fp8, recast=gathers_parameters(run))
+        (product,) = [product for product in products(layer, tp) if product.name == name]
+        bias = next(linear.bias for linear in linears(layer) if linear.name == name)
+        fp8 = run.optimizer.fp8 != "off" and product.fits
+        return Product(product.n, product.k, bias, self.trains_all, fp8=fp8, recast=gathers_parameters(run))
 
-    def _adapted(self, tape: Tape, name: str, x: Buffer, y: Buffer) -> Buffer:
+    def _adapted(self, tape: Tape, layer: Layer, name: str, x: Buffer, y: Buffer) -> Buffer:
         """y plus the output of the layer's adapter for x, if it has one."""
         run, tp = self.run, self.run.parallel.tp
         adapters = low_rank(run.lora, run.model)
         if adapters is None or not adapters.adapts(name):
             return y
-        linear = next(linear for linear in linears(run.model) if linear.name == name)
+        linear = next(linear for linear in linears(layer) if linear.name == name)
         slices = None if linear.tp_axis == 0 else adapters.slices // tp
         pair = LowRankPair(*linear.on_rank(tp), adapters.rank, adapters.dropout, slices)
         return adapter(tape, self.widths, x, y, pair)
 
-    def _linear(self, tape: Tape, name: str, x: Buffer) -> Buffer:
-        layer = column if TP_AXIS[name] == 0 else row
-        return self._adapted(tape, name, x, layer(tape, self.widths, x, self._product(name)))
+    def _linear(self, tape: Tape, layer: Layer, name: str, x: Buffer) -> Buffer:
+        of_axis = column if TP_AXIS[name] == 0 else row
+        return self._adapted(tape, layer, name, x, of_axis(tape, self.widths, x, self._product(layer, name)))
 
     @cached_property
     def embedding(self) -> UnitBytes:
@@ -149,50 +155,54 @@ class ActivationPlan:
         summed = x.nbytes // self.run.schedule.micro_batch_size
         return tape.op((x,), x.nbytes, gradient=PASS, back=table + summed, trained=self.trains_all)
 
-    def block(self, recompute: str = NONE, *, graded: bool = True) -> UnitBytes:
-        """The bytes of a block. graded: whether its input needs a gradient; not so after a frozen embedding."""
-        if (recompute, graded) not in self._blocks:
-            self._blocks[recompute, graded] = self._block(recompute, graded=graded)
-        return self._blocks[recompute, graded]
+    def block(self, recompute: str = NONE, *, layer: Layer | None = None, graded: bool = True) -> UnitBytes:
+        """The bytes of a block. layer: what it computes; None: what the first one does. graded: whether its input
+        needs a gradient; not so after a frozen embedding.
+        """
+        layer = layers(self.run.model)[0] if layer is None else layer
+        if (layer, recompute, graded) not in self._blocks:
+            self._blocks[layer, recompute, graded] = self._block(layer, recompute, graded=graded)
+        return self._blocks[layer, recompute, graded]
 
-    def _block(self, recompute: str, *, graded: bool) -> UnitBytes:
+    def _block(self, layer: Layer, recompute: str, *, graded: bool) -> UnitBytes:
         source = Buffer(self.hidden_bytes)
         tape = Tape(source, {source} if graded else set())
-        x = self._attention(tape, source, selective=recompute == SELECTIVE)
+        x = self._attention(tape, layer, source, selective=recompute == SELECTIVE)
         model, w = self.run.model, self.widths
         with tape.holding(x):
             hidden, normalised = self._norm(tape, x, source)
-            y = self._mlp(tape, normalised)
+            y = self._mlp(tape, layer, normalised)
             with tape.holding(normalised, y):
                 out = dropout(tape, y, w.local, hidden) if model.hidden_dropout else added(tape, y, hidden)
         part = self.input_part if self.run.parallel.shard_recompute_inputs else None
         return tape.measure(out, keeps=recompute != FULL, part=part)
 
-    def _attention(self, tape: Tape, source: Buffer, *, selective: bool) -> Buffer:
+    def _attention(self, tape: Tape, layer: Layer, source: Buffer, *, selective: bool) -> Buffer:
         model, w = self.run.model, self.widths
         _, normalised = self._norm(tape, source)
-        mixed = self._linear(tape, QKV, normalised)
-        if model.position_embedding == "rotary":
+        mixed = self._linear(tape, layer, QKV, normalised)
+        mixer = layer.mixer
+        if mixer.rotary is not None:
             mixed = tape.op((mixed,), mixed.nbytes)
-        groups, repeats = query_groups(model), model.num_attention_heads // query_groups(model)
-        shape = model.seq_length, self.run.schedule.micro_batch_size, groups // w.tp, repeats, head_dim(model)
+        repeats = mixer.heads // mixer.groups
+        shape = model.seq_length, self.run.schedule.micro_batch_size, mixer.groups // w.tp, repeats, mixer.size
         heads = Heads(*shape, self.body, model.attention_dropout > 0)
         context = attention(tape, w, mixed, heads, selective=selective)
         with tape.holding(normalised, mixed, context):
-            x = self._linear(tape, OUTPUT, context)
+            x = self._linear(tape, layer, OUTPUT, context)
         return dropout(tape, x, w.local) if model.hidden_dropout else x
 
-    def _mlp(self, tape: Tape, x: Buffer) -> Buffer:
-        if self.run.model.activation == "swiglu":
-            gate, up = halves(tape, column(tape, self.widths, x, self._product(GATE)))
-            gate = self._adapted(tape, GATE, x, gate)
+    def _mlp(self, tape: Tape, layer: Layer, x: Buffer) -> Buffer:
+        if layer.mlp.gated:
+            gate, up = halves(tape, column(tape, self.widths, x, self._product(layer, GATE)))
+            gate = self._adapted(tape, layer, GATE, x, gate)
             with tape.holding(gate):
-                up = self._adapted(tape, UP, x, up)
+                up = self._adapted(tape, layer, UP, x, up)
             y = gated(tape, gate, up)
         else:
-            y = activated(tape, self._linear(tape, UP, x))
+            y = activated(tape, self._linear(tape, layer, UP, x))
         with tape.holding(x, y):
-            return self._linear(tape, DOWN, y)
+            return self._linear(tape, layer, DOWN, y)
 
     @cached_property
     def head(self) -> UnitBytes:
@@ -371,13 +381,14 @@ def chunk_bytes(
 
 
 def of_units(
-    plan: ActivationPlan, spec: StageSpec, blocks: Sequence[tuple[str, int]], group: ChunkGroup | None
+    plan: ActivationPlan, spec: StageSpec, again: Sequence[tuple[str, int]], group: ChunkGroup | None
 ) -> ChunkBytes:
-    """The chunk whose blocks are these, in runs of equal ones: (what is computed again, how many). group: as above."""
-    kinds = [(kind, count) for kind, count in blocks if count]
-    runs = [(plan.block(kind), count) for kind, count in kinds]
+    """The chunk of whose blocks this is computed again: runs of (what, of how many). group: as above."""
+    kinds = list(_beside(plan.layers_of(spec), again))
+    runs = [(plan.block(kind, layer=layer), count) for (layer, kind), count in kinds]
     if runs and spec.has_embedding and not plan.trains_all:  # no gradient comes out of a frozen embedding
-        runs[:1] = [(plan.block(kinds[0][0], graded=False), 1), (runs[0][0], runs[0][1] - 1)]
+        (layer, kind), count = kinds[0]
+        runs[:1] = [(plan.block(kind, layer=layer, graded=False), 1), (runs[0][0], count - 1)]
     if spec.has_embedding:
         runs.insert(0, (plan.embedding, 1))
     if spec.has_head:
@@ -385,6 +396,15 @@ def of_units(
     entering = 0 if spec.has_embedding else plan.hidden_bytes
     equal = tuple(run for run in runs if run[1])
     return ChunkBytes(equal, entering) if group is None else GroupBytes(equal, entering, group)
+
+
+def _beside(here: Sequence[Layer], again: Sequence[tuple[str, int]]) -> Iterator[tuple[tuple[Layer, str], int]]:
+    """Runs of blocks that are equal in both: (layer, what is computed again), and how many."""
+    start = 0
+    for kind, count in again:
+        for layer, equal in groupby(here[start : start + count]):
+            yield (layer, kind), len(list(equal))
+        start += count
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Floating-point operations of a training step, by formula.
 
 The formulae count matrix products, with two operations for each multiplication and addition. Attention counts in full
-(the causal mask does not halve it), as is usual in this field. For the standard shape (ffn 4h, as many key-value heads
-as query heads) with B samples of s tokens, L blocks, hidden size h and vocabulary V:
+(the causal mask does not halve it), as is usual in this field; with a window of W keys a query counts W of them. For
+the standard shape (ffn 4h, as many key-value heads as query heads) with B samples of s tokens, L blocks, hidden size h
+and vocabulary V:
 
     model     72 * B*s*L*h^2 * (1 + s/(6h) + V/(12*L*h))      forward once, backward twice
     hardware  96 * B*s*L*h^2 * (1 + s/(6h) + V/(16*L*h))      full recompute: blocks four times, head three times
@@ -13,21 +14,30 @@ model's operations; recomputation counts in the hardware's operations only (Kort
 
 from __future__ import annotations
 
-from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable, head_dim
+from collections.abc import Callable
+from functools import partial
+
+from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable
 from megazero.config.inventory import WORDS, adapted, elements, embedding_shapes, linears
+from megazero.config.layers.kinds import Layer, kinds, layers
 from megazero.config.schema import ModelConfig, Run
 
 
-def attention_core_flops(model: ModelConfig) -> int:
-    """Operations of attention scores and weighted values: forward, one sample, one block."""
-    return 4 * model.seq_length * model.seq_length * model.num_attention_heads * head_dim(model)
+def attention_core_flops(layer: Layer, length: int) -> int:
+    """Operations of attention scores and weighted values: forward, one sample of `length` tokens, one block."""
+    mixer = layer.mixer
+    return 4 * length * mixer.keys(length) * mixer.heads * mixer.size
 
 
-def block_flops(model: ModelConfig) -> int:
-    """Operations of one block: forward, one sample."""
-    return 2 * model.seq_length * sum(
-        linear.outputs * linear.inputs for linear in linears(model)
-    ) + attention_core_flops(model)
+def block_flops(layer: Layer, length: int) -> int:
+    """Operations of one block: forward, one sample of `length` tokens."""
+    weights = sum(linear.outputs * linear.inputs for linear in linears(layer))
+    return 2 * length * weights + attention_core_flops(layer, length)
+
+
+def _of_all_blocks(model: ModelConfig, of_block: Callable[[Layer, int], int]) -> int:
+    """The sum over all blocks of operations of one block."""
+    return sum(number * of_block(layer, model.seq_length) for layer, number in kinds(model).items())
 
 
 def head_flops(model: ModelConfig) -> int:
@@ -37,7 +47,7 @@ def head_flops(model: ModelConfig) -> int:
 
 def model_flops(model: ModelConfig, samples: int) -> int:
     """The model's operations of one training step: three times those of forward, since backward takes two."""
-    return 3 * samples * (model.num_layers * block_flops(model) + head_flops(model))
+    return 3 * samples * (_of_all_blocks(model, block_flops) + head_flops(model))
 
 
 def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
@@ -46,8 +56,8 @@ def adapter_flops(model: ModelConfig, samples: int, adapters: int) -> int:
     A frozen weight needs only the gradient of its input, so backward takes one product instead of two. Layers before
     the first adapter need no gradient, but are counted like the others.
     """
-    cores = model.num_layers * attention_core_flops(model)
-    weights = model.num_layers * block_flops(model) - cores + head_flops(model)
+    cores = _of_all_blocks(model, attention_core_flops)
+    weights = _of_all_blocks(model, block_flops) - cores + head_flops(model)
     return samples * (2 * weights + 3 * cores + 6 * model.seq_length * adapters)
 
 
@@ -57,19 +67,24 @@ def recomputed_flops(model: ModelConfig, samples: int, table: RecomputeTable) ->
     table: what is computed again of every block: nothing, the attention core, or the block
     (`plan.recompute.recompute_table`).
     """
-    again = {NONE: 0, SELECTIVE: attention_core_flops(model), FULL: block_flops(model)}
-    return samples * sum(again[kind] for kind in table)
+    return samples * sum(map(partial(again_flops, model), range(len(table)), table))
+
+
+def again_flops(model: ModelConfig, number: int, again: str) -> int:
+    """Operations of what is computed again of the block with this number, for one sample."""
+    of_block = {NONE: lambda layer, length: 0, SELECTIVE: attention_core_flops, FULL: block_flops}[again]
+    return of_block(layers(model)[number], model.seq_length)
 
 
 def trained_parameters(run: Run) -> int:
     """The number of the adapters' parameters in the whole model: A [r, inputs] and B [outputs, r] of each layer."""
-    layers, rank = adapted(run.lora, run.model), run.lora.lora_rank or 0
-    of_block = sum(
-        rank * (linear.inputs + linear.outputs)
-        for linear in linears(run.model)
-        if linear.name.rpartition(".")[2] in layers
+    targets, rank = adapted(run.lora, run.model), run.lora.lora_rank or 0
+    return sum(
+        number * rank * (linear.inputs + linear.outputs)
+        for layer, number in kinds(run.model).items()
+        for linear in linears(layer)
+        if linear.name.rpartition(".")[2] in targets
     )
-    return run.model.num_layers * of_block
 
 
 def step_flops(run: Run) -> int:

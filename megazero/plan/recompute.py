@@ -1,9 +1,11 @@
 """Which blocks are recomputed, and how, to fit a budget of bytes (--activation-memory-budget) at the least extra work.
 
-Every stage fits for itself. The blocks of a model are equal, so of a chunk only the numbers of blocks count that keep
-all, drop their attention core, and drop everything. Their order follows: what is alive while a block's backward runs is
+Every stage fits for itself. Of a chunk of equal blocks only the numbers of blocks count that keep all, drop their
+attention core, and drop everything. Their order follows: what is alive while a block's backward runs is
 what the blocks before it keep, so those with the largest peak above what they keep come first. These are the blocks
 that are recomputed as a whole, then those without their core, then the others.
+
+Where the blocks of a chunk differ, the same order of choices is searched, which then need not have the least work.
 
 Each chunk is a group of choices, and each moment of the stage's list a limit: `plan.knapsack` searches. It is exact,
 but for stages with several chunks of many blocks, where it says how far from the least work its choice is at most.
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ from megazero.plan.activations import (
     peak_bytes,
     share,
 )
-from megazero.plan.flops import attention_core_flops, block_flops
+from megazero.plan.flops import again_flops
 from megazero.plan.knapsack import OptionGroup, Selection, select
 from megazero.plan.rank_state import micro_batches_of
 from megazero.program.instruction import Instruction, Op
@@ -90,7 +92,7 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
     for number in range(axes.pp):
         stage = StageActivations(run, axes, number, kind)
         when = tuple(binding(moments(stage.instructions, len(stage.specs))))
-        shapes = ((len(spec.blocks), spec.has_embedding, spec.has_head) for spec in stage.specs)
+        shapes = ((stage.plan.layers_of(spec), spec.has_embedding, spec.has_head) for spec in stage.specs)
         like = when, *stage.groups, *shapes  # stages in the middle of a pipeline are alike
         if like not in known:
             known[like] = stage.least_work(when, budget)
@@ -220,16 +222,19 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
 
 
 def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | None) -> list[ChunkChoice]:
-    """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes. group: in
-    vertical order.
+    """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes of equal
+    blocks. group: in vertical order.
     """
     blocks, model = len(spec.blocks), plan.run.model
-    core, whole = attention_core_flops(model), block_flops(model)
+    cores, wholes = (
+        list(accumulate((again_flops(model, number, kind) for number in spec.blocks), initial=0))
+        for kind in (SELECTIVE, FULL)
+    )
     choices = []
     for full in range(blocks + 1):
         for selective in range(blocks + 1 - full):
             counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
             kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
-            chunk = of_units(plan, spec, list(counts.items()), group)
-            choices.append(ChunkChoice(kinds, full * whole + selective * core, chunk))
+            work = wholes[full] + cores[full + selective] - cores[full]
+            choices.append(ChunkChoice(kinds, work, of_units(plan, spec, list(counts.items()), group)))
     return choices

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from megazero.config.derive import FULL, SELECTIVE
+from megazero.config.layers.kinds import layers
 from megazero.config.options import bytes_of, did_you_mean
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
-from megazero.pipeline.stage_specs import chunk_layers, layer_costs, stage_specs
-from megazero.plan.flops import attention_core_flops, block_flops, head_flops
+from megazero.pipeline.stage_specs import layer_costs, stage_specs
+from megazero.plan.flops import again_flops, block_flops, head_flops
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_memories
@@ -156,9 +156,8 @@ def step_times(run: Run, axes: Axes, kind: str, rates: MachineRates) -> ChunkTim
     specs, samples = stage_specs(run), run.schedule.micro_batch_size / run.parallel.tp
     units = tuple(_units(run, spec) for spec in specs)
     forward = tuple(sum(of_chunk) * samples / rates.flops for of_chunk in units)
-    again = {FULL: block_flops(run.model), SELECTIVE: attention_core_flops(run.model)}
     backward = tuple(
-        2 * whole + sum(again.get(table[block], 0) for block in spec.blocks) * samples / rates.flops
+        2 * whole + sum(again_flops(run.model, block, table[block]) for block in spec.blocks) * samples / rates.flops
         for whole, spec in zip(forward, specs, strict=True)
     )
     per_byte = rates.seconds_per_byte
@@ -176,7 +175,8 @@ def step_times(run: Run, axes: Axes, kind: str, rates: MachineRates) -> ChunkTim
 def _units(run: Run, spec: StageSpec) -> tuple[float, ...]:
     """The operations of each unit of a chunk, for the forward of one sample."""
     lookup = float(run.model.seq_length * run.model.hidden_size)
-    blocks = (float(block_flops(run.model)),) * len(spec.blocks)
+    here = (layers(run.model)[number] for number in spec.blocks)
+    blocks = tuple(float(block_flops(layer, run.model.seq_length)) for layer in here)
     return (lookup,) * spec.has_embedding + blocks + (float(head_flops(run.model)),) * spec.has_head
 
 
@@ -199,10 +199,12 @@ def timed_traces(steps: StageLists, kind: str, rates: MachineRates) -> list[Memo
 
 def chunk_times(run: Run) -> ChunkTimes:
     """Relative times of the model chunks: the multiplications of their layers; a backward takes twice its forward."""
-    embedding, block, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
-    sizes = chunk_layers(run)
-    last = len(sizes) - 1
+    embedding, blocks, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
     forward = tuple(
-        max(n * block + (embedding if i == 0 else 0) + (head if i == last else 0), 1.0) for i, n in enumerate(sizes)
+        max(
+            sum(blocks[number] for number in spec.blocks) + embedding * spec.has_embedding + head * spec.has_head,
+            1.0,
+        )
+        for spec in stage_specs(run)
     )
     return ChunkTimes(forward, tuple(2 * seconds for seconds in forward))

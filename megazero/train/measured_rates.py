@@ -29,6 +29,7 @@ from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.config.derive import ffn_width, padded_vocab
 from megazero.config.dtypes import compute_dtype, state_dtype
 from megazero.config.inventory import linears
+from megazero.config.layers.kinds import kinds
 from megazero.config.schema import OptimizerConfig, Run
 from megazero.disk.measure import folder_rates
 from megazero.disk.transports import DiskOptions
@@ -248,10 +249,11 @@ def _products(run: Run, device: torch.device) -> Iterator[Callable[[], Tensor]]:
 
 
 def _matrices(run: Run) -> Iterator[tuple[int, int]]:
-    """(outputs, inputs) of a block's products on a rank. Layers with one input are one product (`Linear.product`)."""
-    for _, layers in groupby(linears(run.model), lambda layer: layer.product):
-        shapes = [layer.on_rank(run.parallel.tp) for layer in layers]
-        yield sum(outputs for outputs, _ in shapes), shapes[0][1]
+    """(outputs, inputs) of the blocks' products on a rank. Layers with one input are one product (`Linear.product`)."""
+    for kind in kinds(run.model):
+        for _, of_product in groupby(linears(kind), lambda linear: linear.product):
+            shapes = [linear.on_rank(run.parallel.tp) for linear in of_product]
+            yield sum(outputs for outputs, _ in shapes), shapes[0][1]
 
 
 @torch.no_grad()

@@ -73,8 +73,7 @@ def test_counts_are_those_of_a_built_model(position: str, norm: str, activation:
         shared = 0 if model.untie_embeddings_and_output_weights else counts.output
         assert [sum(unit.values()) for unit in units] == [
             counts.embedding,
-            counts.block,
-            counts.block,
+            *counts.blocks,
             counts.head + shared,
         ]
         assert parameters(model) == sum(spec_of(p).stored_numel for p in stage.parameters())

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.inventory import block_layers, linears, shapes, tp_axis
+from megazero.config.inventory import linears, products, shapes, tp_axis
+from megazero.config.layers.kinds import layers
 from megazero.config.schema import ModelConfig
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, whole_model
@@ -62,7 +63,7 @@ def test_linear_layers_have_their_weights_on_a_rank(name: str) -> None:
         ModelLayout(model, Group((0, 1), 1, None), torch.float32, device=torch.device("meta")), whole_model(model)
     )
     held = {key: tuple(value.shape) for key, value in stage.blocks["1"].named_parameters()}
-    found = linears(model)
+    found = linears(layers(model)[0])
     assert [layer.name for layer in found] == [
         key.removesuffix(".weight") for key in held if key.endswith("weight") and "norm" not in key
     ]
@@ -82,5 +83,5 @@ def test_names_that_are_none_of_a_model_are_divided_by_nobody() -> None:
 def test_a_block_has_four_products(activation: str, entrance: tuple[str, int, int]) -> None:
     """On one of two tp ranks: 12 queries and 4 pairs of width 2 are 40 rows, 20 of them here; gate and up are one."""
     model = ModelConfig(**SIZE, activation=activation, num_query_groups=4, ffn_hidden_size=96)
-    found = [(layer.name, layer.n, layer.k) for layer in block_layers(model, 2)]
+    found = [(product.name, product.n, product.k) for product in products(layers(model)[0], 2)]
     assert found == [("attention.qkv", 20, 24), ("attention.output", 24, 12), entrance, ("mlp.down", 24, 48)]

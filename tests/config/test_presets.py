@@ -22,7 +22,30 @@ PARAMETERS = {
     "bloom-7b1": 7_069_016_064,
     "bloom-176b": 176_247_271_424,
     "llama-7b": 6_738_415_616,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma3-1b": 999_885_952,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "smollm3-3b": 3_075_098_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
 }
+# files of these models hold a vision tower of 416,866,032 parameters too, and its norm and projection to the text model
+TOWER, TOWER_WIDTH = 416_866_032, 1152
+GEMMA3 = {"gemma3-4b": 4_300_079_472, "gemma3-12b": 12_187_325_040, "gemma3-27b": 27_432_406_640}
 ROUGHLY = {"gpt3-125m": 125e6, "gpt3-350m": 356e6, "gpt3-760m": 760e6, "gpt3-1.3b": 1.3e9}
 ROUGHLY |= {"gpt3-2.7b": 2.65e9, "gpt3-6.7b": 6.7e9, "gpt3-13b": 13.0e9, "gpt3-175b": 174.6e9}
 
@@ -37,7 +60,13 @@ BLOOM = {
 
 
 def test_every_preset_has_a_size_to_be_held_to() -> None:
-    assert {*PARAMETERS, *ROUGHLY} == set(presets())
+    assert {*PARAMETERS, *ROUGHLY, *GEMMA3} == set(presets())
+
+
+@pytest.mark.parametrize("name", GEMMA3)
+def test_parameters_beside_a_vision_tower(name: str) -> None:
+    model = parse_run(["--preset", name], None).model
+    assert parameters(model) + TOWER + TOWER_WIDTH * (model.hidden_size + 1) == GEMMA3[name]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -65,6 +65,111 @@ CASES = {
 }
 
 
+_DECODER = _NAMED | {"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60}
+_DECODER |= {"head_dim": 14, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_NARROW = {key: value for key, value in _DECODER.items() if key != "head_dim"}
+_NARROW |= {"pad_token_id": None, "bos_token_id": None}
+_DECODER |= {"pad_token_id": None, "bos_token_id": None}
+_FIVE = {"num_hidden_layers": 5}
+_LONG = {"short_factor": [1.0, 1.1, 1.25, 1.5], "long_factor": [1.0, 1.5, 2.0, 4.0], "rope_type": "longrope"}
+CASES |= {
+    "llama 3, scaled": Case(
+        "llama",
+        (1, 3),
+        _DECODER | {"rope_parameters": _LLAMA3 | {"rope_theta": 500.0, "original_max_position_embeddings": 16}},
+    ),
+    "qwen 2.5": Case("qwen2", (1, 3), _NARROW),
+    "qwen 2.5, windows, tied": Case(
+        "qwen2",
+        (1, 3),
+        _NARROW
+        | _FIVE
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "tie_word_embeddings": True},
+    ),
+    "qwen 3": Case("qwen3", (1, 3), _DECODER),
+    "qwen 3, yarn, biases, tied": Case(
+        "qwen3",
+        (1, 3),
+        _DECODER
+        | {"attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
+        | {"max_position_embeddings": 32},
+    ),
+    "mistral": Case("mistral", (1, 3), _DECODER | {"sliding_window": 4}),
+    "mistral nemo": Case("mistral", (1, 3), _DECODER | {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "gemma 2": Case(
+        "gemma2",
+        (1, 3),
+        _DECODER
+        | _FIVE
+        | {"sliding_window": 4, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma 3": Case(
+        "gemma3_text",
+        (1, 3),
+        _DECODER | {"num_hidden_layers": 7, "sliding_window": 4, "query_pre_attn_scalar": 20},
+    ),
+    "gemma 3, scaled, untied": Case(
+        "gemma3_text",
+        (1, 3),
+        _DECODER
+        | {"num_hidden_layers": 4, "sliding_window": 3, "tie_word_embeddings": False}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "olmo 2": Case("olmo2", (1, 3), _NARROW),
+    "phi 3": Case("phi3", (1, 3), _NARROW | {"sliding_window": 5}),
+    "phi 4 mini": Case(
+        "phi3",
+        (1, 3),
+        _NARROW
+        | {"tie_word_embeddings": True, "max_position_embeddings": 64, "original_max_position_embeddings": 8}
+        | {"rope_parameters": _LONG | {"partial_rotary_factor": 0.8, "rope_theta": 1e4}},
+    ),
+    "smollm 3": Case("smollm3", (1, 3), _NARROW | _FIVE),
+    "smollm 3, windows": Case(
+        "smollm3",
+        (1, 3),
+        _NARROW
+        | _FIVE
+        | {"no_rope_layers": [1, 0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 4}
+        | {"tie_word_embeddings": False},
+    ),
+    "granite": Case(
+        "granite",
+        (1, 3),
+        _NARROW
+        | {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "pythia": Case(
+        "gpt_neox",
+        (1, 3),
+        {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 80}
+        | {"vocab_size": VOCABULARY, "max_position_embeddings": 64},
+    ),
+    "gpt-neox, in turn, tied": Case(
+        "gpt_neox",
+        (1, 3),
+        {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 80}
+        | {"vocab_size": VOCABULARY, "use_parallel_residual": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+        | {"hidden_act": "gelu_new"},
+    ),
+}
+
+
 def config_of(case: Case) -> Any:
     transformers = pytest.importorskip("transformers")
 

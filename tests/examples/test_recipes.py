@@ -169,7 +169,7 @@ def test_a_shrunk_recipe_trains_under_torchrun(tmp_path: Path, corpus: Path) -> 
 
 def test_the_176b_stages_are_published_ones() -> None:
     counts = parameters_per_layer(parse_run(["--preset", "bloom-176b"], None).model)
-    assert partition([counts.block] * 70, counts.embedding, counts.head + counts.output, 12) == (5, *[6] * 10, 5)
+    assert partition(counts.blocks, counts.embedding, counts.head + counts.output, 12) == (5, *[6] * 10, 5)
 
 
 def test_one_node_meets_in_a_file_and_many_have_to_say_where(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_every_block_has_its_own_word() -> None:
         load(stage, weights_of(model))
         runs = [0] * 6
         for number, block in enumerate(stage.blocks.values()):
-            assert isinstance(block, Block)
+            assert isinstance(block, Block) and block.attention_norm is not None
             for place, module in ((number, block.attention_norm), (3 + number, block.attention.dropout)):
                 module.register_forward_hook(partial(count, runs, place))
         loss = stage(None, batch_of(model))

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from megazero.config.derive import RECOMPUTE
+from megazero.config.layers.kinds import layers
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -84,7 +85,8 @@ def test_no_other_choice_fits_with_less_work(name: str) -> None:
 
 
 def _work(run: Run) -> tuple[int, int]:
-    return attention_core_flops(run.model), block_flops(run.model)
+    layer, length = layers(run.model)[0], run.model.seq_length
+    return attention_core_flops(layer, length), block_flops(layer, length)
 
 
 def _least_of_others(run: Run, axes: Axes, stage: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 
-from megazero.config.derive import attention_bias, mlp_bias
+from megazero.config.derive import attention_bias, head_dim, mlp_bias
 from megazero.config.dtypes import PRECISION_OF
+from megazero.config.model_shape import SHAPE
+from megazero.config.options import run_options
 from megazero.config.schema import DataConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.families import FAMILIES
@@ -73,6 +76,10 @@ def _tidied(model: ModelConfig) -> ModelConfig:
     """The model without settings that say what would be derived anyway."""
     if model.kv_channels is not None and model.kv_channels * model.num_attention_heads == model.hidden_size:
         model = replace(model, kv_channels=None)
+    if model.attention_scale is not None and math.isclose(
+        model.attention_scale, head_dim(model) ** -0.5, rel_tol=1e-15
+    ):
+        model = replace(model, attention_scale=None)
     if attention_bias(model) == mlp_bias(model):
         model = replace(model, disable_bias_linear=not mlp_bias(model), attention_bias=None, mlp_bias=None)
     return model
@@ -133,7 +140,21 @@ def named_dtype(config: Config) -> str | None:
 
 def problems_of(family: Family, model: ModelConfig) -> list[str]:
     """The reasons why a family cannot express a model; empty where it can."""
-    return [problem for need in family.needs for problem in need.problems(model)]
+    problems = [problem for need in family.needs for problem in need.problems(model)]
+    return problems or list(_lost(family, model))
+
+
+def _lost(family: Family, model: ModelConfig) -> Iterator[str]:
+    """What a config.json of the family would not say of a model: what it reads back as is compared, field by field."""
+    written = new_config(family, Run(model=model), torch.float32)
+    try:
+        again = read_config(written, Path(CONFIG))
+    except ConversionError as reason:
+        yield str(reason)
+        return
+    for name, value in SHAPE.items():
+        if value(again) != value(model):
+            yield f"{run_options()[name].flag} is {value(model)}, and a {family.model_type} model has {value(again)}"
 
 
 def family_for(model: ModelConfig, wanted: str | None = None) -> Family:

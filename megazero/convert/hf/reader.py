@@ -21,8 +21,8 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
 from megazero.convert.hf.files import LazyTensor, stored_tensors, unread_weights, weight_files
-from megazero.convert.hf.rearrange import SEPARATE
-from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, their_shapes
+from megazero.convert.hf.rearrange import FUSED, SEPARATE
+from megazero.convert.hf.rules import EMBEDDING, Names, Rule, their_shapes
 from megazero.convert.source import WEIGHT, ConversionError, Source, parameter_specs
 from megazero.convert.tokenizers import tokenizer_files
 
@@ -42,7 +42,7 @@ _ROWS = 1 << 14
 
 
 class HfSource(Source):
-    """BLOOM, GPT-2, LLaMA or OPT, of one file or many."""
+    """A model of a family that is known here, of one file or many."""
 
     def __init__(self, path: Path, closing: ExitStack) -> None:
         where = path / CONFIG
@@ -55,7 +55,9 @@ class HfSource(Source):
         companions = {name: path / name for name in COMPANIONS if (path / name).is_file()}
         super().__init__("hf", path, run_of(config, where, dtype), entries, companions=companions, closing=closing)
         self._name_tokenizer()
-        self.tied = {key for key in (HEAD,) if key in self._stored and not model.untie_embeddings_and_output_weights}
+        head = self.family.names.head
+        tied = not model.untie_embeddings_and_output_weights
+        self.tied = {head} if tied and head in self._stored else set[str]()
         unread = unread_weights(path, named)
         if unread:
             self.report.notes.append(f"{', '.join(unread)} not read: transformers too takes the other weights")
@@ -96,7 +98,7 @@ class HfSource(Source):
 
     @property
     def separates_qkv(self) -> bool:
-        return any(rule.how is SEPARATE for rule in self._rules.values())
+        return any(rule.how in (SEPARATE, FUSED) for rule in self._rules.values())
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
         if column != WEIGHT:
@@ -104,7 +106,7 @@ class HfSource(Source):
         rule = self._rules[name]
         parts = [self._stored[key].read() for key in rule.theirs]
         if name == EMBEDDING and self.tied - set(rule.theirs):
-            self._compare(parts[0], self._stored[HEAD].read())
+            self._compare(parts[0], self._stored[self.family.names.head].read())
         return rule.how.ours(self.model, parts).to(self.entries[name].columns[WEIGHT])
 
     def _compare(self, embedding: Tensor, head: Tensor) -> None:
@@ -117,8 +119,9 @@ class HfSource(Source):
             torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pieces
         ):
             raise ConversionError(
-                f"{self.path}: {HEAD} differs from the embedding, but {CONFIG} says tie_word_embeddings; "
-                "for a model with a head of its own set it to false there, else leave the tensor out"
+                f"{self.path}: {self.family.names.head} differs from the embedding, but {CONFIG} says "
+                "tie_word_embeddings; for a model with a head of its own set it to false there, else leave the tensor "
+                "out"
             )
 
 
@@ -155,8 +158,8 @@ def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str
         for full, key in zip(names.written(rule), rule.theirs, strict=True)
     )
     tied = rule.ours == EMBEDDING and not model.untie_embeddings_and_output_weights
-    if tied and keys[0] not in stored and HEAD in stored:
-        keys = (HEAD,)
+    if tied and keys[0] not in stored and names.head in stored:
+        keys = (names.head,)
     return replace(rule, theirs=keys)
 
 

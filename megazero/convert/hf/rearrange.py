@@ -54,8 +54,26 @@ def _transposed_thirds(model: ModelConfig, tensors: Sequence[Tensor]) -> Tensor:
     return _thirds_to_heads(model, [tensors[0].t()])
 
 
+def _fused_to_groups(model: ModelConfig, tensors: Sequence[Tensor]) -> Tensor:
+    """[q | k | v] over the whole width, [n + 2g, d, ...] -> [g, r + 2, d, ...]."""
+    groups = query_groups(model)
+    parts = tensors[0].unflatten(0, (model.num_attention_heads + 2 * groups, head_dim(model)))
+    return _separate_to_groups(
+        model, [part.flatten(0, 1) for part in parts.split([model.num_attention_heads, groups, groups])]
+    )
+
+
+def _half(number: int) -> Rearrangement:
+    """One of two of our tensors that are one of theirs, one behind the other. `theirs` has that one's shape alone."""
+    return Rearrangement(
+        lambda _, tensors: tensors[0].chunk(2)[number], lambda _, tensor: [torch.cat([tensor, tensor])]
+    )
+
+
 SAME = Rearrangement(lambda _, t: t[0], lambda _, t: [t])
 TRANSPOSED = Rearrangement(lambda _, t: t[0].t(), lambda _, t: [t.t()])
 THIRDS = Rearrangement(_thirds_to_heads, _heads_to_thirds)
 TRANSPOSED_THIRDS = Rearrangement(_transposed_thirds, lambda model, t: [_heads_to_thirds(model, t)[0].t()])
 SEPARATE = Rearrangement(_separate_to_groups, _groups_to_separate)
+FUSED = Rearrangement(_fused_to_groups, lambda model, tensor: [torch.cat(_groups_to_separate(model, tensor))])
+FIRST_HALF, SECOND_HALF = _half(0), _half(1)

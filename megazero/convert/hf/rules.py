@@ -17,17 +17,20 @@ EMBEDDING, HEAD = "embedding.word.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters, and the tensors of theirs that it is made of."""
+    """One of our parameters, and the tensors of theirs that it is made of.
+
+    joined: all our parameters that make the one tensor of theirs together, in its order; empty where this one does.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     how: Rearrangement = SAME
+    joined: tuple[str, ...] = ()
 
     def of_block(self, number: str) -> Rule:
         """The rule with a block's number filled in."""
-        return Rule(
-            self.ours.replace("{i}", number), tuple(key.replace("{i}", number) for key in self.theirs), self.how
-        )
+        theirs, joined = (tuple(key.replace("{i}", number) for key in keys) for keys in (self.theirs, self.joined))
+        return Rule(self.ours.replace("{i}", number), theirs, self.how, joined)
 
 
 def pair(ours: str, theirs: str, weight: Rearrangement = SAME, bias: Rearrangement = SAME) -> tuple[Rule, Rule]:
@@ -46,10 +49,16 @@ def separate(attention: str) -> tuple[Rule, Rule]:
 
 @dataclass(frozen=True)
 class Names:
-    """The tensors of a family: the prefix that files may lack (the head never has it), and the rules."""
+    """The tensors of a family.
+
+    prefix  of all keys but the head's; files may lack it
+    rules   one for each of our parameters
+    head    the key of the head's weight
+    """
 
     prefix: str
     rules: tuple[Rule, ...]
+    head: str = HEAD
 
     def rule(self, name: str) -> Rule:
         """The rule for one of our parameters. Raises ValueError for a name that the family has no tensor for."""
@@ -62,7 +71,7 @@ class Names:
 
     def written(self, rule: Rule) -> tuple[str, ...]:
         """The keys that `save_pretrained` writes for a rule."""
-        return tuple(key if key == HEAD else self.prefix + key for key in rule.theirs)
+        return tuple(key if key == self.head else self.prefix + key for key in rule.theirs)
 
 
 def their_shapes(rule: Rule, model: ModelConfig, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

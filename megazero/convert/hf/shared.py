@@ -51,14 +51,15 @@ ANY = (
     SupportedValues("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run"),
     SupportedValues("pruned_heads", None, (None, {}), "heads that were taken out"),
     SupportedValues("is_causal", True, (True,), "a token looks only at those before it"),
-    SupportedValues("use_sliding_window", False, (False, None), "attention looks at the whole context"),
 )
 
 
 def windows(config: Config) -> Iterator[str]:
-    """Problems: attention that does not reach over the whole context."""
+    """Problems of a family without windows: attention that does not reach over the whole context."""
     window, used = config.get("sliding_window"), config.get("use_sliding_window")
-    if window is not None and used is not False:
+    if used:
+        yield f"use_sliding_window {used!r}: attention looks at the whole context"
+    elif window is not None and used is not False:
         yield f"sliding_window {window!r}: attention looks at the whole context"
     others = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
     if others:

@@ -75,6 +75,8 @@ def _slots(source: Source, names: Names, dtype: torch.dtype) -> list[TensorHeade
     found = []
     for name, entry in source.entries.items():
         rule = names.rule(name)
+        if rule.joined and name != rule.joined[0]:
+            continue  # the first of them writes all
         shapes = their_shapes(rule, source.model, entry.shape)
         found += [TensorHeader(key, dtype, shape) for key, shape in zip(names.written(rule), shapes, strict=True)]
     return found
@@ -97,7 +99,11 @@ def _shards(slots: Sequence[TensorHeader], most: int) -> dict[str, list[TensorHe
 
 def _tensors(source: Source, names: Names, advance: Advance) -> Iterator[Tensor]:
     for name, entry in source.entries.items():
-        yield from names.rule(name).how.theirs(source.model, source.read(name))
+        rule = names.rule(name)
+        if not rule.joined:
+            yield from rule.how.theirs(source.model, source.read(name))
+        elif name == rule.joined[0]:
+            yield torch.cat([source.read(part) for part in rule.joined])
         advance(entry.nbytes())
 
 

@@ -16,6 +16,7 @@ from megazero.config.derive import (
     query_groups,
 )
 from megazero.config.inventory import TABLES, tp_axis
+from megazero.config.model_shape import newer_settings
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.formats import TargetOptions
 from megazero.convert.megatron_deepspeed.stages import WritePlan, WrittenTensor
@@ -88,6 +89,7 @@ def _foreign(model: ModelConfig) -> Iterator[str]:
         yield f"--activation {model.activation} (it has {', '.join(_ACTIVATIONS)})"
     if model.position_embedding not in _POSITIONS:
         yield f"--position-embedding {model.position_embedding} (it has {', '.join(_POSITIONS)})"
+    yield from newer_settings(model)
     if model.position_offset:
         yield f"--position-offset {model.position_offset}"
     if attention_bias(model) != mlp_bias(model):

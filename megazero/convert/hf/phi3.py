@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4 mini (Abdin et al. 2024, arXiv:2404.14219): query, key and value are one matrix, and gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megazero.convert.hf import layer_keys as layers
+from megazero.convert.hf.llama import BEFORE, GATED, decoder, decoder_names, sizes, untied
+from megazero.convert.hf.rearrange import FIRST_HALF, FUSED, SECOND_HALF
+from megazero.convert.hf.rope import rope, two_minds
+from megazero.convert.hf.rules import Rule
+from megazero.convert.hf.tables import Config, one_of
+
+_GATE, _UP = "blocks.{i}.mlp.gate.weight", "blocks.{i}.mlp.up.weight"
+_BOTH = ("layers.{i}.mlp.gate_up_proj.weight",)
+NAMES = decoder_names(
+    BEFORE,
+    attention=(Rule("blocks.{i}.attention.qkv.weight", ("layers.{i}.self_attn.qkv_proj.weight",), FUSED),),
+    mlp=(Rule(_GATE, _BOTH, FIRST_HALF, (_GATE, _UP)), Rule(_UP, _BOTH, SECOND_HALF, (_GATE, _UP))),
+)
+
+
+def _problems(config: Config) -> Iterator[str]:
+    yield from two_minds(config)
+    for key in ("resid_pdrop", "embd_pdrop"):
+        if config.get(key):
+            yield f"{key} {config[key]!r}: no dropout of its own is at that place; set {key} to 0"
+
+
+FAMILY = decoder(
+    "phi3",
+    "Phi3ForCausalLM",
+    (
+        *sizes(32064, 3072, 8192, 32, 32, None, 4096, 1e-5),
+        *(one_of("activation", "silu", GATED, "hidden_act"), untied(False)),
+        rope(length=4096, partial=True, renamed={"su": "longrope", "yarn": "longrope"}),
+        layers.layer_keys(32, ("sliding_window",), layers.everywhere(None), layers.of_window_alone),
+    ),
+    names=NAMES,
+    fixed={"attention_bias": False, "mlp_bias": False},
+    eos=32000,
+    further=_problems,
+    windows=True,
+    written=lambda model: {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+)
