@@ -188,8 +188,9 @@ def dropout(z: Sizes) -> Case:
 
 def rotary(z: Sizes) -> Case:
     from fused_ops.rotary import apply_rotary, rotary_tables
+    from megazero.config.rotary import RotarySettings
 
-    cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(z.s), z.d, 10000.0, z.dtype))
+    cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(z.s), z.d, RotarySettings(), z.dtype))
     whole = torch.cat([cos, cos], -1).to(z.dtype), torch.cat([sin, sin], -1).to(z.dtype)
 
     def theirs(x: Tensor) -> Tensor:

@@ -363,13 +363,13 @@ SHORT = {
 """Files of less than `LEAST_CODE` lines of code, each with the reason. Take out what grew or went."""
 
 TWINS = {
-    "megazero/config": {"placement", "source"},
+    "megazero/config": {"placement", "rotary", "source"},
     "megazero/cli": {"convert", "generate", "harness", "inspect"},
     "megazero/train": {"api", "report", "state"},
 }
 """Names of files that are also in a room which imports this one, or which this one imports. Take out what is renamed.
-Programs on the top floor are called like the commands that they are, and sections of the configuration like what they
-are of.
+Programs on the top floor are called like the commands that they are, and sections of the configuration, and the value
+of rotary positions, like what they are of.
 """
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from fused_ops.rotary import rotary_tables
+from fused_ops.rotary_frequencies import length_that_counts
 from fused_ops.softmax import alibi_slopes
+from megazero.config.rotary import RotarySettings
 from megazero.model.batch import PastKeyValues
 
 
@@ -32,25 +34,47 @@ class AlibiSlopes:
 
 
 class RotaryAngles:
-    """cos and sin of every position, kept for the longest sequence so far. Raises ValueError for an odd head_dim."""
+    """cos and sin of every position, kept for the longest sequence so far.
 
-    def __init__(self, head_dim: int, base: float) -> None:
-        if head_dim % 2:
-            raise ValueError(f"rotary positions need an even head dimension, not {head_dim}")
-        self.head_dim, self.base = head_dim, base
-        self.tables: tuple[Tensor, Tensor] | None = None
+    settings        of the rotary positions; a number is a base, and the rest the defaults
+    trained_length  the model's number of positions, for scalings that do not name the length of the first training
+
+    Some scalings depend on the length of the sequence ("dynamic" on all of it, "longrope" on whether it is longer than
+    those of the first training). It is the length of the forward pass: in training the run's sequence length, whatever
+    lengths its documents have; in generation the reach of the batch. A key that was cached before the reach grew
+    keeps the angles of its time, as in transformers.
+
+    Raises ValueError for a head_dim of which no pairs turn.
+    """
+
+    def __init__(self, head_dim: int, settings: RotarySettings | float, trained_length: int = 0) -> None:
+        self.settings = settings if isinstance(settings, RotarySettings) else RotarySettings(settings)
+        self.settings.turned(head_dim)
+        self.head_dim, self.trained_length = head_dim, trained_length
+        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, like: Tensor, past: PastKeyValues | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin for `like` [s, b, ...] on its device, float64 for float64, else float32.
 
-        [s, 1, 1, d/2]; with positions in `past` (each row has its own) [s, b, 1, 1, d/2].
+        [s, 1, 1, d'/2], d' being the elements of a head that turn; with positions in `past` (each row has its own)
+        [s, b, 1, 1, d'/2].
         """
         positions = None if past is None else past.positions
-        length, kept = like.shape[0] if positions is None or past is None else past.reach, self.tables
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        if kept is None or kept[0].shape[0] < length or kept[0].device != like.device or kept[0].dtype != dtype:
-            cos, sin = rotary_tables(torch.arange(length, device=like.device), self.head_dim, self.base, like.dtype)
-            kept = self.tables = (cos[:, None, None], sin[:, None, None])
+        length = like.shape[0] if positions is None or past is None else past.reach
+        cos, sin = self._of_length(length, like)
         if positions is not None:
-            return kept[0][positions], kept[1][positions]
-        return kept[0][:length], kept[1][:length]
+            return cos[positions], sin[positions]
+        return cos[:length], sin[:length]
+
+    def _of_length(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables of at least `length` positions, with the frequencies of that length."""
+        counts = length_that_counts(self.settings, length, self.trained_length)
+        kept, dtype = self.tables.get(counts), torch.promote_types(like.dtype, torch.float32)
+        if kept is None or kept[0].shape[0] < length or kept[0].device != like.device or kept[0].dtype != dtype:
+            lengths = {"length": counts, "trained_length": self.trained_length}
+            positions = torch.arange(length, device=like.device)
+            cos, sin = rotary_tables(positions, self.head_dim, self.settings, like.dtype, **lengths)
+            kept = cos[:, None, None], sin[:, None, None]
+            # Of longer sequences the last length only: "dynamic" has other tables for each.
+            self.tables = {key: tables for key, tables in self.tables.items() if not key or not counts} | {counts: kept}
+        return kept

@@ -21,6 +21,7 @@ from fused_ops.registry import COMPILABLE, compiled
 from fused_ops.rotary import rotary_tables, rotate_mixed
 from fused_ops.softmax import alibi_slopes, scaled_causal_alibi_softmax
 from fused_ops.swiglu import swiglu
+from megazero.config.rotary import RotarySettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,10 @@ def reference_bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def rotary(mixed: Tensor) -> Tensor:
     return rotate_mixed(
-        mixed, 2, 3, *(table[:, None, None] for table in rotary_tables(torch.arange(6), 8, 1e4, mixed.dtype))
+        mixed,
+        2,
+        3,
+        *(table[:, None, None] for table in rotary_tables(torch.arange(6), 8, RotarySettings(), mixed.dtype)),
     )
 
 

@@ -12,6 +12,7 @@ from fused_ops.native.library import EMULATED
 from fused_ops.norm import sum_of_squares
 from fused_ops.registry import OPS, describe
 from fused_ops.rotary import apply_rotary, rotary_tables, rotate_mixed
+from megazero.config.rotary import RotarySettings
 from tests.fused_ops.levels import CPU_LEVELS, DTYPES, adam_settings, assert_close, drawn, integers, level, sgd_settings
 
 pytestmark = pytest.mark.sampled
@@ -35,11 +36,11 @@ def test_rotary_equals_float64(level, s, b, groups, repeats, d, dtype):
     x, grad = (drawn(s, b, groups * (repeats + 2) * d, seed=i, dtype=dtype) for i in (1, 2))
 
     def turned(x: Tensor) -> Tensor:
-        cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(s) + 3, d, 10000.0, x.dtype))
+        cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(s) + 3, d, RotarySettings(), x.dtype))
         return rotate_mixed(x, groups, repeats, cos, sin)
 
     def apart(x: Tensor) -> Tensor:
-        cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(s) + 3, d, 10000.0, x.dtype))
+        cos, sin = (table[:, None, None] for table in rotary_tables(torch.arange(s) + 3, d, RotarySettings(), x.dtype))
         query, key, value = x.view(s, b, groups, repeats + 2, d).split([repeats, 1, 1], dim=3)
         query = apply_rotary(query.reshape(s, b, groups * repeats, d), cos, sin).view(s, b, groups, repeats, d)
         return torch.cat([query, apply_rotary(key.squeeze(3), cos, sin).unsqueeze(3), value], dim=3).view(x.shape)
@@ -53,7 +54,7 @@ def test_rotary_equals_float64(level, s, b, groups, repeats, d, dtype):
 def test_rotary_spreads_nan_no_further_than_its_pair(level):
     x = torch.ones(2, 1, 3 * 8)
     x[1, 0, 1], x[1, 0, 20] = math.nan, math.inf
-    cos, sin = rotary_tables(torch.arange(2), 8, 10000.0, torch.float32)
+    cos, sin = rotary_tables(torch.arange(2), 8, RotarySettings(), torch.float32)
     found = rotate_mixed(x, 1, 1, cos, sin)
     assert found.isnan().nonzero().tolist() == [[1, 0, 1], [1, 0, 5]] and found[1, 0, 20] == math.inf
 

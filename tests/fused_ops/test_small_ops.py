@@ -15,6 +15,7 @@ from fused_ops.norm import sum_of_squares
 from fused_ops.registry import MATRIX_OPS, OPS, describe
 from fused_ops.rotary import apply_rotary, rotary_tables
 from fused_ops.swiglu import swiglu
+from megazero.config.rotary import RotarySettings
 from tests.fused_ops.levels import drawn
 
 SIXTEEN = [torch.bfloat16, torch.float16]
@@ -119,7 +120,9 @@ def test_swiglu_of_halves_of_one_tensor():
 def test_rotary_is_a_rotation_by_position():
     s, d, base = 6, 8, 10000.0
     x, y = drawn(s, 2, 3, d), drawn(s, 2, 3, d, seed=2)
-    cos, sin = (table.view(s, 1, 1, -1) for table in rotary_tables(torch.arange(s), d, base, torch.float64))
+    cos, sin = (
+        table.view(s, 1, 1, -1) for table in rotary_tables(torch.arange(s), d, RotarySettings(base), torch.float64)
+    )
     assert cos.dtype == torch.float64
     # Complex numbers x_i + i x_{i+d/2} times exp(i m theta_i).
     turn = torch.polar(
@@ -131,13 +134,15 @@ def test_rotary_is_a_rotation_by_position():
         apply_rotary(x, cos, sin), torch.cat([turned.real, turned.imag], -1), rtol=1e-13, atol=1e-14
     )
     # Only distances matter to products.
-    later = [table.view(s, 1, 1, -1) for table in rotary_tables(torch.arange(s) + 17, d, base, torch.float64)]
+    later = [
+        table.view(s, 1, 1, -1) for table in rotary_tables(torch.arange(s) + 17, d, RotarySettings(base), torch.float64)
+    ]
     near = torch.einsum("sbnd,tbnd->bnst", apply_rotary(x, cos, sin), apply_rotary(y, cos, sin))
     far = torch.einsum("sbnd,tbnd->bnst", apply_rotary(x, *later), apply_rotary(y, *later))
     torch.testing.assert_close(near, far, rtol=1e-11, atol=1e-12)
     assert torch.autograd.gradcheck(lambda x: apply_rotary(x, cos, sin), (x.requires_grad_(),))
     with pytest.raises(ValueError, match="7"):
-        rotary_tables(torch.arange(2), 7, base, torch.float64)
+        rotary_tables(torch.arange(2), 7, RotarySettings(base), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [*SIXTEEN, torch.float32, torch.float64])

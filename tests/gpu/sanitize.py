@@ -32,6 +32,7 @@ from fused_ops.quantise import dequantise, quantise, sum_dequantised
 from fused_ops.rotary import apply_rotary, rotary_tables
 from fused_ops.softmax import scaled_causal_alibi_softmax
 from fused_ops.swiglu import swiglu
+from megazero.config.rotary import RotarySettings
 from megazero.system import device as devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,9 +110,14 @@ def dropouts(draw: Draw) -> None:
 def rotary(draw: Draw) -> None:
     for d in (2, 34, 128):
         cos, sin = (
-            table[:, None, None].to(draw.device) for table in rotary_tables(torch.arange(5), d, 10000.0, draw.dtype)
+            table[:, None, None].to(draw.device)
+            for table in rotary_tables(torch.arange(5), d, RotarySettings(), draw.dtype)
         )
         backward(apply_rotary(draw(5, 2, 3, d, gradient=True), cos, sin))
+        backward(apply_rotary(draw(5, 2, 3, d, gradient=True), cos, sin, interleaved=True))
+        # Heads of which these tables turn a part.
+        for interleaved in (False, True):
+            backward(apply_rotary(draw(5, 2, 3, 2 * d + 8, gradient=True), cos, sin, interleaved=interleaved))
 
 
 def losses(draw: Draw) -> None:
