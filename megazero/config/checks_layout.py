@@ -26,25 +26,29 @@ from megazero.config.layers.kinds import (
     IN_TURN,
     ROTARY,
     ffn_widths,
+    rotary_names,
     rotary_sets,
     unknown_positions,
     uses_positions,
 )
 from megazero.config.layers.pattern import NO_POSITIONS
 from megazero.config.options import run_options
+from megazero.config.rotary import ORIGINAL
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, TierShare, all_units, unknown_units
 
 ZERO_STAGES = (0, 1, 2, 3)
 
 
-@reads("hidden_size num_attention_heads num_query_groups kv_channels position_embedding layer_pattern rotary_sets")
+@reads(
+    "hidden_size num_attention_heads num_query_groups kv_channels position_embedding layer_pattern rotary_sets rotary_share"
+)
 def _heads(context: CheckContext) -> Problems:
     m = context.run.model
     hidden, heads, width = m.hidden_size, m.num_attention_heads, m.kv_channels
     rotary, pairs = uses_positions(m, ROTARY), "rotary positions turn pairs:"
     if width is not None:
-        if rotary and width % 2:
+        if rotary and m.rotary_share == 1.0 and width % 2:
             yield f"{pairs} --kv-channels {width} must be even; nearest: {nearest_multiples(width, 2)}"
     elif hidden % heads:
         yield (
@@ -52,7 +56,7 @@ def _heads(context: CheckContext) -> Problems:
             f"{nearest_multiples(hidden, heads)}, or --num-attention-heads {nearest(heads, divisors(hidden))}, or "
             "--kv-channels, the width of a head"
         )
-    elif rotary and hidden // heads % 2:
+    elif rotary and m.rotary_share == 1.0 and hidden // heads % 2:
         yield (
             f"{pairs} --hidden-size {hidden} / --num-attention-heads {heads} = {hidden // heads} must be even; "
             f"nearest: --hidden-size {nearest_multiples(hidden, 2 * heads)}"
@@ -72,7 +76,7 @@ def _pattern(context: CheckContext) -> Problems:
     if twice:
         yield f"--rotary-sets gives {', '.join(twice)} several times; each set needs a name of its own"
     if unknown := unknown_positions(m):
-        known = ", ".join((NO_POSITIONS, ALIBI, *rotary_sets(m)))
+        known = ", ".join((NO_POSITIONS, ALIBI, *rotary_names(m)))
         yield (
             f"--layer-pattern {m.layer_pattern}: {', '.join(unknown)} names no positions; known are {known} "
             "(--rotary-sets adds to these)"
@@ -81,6 +85,35 @@ def _pattern(context: CheckContext) -> Problems:
     used = {item.positions for item in items[: m.num_layers]}
     if idle := [name for name in names if name not in used]:
         yield f"--rotary-sets {', '.join(idle)} has no effect: no item of --layer-pattern names it"
+
+
+@reads(
+    "rotary_base rotary_share rotary_scaling rotary_sets hidden_size num_attention_heads kv_channels layer_pattern "
+    "position_embedding"
+)
+def _rotary(context: CheckContext) -> Problems:
+    m = context.run.model
+    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+        return  # heads without a width are a problem of their own
+    for name, settings in rotary_sets(m).items():
+        if name == ROTARY and not uses_positions(m, ROTARY):
+            continue
+        flag = "--rotary-share and --rotary-scaling" if name == ROTARY else f"--rotary-sets {name}"
+        # a length of the first training that is not said would be that of this run, and another one after it
+        scaling = settings.scaling
+        needs = {"dynamic": ORIGINAL, "longrope": "factor"}.get(scaling.kind if scaling else "")
+        if scaling is not None and needs and needs not in dict(scaling.values):
+            yield f"{flag}: scaling {scaling.kind} needs {needs}"
+            continue
+        try:
+            pairs = settings.turned(head_dim(m)) // 2
+        except ValueError as reason:
+            if settings.share != 1.0:  # an odd width of a whole head is reported beside the flags of the width
+                yield f"{flag}: {reason}"
+            continue
+        divisors_given = len(scaling.numbers("short_factor")) if scaling is not None else 0
+        if divisors_given not in (0, pairs):
+            yield f"{flag}: longrope has {divisors_given} numbers in each list, and {pairs} pairs of a head turn"
 
 
 @reads("norm_placement norm_plus_one norm query_key_norm parallel_block")
@@ -474,7 +507,19 @@ def _one_time_of_updates(context: CheckContext) -> Problems:
 
 
 LAYOUT_CHECKS = (
-    *(_heads, _positions, _pattern, _norms, _biases, _tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
+    *(
+        _heads,
+        _positions,
+        _pattern,
+        _rotary,
+        _norms,
+        _biases,
+        _tp_divides,
+        _sequence_parallel,
+        _chunks,
+        _partition,
+        _schedule,
+    ),
     *(_zero, _world, _shard_size, _backend, _cuda_graphs, _reduce_dtype, _attention),
     *(_recompute, _activation_budget, _device_budget, _shard_recompute_inputs),
     *(_disks, _folders, _buffer, _units, _graphs, _apex, _whole_steps, _one_time_of_updates),

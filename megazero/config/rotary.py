@@ -112,7 +112,7 @@ class RotaryScaling:
             )
 
     @classmethod
-    def parse(cls, text: str) -> RotaryScaling:
+    def parsed(cls, text: str) -> RotaryScaling:
         """The scaling of a text such as "llama3 factor=8 low_freq_factor=1 ...": a kind, then key=value, with spaces.
 
         Raises ValueError as the class does.
@@ -125,7 +125,7 @@ class RotaryScaling:
         return cls(kind, tuple((name, _read(kind, name, value)) for name, _, value in pairs))
 
     def __str__(self) -> str:
-        """The text that `parse` reads."""
+        """The text that `parsed` reads."""
         return " ".join([self.kind, *(f"{name}={_printed(value)}" for name, value in self.values)])
 
     def number(self, name: str, default: float) -> float:

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.groups, self.repeats, self.size = mixer.groups // tp.size, mixer.heads // mixer.groups, mixer.size
         self.qkv, self.output = layout.column(number, QKV), layout.row(number, OUTPUT)
         self.slopes = AlibiSlopes(mixer.heads, tp.index, tp.size) if mixer.alibi else None
-        self.angles = None if mixer.rotary is None else RotaryAngles(mixer.size, mixer.rotary.base)
+        self.angles = None if mixer.rotary is None else RotaryAngles(mixer.size, mixer.rotary)
         self.dropout = AttentionDropout(number, layout)
         self.recompute_core, self.compile_ops, self.support = (
             layout.recompute_of(number) == SELECTIVE,
@@ -55,7 +55,9 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         mixed = self.qkv(hidden, batch.samples)
         if self.angles is not None:
-            mixed = rotate_mixed(mixed, self.groups, self.repeats, *self.angles(mixed, batch.past))
+            interleaved = self.angles.settings.interleaved
+            tables = self.angles(mixed, batch.past)
+            mixed = rotate_mixed(mixed, self.groups, self.repeats, *tables, interleaved=interleaved)
         if self.recompute_core:
             context = checkpoint(self.core, mixed, batch, use_reentrant=False, preserve_rng_state=False)
         else:

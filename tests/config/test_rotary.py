@@ -20,8 +20,8 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_what_is_printed_of_it(text: str) -> None:
-    scaling = RotaryScaling.parse(text)
-    assert str(scaling) == text and RotaryScaling.parse(str(scaling)) == scaling
+    scaling = RotaryScaling.parsed(text)
+    assert str(scaling) == text and RotaryScaling.parsed(str(scaling)) == scaling
     assert {hash(scaling): 1}[hash(RotaryScaling(scaling.kind, scaling.values))] == 1
 
 
@@ -30,12 +30,12 @@ def test_every_kind_has_a_text() -> None:
 
 
 def test_the_order_of_keys_makes_no_difference() -> None:
-    ours = RotaryScaling.parse(
+    ours = RotaryScaling.parsed(
         "  llama3   original_max_position_embeddings=8192 high_freq_factor=4.0 factor=8 low_freq_factor=1e0"
     )
-    assert ours == RotaryScaling.parse(TEXTS[3]) and str(ours) == TEXTS[3]
+    assert ours == RotaryScaling.parsed(TEXTS[3]) and str(ours) == TEXTS[3]
     assert ours.number("high_freq_factor", 0.0) == 4.0 and ours.number("beta_fast", 32.0) == 32.0
-    assert ours.original(5) == 8192 and RotaryScaling.parse("dynamic factor=3").original(5) == 5
+    assert ours.original(5) == 8192 and RotaryScaling.parsed("dynamic factor=3").original(5) == 5
 
 
 LLAMA3 = "llama3 factor=8 low_freq_factor={} high_freq_factor=4 original_max_position_embeddings=8192"
@@ -65,11 +65,11 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_wrong_is_said_with_the_nearest_name(text: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[text]):
-        RotaryScaling.parse(text)
+        RotaryScaling.parsed(text)
 
 
 def test_settings_are_values() -> None:
-    ours = RotarySettings(5e5, 0.25, True, RotaryScaling.parse(TEXTS[0]))
+    ours = RotarySettings(5e5, 0.25, True, RotaryScaling.parsed(TEXTS[0]))
     assert ours == RotarySettings(5e5, 0.25, True, RotaryScaling("linear", (("factor", 2.5),)))
     assert len({ours, RotarySettings(), RotarySettings(base=10000.0)}) == 2
     assert ours.turned(96) == 24 and RotarySettings().turned(96) == 96 and RotarySettings(share=0.7).turned(12) == 8

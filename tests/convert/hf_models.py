@@ -36,6 +36,7 @@ _BLOOM = {"n_layer": 4, "vocab_size": VOCABULARY}
 _GPT2 = {"n_layer": 4, "n_embd": 48, "n_head": 4, "n_positions": 24, "vocab_size": VOCABULARY}
 _GPT2 |= {"eos_token_id": 5, "bos_token_id": 5}
 _NAMED = {"num_hidden_layers": 4, "hidden_size": 48, "vocab_size": VOCABULARY}
+_NONE: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None}
 _LLAMA = _NAMED | {"intermediate_size": 40, "num_attention_heads": 8}
 _OPT = _NAMED | {"ffn_dim": 80, "num_attention_heads": 4, "max_position_embeddings": 24}
 CASES = {
@@ -65,12 +66,10 @@ CASES = {
 }
 
 
-_DECODER = _NAMED | {"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60}
+_DECODER: dict[str, Any] = _NONE | _NAMED | {"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60}
 _DECODER |= {"head_dim": 14, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _NARROW = {key: value for key, value in _DECODER.items() if key != "head_dim"}
-_NARROW |= {"pad_token_id": None, "bos_token_id": None}
-_DECODER |= {"pad_token_id": None, "bos_token_id": None}
 _FIVE = {"num_hidden_layers": 5}
 _LONG = {"short_factor": [1.0, 1.1, 1.25, 1.5], "long_factor": [1.0, 1.5, 2.0, 4.0], "rope_type": "longrope"}
 CASES |= {

@@ -71,7 +71,7 @@ def of_transformers(scaling: RotaryScaling, base: float, head_dim: int, length: 
 @pytest.mark.parametrize("base", [10000.0, 5e5, 37.0])
 @pytest.mark.parametrize("text", SCALINGS)
 def test_frequencies_are_those_of_transformers(text: str, base: float, length: int) -> None:
-    scaling = RotaryScaling.parse(text)
+    scaling = RotaryScaling.parsed(text)
     ours, factor = rotary_frequencies(HEAD, RotarySettings(base, scaling=scaling), length, TRAINED)
     theirs, their_factor = of_transformers(scaling, base, HEAD, length or None)
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
@@ -81,23 +81,23 @@ def test_frequencies_are_those_of_transformers(text: str, base: float, length: i
 def test_the_length_matters_to_two_kinds() -> None:
     """Otherwise every length would agree with transformers because none is looked at."""
     for text in SCALINGS:
-        settings = RotarySettings(scaling=RotaryScaling.parse(text))
+        settings = RotarySettings(scaling=RotaryScaling.parsed(text))
         short, long = (rotary_frequencies(HEAD, settings, length, TRAINED)[0] for length in (500, 9000))
         assert torch.equal(short, long) == (not text.startswith(("dynamic", "longrope")))
         for length in (0, 5, 1024, 1025, TRAINED, TRAINED + 1, 9000):
             counts = length_that_counts(settings, length, TRAINED)
             same = rotary_frequencies(HEAD, settings, counts, TRAINED)[0]
             assert torch.equal(same, rotary_frequencies(HEAD, settings, length, TRAINED)[0])
-    dynamic, longrope = (RotarySettings(scaling=RotaryScaling.parse(SCALINGS[i])) for i in (1, 9))
+    dynamic, longrope = (RotarySettings(scaling=RotaryScaling.parsed(SCALINGS[i])) for i in (1, 9))
     assert [length_that_counts(dynamic, x, 4096) for x in (5, 4096, 4097)] == [0, 0, 4097]
     assert [length_that_counts(longrope, x) for x in (1024, 1025, 7000)] == [0, 1025, 1025]
 
 
 def test_known_frequencies() -> None:
-    linear = rotary_frequencies(4, RotarySettings(100.0, scaling=RotaryScaling.parse("linear factor=2")))
+    linear = rotary_frequencies(4, RotarySettings(100.0, scaling=RotaryScaling.parsed("linear factor=2")))
     torch.testing.assert_close(linear[0], torch.tensor([0.5, 0.05], dtype=torch.float64), rtol=1e-15, atol=0)
     # 2 L of 4: the base grows to 100 (4 * 2 - 3)^(4/2), so that the second pair turns by 1/50.
-    dynamic = RotarySettings(100.0, scaling=RotaryScaling.parse("dynamic factor=4 original_max_position_embeddings=8"))
+    dynamic = RotarySettings(100.0, scaling=RotaryScaling.parsed("dynamic factor=4 original_max_position_embeddings=8"))
     torch.testing.assert_close(
         rotary_frequencies(4, dynamic, 16)[0], torch.tensor([1.0, 0.02], dtype=torch.float64), rtol=1e-15, atol=0
     )
@@ -112,12 +112,12 @@ def test_what_is_missing_is_said() -> None:
         (SCALINGS[9].replace("1,1.1,", "1,").replace("1.5,2,3", "1.5,3"), "short_factor has 7 numbers for 8 pairs"),
     ):
         with pytest.raises(ValueError, match=message):
-            rotary_frequencies(HEAD, RotarySettings(scaling=RotaryScaling.parse(text)), 5)
+            rotary_frequencies(HEAD, RotarySettings(scaling=RotaryScaling.parsed(text)), 5)
     with pytest.raises(ValueError, match="more than one pair"):
-        rotary_frequencies(2, RotarySettings(scaling=RotaryScaling.parse("dynamic factor=2")), 5, 4)
+        rotary_frequencies(2, RotarySettings(scaling=RotaryScaling.parsed("dynamic factor=2")), 5, 4)
 
 
-YARN = RotaryScaling.parse(SCALINGS[4])
+YARN = RotaryScaling.parsed(SCALINGS[4])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -21,7 +21,7 @@ def of_sequence(length: int, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("text", ["dynamic factor=2", "dynamic factor=3 original_max_position_embeddings=8", LONGROPE])
 def test_frequencies_are_those_of_the_pass(text: str) -> None:
     """In any order of lengths: what a longer sequence has left behind is no shorter one's."""
-    settings = RotarySettings(100.0, 0.75, scaling=RotaryScaling.parse(text))
+    settings = RotarySettings(100.0, 0.75, scaling=RotaryScaling.parsed(text))
     angles = RotaryAngles(8, settings, 8)
     for length in (12, 5, 8, 9, 30, 12, 7):
         theta, factor = rotary_frequencies(8, settings, length, 8)
@@ -34,7 +34,7 @@ def test_frequencies_are_those_of_the_pass(text: str) -> None:
 
 
 def test_generation_counts_its_reach() -> None:
-    settings = RotarySettings(100.0, scaling=RotaryScaling.parse(LONGROPE))
+    settings = RotarySettings(100.0, scaling=RotaryScaling.parsed(LONGROPE))
     angles = RotaryAngles(6, settings)
     positions = torch.tensor([[3, 8], [4, 9]])
     for reach in (10, 8):  # the last positions that have short factors are below 8

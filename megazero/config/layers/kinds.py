@@ -135,9 +135,14 @@ def rotary_sets(model: ModelConfig) -> Mapping[str, RotarySettings]:
     return {ROTARY: whole} | {named.name: named.settings for named in model.rotary_sets}
 
 
+def rotary_names(model: ModelConfig) -> tuple[str, ...]:
+    """The names of the sets of rotary settings of a model. The settings themselves need not be valid."""
+    return ROTARY, *(named.name for named in model.rotary_sets)
+
+
 def unknown_positions(model: ModelConfig) -> tuple[str, ...]:
     """The words for positions in the pattern that name neither positions nor a set of rotary settings."""
-    known = {NO_POSITIONS, ALIBI, None, *rotary_sets(model)}
+    known = {NO_POSITIONS, ALIBI, None, *rotary_names(model)}
     return tuple(dict.fromkeys(str(item.positions) for item in pattern_items(model) if item.positions not in known))
 
 
@@ -145,7 +150,7 @@ def uses_positions(model: ModelConfig, kind: str) -> bool:
     """Whether some layer has these positions: alibi or rotary of any set."""
     of_model = model.position_embedding
     words = {of_model if item.positions is None else item.positions for item in pattern_items(model)}
-    return ALIBI in words if kind == ALIBI else bool(words & rotary_sets(model).keys())
+    return ALIBI in words if kind == ALIBI else bool(words & {*rotary_names(model)})
 
 
 def pattern_items(model: ModelConfig) -> tuple[PatternItem, ...]:
