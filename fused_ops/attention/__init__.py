@@ -9,6 +9,7 @@ writes their gradients into one tensor of the same layout.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import kernel_attention, refusal
 from fused_ops.attention.package import package_attention
+from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.sdpa import efficient_attention, flash_attention, flash_backends
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionCase, AttentionSupport, Body, capability, choose
@@ -31,23 +33,33 @@ def causal_attention(
     scale: float,
     slopes: Tensor | None,
     documents: Tensor | None,
+    reach: Reach = EVERYTHING,
+    cap: float | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
     support: AttentionSupport = NOTHING_TRIED,
 ) -> Tensor:
-    """softmax(scale query key^T + slope * key position) value over the visible keys: [s, b, g(r + 2)d] -> [s, b, nd].
+    """softmax(score + slope * key position) value over the visible keys: [s, b, g(r + 2)d] -> [s, b, nd].
+
+    A score is scale query key^T, and with a cap it is cap tanh(scale query key^T / cap).
 
     mixed      for each key-value head: its r query heads, its key, its value
     slopes     ALiBi's [n], or None
     documents  int64 [b, s], equal numbers adjacent: a query sees keys of its own document only. None: one document
+    reach      which of the keys up to its own position a query sees
+    cap        bound of the scores before ALiBi's bias (Gemma 2: arXiv:2408.00118), or None
     dropout    applied to the probabilities [b, n, s, s]
     support    what the run asks for and what the machine has
 
-    A query sees keys up to its own position. 16-bit products are summed in fp32. The gradient of `mixed` is one tensor.
+    16-bit products are summed in fp32. The gradient of `mixed` is one tensor.
     An inf or NaN reaches all results that depend on it, and may reach others of the same sample and key-value head. The
     CPU kernel's results do not depend on the number of threads. Raises ValueError where autograd records and the body
-    that --attention names cannot compute this.
+    that --attention names cannot compute this, and for a cap that is not above 0.
     """
+    if cap is not None and not cap > 0:
+        raise ValueError(f"cap={cap}: scores are bounded by a number above 0, or not at all (None)")
+    reach = reach.over(mixed.shape[0])
     heads = groups, repeats, head_dim
+    scored: dict[str, Any] = {"scale": scale, "slopes": slopes, "reach": reach, "cap": cap}
     library = matrix_kernels(mixed) if dropout is None else None
     case = AttentionCase(
         mixed.device.type,
@@ -57,6 +69,9 @@ def causal_attention(
         alibi=slopes is not None,
         documents=documents is not None,
         dropout=dropout is not None,
+        window=reach.window,
+        chunk=reach.chunk,
+        cap=cap,
         recorded=torch.is_grad_enabled(),
         kernel=library is not None and not refusal(library, mixed.dtype),
         capability=capability(mixed.device),
@@ -64,7 +79,7 @@ def causal_attention(
     body = choose(case, support).body if mixed.numel() else Body.SOFTMAX
     if body is Body.KERNEL:
         assert library is not None
-        return kernel_attention(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)
+        return kernel_attention(library, mixed, *heads, documents=documents, **scored)
     if body is Body.FLASH:
         tried = not support.cudnn and mixed.shape[0] == support.length  # at no other length
         backends = flash_backends(mixed.device, groups, mixed.shape[0], cudnn=tried)
@@ -72,7 +87,7 @@ def causal_attention(
     if body is Body.EFFICIENT:
         return efficient_attention(mixed, *heads, scale=scale)
     if body is Body.PACKAGE:
-        return package_attention(mixed, *heads, scale=scale, slopes=slopes)
+        return package_attention(mixed, *heads, **scored)
     if body is Body.FLEX:
-        return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
-    return reference_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, dropout=dropout)
+        return flex_attention(mixed, *heads, documents=documents, **scored)
+    return reference_attention(mixed, *heads, documents=documents, dropout=dropout, **scored)

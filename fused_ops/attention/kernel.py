@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.reference import reference_attention
 from fused_ops.graph import apply_or_forward
 from fused_ops.known import disagreement, known_numbers
@@ -37,13 +38,13 @@ class _Attention(torch.autograd.Function):
         mixed: Tensor,
         library: Library,
         sizes: tuple[int, ...],
-        scale: float,
         slopes: Tensor | None,
         documents: Tensor | None,
+        numbers: tuple[float | int, ...],
     ) -> Tensor:
-        out, norms = _context(library, mixed, sizes, scale, slopes, documents)
+        out, norms = _context(library, mixed, sizes, slopes, documents, numbers)
         ctx.save_for_backward(mixed, out, norms, slopes, documents)
-        ctx.library, ctx.sizes, ctx.scale = library, sizes, scale
+        ctx.library, ctx.sizes, ctx.numbers = library, sizes, numbers
         return out
 
     @staticmethod
@@ -51,23 +52,28 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         mixed, out, norms, slopes, documents = ctx.saved_tensors
         gradient = _gradient(
-            ctx.library, mixed, out, grads[0].contiguous(), norms, ctx.sizes, ctx.scale, slopes, documents
+            ctx.library, mixed, out, grads[0].contiguous(), norms, ctx.sizes, slopes, documents, ctx.numbers
         )
         return gradient, None, None, None, None, None
+
+
+def _numbers(scale: float, reach: Reach, cap: float | None) -> tuple[float | int, ...]:
+    """The last arguments of the C functions, which take 0 for what is not set."""
+    return float(scale), *reach.numbers, float(cap or 0.0)
 
 
 def _context(
     library: Library,
     mixed: Tensor,
     sizes: tuple[int, ...],
-    scale: float,
     slopes: Tensor | None,
     documents: Tensor | None,
+    numbers: tuple[float | int, ...],
 ) -> tuple[Tensor, Tensor]:
     s, b, groups, repeats, head_dim = sizes
     out = mixed.new_empty((s, b, groups * repeats * head_dim))
     norms = mixed.new_empty((b, groups * repeats, s), dtype=torch.float32)
-    library.call(f"attention_forward_{suffix(mixed.dtype)}", mixed, out, norms, slopes, documents, *sizes, scale)
+    library.call(f"attention_forward_{suffix(mixed.dtype)}", mixed, out, norms, slopes, documents, *sizes, *numbers)
     return out, norms
 
 
@@ -78,25 +84,37 @@ def _gradient(
     grad: Tensor,
     norms: Tensor,
     sizes: tuple[int, ...],
-    scale: float,
     slopes: Tensor | None,
     documents: Tensor | None,
+    numbers: tuple[float | int, ...],
 ) -> Tensor:
     gradient = torch.empty_like(mixed)
-    library.call(
-        f"attention_backward_{suffix(mixed.dtype)}", mixed, out, grad, norms, gradient, slopes, documents, *sizes, scale
-    )
+    name, bounds = f"attention_backward_{suffix(mixed.dtype)}", (slopes, documents)
+    library.call(name, mixed, out, grad, norms, gradient, *bounds, *sizes, *numbers)
     return gradient
 
 
 def kernel_attention(
-    library: Library, mixed: Tensor, *heads: int, scale: float, slopes: Tensor | None, documents: Tensor | None
+    library: Library,
+    mixed: Tensor,
+    *heads: int,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    reach: Reach = EVERYTHING,
+    cap: float | None = None,
 ) -> Tensor:
     """As `causal_attention`, by the kernel of `library`. heads: g, r, d."""
     slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
     documents = None if documents is None else documents.contiguous()
     result: Tensor = apply_or_forward(
-        _Attention, mixed.contiguous(), library, (*mixed.shape[:2], *heads), scale, slopes, documents
+        _Attention,
+        mixed.contiguous(),
+        library,
+        (*mixed.shape[:2], *heads),
+        slopes,
+        documents,
+        _numbers(scale, reach, cap),
     )
     return result
 
@@ -114,8 +132,9 @@ def refusal(library: Library, dtype: torch.dtype) -> str:
     with torch.inference_mode(False), torch.enable_grad():
         mixed = known_numbers(s, b, groups * (repeats + 2) * head_dim, seed=1, dtype=dtype)
         grad = known_numbers(s, b, groups * repeats * head_dim, seed=2, dtype=dtype)
-        out, norms = _context(library, mixed, sizes, scale, slopes, documents)
-        gradient = _gradient(library, mixed, out, grad, norms, sizes, scale, slopes, documents)
+        numbers = _numbers(scale, EVERYTHING, None)
+        out, norms = _context(library, mixed, sizes, slopes, documents, numbers)
+        gradient = _gradient(library, mixed, out, grad, norms, sizes, slopes, documents, numbers)
         leaf = mixed.double().requires_grad_()
         exact = reference_attention(leaf, groups, repeats, head_dim, scale=scale, slopes=slopes, documents=documents)
         (exact_gradient,) = torch.autograd.grad(exact, leaf, grad.double())

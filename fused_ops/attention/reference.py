@@ -8,10 +8,13 @@ its r query heads, its key and its value.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fused_ops.attention.reach import EVERYTHING, Reach, with_chunks
+from fused_ops.blocks import opmath_dtype
 from fused_ops.products import lacks_products, product
 from fused_ops.softmax import scaled_causal_alibi_softmax
 
@@ -25,12 +28,15 @@ def reference_attention(
     scale: float,
     slopes: Tensor | None,
     documents: Tensor | None,
+    reach: Reach = EVERYTHING,
+    cap: float | None = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """As `causal_attention`, for any dtype and device."""
+    """As `causal_attention`, for any dtype and device. A window saves no work here: its scores are hidden."""
     s, b, _ = mixed.shape
+    documents = with_chunks(documents, reach.chunk, mixed)
     query, key, value = mixed.unflatten(2, (groups, repeats + 2, head_dim)).split([repeats, 1, 1], dim=3)
-    context = _scored(query, key, value, scale, slopes, documents, dropout)
+    context = _scored(query, key, value, scale, slopes, documents, reach.window, cap, dropout)
     return context.reshape(s, b, groups * repeats * head_dim)
 
 
@@ -41,6 +47,8 @@ def _scored(
     scale: float,
     slopes: Tensor | None,
     documents: Tensor | None,
+    window: int | None,
+    cap: float | None,
     dropout: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Scores, softmax in place, context: [s, b, g, r, d].
@@ -53,11 +61,56 @@ def _scored(
     keys = key.permute(1, 2, 3, 4, 0).reshape(b * groups, size, s)
     values = value.permute(1, 2, 3, 0, 4).reshape(b * groups, s, size)
     scores = _product(rows, keys, scale).view(b, groups * repeats, s, s)
+    if cap is not None:
+        scores = _Capped.apply(scores, cap)
+    if window is not None and window < s:
+        scores = _Windowed.apply(scores, window)
     probabilities = scaled_causal_alibi_softmax(scores, 1.0, slopes, documents=documents)
     if dropout is not None:
         probabilities = dropout(probabilities)
     context = _product(probabilities.view(b * groups, repeats * s, s), values, 1.0)
     return context.view(b, groups, repeats, s, size).permute(3, 0, 1, 2, 4)
+
+
+class _Capped(torch.autograd.Function):
+    """cap tanh(score / cap) in place on scores [b, n, s, s], sample by sample. Saves the slope of this, as large as the
+    scores: a 16-bit tanh near 1 would leave none of the slope's digits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, cap: float) -> Tensor:
+        ctx.mark_dirty(scores)
+        slopes = torch.empty_like(scores) if ctx.needs_input_grad[0] else None
+        for sample, plane in enumerate(scores):
+            bounded = (plane.to(opmath_dtype(scores.dtype)) / cap).tanh_()
+            plane.copy_(bounded * cap)
+            if slopes is not None:
+                slopes[sample] = 1 - bounded * bounded
+        ctx.save_for_backward(slopes)
+        return scores
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (slopes,) = ctx.saved_tensors
+        return grads[0] * slopes, None
+
+
+class _Windowed(torch.autograd.Function):
+    """-inf in place of the scores [b, n, s, s] of keys before the window. The softmax makes their gradients 0, so that
+    backward has nothing to hide.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, window: int) -> Tensor:
+        ctx.mark_dirty(scores)
+        position = torch.arange(scores.shape[3], device=scores.device)
+        return scores.masked_fill_(position <= position[:, None] - window, float("-inf"))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0], None
 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -50,6 +50,9 @@ class AttentionCase:
     documents   whether there are document boundaries
     dropout     whether there is dropout of probabilities
     recorded    whether autograd records
+    window      how many keys a query sees, its own included; None: no window
+    chunk       how many positions there are in a chunk, beyond which no query sees; None: no chunks
+    cap         bound of the scores, or None
     kernel      whether a compiled C++ kernel takes these tensors
     capability  compute capability of the CUDA device; else None
     """
@@ -61,6 +64,9 @@ class AttentionCase:
     alibi: bool = False
     documents: bool = False
     dropout: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    cap: float | None = None
     recorded: bool = True
     kernel: bool = False
     capability: tuple[int, int] | None = None
@@ -112,8 +118,13 @@ _PLAIN_CAUSAL: tuple[_Obstacle, ...] = (
     (lambda c, o: c.alibi, "it has no place for ALiBi's slopes"),
     (lambda c, o: c.documents, "it knows no documents"),
     (lambda c, o: c.dropout, "its dropout is not the one whose mask is the same on every layout"),
+    (lambda c, o: c.chunk is not None, "it knows no chunks"),
+    (lambda c, o: c.window is not None, "it knows no windows"),
+    (lambda c, o: c.cap is not None, "it has no place for a cap of the scores"),
 )
 """What torch's attention kernels cannot compute."""
+_OF_THE_PACKAGE = _PLAIN_CAUSAL[1:4]
+"""What of that the package flash_attn cannot compute either."""
 
 
 def _before_ampere(case: AttentionCase) -> bool:
@@ -152,7 +163,7 @@ OBSTACLES: Mapping[Body, tuple[_Obstacle, ...]] = MappingProxyType(
             (lambda c, o: bool(o.efficient), "{support.efficient}"),
         ),
         Body.PACKAGE: (
-            *_PLAIN_CAUSAL[1:],
+            *_OF_THE_PACKAGE,
             (lambda c, o: c.kind != "cuda", "it is made for CUDA"),
             *_FLASH_ON_CUDA,
             (lambda c, o: bool(o.package), "{support.package}"),

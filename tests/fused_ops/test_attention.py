@@ -232,9 +232,9 @@ def test_every_element_is_written(dtype):
     assert kernels is not None
     out, gradient = torch.full_like(case.grad, math.nan), torch.full_like(case.mixed, math.nan)
     norms = torch.full((b, groups * repeats, s), math.nan)
-    slopes, scale = case.options["slopes"], 1 / math.sqrt(d)
-    kernels.call(f"attention_forward_{end}", case.mixed, out, norms, slopes, None, *sizes, scale)
-    kernels.call(f"attention_backward_{end}", case.mixed, out, case.grad, norms, gradient, slopes, None, *sizes, scale)
+    slopes, last = case.options["slopes"], (*sizes, 1 / math.sqrt(d), 0, 0, 0.0)
+    kernels.call(f"attention_forward_{end}", case.mixed, out, norms, slopes, None, *last)
+    kernels.call(f"attention_backward_{end}", case.mixed, out, case.grad, norms, gradient, slopes, None, *last)
     expected = case.run()
     assert torch.equal(out, expected[0]) and torch.equal(gradient, expected[1]) and norms.isfinite().all()
 

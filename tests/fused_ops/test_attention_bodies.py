@@ -26,6 +26,7 @@ from fused_ops.attention import flex as attention_flex
 from fused_ops.attention import trial as attention_trial
 from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.flex import BLOCK, causal_blocks, flex_attention, flex_body, visible_blocks
+from fused_ops.attention.reach import EVERYTHING, Reach, with_chunks
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.sdpa import CUDNN, FLASH, efficient_attention, flash_attention, heads_of
 from fused_ops.attention.selection import (
@@ -72,6 +73,17 @@ RULE = [
     (case(head_dim=8, alibi=True), READY, Body.SOFTMAX, "heads of 16 to 256"),
     (case(alibi=True, dropout=True), READY, Body.SOFTMAX, "FlexAttention, compiled: it draws no dropout"),
     (case(dropout=True), READY, Body.SOFTMAX, "same on every layout"),
+    (case(**CPU, kernel=True, window=64, documents=True, cap=50.0), READY, Body.KERNEL, "the first choice"),
+    (case(**CPU, kernel=True, chunk=64), READY, Body.KERNEL, "the first choice"),
+    (case(FP64, **CPU, window=64), READY, Body.SOFTMAX, "flash attention: it knows no windows"),
+    (case(window=64), READY, Body.FLEX, "efficient attention: it knows no windows; no the package"),
+    (case(chunk=64), READY, Body.FLEX, "flash attention: it knows no chunks"),
+    (case(cap=50.0), READY, Body.FLEX, "no place for a cap"),
+    (case(window=64), replace(READY, package=""), Body.PACKAGE, "it knows no windows$"),
+    (case(cap=50.0, window=64, alibi=True), replace(READY, package=""), Body.PACKAGE, "ALiBi"),
+    (case(chunk=64), replace(READY, package=""), Body.FLEX, "the package flash_attn: it knows no chunks"),
+    (case(window=64, documents=True), replace(READY, package=""), Body.FLEX, "flash_attn: it knows no documents"),
+    (case(window=64, dropout=True), READY, Body.SOFTMAX, "it draws no dropout"),
     (case(FP32, alibi=True), READY, Body.SOFTMAX, "blocks of 16"),
     (case(FP64, alibi=True), READY, Body.SOFTMAX, "fp64"),
     (case(length=127, alibi=True), READY, Body.SOFTMAX, "shorter than one of its blocks"),
@@ -180,10 +192,21 @@ def agree(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def in_eager(
-    mixed: Tensor, groups: int, repeats: int, d: int, *, scale: float, slopes: Tensor | None, documents: Tensor | None
+    mixed: Tensor,
+    groups: int,
+    repeats: int,
+    d: int,
+    *,
+    scale: float,
+    slopes: Tensor | None,
+    documents: Tensor | None,
+    reach: Reach = EVERYTHING,
+    cap: float | None = None,
 ) -> Tensor:
-    blocks = visible_blocks(mixed.shape[0], documents, mixed.device)
-    return flex_body(mixed, groups, repeats, d, scale, slopes, documents, blocks)
+    documents = with_chunks(documents, reach.chunk, mixed)
+    blocks = visible_blocks(mixed.shape[0], documents, mixed.device, reach.window)
+    bounds = {"window": reach.window, "cap": cap}
+    return flex_body(mixed, groups, repeats, d, scale, slopes, documents, blocks, **bounds)  # type: ignore[arg-type]
 
 
 SHAPES = [(1, 1, 1, 1, 8), (50, 2, 3, 2, 20), (130, 1, 6, 1, 16), (257, 2, 1, 3, 8), (256, 1, 5, 1, 8)]
@@ -197,6 +220,24 @@ SHAPES = [(1, 1, 1, 1, 8), (50, 2, 3, 2, 20), (130, 1, 6, 1, 16), (257, 2, 1, 3,
 def test_flex_equals_the_scored_path(shape: tuple[int, ...], sloped: bool, run: int, with_gradients: None) -> None:
     given = options(shape[0], shape[1], shape[2] * shape[3], sloped, run)
     agree(results(in_eager, *shape, **given), results(reference_attention, *shape, **given))
+
+
+@pytest.mark.few(cases=3)
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("run", [0, 40])
+@pytest.mark.parametrize("reach", [*map(Reach, (1, 30, 128, 150, 300)), Reach(chunk=100), EVERYTHING], ids=str)
+def test_flex_with_windows_chunks_and_caps(reach: Reach, run: int, cap: float | None, with_gradients: None) -> None:
+    """With three blocks, so that one is beyond each window but the last."""
+    given = options(300, 2, 4, True, run) | {"reach": reach, "cap": cap}
+    agree(results(in_eager, 300, 2, 2, 2, 8, **given), results(reference_attention, 300, 2, 2, 2, 8, **given))
+
+
+def test_flex_is_called_with_the_window(with_gradients: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the blocks of one document, which are cached by their window, and with those of several."""
+    monkeypatch.setattr(attention_flex, "compiled_for", lambda function, *signature: function)
+    for reach, run in ((Reach(100), 0), (Reach(100), 60), (Reach(20), 0), (Reach(chunk=100), 0), (EVERYTHING, 0)):
+        given = options(300, 2, 4, True, run) | {"reach": reach, "cap": 1.5}
+        agree(results(flex_attention, 300, 2, 2, 2, 8, **given), results(reference_attention, 300, 2, 2, 2, 8, **given))
 
 
 def test_torch_still_refuses_gradients_on_a_cpu() -> None:
@@ -287,14 +328,19 @@ def test_the_compiler_does_not_choose_the_strides_of_the_blocks(
 
 @pytest.mark.parametrize("length", [1, 100, BLOCK, BLOCK + 1, 2 * BLOCK, 300, 640, 1000])
 @pytest.mark.parametrize("share", [0, 0.002, 0.02, 0.5])
-def test_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length: int, share: float) -> None:
+@pytest.mark.parametrize("window", [None, 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK - 1, 2 * BLOCK, 400])
+@pytest.mark.few(cases=32)
+def test_blocks_are_those_that_torch_finds_by_looking_at_every_pair(
+    length: int, share: float, window: int | None
+) -> None:
     documents = (torch.rand(3, length, generator=torch.Generator().manual_seed(length)) < share).long().cumsum(1)
 
     def within(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[b, q] == documents[b, k])
+        seen = (q >= k) & (documents[b, q] == documents[b, k])
+        return seen if window is None else seen & (q - k < window)
 
     theirs = torchs.create_block_mask(within, 3, None, length, length, device="cpu")
-    ours = visible_blocks(length, documents, torch.device("cpu"))
+    ours = visible_blocks(length, documents, torch.device("cpu"), window)
     names = [
         f"{full}{side}_{kind}" for side in ("kv", "q") for full in ("", "full_") for kind in ("num_blocks", "indices")
     ]
@@ -311,7 +357,7 @@ def test_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length: int,
     if share == 0:
         assert all(
             torch.equal(one[:1], other)
-            for one, other in zip(ours, causal_blocks(length, torch.device("cpu")), strict=True)
+            for one, other in zip(ours, causal_blocks(length, torch.device("cpu"), window), strict=True)
         )
 
 

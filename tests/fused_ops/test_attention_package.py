@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fused_ops.attention import causal_attention, package, trial
 from fused_ops.attention.package import package_attention
+from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.selection import AttentionCase, AttentionSupport, Body, choose
 from fused_ops.attention.trial import AttentionWorkload, failure, find_support, static_support
@@ -34,16 +35,25 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor:
-    """What the package documents: q [b, s, n, d], k and v [b, s, g, d], bias -slope |i - j|, alibi_slopes fp32 [n]."""
+    """What the package documents: q [b, s, n, d], k and v [b, s, g, d], bias -slope |i - j|, alibi_slopes fp32 [n].
+
+    window_size: query i sees keys i - window_size[0] to i + window_size[1]; -1 for no bound.
+    """
     assert causal and not dropout_p and softmax_scale is not None
     repeats, length = q.shape[2] // k.shape[2], q.shape[1]
     keys, values = (x.double().repeat_interleave(repeats, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * softmax_scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(length)[:, None] - torch.arange(length)
     if alibi_slopes is not None:
         assert alibi_slopes.dtype == torch.float32 and alibi_slopes.shape == (q.shape[2],)
         scores = scores - alibi_slopes.double()[:, None, None] * distance.abs()
-    weights = scores.masked_fill(distance < 0, -math.inf).softmax(-1)
+    hidden = distance < 0
+    if window_size[0] >= 0:
+        assert window_size[1] == 0
+        hidden = hidden | (distance > window_size[0])
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     return torch.einsum("bhij,bjhd->bihd", weights, values).to(q.dtype)
 
 
@@ -60,10 +70,11 @@ def install(patch: pytest.MonkeyPatch, function: object = flash_attn_func) -> No
     patch.setattr(trial, "is_installed", lambda: True)
 
 
+@pytest.mark.parametrize(("reach", "cap"), [(EVERYTHING, None), (Reach(1), None), (Reach(7), 1.5), (EVERYTHING, 3.0)])
 @pytest.mark.parametrize("sloped", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 8), (50, 2, 3, 2, 20), (33, 3, 1, 4, 16), (40, 2, 6, 1, 8)])
 def test_context_and_gradient_equal_the_scored_path(
-    shape: tuple[int, ...], sloped: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], sloped: bool, reach: Reach, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
     s, b, groups, repeats, d = shape
@@ -72,9 +83,10 @@ def test_context_and_gradient_equal_the_scored_path(
     weight = torch.randn(s, b, groups * repeats * d, generator=draw, dtype=FP64)
     slopes = torch.tensor(alibi_slopes(groups * repeats), dtype=torch.float32) if sloped else None
     heads, scale = (groups, repeats, d), 1 / math.sqrt(d)
-    ours = package_attention(mixed, *heads, scale=scale, slopes=slopes)
+    ours = package_attention(mixed, *heads, scale=scale, slopes=slopes, reach=reach, cap=cap)
     exact = None if slopes is None else slopes.double()
-    theirs = reference_attention(mixed, *heads, scale=scale, slopes=exact, documents=None, dropout=None)
+    bounds = {"documents": None, "reach": reach, "cap": cap}
+    theirs = reference_attention(mixed, *heads, scale=scale, slopes=exact, **bounds)  # type: ignore[arg-type]
     for one, other in zip(*([x, *torch.autograd.grad(x, mixed, weight)] for x in (ours, theirs)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
 

@@ -57,6 +57,18 @@ template <typename T> MZ_INLINE F inverse(F x) {
 #endif
 }
 
+// tanh x: x times a polynomial of x^2 (fitted here to a relative error of 4e-8) near 0, where 1 - 2 / (1 + e^2|x|) would
+// lose digits. It has the precision of f<float>.
+MZ_INLINE F hyperbolic_tangent(F x) {
+  F square = x * x, size = at_most(magnitude(x), 10.0f);  // tanh 10 rounds to 1
+  F p = splat(0.016101524233818054f) * square - 0.05247267335653305f;
+  p = p * square + 0.1331692487001419f;
+  p = p * square - 0.33332693576812744f;
+  p = p * square + 0.9999999403953552f;
+  F far = 1.0f - 2.0f * inverse<float>(1.0f + exp2<float>(size * (2.0f * LOG2_E)));
+  return choose(size < 0.5625f, x * p, as_float(as_int(far) | (as_int(x) & (int32_t)0x80000000)));
+}
+
 // 1 / (1 + 2^-t) and 1 / (1 + 2^t), neither of them a difference of near numbers. (t = x log2 e: the logistic functions
 // of x and -x.)
 struct Shares { F own, rest; };

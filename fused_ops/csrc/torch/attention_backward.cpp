@@ -10,6 +10,11 @@ namespace {
 
 constexpr int64_t QUERIES = 256, KEYS = 128;
 
+// Keys that are taken at once. A window ends at another query for each of them, so with half as many less is computed
+// in vain; for long rows of queries 128 are faster.
+MZ_INLINE int64_t key_block(const Attention& a) { return a.window ? KEYS / 2 : KEYS; }
+
+
 // The operands of a head's or plane's rows. rows: the left operand; across: the right operand [d, positions]; down:
 // [positions, d].
 template <typename M> struct Scratch {
@@ -32,10 +37,10 @@ template <typename T, typename M> struct Backward {
   const Tensors<T>& x;
   const Part& part;
   Scratch<M>& mine;
-  const int64_t wide = a.wide();
+  const int64_t wide = a.wide(), block = key_block(a);
 
   void run() const {
-    int64_t keys = round_up(part.key_to, KEYS) * wide;
+    int64_t keys = round_up(part.key_to, block) * wide;
     pack_keys();
     if (part.for_keys) std::fill_n(mine.d_keys.of(keys), keys, 0.0f), std::fill_n(mine.d_values.of(keys), keys, 0.0f);
     for (int64_t r = 0; r < a.repeats; ++r) head(r);
@@ -51,8 +56,8 @@ template <typename T, typename M> struct Backward {
     int64_t queries = round_up(part.query_to, QUERIES) * wide;
     if (part.for_queries) std::fill_n(mine.d_queries.of(queries), queries, 0.0f);
     const int32_t* end = sight.end(part.plane / a.groups);
-    for (int64_t k0 = part.key_from; k0 < part.key_to; k0 += KEYS) {
-      int64_t last = std::min<int64_t>(part.query_to, end[std::min(k0 + KEYS, a.s) - 1]);
+    for (int64_t k0 = part.key_from; k0 < part.key_to; k0 += block) {
+      int64_t last = std::min<int64_t>(part.query_to, end[std::min(k0 + block, a.s) - 1]);
       for (int64_t q0 = std::max(part.query_from, round_down(k0, QUERIES)); q0 < last; q0 += QUERIES) against(r, k0, q0, last);
     }
     if (part.for_queries) write_queries(r);
@@ -62,38 +67,47 @@ template <typename T, typename M> struct Backward {
   void against(int64_t r, int64_t k0, int64_t q0, int64_t last) const {
     int64_t low = std::max<int64_t>(0, round_down(k0 - q0, EDGE)), high = std::min(QUERIES, round_up(last - q0, EDGE)), n = high - low;
     int64_t across = q0 * wide + low * pair<M>, down = (q0 + low) * wide;
-    float *scores = mine.scores.of(KEYS * QUERIES), *products = mine.products.of(KEYS * QUERIES);
-    M *weights = mine.weights.of(KEYS * QUERIES), *changes = mine.changes.of(KEYS * QUERIES), *paired = mine.paired.of(KEYS * QUERIES);
-    product(KEYS, n, wide, mine.keys.of(0) + k0 * wide, wide, mine.queries_across.of(0) + across, QUERIES, scores, n, false);
-    product(KEYS, n, wide, mine.values.of(0) + k0 * wide, wide, mine.grads_across.of(0) + across, QUERIES, products, n, false);
+    float *scores = mine.scores.of(block * QUERIES), *products = mine.products.of(block * QUERIES);
+    M *weights = mine.weights.of(block * QUERIES), *changes = mine.changes.of(block * QUERIES), *paired = mine.paired.of(block * QUERIES);
+    product(block, n, wide, mine.keys.of(0) + k0 * wide, wide, mine.queries_across.of(0) + across, QUERIES, scores, n, false);
+    product(block, n, wide, mine.values.of(0) + k0 * wide, wide, mine.grads_across.of(0) + across, QUERIES, products, n, false);
     const int32_t* end = sight.end(part.plane / a.groups);
-    for (int64_t i = 0; i < KEYS; ++i) {
+    for (int64_t i = 0; i < block; ++i) {
       bool real = k0 + i < a.s;
       int64_t from = std::max<int64_t>(0, k0 + i - q0 - low), to = real ? std::min<int64_t>(n, end[k0 + i] - q0 - low) : 0;
-      weigh(a.slope(part.plane, r), k0 + i - q0 - low, from, to, n, scores + i * n, products + i * n, q0 + low, weights + i * n, changes + i * n);
+      const Row row{k0 + i - q0 - low, from, to, n, q0 + low, scores + i * n, products + i * n, weights + i * n, changes + i * n};
+      if (a.cap) weigh<true>(a.slope(part.plane, r), row);
+      else weigh<false>(a.slope(part.plane, r), row);
       if (i % 2 && part.for_queries) to_right(2, n, changes + (i - 1) * n, paired + (i - 1) * n);
     }
     if (part.for_keys) {
-      product(KEYS, wide, n, weights, n, mine.grads_down.of(0) + down, wide, mine.d_values.of(0) + k0 * wide, wide, true);
-      product(KEYS, wide, n, changes, n, mine.queries_down.of(0) + down, wide, mine.d_keys.of(0) + k0 * wide, wide, true);
+      product(block, wide, n, weights, n, mine.grads_down.of(0) + down, wide, mine.d_values.of(0) + k0 * wide, wide, true);
+      product(block, wide, n, changes, n, mine.queries_down.of(0) + down, wide, mine.d_keys.of(0) + k0 * wide, wide, true);
     }
     if (part.for_queries)
-      product(wide, n, KEYS, mine.keys_across.of(0) + k0 * wide, KEYS, paired, n, mine.d_queries.of(0) + q0 * wide + low, QUERIES, true);
+      product(wide, n, block, mine.keys_across.of(0) + k0 * wide, block, paired, n, mine.d_queries.of(0) + q0 * wide + low, QUERIES, true);
   }
 
-  // One key's scores and products (of value and incoming gradient) over n queries -> weights and gradient of the
-  // scores.
-  void weigh(float slope, int64_t distance, int64_t low, int64_t high, int64_t n, const float* scores, const float* products, int64_t query,
-             M* weights, M* changes) const {
+  // One key and n queries from number `query` on, of which [low, high) see it. distance: from the first query to the
+  // key. products: of the value and the incoming gradients.
+  struct Row {
+    int64_t distance, low, high, n, query;
+    const float *scores, *products;
+    M *weights, *changes;
+  };
+
+  // Scores and products of a row -> weights and the gradient of the products with the key.
+  template <bool CAPPED> void weigh(float slope, const Row& row) const {
+    const auto [distance, low, high, n, query, scores, products, weights, changes] = row;
     int64_t start = round_down(low, LANES), stop = round_up(high, LANES);
     if (low >= high) start = stop = n;
     const float *norms = mine.norms.of(0) + query, *totals = mine.totals.of(0) + query;
-    float factor = a.factor();
+    const Score<CAPPED> score(a);
     F away = splat((float)(distance - start)) - positions();
     for (int64_t j = 0; j < start; j += LANES) store(weights + j, F{}), store(changes + j, F{});
     for (int64_t j = start; j < stop; j += LANES, away -= (float)LANES) {
-      F weight = exp2<M>(load(scores + j) * factor + away * slope - load(norms + j));
-      F change = weight * (load(products + j) - load(totals + j));
+      F bounded = score.bounded(load(scores + j)), weight = exp2<M>(score.of(bounded) + away * slope - load(norms + j));
+      F change = score.through(weight * (load(products + j) - load(totals + j)), bounded);
       if (j < low || j + LANES > high) weight = within(weight, j, low, high, 0.0f), change = within(change, j, low, high, 0.0f);
       store(weights + j, weight), store(changes + j, change);
     }
@@ -101,14 +115,14 @@ template <typename T, typename M> struct Backward {
   }
 
   void pack_keys() const {
-    int64_t all = round_up(part.key_to, KEYS) * wide;
+    int64_t all = round_up(part.key_to, block) * wide;
     M *keys = mine.keys.of(all), *values = mine.values.of(all), *across = mine.keys_across.of(all);
     const T* from = x.mixed + a.slot(part.plane, a.repeats);
-    for (int64_t k0 = part.key_from; k0 < part.key_to; k0 += KEYS) {
-      int64_t rows = std::min(KEYS, a.s - k0);
-      gather(rows, a.d, from + k0 * a.stride(), a.stride(), keys + k0 * wide, KEYS, wide);
-      gather(rows, a.d, from + a.d + k0 * a.stride(), a.stride(), values + k0 * wide, KEYS, wide);
-      if (part.for_queries) to_left_transposed(wide, KEYS, keys + k0 * wide, across + k0 * wide);
+    for (int64_t k0 = part.key_from; k0 < part.key_to; k0 += block) {
+      int64_t rows = std::min(block, a.s - k0);
+      gather(rows, a.d, from + k0 * a.stride(), a.stride(), keys + k0 * wide, block, wide);
+      gather(rows, a.d, from + a.d + k0 * a.stride(), a.stride(), values + k0 * wide, block, wide);
+      if (part.for_queries) to_left_transposed(wide, block, keys + k0 * wide, across + k0 * wide);
     }
   }
 
@@ -176,8 +190,10 @@ template <typename T, typename M> void backward(int threads, const Attention& a,
   int64_t keys = round_up((a.s + parts - 1) / parts, KEYS), queries = round_up((a.s + parts - 1) / parts, QUERIES);
   parallel_each(parts * planes * 2, threads, [&](int64_t task) {
     int64_t plane = task / 2 % planes, part = task / 2 / planes, from = part * keys, last = (parts - 1 - part) * queries;
-    if (task % 2 == 0 && from < a.s)
-      run<T, M>(a, sight, x, {plane, from, std::min(a.s, from + keys), round_down(from, QUERIES), a.s, true, false});
+    if (task % 2 == 0 && from < a.s) {
+      int64_t stop = std::min(a.s, from + keys), seeing = std::min(a.s, round_up(sight.end(plane / a.groups)[stop - 1], QUERIES));
+      run<T, M>(a, sight, x, {plane, from, stop, round_down(from, QUERIES), seeing, true, false});
+    }
     if (task % 2 == 1 && last < a.s) {
       int64_t stop = std::min(a.s, last + queries), seen = round_down(sight.begin(plane / a.groups)[last], KEYS);
       run<T, M>(a, sight, x, {plane, seen, stop, last, stop, false, true});
@@ -191,8 +207,9 @@ template <typename T, typename M> void backward(int threads, const Attention& a,
 #define MZ_KERNEL(SUFFIX, T)                                                                                                 \
   MZ_API void attention_backward_##SUFFIX(int64_t threads, const T* mixed, const T* out, const T* grad, const float* norms,  \
                                           T* d_mixed, const float* slopes, const int64_t* documents, int64_t s, int64_t b,   \
-                                          int64_t groups, int64_t repeats, int64_t d, float scale) {                         \
-    Attention a{s, b, groups, repeats, d, scale, slopes, documents};                                                         \
+                                          int64_t groups, int64_t repeats, int64_t d, float scale, int64_t window,           \
+                                          int64_t chunk, float cap) {                                                        \
+    Attention a{s, b, groups, repeats, d, scale, slopes, documents, window, chunk, cap};                                     \
     Tensors<T> x{mixed, out, grad, norms, d_mixed};                                                                          \
     with_operands<T>([&](auto m) { backward<T, decltype(m)>((int)threads, a, x); });                           \
   }

@@ -26,13 +26,13 @@ template <typename T, typename M> struct Block {
 
   // Scores of query i over keys [k0 + low, k0 + high), in `row`, n long -> its weights, 0 elsewhere; most, total and
   // context follow.
-  void weigh(int64_t i, int64_t k0, int64_t low, int64_t high, int64_t n, float* row, M* out) const {
+  template <bool CAPPED> void weigh(int64_t i, int64_t k0, int64_t low, int64_t high, int64_t n, float* row, M* out) const {
     int64_t start = round_down(low, LANES), stop = round_up(high, LANES);
     if (low >= high) start = stop = n;
     F distance = positions() + (float)(k0 + start - first - i), largest = splat(-std::numeric_limits<float>::infinity());
-    float factor = a.factor();
+    const Score<CAPPED> score(a);
     for (int64_t j = start; j < stop; j += LANES, distance += (float)LANES) {
-      F x = load(row + j) * factor + distance * slope;
+      F x = score.of(score.bounded(load(row + j))) + distance * slope;
       if (j < low || j + LANES > high) x = within(x, j, low, high, -std::numeric_limits<float>::infinity());
       store(row + j, x);
       largest = larger(largest, x);
@@ -64,7 +64,8 @@ template <typename T, typename M> struct Block {
     product(QUERIES, n, wide, queries, wide, keys + low * pair<M>, KEYS, scores, n, false);
     for (int64_t i = 0; i < rows; ++i) {
       int64_t from = std::max<int64_t>(0, begin[first + i] - k0 - low), to = std::min(n, first + i + 1 - k0 - low);
-      weigh(i, k0 + low, from, to, n, scores + i * n, weights + i * n);
+      if (a.cap) weigh<true>(i, k0 + low, from, to, n, scores + i * n, weights + i * n);
+      else weigh<false>(i, k0 + low, from, to, n, scores + i * n, weights + i * n);
     }
     product(QUERIES, wide, n, weights, n, values + low * wide, wide, context, wide, true);
   }
@@ -130,8 +131,8 @@ template <typename T, typename M> void forward(int threads, const Attention& a, 
 #define MZ_KERNEL(SUFFIX, T)                                                                                                  \
   MZ_API void attention_forward_##SUFFIX(int64_t threads, const T* mixed, T* out, float* norms, const float* slopes,          \
                                          const int64_t* documents, int64_t s, int64_t b, int64_t groups, int64_t repeats,     \
-                                         int64_t d, float scale) {                                                            \
-    Attention a{s, b, groups, repeats, d, scale, slopes, documents};                                                          \
+                                         int64_t d, float scale, int64_t window, int64_t chunk, float cap) {                  \
+    Attention a{s, b, groups, repeats, d, scale, slopes, documents, window, chunk, cap};                                      \
     with_operands<T>([&](auto m) { forward<T, decltype(m)>((int)threads, a, mixed, out, norms); }); \
   }
 MZ_FOR_DTYPES(MZ_KERNEL)
