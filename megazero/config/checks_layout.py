@@ -41,7 +41,8 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 
 @reads(
-    "hidden_size num_attention_heads num_query_groups kv_channels position_embedding layer_pattern rotary_sets rotary_share"
+    "hidden_size num_attention_heads num_query_groups kv_channels position_embedding layer_pattern rotary_sets "
+    "rotary_share"
 )
 def _heads(context: CheckContext) -> Problems:
     m = context.run.model

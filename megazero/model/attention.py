@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
 from fused_ops.attention.cached import cached_attention, store_keys_values
+from fused_ops.attention.reach import Reach
 from fused_ops.compiled import compiled_bodies
 from fused_ops.rotary import rotate_mixed
 from megazero.config.derive import SELECTIVE
@@ -40,7 +41,8 @@ class Attention(nn.Module):
                 f"{mixer.heads} heads, {mixer.groups} key-value heads and tp={tp.size}: each has to divide the "
                 "one before"
             )
-        self.number, self.scale = number, mixer.scale
+        self.number, self.scale, self.cap = number, mixer.scale, mixer.cap
+        self.reach = Reach(mixer.window, mixer.chunk)
         self.groups, self.repeats, self.size = mixer.groups // tp.size, mixer.heads // mixer.groups, mixer.size
         self.qkv, self.output = layout.column(number, QKV), layout.row(number, OUTPUT)
         self.slopes = AlibiSlopes(mixer.heads, tp.index, tp.size) if mixer.alibi else None
@@ -65,7 +67,7 @@ class Attention(nn.Module):
         return self.output(context, batch.samples)
 
     def core(self, mixed: Tensor, batch: MicroBatch) -> Tensor:
-        """softmax(scale query key^T + bias) value, causal: [s, b, g(r + 2)d/t] -> [s, b, nd/t].
+        """softmax(scale query key^T + bias) value over the keys in reach: [s, b, g(r + 2)d/t] -> [s, b, nd/t].
 
         With `batch.past` it stores the new keys and values there and also attends to those of earlier tokens.
         """
@@ -86,6 +88,8 @@ class Attention(nn.Module):
                 scale=self.scale,
                 slopes=slopes,
                 documents=documents,
+                reach=self.reach,
+                cap=self.cap,
                 dropout=dropout,
                 support=self.support,
             )

@@ -66,8 +66,8 @@ CASES = {
 }
 
 
-_DECODER: dict[str, Any] = _NONE | _NAMED | {"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60}
-_DECODER |= {"head_dim": 14, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+_DECODER: dict[str, Any] = _NONE | _NAMED | {"intermediate_size": 40, "hidden_size": 60, "max_position_embeddings": 64}
+_DECODER |= {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _NARROW = {key: value for key, value in _DECODER.items() if key != "head_dim"}
 _FIVE = {"num_hidden_layers": 5}
