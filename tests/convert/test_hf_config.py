@@ -77,7 +77,7 @@ def test_read(config: dict[str, Any], more: dict[str, Any], fields: dict[str, An
 DEFAULT, OWN_THETA = {"rope_type": "default", "rope_theta": 5.0}, {"rope_theta": 1e4}
 SCALED = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 REFUSED = [
-    ({"model_type": "mamba"}, {}, "model_type 'mamba'; megazero reads bloom, gpt2, llama, opt"),
+    ({"model_type": "mamba"}, {}, "model_type 'mamba'; megazero reads bloom, gpt2, llama, opt, qwen2"),
     ({}, {}, "model_type None"),
     (BLOOM, {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm True"),
     (BLOOM, {"n_embed": 64}, "hidden_size 48 and n_embed 64 are two names of one number"),
@@ -92,10 +92,9 @@ REFUSED = [
     (GPT2, {"add_cross_attention": True}, "add_cross_attention True"),
     (GPT2, {"activation_function": "silu"}, "activation_function: 'silu': megazero computes gelu_new"),
     (GPT2, {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
-    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-    (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type 'yarn'"),
-    (LLAMA, {"rope_parameters": {"full_attention": DEFAULT}}, "rope_parameters of several kinds of layers"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs low_freq_factor"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0.0}}, "linear: factor=0 is not a number above 0"),
+    (LLAMA, {"rope_parameters": {"full_attention": DEFAULT}}, "rope_parameters: of several kinds of layers"),
     (LLAMA | OWN_THETA, {"rope_parameters": DEFAULT}, "rope_theta is 10000.0, rope_parameters.rope_theta 5.0"),
     (LLAMA | OWN_THETA, {"rope_scaling": DEFAULT}, "rope_theta is 10000.0, rope_scaling.rope_theta 5.0"),
     (
@@ -218,7 +217,7 @@ def test_kept_but_for_what_changed() -> None:
     that were there.
     """
     original = LLAMA | {"rope_theta": 1e4, "dtype": "float32", "max_position_embeddings": 4096}
-    original |= {"eos_token_id": [5, 6], "task": {"x": 1}}
+    original |= {"eos_token_id": [5, 6], "task_specific_params": {"x": 1}}
     run = run_of(original, WHERE, torch.float32)
     assert kept_config(original, WHERE, FAMILIES["llama"], run, torch.float32) == original
     model = replace(run.model, seq_length=64, vocab_size=100, rotary_base=2e4)

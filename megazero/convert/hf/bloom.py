@@ -75,6 +75,10 @@ FAMILY = Family(
         BIASED,
     ),
     eos=2,
+    also=frozenset(
+        """pretraining_tp slow_but_exact seq_length n_inner offset_alibi skip_bias_add skip_bias_add_qkv
+        attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion sliding_window layer_types""".split()
+    ),
     further=_problems,
     written=lambda model: {
         "apply_residual_connection_post_layernorm": False,

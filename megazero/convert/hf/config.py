@@ -18,6 +18,7 @@ from megazero.config.options import run_options
 from megazero.config.schema import DataConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.families import FAMILIES
+from megazero.convert.hf.known_keys import strange_keys
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import ConversionError
@@ -55,7 +56,7 @@ def read_config(config: Config, where: Path) -> ModelConfig:
     """
     family = family_of(config, where)
     problems = [problem for demand in family.demands for problem in demand.problems(config)]
-    problems += family.further(config)
+    problems += [*family.further(config), *strange_keys(family, config)]
     found: dict[str, Any] = dict(family.fixed)
     for setting in family.settings:
         try:

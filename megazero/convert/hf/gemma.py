@@ -109,6 +109,7 @@ def _family(model_type: str, architecture: str, keys: tuple[ConfigKey, ...], **m
         _NEEDS,
         eos=1,
         unsaid=UNSAID,
+        also=frozenset(("hidden_act", "sliding_window_pattern")),
         **more,
     )
 

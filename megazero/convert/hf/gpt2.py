@@ -97,4 +97,5 @@ FAMILY = Family(
         "reorder_and_upcast_attn": False,
     },
     notes=_notes,
+    also=frozenset("n_ctx reorder_and_upcast_attn sliding_window layer_types".split()),
 )

@@ -72,5 +72,6 @@ FAMILY = Family(
         NO_EMBEDDING_NORM,
     ),
     eos=2,
+    also=frozenset(("sliding_window", "layer_types", "use_sliding_window", "rope_theta", "partial_rotary_factor")),
     further=lambda config: chain(windows(config), two_minds(config)),
 )

@@ -18,7 +18,16 @@ from megazero.convert.hf.rope import RopeKeys, rope, two_minds
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair, separate
 from megazero.convert.hf.shared import ANY, NO_EMBEDDING_NORM, nominal_length
 from megazero.convert.hf.shared import windows as without_windows
-from megazero.convert.hf.tables import Config, ConfigKey, Family, ModelRequirement, one_of, opposite, plain
+from megazero.convert.hf.tables import (
+    Config,
+    ConfigKey,
+    Family,
+    ModelRequirement,
+    SupportedValues,
+    one_of,
+    opposite,
+    plain,
+)
 
 GATED = {"silu": "swiglu", "swish": "swiglu"}
 BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -75,6 +84,8 @@ NEEDS = (
     NO_EMBEDDING_NORM,
 )
 SWIGLU = ModelRequirement("--activation", lambda model: model.activation, ("swiglu",))
+IN_ALL = ("max_window_layers", "use_sliding_window", "sliding_window", "layer_types")
+"""Keys that configs of several families have, whatever they say."""
 UNSAID = (ModelRequirement("--hidden-dropout", lambda model: model.hidden_dropout, (0.0,)),)
 
 
@@ -121,6 +132,8 @@ def decoder(
     further: Callable[[Config], Iterator[str]] = two_minds,
     windows: bool = False,
     written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {},
+    also: str = "",
+    demands: tuple[SupportedValues, ...] = ANY,
 ) -> Family:
     """A family of LLaMA's kind. fixed: fields beside those of all. windows: whether its layers may have windows."""
     return Family(
@@ -129,12 +142,13 @@ def decoder(
         names,
         {**OF_DECODERS, **(fixed or {})},
         keys,
-        ANY,
+        demands,
         (*NEEDS, SWIGLU),
         eos=eos,
         further=further if windows else lambda config: chain(without_windows(config), further(config)),
         written=written,
         unsaid=UNSAID,
+        also=frozenset({*IN_ALL, *also.split()}),
     )
 
 

@@ -114,4 +114,5 @@ FAMILY = Family(
         "layerdrop": 0.0,
     },
     notes=_notes,
+    also=frozenset("word_embed_proj_dim layerdrop activation_dropout activation_fn sliding_window layer_types".split()),
 )

@@ -9,6 +9,7 @@ from megazero.convert.hf.llama import BEFORE, GATED, decoder, decoder_names, siz
 from megazero.convert.hf.rearrange import FIRST_HALF, FUSED, SECOND_HALF
 from megazero.convert.hf.rope import rope, two_minds
 from megazero.convert.hf.rules import Rule
+from megazero.convert.hf.shared import ANY, OWN_CODE
 from megazero.convert.hf.tables import Config, one_of
 
 _GATE, _UP = "blocks.{i}.mlp.gate.weight", "blocks.{i}.mlp.up.weight"
@@ -40,6 +41,9 @@ FAMILY = decoder(
     fixed={"attention_bias": False, "mlp_bias": False},
     eos=32000,
     further=_problems,
+    # the folders bring the code with which older versions of transformers open them
+    demands=tuple(demand for demand in ANY if demand is not OWN_CODE),
     windows=True,
+    also="resid_pdrop embd_pdrop",
     written=lambda model: {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
 )

@@ -42,13 +42,14 @@ NO_EMBEDDING_NORM = ModelRequirement(
 )
 BIASED = ModelRequirement("biases of linear layers", biases, ("everywhere",))
 
+OWN_CODE = SupportedValues("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run")
 ANY = (
     SupportedValues(
         "quantization_config", None, (None,), "quantised weights are not read; save the model in 16 bits first"
     ),
     SupportedValues("is_encoder_decoder", False, (False, None), "megazero's models are decoders"),
     SupportedValues("add_cross_attention", False, (False, None), "there is no cross attention"),
-    SupportedValues("auto_map", None, (None, {}), "the model's code lies beside its weights, and is not run"),
+    OWN_CODE,
     SupportedValues("pruned_heads", None, (None, {}), "heads that were taken out"),
     SupportedValues("is_causal", True, (True,), "a token looks only at those before it"),
 )

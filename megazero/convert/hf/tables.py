@@ -88,6 +88,7 @@ class Family:
     written       keys of a new config.json, besides those of the settings
     notes         keys of a config.json that are not carried over, and only matter to training
     unsaid        fields of ours without a key in config.json, which only matter to training
+    also          keys of a config.json that say nothing about what the model computes, or that `further` reads
     """
 
     model_type: str
@@ -102,6 +103,7 @@ class Family:
     written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     notes: Callable[[Config], Iterator[str]] = lambda config: iter(())
     unsaid: tuple[ModelRequirement, ...] = ()
+    also: frozenset[str] = frozenset()
 
 
 def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> ConfigKey:
