@@ -81,7 +81,7 @@ def gelu_alone(z: Sizes) -> Case:
 
 
 def swiglu(z: Sizes) -> Case:
-    from fused_ops.swiglu import swiglu as op
+    from fused_ops.gated import swiglu as op
 
     tensors = z.random(z.tokens, z.f), z.random(z.tokens, z.f)
     moves = "gate and up read, y written; gate, up and dy read, two gradients written"

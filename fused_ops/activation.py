@@ -20,8 +20,12 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 _REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
-    {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
+    {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu, "relu2": _relu2}
 )
 
 
@@ -80,7 +84,12 @@ def relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return _activated("relu", x, bias)
 
 
+def relu2(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """max(x + bias, 0)^2; x [..., f], bias [f] or None. (So et al. 2021, arXiv:2109.08668.)"""
+    return _activated("relu2", x, bias)
+
+
 ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
-    {"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu}
+    {"gelu": gelu, "gelu-tanh": gelu_tanh, "relu": relu, "relu2": relu2}
 )
-"""--activation -> its function (x, bias=None) -> y. swiglu has two inputs and is not among them."""
+"""--activation -> its function (x, bias=None) -> y. Those with two inputs are in `fused_ops.gated`."""

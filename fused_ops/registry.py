@@ -21,7 +21,7 @@ OPS = (
     "sgd",
     "sum_of_squares",
     "activation",
-    "swiglu",
+    "gated",
     "rotary",
     "layernorm",
     "rmsnorm",
@@ -43,7 +43,7 @@ _LAYOUTS = ("as float", "in pairs of rows", "in rows")
 
 FP8_OPS = ("fp8_cast",)
 
-COMPILABLE = ("softmax", "swiglu", "rotary", "layernorm", "rmsnorm")
+COMPILABLE = ("softmax", "gated", "rotary", "layernorm", "rmsnorm")
 """Ops whose reference bodies --compile compiles, into fewer passes. An activation is one pass already. The other ops
 run outside the blocks, or in loops over blocks of rows (dropout).
 """

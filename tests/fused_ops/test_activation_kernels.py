@@ -1,4 +1,4 @@
-"""The kernels of activations and SwiGLU against float64, on every instruction set level."""
+"""The kernels of activations, plain and gated, against float64, on every instruction set level."""
 
 import math
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_ops.activation import ACTIVATIONS
+from fused_ops.gated import GATED
 from fused_ops.native import library
-from fused_ops.swiglu import swiglu
 from tests.fused_ops.levels import DTYPES, SHORT, assert_close, drawn, level, same_kind, the_same_for_any_threads
 
 pytestmark = pytest.mark.sampled
@@ -28,7 +28,7 @@ def run(function, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
 
 
 def compare(function, inputs: list[Tensor], weight: Tensor) -> None:
-    """The value is a product, the slope a sum, of terms of the size of 1 (SwiGLU: of its other input)."""
+    """The value is a product, the slope a sum, of terms of the size of 1 (of gated ones: of the other input)."""
     exact = run(function, [x.double() for x in inputs], weight.double())
     size = weight.double().abs() * max(1.0, max((x.abs().max().item() for x in inputs if x.numel()), default=1.0))
     for place, (ours, theirs) in enumerate(zip(run(function, inputs, weight), exact, strict=True)):
@@ -53,12 +53,14 @@ def test_activations_equal_float64(level, name, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_swiglu_equals_float64(level, shape, dtype):
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_equal_float64(level, name, shape, dtype):
+    gated = GATED[name]
     weight = drawn(*shape, seed=3, dtype=dtype)
-    compare(swiglu, [drawn(*shape, dtype=dtype) * 3, drawn(*shape, seed=2, dtype=dtype)], weight)
+    compare(gated, [drawn(*shape, dtype=dtype) * 3, drawn(*shape, seed=2, dtype=dtype)], weight)
     # Halves of one tensor, and a transposed input.
-    compare(lambda both: swiglu(*both.chunk(2, dim=-1)), [drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)], weight)
-    compare(lambda x, y: swiglu(x.transpose(0, -1), y), [drawn(*shape, dtype=dtype).transpose(0, -1), weight], weight)
+    compare(lambda both: gated(*both.chunk(2, dim=-1)), [drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)], weight)
+    compare(lambda x, y: gated(x.transpose(0, -1), y), [drawn(*shape, dtype=dtype).transpose(0, -1), weight], weight)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -86,10 +88,20 @@ def test_nan_and_inf_as_in_the_reference(level, name, dtype):
     weight[3, 0], weight[3, 1] = math.inf, math.nan
     bias[7] = math.nan
     # In fp64: torch's erf of an infinite fp32 is NaN.
-    cases = [(ACTIVATIONS[name], [x], weight), (ACTIVATIONS[name], [x, bias], weight), (swiglu, [x, weight], x)]
+    cases = [(ACTIVATIONS[name], [x], weight), (ACTIVATIONS[name], [x, bias], weight)]
     for function, inputs, grad in cases:
         exact = run(function, [value.double() for value in inputs], grad)
         assert all(same_kind(ours, theirs) for ours, theirs in zip(run(function, inputs, grad), exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GATED)
+def test_nan_and_inf_of_gated_activations_as_in_the_reference(level, name, dtype):
+    x, up = (drawn(4, 37, seed=seed, dtype=dtype) for seed in (1, 3))
+    x[0, ::5], x[1, 3], x[2, 36], up[3, 0], up[3, 1] = math.inf, -math.inf, math.nan, math.inf, math.nan
+    exact = run(GATED[name], [x.double(), up.double()], x)
+    for ours, theirs in zip(run(GATED[name], [x, up], x), exact, strict=True):
+        assert same_kind(ours, theirs)
 
 
 def test_bias_gradient_does_not_depend_on_the_threads(level):
@@ -114,7 +126,7 @@ def test_output_buffers_are_fully_written(level):
 
 @settings(max_examples=40)
 @given(
-    name=st.sampled_from([*ACTIVATIONS, "swiglu"]),
+    name=st.sampled_from([*ACTIVATIONS, *GATED]),
     shape=st.lists(st.integers(0, 40), min_size=1, max_size=3),
     scale=st.sampled_from([1e-3, 1.0, 30.0, 1e4]),
     dtype=st.sampled_from(DTYPES),
@@ -123,7 +135,7 @@ def test_output_buffers_are_fully_written(level):
 )
 def test_any_shape_and_size(name, shape, scale, dtype, biased, seed):
     x, weight = (drawn(*shape, seed=seed) * scale).to(dtype), drawn(*shape, seed=seed + 1, dtype=dtype)
-    if name == "swiglu":
-        compare(swiglu, [x, weight], weight)
+    if name in GATED:
+        compare(GATED[name], [x, weight], weight)
     else:
         compare(ACTIVATIONS[name], [x, drawn(shape[-1], seed=seed + 2, dtype=dtype)] if biased else [x], weight)

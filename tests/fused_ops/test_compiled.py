@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fused_ops.compiled import compilable, compiled_bodies, try_compiler
+from fused_ops.gated import GATED
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_ops.native.compile import CompileError, compiler
 from fused_ops.registry import COMPILABLE, compiled
 from fused_ops.rotary import rotary_tables, rotate_mixed
 from fused_ops.softmax import alibi_slopes, scaled_causal_alibi_softmax
-from fused_ops.swiglu import swiglu
 from megazero.config.rotary import RotarySettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ OPS: dict[str, tuple[Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[tuple[
     "layernorm of a sum": (lambda x, r, w, b: add_layer_norm(x, r, w, b, 1e-5), ((5, 3, 16), (5, 3, 16), (16,), (16,))),
     "rmsnorm": (lambda x, w: rms_norm(x, w, 1e-5), ((5, 3, 16), (16,))),
     "rmsnorm of a sum": (lambda x, r, w: add_rms_norm(x, r, w, 1e-5), ((5, 3, 16), (5, 3, 16), (16,))),
-    "swiglu": (swiglu, ((5, 3, 16), (5, 3, 16))),
+    **{name: (function, ((5, 3, 16), (5, 3, 16))) for name, function in GATED.items()},
     "rotary": (rotary, ((6, 2, 2 * 5 * 8),)),
     "softmax": (softmax, ((2, 3, 5, 11),)),
 }

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fused_ops.activation import ACTIVATIONS, gelu_tanh
 from fused_ops.embedding import embedding
+from fused_ops.gated import GATED, gated, swiglu
 from fused_ops.layernorm import layer_norm, rms_norm
 from fused_ops.norm import sum_of_squares
 from fused_ops.registry import MATRIX_OPS, OPS, describe
 from fused_ops.rotary import apply_rotary, rotary_tables
-from fused_ops.swiglu import swiglu
 from megazero.config.rotary import RotarySettings
 from tests.fused_ops.levels import drawn
 
@@ -80,6 +80,7 @@ def test_activations(name):
         "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
         "gelu-tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "relu": lambda x: x * (x > 0),
+        "relu2": lambda x: x * x * (x > 0),
     }[name]
     x, weight = drawn(7, 11) * 2, drawn(7, 11, seed=2)
     for mine, other in zip(gradients(ACTIVATIONS[name], [x], weight), gradients(formula, [x], weight), strict=True):
@@ -100,11 +101,40 @@ def test_bias_gelu_and_swiglu():
     assert torch.equal(gelu_tanh(x, None), F.gelu(x, approximate="tanh"))
 
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": lambda x: x / (1 + torch.exp(-x)),
+    "geglu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "geglu-tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations(name):
+    gate, up, weight = (drawn(7, 11, seed=seed) * 2 for seed in (1, 2, 3))
+    found = gradients(lambda g, u: gated(name, g, u), [gate, up], weight)
+    exact = gradients(lambda g, u: GATES[name](g) * u, [gate, up], weight)
+    for mine, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-13)
+    assert torch.equal(GATED[name](gate, up), found[0])
+    assert torch.autograd.gradcheck(GATED[name], (gate.requires_grad_(), up.requires_grad_()))
+
+
+def test_known_values_of_gated_activations():
+    """GELU of 1 is the normal distribution function of 1."""
+    one, three = torch.ones(1, dtype=torch.float64), torch.full((1,), 3.0, dtype=torch.float64)
+    known = {"swiglu": 3 / (1 + math.exp(-1)), "geglu": 3 * 0.8413447460685429, "geglu-tanh": 3 * 0.8411919906082768}
+    assert {name: function(one, three).item() for name, function in GATED.items()} == pytest.approx(known, rel=1e-15)
+    assert ACTIVATIONS["relu2"](torch.tensor([-3.0, 3.0])).tolist() == [0.0, 9.0]
+
+
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_sixteen_bit_swiglu_rounds_once(dtype):
+@pytest.mark.parametrize("name", GATED)
+def test_sixteen_bit_gated_activations_round_once(name, dtype):
     inputs, weight = [drawn(9, 50, dtype=dtype), drawn(9, 50, seed=2, dtype=dtype)], drawn(9, 50, seed=3, dtype=dtype)
     assert_rounded_once(
-        gradients(swiglu, inputs, weight), gradients(swiglu, [x.double() for x in inputs], weight.double()), 1.1
+        gradients(GATED[name], inputs, weight),
+        gradients(GATED[name], [x.double() for x in inputs], weight.double()),
+        1.1,
     )
 
 

@@ -22,6 +22,7 @@ from fused_ops.activation import ACTIVATIONS
 from fused_ops.adam import adam_step, sgd_step
 from fused_ops.cross_entropy import row_statistics, write_gradient
 from fused_ops.dropout import bias_dropout_residual, dropout
+from fused_ops.gated import GATED
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_ops.linear import add_bias_gradient
 from fused_ops.native import library
@@ -31,7 +32,6 @@ from fused_ops.norm import sum_of_squares
 from fused_ops.quantise import dequantise, quantise, sum_dequantised
 from fused_ops.rotary import apply_rotary, rotary_tables
 from fused_ops.softmax import scaled_causal_alibi_softmax
-from fused_ops.swiglu import swiglu
 from megazero.config.rotary import RotarySettings
 from megazero.system import device as devices
 
@@ -93,7 +93,8 @@ def activations(draw: Draw) -> None:
         for function in ACTIVATIONS.values():
             backward(function(draw(37, width, gradient=True), draw(width, gradient=True)))
             backward(function(draw(3, width, gradient=True), None))
-        backward(swiglu(draw(37, width, gradient=True), draw(37, width, gradient=True)))
+        for gated in GATED.values():
+            backward(gated(draw(37, width, gradient=True), draw(37, width, gradient=True)))
 
 
 def dropouts(draw: Draw) -> None:

@@ -62,5 +62,6 @@ int backward(Launch& to, int64_t rows, int64_t columns, T* dx, float* dbias, con
     return backward<ACT<T>, T, 1>(*to, rows, columns, dx, dbias, grad, x, bias);                                                        \
   }
 #define MZ_KERNEL(SUFFIX, T) \
-  MZ_ACTIVATION(gelu, Gelu, SUFFIX, T) MZ_ACTIVATION(gelu_tanh, GeluTanh, SUFFIX, T) MZ_ACTIVATION(relu, Relu, SUFFIX, T)
+  MZ_ACTIVATION(gelu, Gelu, SUFFIX, T) MZ_ACTIVATION(gelu_tanh, GeluTanh, SUFFIX, T)                            \
+  MZ_ACTIVATION(relu, Relu, SUFFIX, T) MZ_ACTIVATION(relu2, Relu2, SUFFIX, T)
 MZ_FOR_DTYPES(MZ_KERNEL)

@@ -12,6 +12,15 @@ MZ_DEVICE Shares logistic(float x) {
   return x < 0.0f ? Shares{far, near} : Shares{near, far};
 }
 
+// v s, s = 1 / (1 + e^-v); slope s + v s (1 - s).
+template <typename T> struct Silu {
+  static MZ_DEVICE float value(float v) { return v * logistic(v).own; }
+  static MZ_DEVICE float back(float v, float grad) {
+    Shares s = logistic(v);
+    return grad * (s.own + v * (s.own * s.rest));
+  }
+};
+
 // v Phi(v). Phi(-a) = exp(-a^2 / 2) t P(t) with t = 1 / (1 + a/4), a >= 0; P as in csrc/cpu/activation.cpp: to a relative error of 4e-8, so
 // that the tail keeps its digits, and of 1.1e-5 where the result has 16 bits. One exponential serves the value and the slope.
 template <typename T> struct Gelu {
@@ -60,6 +69,12 @@ template <typename T> struct GeluTanh {
 template <typename T> struct Relu {
   static MZ_DEVICE float value(float v) { return v <= 0.0f ? 0.0f : v; }                    // a NaN is not <= 0
   static MZ_DEVICE float back(float v, float grad) { return v <= 0.0f ? 0.0f : grad; }  // stops even an infinite gradient
+};
+
+// max(v, 0)^2.
+template <typename T> struct Relu2 {
+  static MZ_DEVICE float value(float v) { return v <= 0.0f ? 0.0f : v * v; }
+  static MZ_DEVICE float back(float v, float grad) { return v <= 0.0f ? 0.0f : grad * (v + v); }
 };
 
 }  // namespace mz
