@@ -22,6 +22,9 @@ LONGEST = "parity e2e checkpoint fused_ops convert lora pipeline zero".split()
 BYTES_PER_WORKER = 4 * 2**30
 
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network, nor wait for one
+
+
 # A shell that starts the tests in the background makes them ignore signals that some tests send. Child processes would
 # inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

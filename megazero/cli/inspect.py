@@ -21,6 +21,7 @@ from megazero.config.options import did_you_mean
 from megazero.convert.names import missing_path_message
 from megazero.data.progress import Progress, to_stderr
 from megazero.report.text_blocks import pairs, table
+from megazero.system.hub import HubError, folder_of
 from megazero.system.status import FAILED
 from megazero.system.words import counted
 from megazero.telemetry.units import count, size
@@ -129,6 +130,10 @@ def open_inspected(path: Path, format: str | None) -> Inspected:
     from megazero.convert.inspection import open_for_inspection
     from megazero.convert.source import ConversionError
 
+    try:
+        path = folder_of(path)
+    except HubError as error:
+        raise ConversionError(str(error)) from error
     if not os.path.exists(path):
         raise ConversionError(missing_path_message(path))
     if format is None and path.is_dir() and not any(path.iterdir()):

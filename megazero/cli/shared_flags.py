@@ -20,6 +20,7 @@ from megazero.convert.names import FORMATS, missing_path_message
 from megazero.data.indexed import DataError
 from megazero.data.input_files import JSON_ENDINGS, ReaderOptions
 from megazero.data.tokenizer import KINDS, ListedTokenizer, build_tokenizer
+from megazero.system.hub import HubError, folder_of
 
 if TYPE_CHECKING:
     from megazero.convert.loading import LoadedModel
@@ -33,7 +34,7 @@ PRECISIONS: tuple[str, ...] = OptimizerConfig.__dataclass_fields__["precision"].
 def add_checkpoint_flags(flags: Flags, *aliases: str, metavar: str = "CHECKPOINT") -> None:
     """Add the flags that name checkpoints. aliases: further names of --load. metavar: of a checkpoint in the help."""
     add = flags.add_argument
-    newest = "a checkpoint of any format, or a folder of them (the newest is taken)"
+    newest = "a checkpoint of any format, a folder of them (the newest is taken), or ORG/NAME on Hugging Face's Hub"
     add("paths", nargs="*", type=given_path, metavar=metavar, help=newest)
     either = "the same: a checkpoint may be named either way"
     add("--load", *aliases, dest="load", type=given_path, metavar="CHECKPOINT", help=either)
@@ -53,13 +54,19 @@ def checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "there is no checkpoint: name one, as it is or by --load"
     elif len(paths) > 1:
         yield f"{len(paths)} checkpoints, {' '.join(map(str, paths))}: name one; other words follow a --flag"
-    elif not os.path.exists(paths[0]):
-        yield missing_path_message(paths[0])
+    else:
+        try:
+            folder = folder_of(paths[0])  # before ranks meet, who would wait for what is fetched
+        except HubError as error:
+            yield str(error)
+        else:
+            if not os.path.exists(folder):
+                yield missing_path_message(folder)
 
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
-    """The one checkpoint of a command line that `checkpoint_problems` has checked."""
-    return named_checkpoints(args)[0]
+    """The one checkpoint of a command line that `checkpoint_problems` has checked, of a name of the Hub its folder."""
+    return folder_of(named_checkpoints(args)[0])
 
 
 def add_text_flags(flags: Flags, *, corpus: bool = False) -> None:
@@ -94,7 +101,9 @@ def reader_of(args: argparse.Namespace) -> ReaderOptions:
 def add_tokenizer_flags(flags: Flags, *, required: bool = False, default: str = "") -> None:
     """Add the flags that name a tokenizer. default: in words, the tokenizer without them."""
     flags.add_argument("--tokenizer", choices=tuple(KINDS), required=required, help=f"kind of tokenizer{default}")
-    files = "gpt2: folder of vocab.json and merges.txt; sentencepiece: .model; hf: tokenizer.json"
+    files = (
+        "gpt2: folder of vocab.json and merges.txt; sentencepiece: .model; hf: tokenizer.json; all: ORG/NAME of the Hub"
+    )
     flags.add_argument("--tokenizer-path", help=files)
 
 

@@ -8,7 +8,8 @@ ConfigError.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from megazero.config.presets import preset
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.source import ConfigError, ConfigSource, merge
 from megazero.config.validate import problems_of
+from megazero.system import hub
 from megazero.system.given import given_words, is_whole, kind
 
 __all__ = [
@@ -136,6 +138,7 @@ def parse_arguments(
         problems += model.problems
         sources.insert(0, model)
     settings = merge(sources)
+    settings |= _with_commits(settings, model, line.command)
     for source in sources:
         if isinstance(source, DeepSpeedSource):
             unequal = source.accumulate(settings, world_size)
@@ -229,6 +232,19 @@ def _init_from_source(
             f"--init-from {path}", problems=[f"--init-from {path}: this program starts from no checkpoint"], unread=True
         )
     return settled(model_of(path), above)
+
+
+def _with_commits(settings: Mapping[str, Any], model: ConfigSource | None, command: CommandOptions) -> dict[str, str]:
+    """The names of the Hub among settings, with the commits that they stand for: a run that resumes has the same."""
+    files: dict[str, Sequence[str]] = {} if command.skip_files else {"tokenizer_path": hub.TOKENIZER}
+    if model is not None and not model.unread:
+        files["init_from"] = hub.MODEL
+    names = dict[str, str]()
+    for field, patterns in files.items():
+        with suppress(hub.HubError):  # whoever opens the files reports it
+            if isinstance(settings.get(field), str):
+                names[field] = hub.pinned(settings[field], patterns)
+    return names
 
 
 def _unknown(sources: Sequence[ConfigSource]) -> set[str]:

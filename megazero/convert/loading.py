@@ -219,8 +219,8 @@ def load(
 ) -> Model:
     """The whole model of a checkpoint in this process, in evaluation mode: `megazero.load`.
 
-    path       a checkpoint of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT), PEFT, Megatron-DeepSpeed or
-               Megatron-LM, a universal checkpoint, or consolidated weights
+    path       a checkpoint of megazero, Hugging Face (BLOOM, GPT-2, LLaMA, OPT; also ORG/NAME of its Hub), PEFT,
+               Megatron-DeepSpeed or Megatron-LM, a universal checkpoint, or consolidated weights
     precision  fp64, fp32, bf16 or fp16; None: the precision of the training
     device     the device of the parameters
     format     the name of the format, if the folder could be taken for several

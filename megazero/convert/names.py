@@ -22,10 +22,9 @@ FORMATS = (
 def missing_path_message(path: Path) -> str:
     """The message for a checkpoint path that does not exist; it may be meant as a model's name on the Hub."""
     name = str(path)
-    if not may_be_on_the_hub(name):
+    if "/" in name or not may_be_on_the_hub(name):
         return f"{path}: there is no such checkpoint"
-    folder = f"models/{path.name}"
     return (
-        f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub: hf download {name} "
-        f"--local-dir {folder}, and then {folder}"
+        f"{path}: there is no such checkpoint here; if it is a model of Hugging Face's Hub, name its owner too: "
+        f"ORG/{name}"
     )

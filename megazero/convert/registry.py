@@ -20,6 +20,7 @@ from megazero.convert.megatron_deepspeed.registered import FORMAT as MEGATRON_DE
 from megazero.convert.names import missing_path_message
 from megazero.convert.source import ConversionError, NoCheckpoint, Source
 from megazero.convert.universal.registered import FORMATS as UNIVERSAL
+from megazero.system.hub import HubError, folder_of
 from megazero.system.reading import BOUNDS, Unreadable
 
 
@@ -101,12 +102,12 @@ def _readable(path: Path, format: str) -> Iterator[None]:
 
 
 def open_source(path: Path, name: str | None = None) -> Source:
-    """Open a checkpoint for reading. name: its format, where that is known. Adapters come merged with the model that
-    they belong to.
+    """Open a checkpoint for reading. path: also a name of the Hub. name: its format, where that is known. Adapters come
+    merged with the model that they belong to.
 
     Raises ConversionError.
     """
-    return _opened(path, name, ())
+    return _opened(_folder(path), name, ())
 
 
 def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
@@ -128,9 +129,17 @@ def _opened(path: Path, name: str | None, above: tuple[Path, ...]) -> Source:
         named = source.run.checkpoint.init_from
         return adapted_source(
             source,
-            None if named is None else Path(named),
+            None if named is None else _folder(Path(named), f"{path} holds adapters of the model {named}: "),
             lambda beneath: _opened(beneath, None, (*above, itself)),
         )
+
+
+def _folder(path: Path, before: str = "") -> Path:
+    """The folder of a path or of a name of the Hub. Raises NoCheckpoint, with `before` in front of its text."""
+    try:
+        return folder_of(path)
+    except HubError as error:
+        raise NoCheckpoint(f"{before}{error}") from error
 
 
 def _resolved(path: Path) -> Path:

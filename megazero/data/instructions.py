@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from megazero.data.indexed import BLOCK, DataError
 from megazero.data.input_files import find_files
 from megazero.data.packing import PackedDataset, Packs, pack
 from megazero.data.progress import Report
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import Tokenizer, place_of
 from megazero.system.words import counted
 
 FORMAT = 6
@@ -192,7 +191,7 @@ def _fingerprint(path: str | None) -> str | None:
     """A hash of the files of a tokenizer and its chat template."""
     if path is None:
         return None
-    place = Path(path).expanduser()
+    place = place_of(path)
     folder = place if place.is_dir() else place.parent
     files = [place] if place.is_file() else []
     files += [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix in TOKENIZER_ENDINGS]

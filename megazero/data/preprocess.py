@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from megazero.data.indexed import DataError, dtype_for
 from megazero.data.input_files import ReaderOptions, find_files, is_json
 from megazero.data.input_report import InputReport
 from megazero.data.progress import Progress, Report
-from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer import Tokenizer, build_tokenizer, place_of
 from megazero.data.tokenizer_differences import begins_of, told_of_differences
 from megazero.data.tokenizer_record import tokenizer_record
 from megazero.data.utf8 import count_replaced, is_utf8
@@ -123,6 +123,8 @@ def preprocess(
     Each document is one sequence, also an empty one. Raises DataError if there is no text at all.
     """
     files, told = find_files(inputs, job.reader.include, report), InputReport(report=report)
+    if job.tokenizer_path is not None:  # asked of the Hub once, and not by each worker
+        job = replace(job, tokenizer_path=str(place_of(job.tokenizer_path)))
     total = sum(path.stat().st_size for path in files)
     encoder = DocumentEncoder(job)
     progress = Progress(report, f"tokenizing {counted(len(files), 'file')}", total / 1e6, "MB")

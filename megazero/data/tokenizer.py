@@ -12,6 +12,7 @@ from megazero.data.folder_tokens import completed
 from megazero.data.gpt2 import GPT2Tokenizer
 from megazero.data.indexed import DataError
 from megazero.data.libraries import HuggingFaceTokenizer, SentencePieceTokenizer
+from megazero.system.hub import TOKENIZER, HubError, folder_of
 
 
 class Tokenizer(Protocol):
@@ -150,7 +151,15 @@ def carried_files(kind: str, path: str | None) -> dict[str, Path]:
 def _need(path: str | None, kind: str, what: str) -> Path:
     if not path:
         raise DataError(f"--tokenizer {kind} needs --tokenizer-path: {what}")
-    return Path(path).expanduser()
+    return place_of(path)
+
+
+def place_of(path: str) -> Path:
+    """The file or folder of a --tokenizer-path, which may be a name of the Hub. Raises DataError."""
+    try:
+        return folder_of(path, TOKENIZER)
+    except HubError as error:
+        raise DataError(f"--tokenizer-path: {error}") from error
 
 
 def _only(folder: Path, ending: str) -> Path:

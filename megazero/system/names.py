@@ -18,13 +18,12 @@ def is_plain_file_name(name: object) -> bool:
 def stays_inside(path: Path, folder: Path) -> bool:
     """Whether `path`, with links resolved, is in `folder`.
 
-    A snapshot in the cache of Hugging Face's Hub is a folder of links to `blobs`, next to `snapshots`. These count as
-    inside.
+    A snapshot in the cache of Hugging Face's Hub is a folder of links to `blobs`, next to `snapshots`. The files in
+    `blobs` count as inside.
     """
-    home = folder.resolve()
-    if home.parent.name == "snapshots" and (home.parent.parent / "blobs").is_dir():
-        home = home.parent.parent
-    return path.resolve().is_relative_to(home)
+    home, end = folder.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs"
+    return end.is_relative_to(home) or (home.parent.name == "snapshots" and end.parent == blobs)
 
 
 def may_be_on_the_hub(name: str) -> bool:

@@ -35,6 +35,7 @@ from megazero.convert.source import ConversionError, Source
 from megazero.convert.tokenizers import tokenizer_files, tokenizer_of
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import Box, ParameterSpec, spec_of
+from megazero.system.hub import hub_name, pinned
 from megazero.system.reading import path_error
 from megazero.zero.frozen import FrozenParameters
 from megazero.zero.layout import Fragment
@@ -94,7 +95,7 @@ def _two_separators(source: Source) -> dict[str, str]:
 class AdapterBase:
     """The checkpoint that adapters belong to.
 
-    path  its absolute path
+    path  its absolute path, or its name on the Hub with the commit
     qkv   how its matrices of query, key and value are encoded with --lora-base-bits: one or three
     """
 
@@ -118,21 +119,32 @@ def base_of(run: Run, resumed: FoundCheckpoint | None) -> AdapterBase | None:
         lacks = "has no complete checkpoint" if resumed is None else "does not say it"
         question = f"--lora-rank {run.lora.lora_rank}: on which model?"
         raise ConfigError([f"{question} --load {run.checkpoint.load} {lacks}; name it: --init-from DIR"])
-    path = Path(base).expanduser().absolute()
-    if recorded is not None and Path(recorded).parent.resolve() == path.resolve():
-        path = Path(recorded)
+    place = _place_of(base, recorded)
     try:
-        with open_source(path) as source:
+        with open_source(Path(place)) as source:
             checkpoint, qkv = source.path, "three" if source.separates_qkv else "one"
     except (ConversionError, OSError) as error:
-        problem = f"the adapters belong to the model in {path}: {error}; where it is now: --init-from DIR"
+        problem = f"the adapters belong to the model in {place}: {error}; where it is now: --init-from DIR"
         raise ConfigError([problem_of(error, problem)]) from error
     save = run.checkpoint.save
     if save is not None and Path(save).expanduser().resolve() in (checkpoint.resolve(), checkpoint.resolve().parent):
         holds = f"--save {save} holds the model that the adapters belong to, {checkpoint}"
         raise ConfigError([f"{holds}, and would lose it: name another folder"])
     encoded = None if resumed is None else resumed.run.get("lora", {}).get("lora_base_qkv")
-    return AdapterBase(str(checkpoint), encoded or qkv)
+    return AdapterBase(str(checkpoint) if hub_name(place) is None else place, encoded or qkv)
+
+
+def _place_of(base: str, recorded: str | None) -> str:
+    """The absolute path, or the name of the Hub, of the base that is named; the recorded one if that is in the folder
+    of checkpoints that is named, or a commit of the same repository.
+    """
+    name, before = hub_name(base), None if recorded is None else hub_name(recorded)
+    if name is not None:
+        same = before is not None and before.repository == name.repository
+        return str(recorded) if same else pinned(base)
+    path = Path(base).expanduser().absolute()
+    newest = recorded is not None and Path(recorded).parent.resolve() == path.resolve()
+    return str(recorded) if newest else str(path)
 
 
 def peft_files(run: Run) -> Callable[[Path], None] | None:

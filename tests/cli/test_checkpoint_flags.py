@@ -17,6 +17,7 @@ from megazero.config.source import ConfigError
 from megazero.convert.formats import TargetOptions
 from megazero.convert.native import write_native
 from megazero.convert.source import ConversionError
+from tests.convert.hub_cache import use_cache
 from tests.convert.sources import made
 
 TOOLS: dict[str, tuple[str, ...]] = {
@@ -65,7 +66,12 @@ def test_inspection_takes_one_or_two(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_name_of_the_hub_gets_its_command(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is no folder, in every tool; a mistyped folder is just not there."""
     monkeypatch.chdir(tmp_path)
-    words = f"{hub}: there is no such checkpoint here; .* hf download {hub} --local-dir models/{hub.rpartition('/')[2]}"
+    use_cache(monkeypatch, tmp_path / "cache")
+    words = (
+        f"{hub} is no folder here, and is not in the cache .* \\(hf download {hub}\\)"
+        if "/" in hub
+        else "gpt2: there is no such checkpoint here; if it is a model of Hugging Face's Hub, .* ORG/gpt2"
+    )
     with pytest.raises(ConversionError, match=words):
         megazero.convert.loading.load(hub)
     for name, check in (("generate", generate.check), ("evaluate", evaluate.check)):

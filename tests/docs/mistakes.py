@@ -162,7 +162,7 @@ def _become(line: str, folder: Path, output: int) -> None:
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
-        os.environ |= {"MEGAZERO_ALLOCATOR": "system", "COLUMNS": "96"}
+        os.environ |= {"MEGAZERO_ALLOCATOR": "system", "COLUMNS": "96", "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/hub"}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
         os.chdir(folder)

@@ -308,5 +308,5 @@ def test_what_is_more_than_low_rank_is_refused(tmp_path: Path) -> None:
     whole = made("llama", settings, tmp_path / "gone")
     config = json.loads((whole / "adapter_config.json").read_text())
     (whole / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "someone/somewhere"}))
-    with pytest.raises(ConversionError, match="holds adapters of the model in someone/somewhere, which is not there"):
+    with pytest.raises(ConversionError, match=r"holds adapters of the model someone/somewhere: .* is not in the cache"):
         open_source(whole)

@@ -27,8 +27,8 @@ class CheckpointConfig:
     """Save weights only, in the precision of the parameters: in bf16 2 bytes of a parameter, not 12. Such a checkpoint
     is to be used, converted or started from with --init-from, --finetune or --no-load-optim, not to be resumed from."""
     init_from: str | None = option(None, metavar="DIR", derived="random weights", common=True)
-    """Start with a checkpoint's weights: a Hugging Face folder or any known format. Its model shape and tokenizer are
-    used unless flags set others. A complete checkpoint in --load has precedence."""
+    """Start with a checkpoint's weights, of any format or ORG/NAME of the Hub. Its model shape and tokenizer are used
+    unless flags set others. A complete checkpoint in --load has precedence."""
     extend_vocabulary: bool = option(False, needs="--init-from DIR", expert=True)
     """With --init-from: let --vocab-size be larger than the checkpoint's. The new rows start as the mean of the
     others."""

@@ -42,7 +42,7 @@ class DataConfig:
     )
     "Kind of tokenizer."
     tokenizer_path: str | None = option(None, metavar="PATH", common=True, derived="none")
-    "Folder or file of the tokenizer."
+    "Folder or file of the tokenizer, or its ORG/NAME."
     eod_id: int | None = option(None, derived="that of the tokenizer")
     "Token that ends a document."
     eod_mask_loss: bool = option(False, expert=True)

@@ -29,6 +29,7 @@ from megazero.convert.hf.rules import Names, Rule
 from megazero.convert.hf.tables import Family
 from megazero.convert.lora.merged import FACTORS, AdaptedSource, AdaptersAlone
 from megazero.convert.source import WEIGHT, ConversionError, Source
+from megazero.system.hub import name_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ROOM = {"qkv": "attention", "output": "attention", "gate": "mlp", "up": "mlp", "down": "mlp"}
@@ -132,12 +133,13 @@ def _target_modules(names: Names, model: ModelConfig, wanted: Sequence[str]) -> 
 
 def _config(names: Names, adapters: Source, modules: Sequence[_Module], base: str) -> dict[str, Any]:
     """The content of adapter_config.json. base: the path or name at which PEFT will look for the base model."""
-    lora = adapters.run.lora
+    lora, on_hub = adapters.run.lora, name_of(base)
     ranks = {module.name: len(module.columns) for module in modules if len(module.columns) != lora.lora_rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if on_hub is None else on_hub.repository,
+        "revision": None if on_hub is None else on_hub.revision,
         "r": lora.lora_rank,
         "lora_alpha": _number(lora_alpha(lora)),
         "rank_pattern": ranks,

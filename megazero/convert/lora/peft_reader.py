@@ -30,6 +30,7 @@ from megazero.convert.lora.merged import FACTORS, UnboundAdapters
 from megazero.convert.lora.peft import CONFIG, TENSORS, AdapterPair, family_of, key_of, pairs_of_block
 from megazero.convert.lora.targets import AdapterTargets, adapter_targets
 from megazero.convert.source import WEIGHT, ConversionError, Source
+from megazero.system.hub import hub_name
 from megazero.system.reading import shown
 
 TORCH_TENSORS = "adapter_model.bin"
@@ -113,6 +114,9 @@ class PeftAdapters(UnboundAdapters):
         self, path: Path, config: Mapping[str, Any], targets: AdapterTargets, stored: Mapping[str, LazyTensor]
     ) -> None:
         base = config.get("base_model_name_or_path")
+        revision = config.get("revision")
+        if isinstance(base, str) and isinstance(revision, str) and hub_name(base) is not None:
+            base = f"{base}@{revision}"
         lora = LoraConfig(lora_rank=int(config["r"]), lora_alpha=float(config["lora_alpha"]))
         super().__init__("peft", path, Run(checkpoint=CheckpointConfig(init_from=base), lora=lora), {})
         self.stored, self.by_root = stored, bool(config.get("use_rslora"))
