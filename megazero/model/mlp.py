@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fused_ops.activation import ACTIVATIONS
-from fused_ops.swiglu import swiglu
+from fused_ops.gated import GATED
 from megazero.config.inventory import DOWN, GATE, UP
 from megazero.model.layout import ModelLayout
 from megazero.mpu.layers import column_parallel_pair
 
 
 class Mlp(nn.Module):
-    """down(act(up(x))), or for swiglu down(silu(gate(x)) * up(x)): [s(/t), b, h] -> the same.
+    """down(act(up(x))), or with a gate down(act(gate(x)) * up(x)): [s(/t), b, h] -> the same.
 
     (SwiGLU: Shazeer 2020, arXiv:2002.05202.) Communicates what its parallel linear layers do.
     """
@@ -28,5 +28,6 @@ class Mlp(nn.Module):
     def forward(self, hidden: Tensor, samples: Tensor | None = None) -> Tensor:
         """samples: int64 [b], numbers of the samples in the run's order, which key the adapters' dropout."""
         if self.gate is not None:
-            return self.down(swiglu(*column_parallel_pair(self.gate, self.up, hidden, samples)), samples)
+            pair = column_parallel_pair(self.gate, self.up, hidden, samples)
+            return self.down(GATED[self.activation](*pair), samples)
         return self.down(ACTIVATIONS[self.activation](self.up(hidden, samples)), samples)
