@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.fp8 import ROLES
+from fused_ops.gated import swiglu
 from fused_ops.native.library import EMULATED, cpu_library
-from fused_ops.swiglu import swiglu
 from megazero.mpu import fp8 as module
 from megazero.mpu.axes import Axes
 from megazero.mpu.fp8 import Fp8, Fp8Layer

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_ops.swiglu import swiglu
+from fused_ops.gated import swiglu
 from megazero.mpu.axes import Axes
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.grid import Group, build_grid, single_rank_group
