@@ -1,15 +1,17 @@
 """The key-value cache: keys and values of earlier tokens, so that a new token needs only its own computation.
 
-b rows, s new tokens, g key-value heads, d head dim, t = tp size, L positions that the cache has room for.
+b rows, s new tokens, g key-value heads, d head dim, t = tp size, L positions that a layer's cache has room for: as many
+as the rows have, and no more than the layer's queries reach (fused_ops/attention/cached.py has their places).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from fused_ops.attention.reach import EVERYTHING, Reach
 from megazero.model.batch import PastKeyValues
 from megazero.model.block import Block
 from megazero.model.stage import Stage
@@ -23,11 +25,18 @@ tokens that may never be generated.
 class KeyValueCache:
     """Keys and values, each [slots, g/t, L, d], of every block of these stages, in their dtype and on their device.
 
-    slots   the number of sequences
-    length  the number of positions that there is room for at first
+    slots     the number of sequences
+    length    the number of positions that there is room for at first
+    reach_of  number of a block -> the reach of its queries
     """
 
-    def __init__(self, stages: Sequence[Stage], slots: int, length: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        slots: int,
+        length: int,
+        reach_of: Callable[[int], Reach] = lambda number: EVERYTHING,
+    ) -> None:
         layout = stages[0].layout
         self.slots, self.length = slots, _whole_steps(length)
         self._like = torch.empty(0, dtype=layout.dtype, device=layout.device)
@@ -36,11 +45,17 @@ class KeyValueCache:
             for stage in stages
             for number, block in zip(stage.spec.blocks, stage.blocks.values(), strict=True)
         }
-        self.layers = {number: self._room_of(block) for number, block in blocks.items()}
+        self.reaches = {number: reach_of(number) for number in blocks}
+        self.layers = {number: self._room_of(number, block) for number, block in blocks.items()}
 
-    def _room_of(self, block: object) -> tuple[Tensor, Tensor]:
+    def _places(self, number: int) -> int:
+        """L of a block."""
+        width = self.reaches[number].width
+        return self.length if width is None else min(self.length, width)
+
+    def _room_of(self, number: int, block: object) -> tuple[Tensor, Tensor]:
         assert isinstance(block, Block)
-        shape = self.slots, block.attention.groups, self.length, block.attention.size
+        shape = self.slots, block.attention.groups, self._places(number), block.attention.size
         # Zeros, because the plain bodies multiply positions beyond a row's end by a probability of 0, which is NaN if
         # the memory holds NaN.
         return self._like.new_zeros(shape), self._like.new_zeros(shape)
@@ -49,10 +64,13 @@ class KeyValueCache:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for pair in self.layers.values() for tensor in pair)
 
-    def beginning(self, slots: Tensor, length: int) -> PastKeyValues:
-        """The argument `past` of a forward pass over rows of `length` tokens, which begin in `slots`, int64 [b]."""
+    def beginning(self, slots: Tensor, length: int, lengths: Tensor | None = None) -> PastKeyValues:
+        """The argument `past` of a forward pass over rows of `length` tokens, which begin in `slots`, int64 [b].
+
+        lengths  int64 [b], how many of these tokens a row has, where padding follows them; None: all
+        """
         self._make_room(length)
-        return PastKeyValues(self.layers, slots, None, length)
+        return PastKeyValues(self.layers, slots, None, length, lengths)
 
     def continuing(self, slots: Tensor, positions: Tensor, count: int, reach: int) -> PastKeyValues:
         """The argument `past` of a forward pass over rows of `count` tokens, which continue `slots`, int64 [b].
@@ -75,7 +93,9 @@ class KeyValueCache:
             return
         self.length = _whole_steps(length)
         for number, pair in self.layers.items():
-            self.layers[number] = (_extended(pair[0], self.length), _extended(pair[1], self.length))
+            # While a layer has fewer places than its queries reach, position p lies at place p, as in the longer one.
+            if (places := self._places(number)) > pair[0].shape[2]:
+                self.layers[number] = (_extended(pair[0], places), _extended(pair[1], places))
 
 
 def _whole_steps(length: int) -> int:

@@ -178,8 +178,9 @@ class _Feed:
             length = max(self._padded(len(contexts[i])) for i in group)
             shown = [list(contexts[i][-length:]) for i in group]
             tokens = self._ids([context + [0] * (length - len(context)) for context in shown])
-            past = None if cache is None else cache.beginning(self._ids([slots[i] for i in group]), length)
-            parts.append(self.pipeline.logits(tokens, self._ids([len(context) - 1 for context in shown]), past))
+            lengths = self._ids([len(context) for context in shown])
+            past = None if cache is None else cache.beginning(self._ids([slots[i] for i in group]), length, lengths)
+            parts.append(self.pipeline.logits(tokens, lengths - 1, past))
         found = [part for part in parts if part is not None]
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 

@@ -16,12 +16,14 @@ class PastKeyValues:
     slots      int64 [b], ascending: the slot of each row of the batch
     positions  int64 [s, b]: position of each token of the batch; None: all rows begin at position 0
     reach      all positions of the batch are less than this
+    lengths    int64 [b], if all rows begin at position 0: each row's tokens, which padding follows; None: all of them
     """
 
     layers: Mapping[int, tuple[Tensor, Tensor]]
     slots: Tensor
     positions: Tensor | None
     reach: int
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)

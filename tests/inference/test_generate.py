@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_ops.attention.reach import EVERYTHING, Reach
 from megazero.config.derive import max_positions
 from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import ModelConfig
@@ -96,6 +97,23 @@ def test_cached_logits_are_the_training_forwards(name: str, dtype: str) -> None:
         for row, place in enumerate(places):
             reference = expected[row][place].double()
             assert ((logits[row].double() - reference).norm() / reference.norm()) < tolerance
+
+
+def test_a_layer_has_no_more_room_than_its_queries_reach() -> None:
+    """Block 0 reaches everything, block 1 has a window of 300, and the other blocks chunks of 40."""
+    stage = loaded(replace(BLOOM, num_layers=3))
+    reaches = {0: EVERYTHING, 1: Reach(300), 2: Reach(chunk=40)}
+    cache, slots = KeyValueCache([stage], 2, 1, reaches.__getitem__), torch.tensor([0, 1])
+    assert [keys.shape[2] for keys, _ in cache.layers.values()] == [256, 256, 40]
+    before = {number: [tensor.uniform_(1, 2).clone() for tensor in pair] for number, pair in cache.layers.items()}
+    cache.continuing(slots, torch.tensor([250, 256]), 1, 257)
+    cache.beginning(slots, 700, torch.tensor([700, 650]))
+    assert [values.shape[2] for _, values in cache.layers.values()] == [768, 300, 40]
+    for number, pair in cache.layers.items():
+        for tensor, kept in zip(pair, before[number], strict=True):
+            assert torch.equal(tensor[:, :, : kept.shape[2]], kept) and not tensor[:, :, kept.shape[2] :].any()
+    bytes_of_a_place = 2 * stage.layout.model.hidden_size * stage.layout.dtype.itemsize
+    assert cache.nbytes == 2 * (768 + 300 + 40) * bytes_of_a_place
 
 
 @pytest.mark.slow
