@@ -6,12 +6,12 @@ as the rows have, and no more than the layer's queries reach (fused_ops/attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fused_ops.attention.reach import EVERYTHING, Reach
+from megazero.model.attention import Attention
 from megazero.model.batch import PastKeyValues
 from megazero.model.block import Block
 from megazero.model.stage import Stage
@@ -25,18 +25,11 @@ tokens that may never be generated.
 class KeyValueCache:
     """Keys and values, each [slots, g/t, L, d], of every block of these stages, in their dtype and on their device.
 
-    slots     the number of sequences
-    length    the number of positions that there is room for at first
-    reach_of  number of a block -> the reach of its queries
+    slots   the number of sequences
+    length  the number of positions that there is room for at first
     """
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        slots: int,
-        length: int,
-        reach_of: Callable[[int], Reach] = lambda number: EVERYTHING,
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], slots: int, length: int) -> None:
         layout = stages[0].layout
         self.slots, self.length = slots, _whole_steps(length)
         self._like = torch.empty(0, dtype=layout.dtype, device=layout.device)
@@ -45,7 +38,7 @@ class KeyValueCache:
             for stage in stages
             for number, block in zip(stage.spec.blocks, stage.blocks.values(), strict=True)
         }
-        self.reaches = {number: reach_of(number) for number in blocks}
+        self.reaches = {number: _attention(block).reach for number, block in blocks.items()}
         self.layers = {number: self._room_of(number, block) for number, block in blocks.items()}
 
     def _places(self, number: int) -> int:
@@ -54,8 +47,8 @@ class KeyValueCache:
         return self.length if width is None else min(self.length, width)
 
     def _room_of(self, number: int, block: object) -> tuple[Tensor, Tensor]:
-        assert isinstance(block, Block)
-        shape = self.slots, block.attention.groups, self._places(number), block.attention.size
+        attention = _attention(block)
+        shape = self.slots, attention.groups, self._places(number), attention.size
         # Zeros, because the plain bodies multiply positions beyond a row's end by a probability of 0, which is NaN if
         # the memory holds NaN.
         return self._like.new_zeros(shape), self._like.new_zeros(shape)
@@ -96,6 +89,11 @@ class KeyValueCache:
             # While a layer has fewer places than its queries reach, position p lies at place p, as in the longer one.
             if (places := self._places(number)) > pair[0].shape[2]:
                 self.layers[number] = (_extended(pair[0], places), _extended(pair[1], places))
+
+
+def _attention(block: object) -> Attention:
+    assert isinstance(block, Block)
+    return block.attention
 
 
 def _whole_steps(length: int) -> int:

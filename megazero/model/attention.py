@@ -76,9 +76,11 @@ class Attention(nn.Module):
         past = batch.past
         if past is not None and past.positions is not None:
             kept = *past.layers[self.number], past.slots, past.positions[0], past.reach
-            return cached_attention(mixed, *kept, *heads, scale=self.scale, slopes=slopes)
+            reach, cap = self.reach, self.cap
+            return cached_attention(mixed, *kept, *heads, scale=self.scale, slopes=slopes, reach=reach, cap=cap)
         if past is not None:
-            store_keys_values(mixed, *past.layers[self.number], past.slots, *heads)
+            cache = *past.layers[self.number], past.slots
+            store_keys_values(mixed, *cache, *heads, reach=self.reach, lengths=past.lengths)
         with compiled_bodies(self.compile_ops):  # again here, since recomputation runs the core outside its block
             dropout = partial(self.dropout, samples=batch.samples) if self.dropout.is_active else None
             documents = batch.documents

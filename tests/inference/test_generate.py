@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_ops.attention.reach import EVERYTHING, Reach
 from megazero.config.derive import max_positions
 from megazero.config.dtypes import compute_dtype
+from megazero.config.layers.pattern import LayerPattern
 from megazero.config.schema import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.generate import generate
@@ -101,9 +101,9 @@ def test_cached_logits_are_the_training_forwards(name: str, dtype: str) -> None:
 
 def test_a_layer_has_no_more_room_than_its_queries_reach() -> None:
     """Block 0 reaches everything, block 1 has a window of 300, and the other blocks chunks of 40."""
-    stage = loaded(replace(BLOOM, num_layers=3))
-    reaches = {0: EVERYTHING, 1: Reach(300), 2: Reach(chunk=40)}
-    cache, slots = KeyValueCache([stage], 2, 1, reaches.__getitem__), torch.tensor([0, 1])
+    pattern = LayerPattern.parsed("full, window:300, chunk:40")
+    stage = loaded(replace(BLOOM, num_layers=3, layer_pattern=pattern))
+    cache, slots = KeyValueCache([stage], 2, 1), torch.tensor([0, 1])
     assert [keys.shape[2] for keys, _ in cache.layers.values()] == [256, 256, 40]
     before = {number: [tensor.uniform_(1, 2).clone() for tensor in pair] for number, pair in cache.layers.items()}
     cache.continuing(slots, torch.tensor([250, 256]), 1, 257)
