@@ -82,8 +82,9 @@ def _pattern(context: CheckContext) -> Problems:
             f"--layer-pattern {m.layer_pattern}: {', '.join(unknown)} names no positions; known are {known} "
             "(--rotary-sets adds to these)"
         )
-    items = () if m.layer_pattern is None else m.layer_pattern.items
-    used = {item.positions for item in items[: m.num_layers]}
+    if m.layer_pattern is None:
+        return
+    used = {item.positions for item in m.layer_pattern.items[: m.num_layers]}
     if idle := [name for name in names if name not in used]:
         yield f"--rotary-sets {', '.join(idle)} has no effect: no item of --layer-pattern names it"
 

@@ -126,7 +126,7 @@ class RotaryScaling:
 
     def __str__(self) -> str:
         """The text that `parsed` reads."""
-        return " ".join([self.kind, *(f"{name}={_printed(value)}" for name, value in self.values)])
+        return " ".join([self.kind, *(f"{name}={printed(value)}" for name, value in self.values)])
 
     def number(self, name: str, default: float) -> float:
         """The value of a key that is one number."""
@@ -206,11 +206,12 @@ def _checked(kind: str, name: str, asked: str, value: Value) -> Value:
     right = several == (asked == NUMBERS) and len(numbers) > 0
     right &= all(math.isfinite(x) and x >= least and not (whole and x % 1) for x in numbers)
     if not right or (asked == SWITCH and numbers[0] > 1):
-        raise ValueError(f"rotary scaling {kind}: {name}={_printed(value)} is not {ASKED[asked]}")
+        raise ValueError(f"rotary scaling {kind}: {name}={printed(value)} is not {ASKED[asked]}")
     return numbers if several else numbers[0]
 
 
-def _printed(value: Value) -> str:
+def printed(value: Value) -> str:
+    """A number, or several with commas between them, as a text that gives the same."""
     if isinstance(value, tuple):
-        return ",".join(map(_printed, value))
+        return ",".join(map(printed, value))
     return str(int(value)) if math.isfinite(value) and value % 1 == 0 and abs(value) < 1e15 else repr(float(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import shlex
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.tables import rows
 
 def problems(line: str, world_size: int | None = 1) -> tuple[str, ...]:
     try:
-        parse_run(line.split(), world_size)
+        parse_run(shlex.split(line), world_size)
     except ConfigError as error:
         return error.problems
     return ()
@@ -43,6 +44,27 @@ REFUSED = cases("""
 --hidden-size 36 --position-embedding rotary | 1 | = 3 must be even; nearest: --hidden-size 24 or 48 | --hidden-size 48
 --hidden-size 250 | 1 | or --kv-channels, the width of a head | --kv-channels 20
 --kv-channels 5 --position-embedding rotary | 1 | --kv-channels 5 must be even; nearest: 4 or 6 | --kv-channels 6
+--layer-pattern 'full near' | 1 | near names no positions; known are none, alibi, rotary |
+    --rotary-sets 'near base=7'
+--layer-pattern full --rotary-sets 'near base=7' | 1 | --rotary-sets near has no effect: no item of |
+    --layer-pattern 'full near'
+--layer-pattern 'window:4, full near' --rotary-sets 'near base=7' 'near base=9' | 1 | gives near several times |
+    --rotary-sets 'near base=7'
+--layer-pattern window:0 | 1 | '0' is not a whole number above 0 |
+--layer-pattern 'window:4 chunk:4' | 1 | an item says once which keys a query sees |
+--layer-pattern 'windows:4' | 1 | 'windows:4' in 'windows:4' is none of full, window:W |
+--layer-pattern 'full, , full' | 1 | has an empty item between its commas |
+--layer-pattern 'full x0' | 1 | repeats no item, or not 1 to 10000 times |
+--tp 2 --layer-pattern 'ffn:33, full' | 2 | --tp 2 does not divide ffn:33 of --layer-pattern | --layer-pattern ffn:34
+--rotary-share 0.25 --position-embedding rotary | 1 | a share of 0.25 turns: 5 elements | --rotary-share 0.4
+--rotary-scaling 'llama3 factor=8' | 1 | llama3 needs low_freq_factor, high_freq_factor |
+--position-embedding rotary --rotary-scaling 'dynamic factor=2' | 1 | scaling dynamic needs original_max_position_emb |
+    --rotary-scaling 'dynamic factor=2 original_max_position_embeddings=64'
+--position-embedding rotary --rotary-scaling 'longrope short_factor=1,2 long_factor=1,3 factor=2 original_max_position_embeddings=64' |
+    1 | longrope has 2 numbers in each list, and 10 pairs of a head turn | --rotary-scaling 'linear factor=2'
+--norm-plus-one | 1 | --norm-plus-one is for --norm rmsnorm, not layernorm | --norm rmsnorm
+--parallel-block one-norm --norm-placement both | 1 | --parallel-block one-norm normalises the input of a block |
+    --norm-placement before
 --position-offset 2 | 1 | which --position-embedding alibi has not | --position-embedding learned
 --disable-bias-linear --attention-bias --no-mlp-bias | 1 |
     --disable-bias-linear has no effect with --attention-bias --no-mlp-bias | --no-disable-bias-linear
@@ -211,8 +233,14 @@ POINTLESS = cases("""
 --distribute-saved-activations --tp 2 --recompute-granularity selective | 2 | --shard-recompute-inputs has no effect
     without --tp above 1 and whole blocks that are recomputed | --recompute-granularity full
 --zero-gradient-error-feedback | 2 | has no effect without --zero-quantized-gradients | --zero-quantized-gradients int4
---rotary-base 500 | 1 | --rotary-base 500 has no effect without --position-embedding rotary |
+--rotary-base 500 | 1 | --rotary-base 500 has no effect without rotary positions: --position-embedding rotary |
     --position-embedding rotary
+--rotary-share 0.5 | 1 | --rotary-share 0.5 has no effect without rotary positions | --layer-pattern rotary
+--rotary-interleaved | 1 | --rotary-interleaved has no effect without rotary positions | --position-embedding rotary
+--rotary-scaling 'linear factor=2' | 1 | --rotary-scaling linear factor=2 has no effect without rotary positions |
+    --position-embedding rotary
+--rotary-sets 'far base=5' | 1 | --rotary-sets far base=5 has no effect without --layer-pattern |
+    --layer-pattern 'full far'
 --min-lr 1e-5 --lr-decay-style constant | 1 | --min-lr 1e-05 has no effect without a --lr-decay-style that falls |
     --min-lr 0
 --lr-decay-iters 90 --lr-decay-style constant | 1 |

@@ -5,6 +5,7 @@ Nothing is compared with the parser.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def lines_of(row: Row) -> Lines:
 
 def on_ranks(rank: int, lines: list[str], out: Path) -> list[Seen]:
     """One world for all of them."""
-    return [look(line.split(), out, rank, 2) for line in lines]
+    return [look(shlex.split(line), out, rank, 2) for line in lines]
 
 
 COPIES = "flops: 1e11\nto_host: 10GB\nto_device: 10GB\n"
@@ -72,7 +73,7 @@ def places(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         made[name].write_text(text)
     made |= {name: write_lines(folder / f"{name}.jsonl", records) for name, records in talks.items()}
     found = {name: str(path) for name, path in made.items()} | {name: str(folder / name) for name in texts}
-    look(f"{BASES['text']} --save {{kept}} --exit-interval 2".format(**found).split(), folder)
+    look(shlex.split(f"{BASES['text']} --save {{kept}} --exit-interval 2".format(**found)), folder)
     return found
 
 
@@ -89,7 +90,7 @@ def seen(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ca
             kept.update(zip(pairs, map(together, *found), strict=True))
         if line not in kept:
             out = tmp_path_factory.mktemp("out")
-            kept[line] = look(line.format(**places, out=out).split(), out)
+            kept[line] = look(shlex.split(line.format(**places, out=out)), out)
         return kept[line]
 
     return find
@@ -131,7 +132,7 @@ def test_one_command_line_twice_does_the_same(places: dict[str, str], tmp_path: 
     ):
         one, other = (
             look(
-                f"{BASES['text']} {more}".format(**places, out=tmp_path / f"{number}{time}").split(),
+                shlex.split(f"{BASES['text']} {more}".format(**places, out=tmp_path / f"{number}{time}")),
                 tmp_path / f"{number}{time}",
             )
             for time in range(2)

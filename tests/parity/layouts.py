@@ -47,6 +47,8 @@ class Model:
     document_mask: bool
     masked: bool = False
     """Batches have masks that leave very unequal numbers of predictions (`ways.mask`)."""
+    kinds: tuple[str, ...] = ()
+    """Further words of the command line: what families of today have, and layers that differ."""
 
     def flags(self, precision: str = "fp64") -> list[str]:
         """The flags of the model, which are the same on one process and on every layout."""
@@ -76,9 +78,28 @@ class Model:
         words += [] if self.tied else ["--untie-embeddings-and-output-weights"]
         words += [] if self.bias else ["--disable-bias-linear"]
         words += ["--embedding-layernorm"] if self.positions == "alibi" else ["--no-embedding-layernorm"]
+        words += [*self.kinds]
         return words + (["--document-mask", "--eod-id", "0", "--eod-mask-loss"] if self.document_mask else [])
 
 
+GEMMA = (
+    *("--layer-pattern", "window:5 local x2, full", "--rotary-sets", "local base=50", "--rotary-base", "900"),
+    *("--norm-placement", "both", "--norm-plus-one", "--query-key-norm", "head", "--kv-channels", "10"),
+    *("--attention-cap", "2", "--logits-cap", "3", "--embedding-multiplier", "4.9", "--attention-scale", "0.2"),
+)
+OLMO = (
+    *("--norm-placement", "after", "--query-key-norm", "all", "--kv-channels", "6"),
+    *("--rotary-scaling", "yarn factor=4 original_max_position_embeddings=6", "--rotary-base", "100"),
+)
+NEOX = (
+    *("--parallel-block", "two-norms", "--kv-channels", "8", "--rotary-share", "0.5", "--rotary-interleaved"),
+    *("--layer-pattern", "full, window:4 ffn:24", "--no-attention-output-bias"),
+)
+MIXED = (
+    *("--layer-pattern", "chunk:5 alibi, window:1 rotary ffn:36 x2, full none", "--query-key-norm", "l2"),
+    *("--residual-multiplier", "0.3", "--logits-multiplier", "0.5", "--attention-cap", "5"),
+    *("--disable-bias-linear", "--qkv-bias"),
+)
 MODELS = (
     Model("bloom", 6, 4, "alibi", True, "layernorm", "gelu-tanh", None, True, 0.1, 0.0, False),
     Model("gpt2", 4, 2, "learned", True, "layernorm", "gelu-tanh", None, True, 0.0, 0.1, False, masked=True),
@@ -88,6 +109,10 @@ MODELS = (
     Model("deep", 12, 7, "alibi", True, "layernorm", "gelu", None, False, 0.0, 0.0, False),
     Model("shallow", 4, 2, "rotary", False, "rmsnorm", "swiglu", 2, True, 0.0, 0.0, False, masked=True),
     Model("plain", 12, 4, "none", True, "layernorm", "swiglu", None, True, 0.0, 0.1, True),
+    Model("gemma", 6, 7, "rotary", True, "rmsnorm", "geglu-tanh", 3, False, 0.1, 0.0, True, kinds=GEMMA),
+    Model("olmo", 12, 4, "rotary", False, "rmsnorm", "swiglu", 4, False, 0.0, 0.1, False, kinds=OLMO),
+    Model("neox", 12, 4, "rotary", False, "layernorm", "gelu", None, True, 0.1, 0.0, True, kinds=NEOX),
+    Model("mixed", 6, 7, "none", True, "rmsnorm", "relu2", None, True, 0.0, 0.0, True, masked=True, kinds=MIXED),
 )
 
 
@@ -276,6 +301,18 @@ REQUIRED: tuple[dict[str, object], ...] = (
     {"pp": 2, "dp": 4, "shard": 2, "tied": True, "zero": 2, "accumulation": 3, "group": 0},
     {"tp": 2, "dp": 4, "shard": 2, "zero": 1},
     {"masked": True, "dp": 4, "zero": 3, "accumulation": 3},
+    # norms of queries and keys over tp, windows across documents, caps that are computed again, pairs of neighbours on a
+    # part of each head, layers of unequal sizes over stages
+    {"name": "gemma", "tp": 3, "sequence_parallel": True, "recompute": "selective"},
+    {"name": "gemma", "pp": 3, "zero": 3, "dp": 2, "recompute": "full", "tp": 1},
+    {"name": "gemma", "tp": 3, "sequence_parallel": False, "dp": 2, "zero": 1},
+    {"name": "olmo", "tp": 4, "sequence_parallel": False, "recompute": "full"},
+    {"name": "olmo", "tp": 2, "sequence_parallel": True, "zero": 2, "dp": 2},
+    {"name": "neox", "tp": 4, "recompute": "selective", "pp": 2},
+    {"name": "neox", "pp": 4, "sequence_parallel": True, "tp": 2},
+    {"name": "mixed", "tp": 3, "pp": 2, "accumulation": 2},
+    {"name": "mixed", "dp": 3, "zero": 3, "recompute": "full"},
+    {"name": "mixed", "tp": 2, "schedule": "zb-v", "pp": 2},
 )
 
 

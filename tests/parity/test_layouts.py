@@ -21,7 +21,7 @@ from tests.parity.training import train, worst
 STEPS = ["--train-iters", "4", "--adam-eps", "1e-3"]
 TOLERANCE = 1e-9
 IN_FP32, AT_A_KINK = 1e-5, 1e-3
-COUNT = 20
+COUNT = 30
 Flags = Callable[[Model, str, list[str]], list[str]]
 
 

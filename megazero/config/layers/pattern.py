@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.rotary import RotaryScaling, RotarySettings
+from megazero.config.rotary import RotaryScaling, RotarySettings, printed
 
 FULL_REACH, NO_POSITIONS = "full", "none"
 
@@ -167,7 +167,7 @@ class RotarySet:
     def __str__(self) -> str:
         default, settings = RotarySettings(), self.settings
         words = [self.name]
-        words += [f"base={settings.base!r}"] if settings.base != default.base else []
+        words += [f"base={printed(settings.base)}"] if settings.base != default.base else []
         words += [f"share={settings.share!r}"] if settings.share != default.share else []
         words += ["interleaved=true"] if settings.interleaved else []
         words += [f"scaling={settings.scaling}"] if settings.scaling is not None else []

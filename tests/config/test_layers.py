@@ -1,0 +1,118 @@
+"""Patterns of layers, and the layers that a model has by them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megazero.config.inventory import block_shapes, elements, fp8_layers, linears, parameters, shapes
+from megazero.config.layers.kinds import kinds, layers
+from megazero.config.layers.pattern import LayerPattern, PatternItem, RotarySet
+from megazero.config.parse import parse_run
+from megazero.config.rotary import RotaryScaling, RotarySettings
+from megazero.config.schema import ModelConfig
+from megazero.pipeline.stage_specs import chunk_layers, layer_costs
+from megazero.plan.flops import attention_core_flops, block_flops, model_flops
+
+MODEL = ModelConfig(6, 24, 6, vocab_size=101, seq_length=32, position_embedding="rotary")
+
+PATTERNS = {
+    "full": (PatternItem(),),
+    "window:1024 local x5, full": (*[PatternItem(1024, positions="local")] * 5, PatternItem()),
+    "chunk:8 none, full alibi ffn:96": (
+        PatternItem(chunk=8, positions="none"),
+        PatternItem(positions="alibi", width=96),
+    ),
+}
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_a_pattern_is_read_and_printed(text: str) -> None:
+    pattern = LayerPattern.parsed(text)
+    assert pattern.items == PATTERNS[text] and str(pattern) == text
+    assert LayerPattern.parsed(f"  {text.replace(',', ' , ')} ") == pattern
+
+
+def test_a_pattern_repeats_and_is_cut() -> None:
+    """Gemma 3 of 7 layers: five with a window, one without, one with."""
+    windows = [item.window for item in LayerPattern.parsed("window:4 x5, full").layers(7)]
+    assert windows == [4, 4, 4, 4, 4, None, 4]
+
+
+@pytest.mark.parametrize(("text", "number"), [("window:4 x5, full", 14), ("full, window:2", 2), ("window:3", 5)])
+def test_the_shortest_pattern_of_layers(text: str, number: int) -> None:
+    pattern = LayerPattern.parsed(text)
+    assert LayerPattern.shortest(pattern.layers(number)) == pattern
+    assert LayerPattern.shortest((PatternItem(),) * number) is None
+
+
+def test_a_set_of_rotary_settings_is_read_and_printed() -> None:
+    scaling = RotaryScaling.parsed("linear factor=8")
+    settings = RotarySettings(500.0, 0.5, True, scaling)
+    text = "far base=500.0 share=0.5 interleaved=true scaling=linear factor=8"
+    assert RotarySet.parsed(text) == RotarySet("far", settings) and str(RotarySet("far", settings)) == text
+    assert RotarySet.parsed("near") == RotarySet("near", RotarySettings())
+
+
+@pytest.mark.parametrize("text", ["", "rotary base=5", "far base=x", "far base=-1", "far speed=3", "far share=2"])
+def test_a_set_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        RotarySet.parsed(text)
+
+
+def mixed(**more: Any) -> ModelConfig:
+    pattern = LayerPattern.parsed("window:8 local, full none ffn:48, chunk:5")
+    return replace(MODEL, layer_pattern=pattern, rotary_sets=(RotarySet.parsed("local base=7"),), **more)
+
+
+def test_layers_are_what_the_pattern_says() -> None:
+    model = mixed()
+    first, second, third, *again = layers(model)
+    assert again == [first, second, third] and [*kinds(model).values()] == [2, 2, 2]
+    assert (first.mixer.window, first.mixer.chunk, second.mixer.window, third.mixer.chunk) == (8, None, None, 5)
+    assert first.mixer.rotary == RotarySettings(7.0) and second.mixer.rotary is None
+    assert third.mixer.rotary == RotarySettings(10000.0)
+    assert (first.mlp.width, second.mlp.width) == (96, 48)
+    assert [layer.mixer.keys(32) for layer in (first, second, third)] == [8, 32, 5]
+    assert [layer.mixer.keys(4) for layer in (first, second, third)] == [4, 4, 4]
+
+
+def test_what_is_multiplied_by_layers_asks_each_layer() -> None:
+    """Layers of other widths and reaches have other numbers of parameters, operations and costs."""
+    model = mixed()
+    wide, narrow, _ = layers(model)[:3]
+    sizes = [elements(block_shapes(layer)) for layer in layers(model)]
+    assert sizes[0] - sizes[1] == 2 * 24 * 48 + 48  # up with its bias, and down
+    assert parameters(model) == sum(math.prod(shape) for _, shape in shapes(model))
+    assert parameters(model) == parameters(replace(model, layer_pattern=None)) - 2 * (sizes[0] - sizes[1])
+    assert attention_core_flops(wide, 32) == 4 * 32 * 8 * 24 and attention_core_flops(narrow, 32) == 4 * 32 * 32 * 24
+    of_blocks = sum(block_flops(layer, 32) for layer in layers(model))
+    assert model_flops(model, 2) == 3 * 2 * (of_blocks + 2 * 32 * 24 * 101)
+    run = replace(parse_run([], 1), model=model)
+    _, costs, _ = layer_costs(run)
+    assert costs == tuple(sizes)
+
+
+def test_the_partition_balances_layers_of_unequal_sizes() -> None:
+    """Six layers of which the last two are wide: an equal number on each stage is not the best."""
+    words = "--num-layers 6 --hidden-size 24 --num-attention-heads 6 --vocab-size 10 --pp 2 --seq-length 8"
+    even = chunk_layers(parse_run(words.split(), 2))
+    pattern = ["--layer-pattern", "ffn:24 x4, ffn:600 x2"]
+    assert even == (3, 3) and chunk_layers(parse_run([*words.split(), *pattern], 2)) == (5, 1)
+
+
+def test_fp8_layers_are_those_of_each_kind() -> None:
+    words = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--fp8", "--precision", "bf16"]
+    run = parse_run([*words, "--layer-pattern", "ffn:40, ffn:64"], 1)
+    assert [name for name in fp8_layers(run) if ".mlp." in name] == ["blocks.1.mlp.up", "blocks.1.mlp.down"]
+
+
+def test_biases_of_each_matrix() -> None:
+    """Qwen 2.5 has those of queries, keys and values alone."""
+    model = replace(MODEL, disable_bias_linear=True, qkv_bias=True)
+    assert {linear.name for linear in linears(layers(model)[0]) if linear.bias} == {"attention.qkv"}
+    model = replace(MODEL, attention_output_bias=False)
+    assert {linear.name for linear in linears(layers(model)[0]) if not linear.bias} == {"attention.output"}
