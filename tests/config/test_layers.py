@@ -52,7 +52,7 @@ def test_the_shortest_pattern_of_layers(text: str, number: int) -> None:
 def test_a_set_of_rotary_settings_is_read_and_printed() -> None:
     scaling = RotaryScaling.parsed("linear factor=8")
     settings = RotarySettings(500.0, 0.5, True, scaling)
-    text = "far base=500.0 share=0.5 interleaved=true scaling=linear factor=8"
+    text = "far base=500 share=0.5 interleaved=true scaling=linear factor=8"
     assert RotarySet.parsed(text) == RotarySet("far", settings) and str(RotarySet("far", settings)) == text
     assert RotarySet.parsed("near") == RotarySet("near", RotarySettings())
 

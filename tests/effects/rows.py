@@ -50,6 +50,7 @@ READS = "--tokenizer gpt2 --tokenizer-path {bpe} --sample-prompt ab"
 INT8 = "--zero-quantized-gradients int8"
 SAVES, LOADS = "--save {out}/saved --save-interval 1", "--load {kept}"
 SEARCHES = "--placement auto --placement-rates {rates} --precision bf16"
+NEAR = "--layer-pattern 'full near'"
 ADAPTS = "--init-from {kept} --lora-rank 2"
 
 ROWS = (

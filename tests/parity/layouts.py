@@ -301,8 +301,8 @@ REQUIRED: tuple[dict[str, object], ...] = (
     {"pp": 2, "dp": 4, "shard": 2, "tied": True, "zero": 2, "accumulation": 3, "group": 0},
     {"tp": 2, "dp": 4, "shard": 2, "zero": 1},
     {"masked": True, "dp": 4, "zero": 3, "accumulation": 3},
-    # norms of queries and keys over tp, windows across documents, caps that are computed again, pairs of neighbours on a
-    # part of each head, layers of unequal sizes over stages
+    # norms of queries and keys over tp, windows across documents, caps that are computed again, pairs of neighbours on
+    # a part of each head, layers of unequal sizes over stages
     {"name": "gemma", "tp": 3, "sequence_parallel": True, "recompute": "selective"},
     {"name": "gemma", "pp": 3, "zero": 3, "dp": 2, "recompute": "full", "tp": 1},
     {"name": "gemma", "tp": 3, "sequence_parallel": False, "dp": 2, "zero": 1},
