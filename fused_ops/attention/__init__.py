@@ -81,6 +81,7 @@ def causal_attention(
         assert library is not None
         return kernel_attention(library, mixed, *heads, documents=documents, **scored)
     if body is Body.FLASH:
+        support = support.of(case.layers)
         tried = not support.cudnn and mixed.shape[0] == support.length  # at no other length
         backends = flash_backends(mixed.device, groups, mixed.shape[0], cudnn=tried)
         return flash_attention(mixed, *heads, scale=scale, backends=backends)

@@ -44,6 +44,13 @@ class Reach:
         return EVERYTHING if self.width is None or self.width >= length else self
 
     @property
+    def words(self) -> str:
+        """As in "attention with ..."; empty for everything."""
+        if self.window is not None:
+            return f"a window of {self.window}"
+        return "" if self.chunk is None else f"chunks of {self.chunk}"
+
+    @property
     def numbers(self) -> tuple[int, int]:
         """(window, chunk) as kernels take them: 0 for what is not set."""
         return self.window or 0, self.chunk or 0

@@ -38,6 +38,18 @@ ASKED: Mapping[str, Body] = MappingProxyType(
 """Values of --attention other than auto -> their bodies."""
 
 
+class LayerKind(NamedTuple):
+    """In what the layers of one model may differ: `AttentionCase` says what it means."""
+
+    window: int | None = None
+    chunk: int | None = None
+    cap: float | None = None
+
+
+PLAIN = LayerKind()
+"""Layers without any of these: the only ones that flash attention, and so cuDNN's, computes."""
+
+
 @dataclass(frozen=True)
 class AttentionCase:
     """What is to be computed, and where.
@@ -71,6 +83,11 @@ class AttentionCase:
     kernel: bool = False
     capability: tuple[int, int] | None = None
 
+    @property
+    def layers(self) -> LayerKind:
+        """The kind of layers that it is a case of."""
+        return LayerKind(self.window, self.chunk, self.cap)
+
 
 @dataclass(frozen=True)
 class AttentionSupport:
@@ -84,6 +101,7 @@ class AttentionSupport:
     package    the same
     flex       the same
     cudnn      why cuDNN's attention does not compute what flash does; empty if it does
+    kinds      for a model with several kinds of layers: each kind, and its own support
     """
 
     asked: str = "auto"
@@ -94,6 +112,11 @@ class AttentionSupport:
     package: str = "it was not tried in this process"
     flex: str = "it was not tried in this process"
     cudnn: str = "it was not tried in this process"
+    kinds: tuple[tuple[LayerKind, AttentionSupport], ...] = ()
+
+    def of(self, kind: LayerKind) -> AttentionSupport:
+        """The support of a kind of layers. One that was not tried has that of the others."""
+        return next((support for each, support in self.kinds if each == kind), self)
 
 
 @cache
@@ -209,6 +232,7 @@ def obstacle(body: Body, case: AttentionCase, support: AttentionSupport, *, aske
 @lru_cache(maxsize=256)
 def choose(case: AttentionCase, support: AttentionSupport) -> AttentionChoice:
     """The body for this case. Raises ValueError where autograd records and --attention's body cannot compute it."""
+    support = support.of(case.layers)
     wanted = ASKED.get(support.asked)
     if wanted is not None:
         against = obstacle(wanted, case, support, asked=True)

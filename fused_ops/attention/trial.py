@@ -25,8 +25,18 @@ from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.flex import flex_attention
 from fused_ops.attention.kernel import refusal
 from fused_ops.attention.package import MISSING, is_installed, package_attention
+from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.sdpa import CUDNN, efficient_attention, flash_attention, flash_backends
-from fused_ops.attention.selection import ASKED, AttentionCase, AttentionSupport, Body, capability, choose, obstacle
+from fused_ops.attention.selection import (
+    ASKED,
+    AttentionCase,
+    AttentionChoice,
+    AttentionSupport,
+    Body,
+    capability,
+    choose,
+    obstacle,
+)
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import SUFFIXES, choice, torch_library
 from fused_ops.softmax import alibi_slopes
@@ -42,7 +52,7 @@ _SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """The attention of a run's training on one rank.
+    """The attention of a run's training on one rank, in one kind of layers.
 
     dtype      of the tensors
     length     s
@@ -53,6 +63,8 @@ class AttentionWorkload:
     alibi      whether there are slopes
     documents  whether there are document boundaries
     dropout    whether there is dropout of probabilities
+    reach      of the queries
+    cap        bound of the scores, or None
     """
 
     dtype: torch.dtype
@@ -64,9 +76,17 @@ class AttentionWorkload:
     alibi: bool = False
     documents: bool = False
     dropout: bool = False
+    reach: Reach = EVERYTHING
+    cap: float | None = None
+
+    @property
+    def words(self) -> str:
+        """What this kind of layers has that others may not have, as in "attention with ..."; empty for nothing."""
+        return " and ".join(filter(None, (self.reach.words, "" if self.cap is None else f"scores up to {self.cap:g}")))
 
     def case(self, device: torch.device) -> AttentionCase:
         """The rule's case for it on this device."""
+        reach = self.reach.over(self.length)
         return AttentionCase(
             device.type,
             self.dtype,
@@ -75,6 +95,9 @@ class AttentionWorkload:
             self.alibi,
             self.documents,
             self.dropout,
+            reach.window,
+            reach.chunk,
+            self.cap,
             kernel=kernel_refusal(device.type, self.dtype) == "",
             capability=capability(device),
         )
@@ -123,6 +146,30 @@ def find_support(asked: str, workload: AttentionWorkload, device: torch.device) 
     return support
 
 
+def find_supports(asked: str, workloads: tuple[AttentionWorkload, ...], device: torch.device) -> AttentionSupport:
+    """The support of this rank for a model with a workload for each kind of its layers: `find_support` for each.
+
+    Raises ValueError where the body of --attention does not work for one of them.
+    """
+    supports = [find_support(asked, workload, device) for workload in workloads]
+    if len(supports) == 1:
+        return supports[0]
+    kinds = (workload.case(device).layers for workload in workloads)
+    return replace(supports[0], kinds=tuple(zip(kinds, supports, strict=True)))
+
+
+def choices(
+    workloads: tuple[AttentionWorkload, ...], device: torch.device, support: AttentionSupport
+) -> dict[str, AttentionChoice]:
+    """The body of each kind of layers, by the kind's words. Of kinds with the same body and reason only the first."""
+    found: dict[str, AttentionChoice] = {}
+    for workload in workloads:
+        choice = choose(workload.case(device), support)
+        if choice not in found.values():
+            found[workload.words] = choice
+    return found if len(found) > 1 else {"": next(iter(found.values()))}
+
+
 def _cudnn_failure(workload: AttentionWorkload, device: torch.device) -> str:
     """Why cuDNN's attention does not compute this on the card: a known fault, or numbers that are not float64's."""
     card = capability(device)
@@ -136,14 +183,15 @@ def _trial(
     body: Body, workload: AttentionWorkload, device: torch.device, backends: tuple[SDPBackend, ...], mixed: Tensor
 ) -> Tensor:
     heads, scale = (workload.groups, workload.repeats, workload.head_dim), 1 / math.sqrt(workload.head_dim)
+    bounds: dict[str, Any] = {"reach": workload.reach.over(workload.length), "cap": workload.cap}
     if body is Body.FLASH:
         return flash_attention(mixed, *heads, scale=scale, backends=backends)
     if body is Body.EFFICIENT:
         return efficient_attention(mixed, *heads, scale=scale)
     slopes, documents = _slopes(workload, device), _documents(workload, device)
     if body is Body.PACKAGE:
-        return package_attention(mixed, *heads, scale=scale, slopes=slopes)
-    return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents)
+        return package_attention(mixed, *heads, scale=scale, slopes=slopes, **bounds)
+    return flex_attention(mixed, *heads, scale=scale, slopes=slopes, documents=documents, **bounds)
 
 
 def _slopes(workload: AttentionWorkload, device: torch.device) -> Tensor | None:
@@ -200,10 +248,16 @@ def _exact(mixed: Tensor, rows: Tensor, workload: AttentionWorkload) -> Tensor:
     )
     query, key, value = parts[0][rows], parts[1].squeeze(2), parts[2].squeeze(2)
     scores = torch.einsum("igrd,jgd->grij", query, key) / math.sqrt(workload.head_dim)
+    if workload.cap is not None:
+        scores = workload.cap * torch.tanh(scores / workload.cap)
     position = torch.arange(workload.length, device=mixed.device)
     if (slopes := _slopes(workload, mixed.device)) is not None:
         scores = scores + slopes.double().view(workload.groups, workload.repeats, 1, 1) * position
     hidden = position > rows[:, None]
+    if (window := workload.reach.window) is not None:
+        hidden = hidden | (rows[:, None] - position >= window)
+    if (chunk := workload.reach.chunk) is not None:
+        hidden = hidden | (rows[:, None] // chunk != position // chunk)
     if (documents := _documents(workload, mixed.device)) is not None:
         hidden = hidden | (documents[-1] != documents[-1][rows, None])
     weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)

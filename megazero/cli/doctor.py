@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -198,12 +199,19 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     """The body of attention that a small bf16 run would choose; the choice tries it."""
     import torch
 
+    from fused_ops.attention.reach import Reach
     from fused_ops.attention.selection import choose
     from fused_ops.attention.trial import AttentionWorkload, find_support
 
     with suppress(ValueError):  # a wrong MEGAZERO_FUSED, which `_kernels` has reported
-        for name, alibi in (("attention", False), ("with ALiBi", True)):
-            workload = AttentionWorkload(torch.bfloat16, 256, 1, 4, 1, 64, alibi=alibi)
+        small = AttentionWorkload(torch.bfloat16, 256, 1, 4, 1, 64)
+        layers = {
+            "attention": small,
+            "with ALiBi": replace(small, alibi=True),
+            "with a window": replace(small, reach=Reach(window=64)),
+            "with a cap": replace(small, cap=50.0),
+        }
+        for name, workload in layers.items():
             chosen = choose(workload.case(device), find_support("auto", workload, device))
             yield Finding(name, f"{chosen.body.value}: {chosen.reason}")
 

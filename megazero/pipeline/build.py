@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
-from fused_ops.attention.trial import AttentionWorkload, find_support
+from fused_ops.attention.trial import AttentionWorkload, find_supports
 from fused_ops.fp8 import refusal
 from fused_ops.registry import compiled
 from megazero.config.derive import (
@@ -144,13 +144,18 @@ def attention_workload(run: Run) -> AttentionWorkload:
     )
 
 
+def attention_workloads(run: Run) -> tuple[AttentionWorkload, ...]:
+    """`attention_workload` of every kind of layers that the model has."""
+    return (attention_workload(run),)
+
+
 def attention_support(run: Run, device: torch.device) -> AttentionSupport:
     """The ways in which this rank can compute the run's attention. On a GPU each is tried once.
 
     Raises ConfigError where the one that --attention names does not work.
     """
     try:
-        return find_support(run.parallel.attention, attention_workload(run), device)
+        return find_supports(run.parallel.attention, attention_workloads(run), device)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 

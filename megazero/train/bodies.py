@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from fused_ops.attention.selection import Body, choose
+from fused_ops.attention.selection import PLAIN, AttentionChoice, Body
+from fused_ops.attention.trial import choices
 from fused_ops.registry import COMPILED, describe
 from megazero.checkpoint.agreement import broadcast_text, found_by_rank_0
 from megazero.config.derive import RecomputeTable
@@ -17,20 +18,28 @@ from megazero.config.dtypes import compute_dtype
 from megazero.config.schema import Run
 from megazero.mpu.collectives import all_reduce, broadcast
 from megazero.mpu.grid import ProcessGrid
-from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
+from megazero.pipeline.build import attention_support, attention_workloads, compiled_ops
 from megazero.plan.recompute import recompute_table
 
 
 def bodies_of(run: Run, device: torch.device) -> dict[str, str]:
     """Op -> the body that computes it on a device of this rank, in words."""
     support = attention_support(run, device)
-    attention = choose(attention_workload(run).case(device), support)
+    kinds = choices(attention_workloads(run), device, support)
     dtype, fp8 = compute_dtype(run.optimizer.precision), run.optimizer.fp8 != "off"
     bodies = describe(device, dtype=dtype, fp8=fp8) | dict.fromkeys(compiled_ops(run, device), COMPILED)
-    if attention.body is Body.KERNEL:
+    if all(choice.body is Body.KERNEL for choice in kinds.values()):
         return bodies
-    by_cudnn = attention.body is Body.FLASH and device.type == "cuda" and not support.cudnn
-    return bodies | {"attention": attention.body.value + ", cuDNN's" * by_cudnn}
+
+    def named(choice: AttentionChoice) -> str:
+        by_cudnn = choice.body is Body.FLASH and device.type == "cuda" and not support.of(PLAIN).cudnn
+        return choice.body.value + ", cuDNN's" * by_cudnn
+
+    texts = {kind: named(choice) for kind, choice in kinds.items()}
+    if len(set(texts.values())) == 1:
+        return bodies | {"attention": next(iter(texts.values()))}
+    shown = (f"with {kind}: {text}" if kind else text for kind, text in texts.items())
+    return bodies | {"attention": "; ".join(shown)}
 
 
 def recompute_of_all_ranks(run: Run, grid: ProcessGrid) -> RecomputeTable:

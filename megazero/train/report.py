@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fused_ops.attention.selection import choose
+from fused_ops.attention.trial import choices
 from fused_ops.registry import refusal
 from megazero.checkpoint.agreement import attempt_on_all_ranks
 from megazero.checkpoint.fence import Fence
@@ -28,7 +28,7 @@ from megazero.inference.terminal import escape_control
 from megazero.model.stage import Stage
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.parameter import StateGroup
-from megazero.pipeline.build import attention_support, attention_workload, compiled_ops
+from megazero.pipeline.build import attention_support, attention_workloads, compiled_ops
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.budgets import order_notes
 from megazero.plan.step_lists import StageLists
@@ -144,8 +144,11 @@ def _threads() -> str:
 
 def _about_ops(run: Run, device: torch.device) -> dict[str, str]:
     """Why ops have their bodies."""
-    attention = choose(attention_workload(run).case(device), attention_support(run, device))
-    about = {"attention": f"{attention.body.value}: {attention.reason}"}
+    kinds = choices(attention_workloads(run), device, attention_support(run, device))
+    about = {
+        f"attention with {kind}" if kind else "attention": f"{choice.body.value}: {choice.reason}"
+        for kind, choice in kinds.items()
+    }
     refused = refusal("weight_gradient", compute_dtype(run.optimizer.precision)) if device.type == "cpu" else ""
     if refused:
         about["weight gradient"] = f"torch's own: no C++ kernel: {refused}"

@@ -26,7 +26,7 @@ from megazero.disk import plain_files
 from megazero.disk.swap_file import free_bytes, leftover_bytes
 from megazero.mpu.axes import Axes, axes_of
 from megazero.optim.lr_schedule import style_of
-from megazero.pipeline.build import attention_workload, compiled_ops
+from megazero.pipeline.build import attention_workloads, compiled_ops
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems
 from megazero.plan.rank_state import RankState, has_nccl
 from megazero.plan.step_lists import StageLists, buffer_problems
@@ -92,7 +92,8 @@ def _unusable_bodies(run: Run) -> Iterator[str]:
         yield f"--compile: {reason}; without the flag the same run needs no compiler"
     if device.type == "cuda" and not devices.cuda_available():  # reported elsewhere
         return
-    if (reason := problem(run.parallel.attention, attention_workload(run), device)) is not None:
+    reasons = (problem(run.parallel.attention, workload, device) for workload in attention_workloads(run))
+    for reason in dict.fromkeys(filter(None, reasons)):
         yield f"--attention {run.parallel.attention} on {device.type}: {reason}; nearest: --attention auto"
 
 

@@ -172,8 +172,17 @@ def checksum(tmp_path: Path) -> None:
     assert all(len(rates) == 1 and rates[0] > 0 for row in found["rows"].values() for rates in row.values())
 
 
+def window_attention(tmp_path: Path) -> None:
+    """Seconds of attention with windows and without, in both dtypes."""
+    found = run_quick("window_attention", tmp_path)
+    assert list(found["seconds"]) == ["64 bf16", "64 fp32"]
+    for kinds in found["seconds"].values():
+        assert {"no window", "a window, a cap"} < kinds.keys()
+        assert all(len(rounds) == 1 and min(rounds[0]) > 0 for rounds in kinds.values())
+
+
 CHECKS = [peers, offloaded_peers, train, memory, demonstration, state_memory, ops, exchange, async_save, generate]
-CHECKS += [placement, checksum]
+CHECKS += [placement, checksum, window_attention]
 SCRIPTS = {check.__name__: check for check in CHECKS}
 
 

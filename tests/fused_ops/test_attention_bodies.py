@@ -39,7 +39,7 @@ from fused_ops.attention.selection import (
     choose,
     obstacle,
 )
-from fused_ops.attention.trial import AttentionWorkload, find_support, problem
+from fused_ops.attention.trial import AttentionWorkload, choices, find_support, find_supports, problem
 from fused_ops.softmax import alibi_slopes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -483,6 +483,42 @@ def test_what_fails_in_the_trial_is_not_chosen(
         find_support.cache_clear()
         with pytest.raises(ValueError, match="--attention flex cannot run: it fails here"):
             find_support("flex", workload, card)
+    find_support.cache_clear()
+
+
+def test_layers_of_several_kinds_have_bodies_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is tried with its window and cap, and what fails for one kind still computes the others."""
+    asked: list[tuple[str, str]] = []
+
+    def tries(function: Any, workload: AttentionWorkload, device: torch.device) -> str:
+        asked.append((function.args[0].name, workload.words))
+        return "it fails here" if workload.cap and function.args[0] is Body.FLEX else ""
+
+    monkeypatch.setattr(attention_trial, "failure", tries)
+    on_hopper(monkeypatch)
+    monkeypatch.setattr(attention_trial, "find_spec", lambda name: object())
+    find_support.cache_clear()
+    card, plain = torch.device("cuda", 0), AttentionWorkload(BF16, 512, 1, 2, 1, 64)
+    capped = replace(plain, reach=Reach(chunk=64), cap=30.0)
+    workloads = (plain, replace(plain, reach=Reach(100)), capped, replace(plain, reach=Reach(512)))
+    support = find_supports("auto", workloads, card)
+    bodies = {words: choice.body for words, choice in choices(workloads, card, support).items()}
+    assert bodies == {
+        "": Body.FLASH,
+        "a window of 100": Body.FLEX,
+        "chunks of 64 and scores up to 30": Body.SOFTMAX,
+    }, "a window of the whole sequence is none"
+    assert set(asked[:2]) == {("FLASH", "")} and asked[2:4] == [
+        ("FLEX", "a window of 100"),
+        ("FLEX", "chunks of 64 and scores up to 30"),
+    ]
+    for recorded in (False, True):
+        other = [choose(replace(each.case(card), recorded=recorded), support).body for each in workloads]
+        assert other == [Body.FLASH, Body.FLEX, Body.SOFTMAX, Body.FLASH]
+    with pytest.raises(ValueError, match="--attention flash cannot run: it knows no windows"):
+        find_supports("flash", workloads, card)
+    assert list(choices(workloads[::3], card, support)) == [""] == list(choices(workloads[:1], card, support))
+    assert find_supports("auto", workloads[:1], card) == find_support("auto", plain, card)
     find_support.cache_clear()
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_ops.attention import trial as attention_trial
+from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
 from fused_ops.attention.selection import Body
@@ -35,13 +37,22 @@ def test_a_trial_tells_in_a_line_what_failed() -> None:
 
 
 def plain(
-    mixed: Tensor, workload: AttentionWorkload, *, slopes: bool = True, documents: bool = True, factor: float = 1.0
+    mixed: Tensor,
+    workload: AttentionWorkload,
+    *,
+    slopes: bool = True,
+    documents: bool = True,
+    factor: float = 1.0,
+    wider: int = 0,
+    capped: float = 1.0,
 ) -> Tensor:
     """A body that computes what the trial wants, or leaves something of it out."""
     given: dict[str, Any] = {
         "slopes": attention_trial._slopes(workload, mixed.device) if slopes else None,
         "documents": attention_trial._documents(workload, mixed.device) if documents else None,
     }
+    window, chunk = (width and width + wider for width in (workload.reach.window, workload.reach.chunk))
+    given["reach"], given["cap"] = Reach(window, chunk), workload.cap and workload.cap * capped
     scale = factor / math.sqrt(workload.head_dim)
     return reference_attention(mixed, workload.groups, workload.repeats, workload.head_dim, scale=scale, **given)
 
@@ -50,6 +61,11 @@ TRIED = [
     AttentionWorkload(FP32, 200, 2, 2, 3, 8, alibi=True, documents=True),
     AttentionWorkload(BF16, 130, 3, 1, 4, 16, alibi=True, documents=True),
 ]
+BOUNDED = [
+    AttentionWorkload(FP32, 200, 2, 2, 3, 8, documents=True, reach=Reach(7), cap=1.5),
+    AttentionWorkload(BF16, 130, 1, 1, 4, 16, alibi=True, reach=Reach(chunk=9), cap=1.0),
+]
+"""Small widths, so that a key more or less is no rounding error."""
 WRONG: dict[str, Callable[[Tensor, AttentionWorkload], Tensor]] = {
     "zeros": lambda mixed, workload: plain(mixed, workload) * 0.0,
     "no slopes": lambda mixed, workload: plain(mixed, workload, slopes=False),
@@ -91,6 +107,16 @@ def test_a_body_that_computes_something_else_fails_its_trial(fault: str, workloa
     )
 
 
+@pytest.mark.parametrize("workload", BOUNDED, ids=lambda workload: str(workload.dtype))
+def test_another_width_or_cap_fails_its_trial(workload: AttentionWorkload) -> None:
+    cpu = torch.device("cpu")
+    assert failure(lambda mixed: plain(mixed, workload), workload, cpu) == ""
+    for wrong in (partial(plain, wider=1), partial(plain, wider=-1), partial(plain, capped=1.5)):
+        assert "its numbers are off by" in failure(lambda mixed, wrong=wrong: wrong(mixed, workload), workload, cpu)  # type: ignore[misc]
+    without = replace(workload, reach=EVERYTHING, cap=None)
+    assert "its numbers are off by" in failure(lambda mixed: plain(mixed, without), workload, cpu)
+
+
 @pytest.mark.parametrize("body", [flash_attention, efficient_attention])
 def test_torchs_own_bodies_pass_their_trial(body: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_ops.attention.sdpa.EFFICIENT", ())  # on a CPU torch chooses
@@ -102,5 +128,7 @@ def test_torchs_own_bodies_pass_their_trial(body: Callable[..., Tensor], monkeyp
 @pytest.mark.slow
 def test_flex_passes_its_trial_with_slopes_and_documents(with_gradients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_trial, "flex_attention", in_eager)
-    workload, cpu = replace(TRIED[0], dtype=FP64), torch.device("cpu")
-    assert failure(lambda mixed: attention_trial._trial(Body.FLEX, workload, cpu, (), mixed), workload, cpu) == ""
+    cpu = torch.device("cpu")
+    for workload in (replace(tried, dtype=FP64) for tried in (TRIED[0], *BOUNDED)):
+        tried = partial(attention_trial._trial, Body.FLEX, workload, cpu, ())
+        assert failure(tried, workload, cpu) == ""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fused_ops.attention import trial
+from fused_ops.attention.reach import Reach
 from fused_ops.attention.selection import AttentionSupport
+from fused_ops.attention.trial import AttentionWorkload
 from fused_ops.native.library import cpu_library
 from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import Axes, build_grid
+from megazero.pipeline import build
+from megazero.pipeline.build import attention_workload
 from megazero.plan.recompute import activation_peaks
-from megazero.train import bodies
+from megazero.train import bodies, report
 from megazero.train.bodies import bodies_of, note_of_other_bodies, recompute_of_all_ranks
 from tests.ranks import run_ranks
 
@@ -65,6 +71,32 @@ def test_all_ranks_take_the_choice_of_rank_0() -> None:
 def test_a_body_of_attention_counts() -> None:
     run = parse_run([*FLAGS, "cpu", "--attention", "softmax"], 1)
     assert bodies_of(run, torch.device("cpu"))["attention"] == "products and fused softmax"
+
+
+def test_kinds_of_layers_with_different_bodies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64 torch's flash attention computes layers without a window, on every CPU."""
+    run, cpu = (
+        parse_run([*FLAGS, "cpu", "--position-embedding", "learned", "--precision", "fp64"], 1),
+        torch.device("cpu"),
+    )
+    plain = attention_workload(run)
+    kinds: tuple[AttentionWorkload, ...] = (
+        plain,
+        replace(plain, reach=Reach(4)),
+        replace(plain, reach=Reach(6)),
+        replace(plain, cap=2.0),
+    )
+    for module in (bodies, build, report):
+        monkeypatch.setattr(module, "attention_workloads", lambda run: kinds)
+    softmax, why = "products and fused softmax", "no torch's flash attention: it "
+    text = f"torch's flash attention; with a window of 4: {softmax}; with scores up to 2: {softmax}"
+    assert bodies_of(run, cpu)["attention"] == text
+    about = report._about_ops(run, cpu)
+    assert why not in about["attention"]
+    assert f"{why}knows no windows" in about["attention with a window of 4"]
+    assert f"{why}has no place for a cap" in about["attention with scores up to 2"] and len(about) == 3
+    kinds = kinds[1:]
+    assert bodies_of(run, cpu)["attention"] == softmax
 
 
 @pytest.mark.parametrize(("cudnn", "words"), [("", "flash attention, cuDNN's"), ("it failed", "flash attention")])
