@@ -101,7 +101,7 @@ def help_text(program: Invocation = COMMAND, *, everything: bool = False) -> str
         for known in shown:
             command = known.section == _COMMAND
             lines += _entry(_left(known), _right(known, value=not command, aliases=everything), width)
-    last, rules = (_presets(), (_unlisted(), *_RULES)) if everything else (_examples(program, width), _RULES)
+    last, rules = (_presets(width), (_unlisted(), *_RULES)) if everything else (_examples(program, width), _RULES)
     return "\n".join([*lines, "", *last, "", *(line for rule in rules for line in _filled(rule, width)), ""])
 
 
@@ -160,11 +160,12 @@ def _examples(program: Invocation, width: int) -> list[str]:
     return lines
 
 
-def _presets() -> list[str]:
+def _presets(width: int) -> list[str]:
     families: dict[str, list[str]] = {}
     for preset in presets():
         families.setdefault(preset.split("-")[0], []).append(preset)
-    return ["presets:", *(f"  {' '.join(names)}" for names in families.values())]
+    lines = (_filled(" ".join(names), width - 2) for names in families.values())
+    return ["presets:", *(f"  {line}" for of_family in lines for line in of_family)]
 
 
 def _unlisted() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fused_ops.attention.reach import Reach
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from fused_ops.attention.trial import AttentionWorkload, find_supports
 from fused_ops.fp8 import refusal
@@ -13,16 +14,15 @@ from fused_ops.registry import compiled
 from megazero.config.derive import (
     RecomputeTable,
     gathers_parameters,
-    head_dim,
     micro_batch_order,
     pipeline_schedule,
-    query_groups,
     recompute_by_flags,
     updates_early,
     whole_steps,
 )
 from megazero.config.dtypes import compute_dtype
 from megazero.config.inventory import fp8_layers
+from megazero.config.layers.kinds import Layer, kinds, layers
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.layout import ModelLayout
@@ -127,26 +127,27 @@ def stages_of(
     return stages
 
 
-def attention_workload(run: Run) -> AttentionWorkload:
-    """The shapes, dtype and features of attention in this run's training on one rank."""
-    model, tp = run.model, run.parallel.tp
-    groups = query_groups(model)
+def attention_workload(run: Run, layer: Layer | None = None) -> AttentionWorkload:
+    """The shapes, dtype and features of attention in this run's training on one rank. layer: None: the first one."""
+    model, mixer = run.model, (layers(run.model)[0] if layer is None else layer).mixer
     return AttentionWorkload(
         compute_dtype(run.optimizer.precision),
         model.seq_length,
         run.schedule.micro_batch_size,
-        groups // tp,
-        model.num_attention_heads // groups,
-        head_dim(model),
-        alibi=model.position_embedding == "alibi",
+        mixer.groups // run.parallel.tp,
+        mixer.heads // mixer.groups,
+        mixer.size,
+        alibi=mixer.alibi,
         documents=model.document_mask,
         dropout=model.attention_dropout > 0,
+        reach=Reach(mixer.window, mixer.chunk),
+        cap=mixer.cap,
     )
 
 
 def attention_workloads(run: Run) -> tuple[AttentionWorkload, ...]:
     """`attention_workload` of every kind of layers that the model has."""
-    return (attention_workload(run),)
+    return tuple(dict.fromkeys(attention_workload(run, layer) for layer in kinds(run.model)))
 
 
 def attention_support(run: Run, device: torch.device) -> AttentionSupport:

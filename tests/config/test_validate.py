@@ -61,7 +61,8 @@ REFUSED = cases("""
 --position-embedding rotary --rotary-scaling 'dynamic factor=2' | 1 | scaling dynamic needs original_max_position_emb |
     --rotary-scaling 'dynamic factor=2 original_max_position_embeddings=64'
 --position-embedding rotary --rotary-scaling
-    'longrope short_factor=1,2 long_factor=1,3 factor=2 original_max_position_embeddings=64' | 1 | longrope has 2 numbers in each list, and 10 pairs of a head turn | --rotary-scaling 'linear factor=2'
+    'longrope short_factor=1,2 long_factor=1,3 factor=2 original_max_position_embeddings=64' | 1 |
+    longrope has 2 numbers in each list, and 10 pairs of a head turn | --rotary-scaling 'linear factor=2'
 --norm-plus-one | 1 | --norm-plus-one is for --norm rmsnorm, not layernorm | --norm rmsnorm
 --parallel-block one-norm --norm-placement both | 1 | --parallel-block one-norm normalises the input of a block |
     --norm-placement before

@@ -72,9 +72,7 @@ ROWS = (
     Row("rotary_share", "--rotary-share 0.5", "loss", "--position-embedding rotary"),
     Row("rotary_interleaved", "--rotary-interleaved", "loss", "--position-embedding rotary"),
     Row("rotary_scaling", "--rotary-scaling 'linear factor=3'", "loss", "--position-embedding rotary"),
-    Row(
-        "rotary_sets", "--rotary-sets 'near base=3'", "loss", "--layer-pattern 'full near' --rotary-sets 'near base=9'"
-    ),
+    Row("rotary_sets", "--rotary-sets 'near base=3'", "loss", f"{NEAR} --rotary-sets 'near base=9'"),
     Row("layer_pattern", "--layer-pattern window:2", "loss"),
     Row("layer_pattern", "--layer-pattern 'full, chunk:3'", "loss", "--layer-pattern window:2"),
     Row("layer_pattern", "--layer-pattern 'full none'", "loss"),
