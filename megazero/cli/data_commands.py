@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import Parser, command_parser, given_word, not_positive
+from megazero.cli.parser import Parser, command_parser, flag_of, given_word, not_positive
 from megazero.cli.shared_flags import add_text_flags, add_tokenizer_flags, cores, reader_of
 from megazero.config.schema import DataConfig
 from megazero.data.indexed import DataError
+from megazero.data.input_files import ReaderOptions
 from megazero.data.progress import to_stderr
 from megazero.data.tokenizer import ListedTokenizer, build_tokenizer
 from megazero.system.words import counted
@@ -21,8 +22,12 @@ from megazero.system.words import counted
 if TYPE_CHECKING:
     from megazero.data.writer import PairWriter
 
-PREPARE = "Turn text (jsonl or plain; .gz, .zst; folders) into PREFIX.bin and PREFIX.idx for training, or neither."
+PREPARE = """
+Turn text into PREFIX.bin and PREFIX.idx for training, or neither. The text is that of files (jsonl or plain; .gz, .zst;
+folders), or of a data set of the package datasets: by its name on Hugging Face's Hub, or a folder or file of it here.
+"""
 PREPARE_EXAMPLES = (
+    "megazero prepare-data --dataset ORG/NAME --split train --column text --output-prefix data/mine --tokenizer byte",
     "megazero prepare-data --input corpus/ more.jsonl.zst --output-prefix data/mine --tokenizer byte --append-eod",
     "python tools/preprocess_data.py --input corpus/ --output-prefix data/mine --tokenizer gpt2 --tokenizer-path DIR",
 )
@@ -53,8 +58,13 @@ INSPECT_EXAMPLES = (
 
 def prepare_parser() -> Parser:
     flags = command_parser("prepare-data", PREPARE, PREPARE_EXAMPLES)
-    add_text_flags(flags, corpus=True)
+    add_text_flags(flags, corpus=True, required=False)
     add = flags.add_argument
+    dataset = "instead of --input: ORG/NAME, ORG/NAME@REVISION, ORG/NAME:CONFIG, a folder or a .parquet file"
+    add("--dataset", type=given_word, metavar="NAME", help=dataset)
+    add("--split", help="of --dataset (train)")
+    add("--column", help="of --dataset: where the text is (text)")
+    add("--streaming", action="store_true", help="read --dataset as it comes, without a copy of all of it on the disk")
     add("--output-prefix", type=given_word, required=True, help="writes PREFIX.bin and PREFIX.idx")
     add_tokenizer_flags(flags, required=True)
     add("--append-eod", action="store_true", help="end each document with a separator")
@@ -66,17 +76,39 @@ def prepare_parser() -> Parser:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    from megazero.data.preprocess import PreprocessJob, preprocess
+    from megazero.data.dataset_rows import DatasetRows
+    from megazero.data.preprocess import PreprocessJob, file_source, write_pair
     from megazero.system.unfinished import ended_in_order
 
-    for problem in not_positive(args, "workers"):
+    for problem in (*not_positive(args, "workers"), *_text_problems(args)):
         raise DataError(problem)
-    job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader_of(args), args.append_eod, args.eod_id)
+    reader = reader_of(args)
+    if args.dataset is None:
+        source = file_source(args.input, reader, to_stderr)
+    else:
+        rows = DatasetRows(args.dataset, args.split, args.column or "text", args.streaming)
+        reader, source = ReaderOptions(json_key=rows.column), rows.source()
+    job = PreprocessJob(args.tokenizer, args.tokenizer_path, reader, args.append_eod, args.eod_id)
     with ended_in_order():  # a signal leaves no unfinished file behind
-        pair = preprocess(
-            args.input, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
+        pair = write_pair(
+            source, args.output_prefix, job, workers=args.workers, report=to_stderr, overwrite=args.overwrite
         )
     _print_contents(pair)
+
+
+def _text_problems(args: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with the flags that name the text: of files or of a data set, and of nothing else."""
+    if bool(args.input) == bool(args.dataset):
+        told = "--input and --dataset exclude each other" if args.input else "there is no text"
+        yield f"{told}: name files by --input, or a data set of the package datasets by --dataset"
+    parser = prepare_parser()
+    of_files = ("json_key", "text_format", "document", "encoding_errors", "include", "skip_undecodable")
+    of_datasets = ("split", "column", "streaming")
+    for fields, named, other in ((of_files, args.dataset, "--input"), (of_datasets, args.input, "--dataset")):
+        changed = [field for field in fields if getattr(args, field) != parser.get_default(field)]
+        flags = [flag_of(field.removeprefix("text_")) for field in changed]
+        if named and changed:
+            yield f"{' and '.join(flags)} {'goes' if len(flags) == 1 else 'go'} with {other}"
 
 
 def merge_parser() -> Parser:

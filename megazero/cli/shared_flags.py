@@ -69,14 +69,16 @@ def checkpoint_of(args: argparse.Namespace) -> Path:
     return folder_of(named_checkpoints(args)[0])
 
 
-def add_text_flags(flags: Flags, *, corpus: bool = False) -> None:
+def add_text_flags(flags: Flags, *, corpus: bool = False, required: bool = True) -> None:
     """Add the flags that say which text is read, and how.
 
-    corpus: whether the text is the whole input of the command. Then it must be named, and parts of it can be left out.
+    corpus: whether the text is the whole input of the command, of which parts can be left out. required: whether a
+    corpus must be named by --input.
     """
     add = flags.add_argument
+    required = corpus and required
     files = "files and folders (recursive): jsonl or text, also .gz and .zst"
-    add("--input", nargs="+", type=given_word, required=corpus, default=[], metavar="FILE", help=files)
+    add("--input", nargs="+", type=given_word, required=required, default=[], metavar="FILE", help=files)
     add("--json-key", default="text", help="key of the text in a line of jsonl")
     formats = f"auto: {', '.join(JSON_ENDINGS)} are jsonl, other files text"
     # `dest`, because `format` is a checkpoint's.

@@ -26,8 +26,8 @@ def advice_for(given: str) -> str | None:
         return f"{given}: weights and prefixes of a blend are words of their own: {' '.join(words)}"
     if "/" in given and may_be_on_the_hub(given):
         return (
-            f"{given}: there is no such pair here; if it is a dataset of Hugging Face's Hub: hf download --repo-type "
-            f"dataset {given} --local-dir data/{place.name}; {_preparing(f'data/{place.name}')}"
+            f"{given}: there is no such pair here; if it is a data set of Hugging Face's Hub, "
+            f"{_preparing(given, '--dataset')}"
         )
     return None
 
@@ -40,8 +40,8 @@ def _folder(given: str, place: Path) -> str:
     return f"{given} is a folder; name a pair in it without its endings, of which it has {len(pairs)}: {shown}"
 
 
-def _preparing(given: str) -> str:
-    command = f"megazero prepare-data --input {shlex.quote(given)} --output-prefix my-data --tokenizer ... --append-eod"
+def _preparing(given: str, flag: str = "--input") -> str:
+    command = f"megazero prepare-data {flag} {shlex.quote(given)} --output-prefix my-data --tokenizer ... --append-eod"
     return f"make a pair from text by {command}, then use --data-path my-data"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megazero.data.documents import RawDocument
 from megazero.data.indexed import DataError
@@ -65,8 +63,8 @@ class InputReport:
             + suspects * (self.suspects > 1)
         )
 
-    def require_text(self, inputs: Sequence[str | Path], files: int, tokenizer: str = "") -> None:
-        """Raise DataError if there was no text, or no token for it."""
+    def require_text(self, inputs: str, tokenizer: str = "") -> None:
+        """Raise DataError if there was no text, or no token for it. inputs: what was read, in words."""
         if not self.characters:
             skipped = (
                 f"; {counted(self.skipped, 'document that is', 'documents that are')} no UTF-8 "
@@ -74,7 +72,7 @@ class InputReport:
                 if self.skipped
                 else ""
             )
-            raise DataError(f"no text in {', '.join(map(str, inputs))} ({counted(files, 'file')}){skipped}")
+            raise DataError(f"no text in {inputs}{skipped}")
         if tokenizer and not self.tokens:
             raise DataError(
                 f"{tokenizer} gives no token for any of {counted(self.characters, 'character')} of text: it does "

@@ -109,8 +109,53 @@ class DocumentEncoder:
         return Encoded(np.array(ids, dtype=self.dtype), lengths, open_end, characters, found, text_tokens)
 
 
+@dataclass(frozen=True)
+class TextSource:
+    """Where documents come from.
+
+    inputs   what is read, in words, for an error
+    what     the same, short, for the progress
+    total    units that there are; None where that is not known before
+    unit     of the progress
+    batches  (units read so far, documents of about 1 MiB), in order; it counts what is left out
+    """
+
+    inputs: str
+    what: str
+    total: float | None
+    unit: str
+    batches: Callable[[InputReport], Generator[tuple[float, list[RawDocument]], None, None]]
+
+
+def file_source(inputs: Sequence[str | Path], reader: ReaderOptions, report: Report) -> TextSource:
+    """The documents of files and folders. Raises DataError for what is not there."""
+    files = find_files(inputs, reader.include, report)
+    count = counted(len(files), "file")
+
+    def batches(told: InputReport) -> Generator[tuple[float, list[RawDocument]], None, None]:
+        for read, batch in raw_batches(files, reader, told):
+            yield read / 1e6, batch
+
+    total = sum(path.stat().st_size for path in files) / 1e6
+    return TextSource(f"{', '.join(map(str, inputs))} ({count})", count, total, "MB", batches)
+
+
 def preprocess(
     inputs: Sequence[str | Path],
+    output: str | Path,
+    job: PreprocessJob,
+    *,
+    workers: int,
+    report: Report,
+    overwrite: bool = False,
+) -> PairWriter:
+    """`write_pair` of files and folders."""
+    source = file_source(inputs, job.reader, report)
+    return write_pair(source, output, job, workers=workers, report=report, overwrite=overwrite)
+
+
+def write_pair(
+    source: TextSource,
     output: str | Path,
     job: PreprocessJob,
     *,
@@ -122,18 +167,17 @@ def preprocess(
 
     Each document is one sequence, also an empty one. Raises DataError if there is no text at all.
     """
-    files, told = find_files(inputs, job.reader.include, report), InputReport(report=report)
+    told = InputReport(report=report)
     if job.tokenizer_path is not None:  # asked of the Hub once, and not by each worker
         job = replace(job, tokenizer_path=str(place_of(job.tokenizer_path)))
-    total = sum(path.stat().st_size for path in files)
     encoder = DocumentEncoder(job)
-    progress = Progress(report, f"tokenizing {counted(len(files), 'file')}", total / 1e6, "MB")
+    progress = Progress(report, f"tokenizing {source.what}", source.total, source.unit)
     made = tokenizer_record(encoder.tokenizer, job.tokenizer)
     for line in _told_of_tokenizer(encoder.tokenizer):
         report(line)
     with PairWriter(output, encoder.dtype, tokenizer_record=made, overwrite=overwrite) as writer:
         unfinished = 0
-        for read, encoded in _encoded(files, job, encoder, workers, told):
+        for read, encoded in _encoded(source.batches(told), job, encoder, workers):
             lengths = encoded.lengths
             if lengths:
                 lengths[0] += unfinished
@@ -141,8 +185,8 @@ def preprocess(
             writer.write(encoded.tokens, lengths, unfinished=unfinished)
             told.characters, told.replaced = told.characters + encoded.characters, told.replaced + encoded.replaced
             told.tokens += encoded.text_tokens
-            progress.reach(read / 1e6, f"; {counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}")
-        told.require_text(inputs, len(files), f"--tokenizer {job.tokenizer} {job.tokenizer_path or ''}".strip())
+            progress.reach(read, f"; {counted(writer.documents, 'document')}, {counted(writer.tokens, 'token')}")
+        told.require_text(source.inputs, f"--tokenizer {job.tokenizer} {job.tokenizer_path or ''}".strip())
     for line in told.lines(job.reader):
         report(line)
     return writer
@@ -203,17 +247,16 @@ def _is_text(path: Path, whole: bool, nul: bool) -> bool:
 
 
 def _encoded(
-    files: Sequence[Path], job: PreprocessJob, encoder: DocumentEncoder, workers: int, told: InputReport
-) -> Iterator[tuple[int, Encoded]]:
-    """(packed bytes read so far, tokenized batch), in order. At most three batches per worker are in memory."""
-    batches = raw_batches(files, job.reader, told)
+    batches: Iterator[tuple[float, list[RawDocument]]], job: PreprocessJob, encoder: DocumentEncoder, workers: int
+) -> Iterator[tuple[float, Encoded]]:
+    """(units read so far, tokenized batch), in order. At most three batches per worker are in memory."""
     if workers <= 1:
         for read, batch in batches:
             yield read, encoder(batch)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(job,)) as pool:
-        ahead: deque[tuple[int, Future[Encoded]]] = deque()
+        ahead: deque[tuple[float, Future[Encoded]]] = deque()
         try:
             for read, batch in batches:
                 ahead.append((read, pool.submit(_work, batch)))
@@ -257,16 +300,16 @@ def _work(batch: list[RawDocument]) -> Encoded:
 
 def texts(inputs: Sequence[str | Path], reader: ReaderOptions, report: Report, what: str) -> Iterator[str]:
     """Decoded documents (long ones in pieces), for training a tokenizer. Raises DataError if there is no text."""
-    files, told = find_files(inputs, reader.include, report), InputReport(report=report)
-    progress = Progress(report, what, sum(path.stat().st_size for path in files) / 1e6, "MB")
-    with closing(raw_batches(files, reader, told)) as batches:
+    source, told = file_source(inputs, reader, report), InputReport(report=report)
+    progress = Progress(report, what, source.total, source.unit)
+    with closing(source.batches(told)) as batches:
         for read, batch in batches:
             for raw in batch:
                 text = text_of(raw, reader.json_key, reader.encoding_errors)
                 told.characters += len(text)
                 told.replaced += count_replaced(raw.data) if reader.encoding_errors == "replace" else 0
                 yield text
-            progress.reach(read / 1e6)
-    told.require_text(inputs, len(files))
+            progress.reach(read)
+    told.require_text(source.inputs)
     for line in told.lines(reader):
         report(line)

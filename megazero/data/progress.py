@@ -34,10 +34,10 @@ def without_repeats(report: Report) -> Report:
 
 class Progress:
     """Reports '<what>: <done> of <total> <unit> (<percent>), <rate> <unit>/s, <time> left' at most every `every`
-    seconds.
+    seconds. total: None where it is not known; then the report has what is done and the rate.
     """
 
-    def __init__(self, report: Report, what: str, total: float, unit: str, *, every: float = 2.0) -> None:
+    def __init__(self, report: Report, what: str, total: float | None, unit: str, *, every: float = 2.0) -> None:
         self.report, self.what, self.total, self.unit, self.every = report, what, total, unit, every
         self.done = 0.0
         self._start = self._last = time.monotonic()
@@ -53,6 +53,8 @@ class Progress:
     def line(self, more: str = "") -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = self.done / seconds
+        if self.total is None:
+            return f"{self.what}: {self.done:,.1f} {self.unit}, {rate:,.1f} {self.unit}/s{more}"
         left = duration((self.total - self.done) / rate) if rate > 0 else "?"
         share = 100 * self.done / self.total if self.total else 100.0
         return (

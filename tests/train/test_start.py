@@ -285,7 +285,8 @@ def refusal(words: list[str]) -> tuple[str, ...]:
         (["text.txt"], "text.txt is no pair of .bin and .idx, but a file; make a pair from text by"),
         (
             ["someone/texts"],
-            "someone/texts: there is no such pair here; if it is a dataset of Hugging Face's Hub: hf download",
+            "someone/texts: there is no such pair here; if it is a data set of Hugging Face's Hub, make a pair from "
+            "text by megazero prepare-data --dataset someone/texts --output-prefix",
         ),
         (["folder"], "folder is a folder without pairs of .bin and .idx; make a pair from text by"),
         (["pair.bin"], "pair.bin: a pair is named without its endings: pair"),
