@@ -355,7 +355,6 @@ SHORT = {
     "megazero/disk/store.py": "what the program asks of files, whatever tier they are on",
     "megazero/pipeline/actions.py": "protocols of what the engine asks of others: most of it is docstrings",
     "megazero/pipeline/warm_up.py": "a pass without messages, with the reason why cards need one",
-    "megazero/plan/flops.py": "formulae that pages quote and benchmarks import, which no list or shape is needed for",
     "megazero/program/passes/cut.py": "a pass that other passes import",
     "megazero/program/transfers.py": "where messages stand, which schedules and vertical order share",
     "megazero/report/verdict.py": "the printer of --validate-only, which is neither the banner nor JSON",

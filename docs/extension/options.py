@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 from megazero.config.flags import CommandOptions
 from megazero.config.lengths import Length
-from megazero.config.options import Option, options_of, run_options, sections
-from megazero.config.tiers import TierShare
+from megazero.config.options import PARSED, Option, options_of, run_options, sections
 
 COMMAND = "command"
 """The section of what is no configuration: --config, --validate-only, ..."""
-_KINDS = {int: "whole number", float: "number", str: "word", TierShare: "word", Length: "length", bool: "switch"}
+_KINDS = dict.fromkeys(PARSED, "word") | {
+    int: "whole number",
+    float: "number",
+    str: "word",
+    Length: "length",
+    bool: "switch",
+}
 
 
 def all_options() -> Sequence[Option]:

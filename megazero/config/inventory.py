@@ -210,7 +210,7 @@ embedding and head always, as in NVIDIA's Transformer Engine: the loss is most s
 
 
 @dataclass(frozen=True)
-class Product:
+class BlockProduct:
     """A product of a block: the layer's name within the block, and its weight [n, k] on one tp rank.
 
     Gate and up of a gated feed-forward layer are one product, under the gate's name.
@@ -226,7 +226,7 @@ class Product:
         return self.n % FP8_MULTIPLE == 0 and self.k % FP8_MULTIPLE == 0
 
 
-def products(layer: Layer, tp: int) -> tuple[Product, ...]:
+def products(layer: Layer, tp: int) -> tuple[BlockProduct, ...]:
     """The products of a block's linear layers."""
     sizes: dict[str, tuple[int, int]] = {}
     for linear in linears(layer):
@@ -234,7 +234,7 @@ def products(layer: Layer, tp: int) -> tuple[Product, ...]:
         # by the product that the layer names, not by the layer before it: down is none of gate and up
         before, _ = sizes.get(linear.product, (0, k))
         sizes[linear.product] = before + n, k
-    return tuple(Product(name, n, k) for name, (n, k) in sizes.items())
+    return tuple(BlockProduct(name, n, k) for name, (n, k) in sizes.items())
 
 
 def fp8_layers(run: Run) -> tuple[str, ...]:

@@ -361,10 +361,11 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 def preset(name: str) -> Mapping[str, Any]:
-    """The settings of a preset. Raises ValueError with the nearest name and all names for an unknown one."""
+    """The settings of a preset. Raises ValueError with the nearest name for an unknown one."""
     settings = presets().get(name.lower())
     if settings is None:
         raise ValueError(
-            f"there is no preset {name!r}{did_you_mean(name.lower(), presets())} (known: {', '.join(presets())})"
+            f"there is no preset {name!r}{did_you_mean(name.lower(), presets())} "
+            f"(--help-all lists all {len(presets())})"
         )
     return settings

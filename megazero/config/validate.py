@@ -15,6 +15,7 @@ from megazero.config.checks import CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.idle_flags import effect_checks
+from megazero.config.layers.checks_model import MODEL_CHECKS
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import Option, run_options
 from megazero.config.schema import Run
@@ -130,7 +131,7 @@ def _range_problem(known: Option, value: Any) -> str | None:
     return None
 
 
-CHECKS = (*LAYOUT_CHECKS, *TRAINING_CHECKS)
+CHECKS = (*MODEL_CHECKS, *LAYOUT_CHECKS, *TRAINING_CHECKS)
 """Relations between fields, in the order of the message. Those of flags without effect follow."""
 
 

@@ -24,7 +24,7 @@ OURS = (
     " is damaged: ",
     " is not the recorded one",
     "is not there; a run that may have to start",
-    "megazero turns by position",
+    "model that is known here; if it changes nothing",
     "the model loaded is not the model saved",
 )
 """Words of messages that the program writes."""

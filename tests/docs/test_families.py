@@ -1,4 +1,4 @@
-"""The table of LLaMA models on the page of formats: config.json of each row is read, or refused, as the row says."""
+"""The table of families on the page of formats: config.json of each row is read, or refused, as the row says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megazero.convert.hf.config import read_config
+from megazero.convert.hf.families import FAMILIES
 from megazero.convert.source import ConversionError
 from tests.docs.pages import text_of
 
@@ -19,14 +20,18 @@ LLAMA = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "intermediate_size": 96,
 }
 """A small one, with what every config.json has."""
+SIZES_OF_OTHERS = dict.fromkeys(("gpt2", "bloom", "opt"), ("intermediate_size", "num_key_value_heads"))
+SIZES_OF_OTHERS["gpt_neox"] = ("num_key_value_heads",)
+"""model_type -> keys of the small one that such a config.json has not."""
 
 
 def rows() -> list[tuple[str, str]]:
     """(fields of a config.json, whether it opens) of each row."""
-    section = text_of(PAGE).split("## Which LLaMA models open\n")[1]
+    section = text_of(PAGE).split("## Which models of Hugging Face open\n")[1]
     cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ") and "`" in line]
     return [(fields, opens) for _, said, opens in cells for fields in re.findall(r"`([^`]+)`", said)]
 
@@ -38,9 +43,18 @@ def test_there_are_rows_of_both_kinds() -> None:
 @pytest.mark.parametrize(("fields", "opens"), rows())
 def test_it_opens_or_is_refused_as_the_page_says(fields: str, opens: str) -> None:
     config, where = LLAMA | json.loads(fields), Path("config.json")
-    if opens == "yes":
-        model = read_config(config, where)
-        assert model.position_embedding == "rotary" and model.rotary_base == json.loads(fields)["rope_theta"]
-    else:
+    for key in SIZES_OF_OTHERS.get(config["model_type"], ()):
+        del config[key]
+    if opens == "no":
         with pytest.raises(ConversionError):
             read_config(config, where)
+        return
+    model = read_config(config, where)
+    assert model.num_layers == 2 and model.vocab_size == 320
+    theta = config.get("rope_theta")
+    assert theta is None or model.rotary_base == theta
+
+
+def test_every_family_has_a_row() -> None:
+    named = {json.loads(fields).get("model_type", "llama") for fields, opens in rows() if opens == "yes"}
+    assert named == set(FAMILIES)
