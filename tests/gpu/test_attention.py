@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention import causal_attention
 from fused_ops.attention.flex import flex_attention
+from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.sdpa import efficient_attention, flash_attention
 from fused_ops.attention.selection import AttentionChoice, Body, choose
@@ -51,7 +52,9 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def check(body: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, sloped: bool = False, run: int = 0) -> None:
+def check(
+    body: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, sloped: bool = False, run: int = 0, **more: Any
+) -> None:
     """Context with and without a recorded gradient, and gradient of the projection, which is drawn in `dtype`."""
     s, b, groups, repeats, d = shape
     draw = torch.Generator().manual_seed(s + d)
@@ -60,7 +63,7 @@ def check(body: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, sloped:
     given: dict[str, Any] = {
         "slopes": torch.tensor(alibi_slopes(groups * repeats)) if sloped else None,
         "documents": None,
-    }
+    } | more
     if run:
         given["documents"] = (torch.rand(b, s, generator=draw) < 1 / run).long().cumsum(1)
 
@@ -76,7 +79,7 @@ def check(body: Callable[..., Tensor], shape: Shape, dtype: torch.dtype, sloped:
             return [kept, gradient, attend()]
 
     exact = results(reference_attention, Tensor.double, given)
-    there = {name: None if tensor is None else tensor.to(CARD) for name, tensor in given.items()}
+    there = {name: each.to(CARD) if isinstance(each, Tensor) else each for name, each in given.items()}
     takes = {} if body in (flash_attention, efficient_attention) else there
     bounds = (SCORED if body is reference_attention else ONE_PASS)[dtype]
     for ours, theirs in zip(results(body, lambda tensor: tensor.to(CARD), takes), exact, strict=True):
@@ -131,6 +134,25 @@ def test_flex(shape: Shape, dtype: torch.dtype, sloped: bool, run: int) -> None:
     check(flex_attention, shape, dtype, sloped, run)
 
 
+@pytest.mark.parametrize("body", [flex_attention, reference_attention])
+@pytest.mark.parametrize(
+    ("reach", "cap", "sloped", "run"),
+    [
+        (Reach(1), None, False, 0),
+        (Reach(100), None, True, 0),
+        (Reach(129), 5.0, False, 60),
+        (Reach(chunk=90), 5.0, True, 60),
+        (EVERYTHING, 2.0, True, 0),
+    ],
+    ids=str,
+)
+def test_windows_chunks_and_caps(
+    reach: Reach, cap: float | None, sloped: bool, run: int, body: Callable[..., Tensor]
+) -> None:
+    """Five blocks, so that some are beyond every window."""
+    check(body, (600, 2, 2, 2, 64), BF16, sloped, run, reach=reach, cap=cap)
+
+
 def test_flex_recomputed_and_compiled_once_for_other_documents() -> None:
     def recomputed(mixed: Tensor, *heads: int, **given: Any) -> Tensor:
         found = checkpoint(flex_attention, mixed, *heads, use_reentrant=False, preserve_rng_state=False, **given)
@@ -168,6 +190,8 @@ def test_the_rule_on_this_card() -> None:
     assert chosen(workload()).body is Body.FLASH
     assert chosen(workload(alibi=True)).body is Body.FLEX, chosen(workload(alibi=True)).reason
     assert chosen(workload(documents=True)).body is Body.FLEX
+    for bounds in ({"reach": Reach(100)}, {"reach": Reach(chunk=100)}, {"cap": 5.0}):
+        assert chosen(workload(**bounds)).body is Body.FLEX, chosen(workload(**bounds)).reason
     assert chosen(workload(alibi=True, dropout=True)).body is Body.SOFTMAX
     assert chosen(AttentionWorkload(FP32, 256, 2, 4, 1, 64)).body is Body.EFFICIENT
     assert chosen(workload(), "flex").body is Body.FLEX
