@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from megazero.system.names import may_be_on_the_hub
+from megazero.system.reading import BOUNDS, Unreadable, read_object
 
 TOKENIZER = (
     *("tokenizer*.json", "*.model", "*vocab.json", "*merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -28,7 +30,8 @@ MODEL = (
     *("model*.safetensors", "model*.safetensors.index.json", "adapter_model.safetensors"),
 )
 """Patterns of all that is read of a model or of adapters."""
-_TORCH_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_model.bin")
+_TORCH_INDEX = "pytorch_model.bin.index.json"
+_TORCH_WEIGHTS = ("pytorch_model*.bin", _TORCH_INDEX, "adapter_model.bin")
 """Patterns of weights that only a repository without safetensors is asked for."""
 _SUBFOLDERS = ("*/*",)
 _PREFIX = re.compile(r"hf:/{1,2}")  # a Path keeps one slash of the two
@@ -95,9 +98,39 @@ def name_of(place: str | Path) -> HubName | None:
 
 
 @cache
+def _asked(repository: str, files: tuple[str, ...]) -> dict[str | None, Path]:
+    """The folders of a repository that this process has asked for, by their revisions and commits."""
+    return {}
+
+
 def _snapshot(name: HubName, files: tuple[str, ...]) -> Path:
     """The folder of a repository's commit in the cache, with the files in it. Raises HubError."""
+    asked = _asked(name.repository, files)
+    if name.revision not in asked:
+        folder = _fetched(name, name.revision, files)
+        if files == MODEL and _lacks_weights(folder):
+            _fetched(name, folder.name, (*files, *_TORCH_WEIGHTS))
+        asked[name.revision] = asked[folder.name] = folder
+    return asked[name.revision]
+
+
+def _lacks_weights(folder: Path) -> bool:
+    """Whether there is neither a safetensors file nor all of torch's: another question may take long in vain."""
+    if any(folder.glob("*.safetensors")):
+        return False
+    index = folder / _TORCH_INDEX
+    if not index.is_file():
+        return not any(any(folder.glob(pattern)) for pattern in _TORCH_WEIGHTS)
+    with suppress(Unreadable, OSError):  # whoever opens the model says what is wrong with it
+        listed = read_object(index, BOUNDS.index).get("weight_map")
+        return isinstance(listed, dict) and not all((folder / str(file)).is_file() for file in listed.values())
+    return False
+
+
+def _fetched(name: HubName, revision: str | None, files: tuple[str, ...]) -> Path:
+    """The folder with these files. Several processes may fetch the same ones: the library's locks let one do it."""
     try:
+        from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars
     except ImportError as error:
         raise HubError(
@@ -106,16 +139,6 @@ def _snapshot(name: HubName, files: tuple[str, ...]) -> Path:
         ) from error
     if os.environ.get("LOCAL_RANK", "0") != "0":  # the bars of several ranks would write over each other
         disable_progress_bars()
-    folder = _fetched(name, name.revision, files)
-    if files == MODEL and not any(folder.glob("*.safetensors")):
-        _fetched(name, folder.name, (*files, *_TORCH_WEIGHTS))
-    return folder
-
-
-def _fetched(name: HubName, revision: str | None, files: tuple[str, ...]) -> Path:
-    """Several processes may fetch the same files: the library's locks let one of them do it."""
-    from huggingface_hub import snapshot_download
-
     try:
         folder = snapshot_download(
             name.repository, revision=revision, allow_patterns=[*files], ignore_patterns=[*_SUBFOLDERS]

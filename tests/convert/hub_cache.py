@@ -37,4 +37,4 @@ def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
     patch.setattr(constants, "HF_HUB_CACHE", str(cache))
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub._snapshot.cache_clear()  # an earlier test may have had the same name in another cache
+    hub._asked.cache_clear()  # an earlier test may have had the same name in another cache

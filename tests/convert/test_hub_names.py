@@ -195,12 +195,13 @@ def test_adapters_say_on_which_commit_they_belong(model: Path, snapshot: Path, c
         written = json.loads((adapters.path / "peft" / "adapter_config.json").read_text())
         assert adapters.run.checkpoint.init_from == f"org/tiny@{COMMIT}"
     assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", COMMIT)
+    add_to_cache(cache, "org/adapters", adapters.path / "peft")
     other = write_model(tmp_path / "other")
     (other / "generation_config.json").write_text('{"max_new_tokens": 3}')
     add_to_cache(cache, "org/tiny", other, OTHER)
-    hub._snapshot.cache_clear()
+    hub._asked.cache_clear()
     resumed = [*flags, "4", "--load", str(tmp_path / "saved"), "--override-opt-param-scheduler"]
     assert run_ranks(1, trained_on_rank, 1, cache, resumed) == [f"org/tiny@{COMMIT}"]
-    with open_source(Path("saved")) as merged, open_source(adapters.path / "peft") as of_peft:
-        assert isinstance(merged, AdaptedSource) and isinstance(of_peft, AdaptedSource)
-        assert merged.base.path == of_peft.base.path == snapshot
+    for path in (Path("saved"), adapters.path / "peft", Path("org/adapters")):
+        with open_source(path) as merged:
+            assert isinstance(merged, AdaptedSource) and merged.base.path == snapshot

@@ -82,8 +82,33 @@ def test_a_process_reads_one_commit(cache: Path) -> None:
     first = folder_of("org/tiny")
     (cache / "models--org--tiny" / "refs" / "main").write_text(OTHER)
     assert folder_of("org/tiny") == first and pinned("org/tiny") == f"org/tiny@{COMMIT}"
-    hub._snapshot.cache_clear()
+    hub._asked.cache_clear()
     assert folder_of("org/tiny").name == OTHER
+
+
+def test_what_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name with its commit is known then, and torch's files are not asked for where they are all in the cache:
+    where no network is, and no list of the repository's files in the cache, the library tries for 20 seconds.
+    """
+    library = pytest.importorskip("huggingface_hub")
+    fetch, asked = library.snapshot_download, list[str]()
+
+    def counted(repository: str, *, revision: str | None, **patterns: list[str]) -> str:
+        asked.append(f"{repository}@{revision}")
+        return str(fetch(repository, revision=revision, **patterns))
+
+    monkeypatch.setattr(library, "snapshot_download", counted)
+    assert folder_of("org/tiny") == folder_of(pinned("org/tiny"))
+    files = {"pytorch_model.bin.index.json": json.dumps({"weight_map": {"a": "pytorch_model-1.bin", "b": "2.bin"}})}
+    for number, more in enumerate(({"pytorch_model-1.bin": "a"}, {"2.bin": "b"})):
+        files |= more
+        model = cache.parent / f"old{number}"
+        model.mkdir()
+        for name, text in files.items():
+            (model / name).write_text(text)
+        add_to_cache(cache, f"org/old{number}", model)
+        folder_of(f"org/old{number}")
+    assert asked == ["org/tiny@None", "org/old0@None", f"org/old0@{COMMIT}", "org/old1@None"]
 
 
 @pytest.mark.parametrize(
