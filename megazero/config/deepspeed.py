@@ -118,7 +118,7 @@ def read_deepspeed(path: str | Path) -> DeepSpeedSource:
                 continue
             hint = did_you_mean(key, known)
             source.refuse(f"there is no {key}{hint}")
-    for translate in (_precision, _optimizer, _scheduler, _buckets, _offload, _tensorboard, _accumulation):
+    for translate in (_precision, _optimizer, _scheduler, _buckets, _offload, _tensorboard, _wandb, _accumulation):
         translate(source, keys)
     source.assumes_one = (
         not {"gradient_accumulation_steps", "train_batch_size"} & {*every} and "micro_batch_size" in source.settings
@@ -296,6 +296,14 @@ def _tensorboard(source: ConfigSource, keys: Mapping[str, Any]) -> None:
             keys.get("tensorboard.job_name") or "DeepSpeedJobName"
         )
         _put(source, "tensorboard.output_path", "tensorboard_dir", str(folder))
+
+
+def _wandb(source: ConfigSource, keys: Mapping[str, Any]) -> None:
+    if keys.get("wandb.enabled"):
+        team, project = keys.get("wandb.team"), str(keys.get("wandb.project") or "deepspeed")
+        _put(source, "wandb.project", "wandb", f"{team}/{project}" if team else project)
+        if keys.get("wandb.group") is not None:
+            _put(source, "wandb.group", "wandb_group", keys["wandb.group"])
 
 
 def _accumulation(source: DeepSpeedSource, keys: Mapping[str, Any]) -> None:

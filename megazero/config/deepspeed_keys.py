@@ -77,7 +77,6 @@ UNBUILT: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
             (None,),
             "use --recompute-granularity full and --recompute-num-layers",
         ),
-        "wandb.enabled": ((False,), "wandb is not built yet; --tensorboard-dir and --metrics-file are"),
         "csv_monitor.enabled": ((False,), "CSV is not built; --metrics-file writes JSON lines"),
         "wall_clock_breakdown": ((False,), "it is not built yet; every log line has the step's time"),
     }
@@ -94,13 +93,13 @@ TRANSLATED = (
     *("zero_optimization.allgather_bucket_size", f"{_PARAM}device", f"{_PARAM}nvme_path"),
     *(f"{_OPTIMIZER}device", f"{_OPTIMIZER}ratio", f"{_OPTIMIZER}nvme_path"),
     *(f"tensorboard.{key}" for key in ("enabled", "output_path", "job_name")),
+    *(f"wandb.{key}" for key in ("enabled", "project", "team", "group")),
 )
 """Keys that become a field together with others or by a formula. Functions of `config.deepspeed` read them."""
 _DETAILS = {
     _OPTIMIZER: ("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write"),
     _PARAM: ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
     _AIO: ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events"),
-    "wandb.": ("team", "group", "project"),
     "csv_monitor.": ("output_path", "job_name"),
 }
 DETAILS = tuple(f"{block}{key}" for block, keys in _DETAILS.items() for key in keys)

@@ -97,9 +97,11 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "--eval-interval": "eval-every eval-freq val-check-interval",
         "--eval-iters": "eval-batches limit-val-batches",
         "--log-interval": "log-every log-freq log-every-n-steps",
-        "--tensorboard-dir, or --metrics-file for JSON lines": (
-            "wandb wandb-project wandb-log report-to tensorboard tb log-dir project run-name"
-        ),
+        "--tensorboard-dir, or --metrics-file for JSON lines": ("report-to tensorboard tb log-dir"),
+        "--wandb": "wandb-project wandb-log project",
+        "--wandb TEAM/PROJECT": "wandb-entity wandb-team",
+        "the variable WANDB_NAME beside --wandb": "run-name wandb-name wandb-run-name wandb-exp-name",
+        "--mlflow": "mlflow-experiment mlflow-experiment-name",
     }
 )
 """Flag here -> short names that other programs, nanoGPT among them, use for it, with blanks between."""

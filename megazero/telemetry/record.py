@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -108,6 +108,39 @@ class Rates:
     ranks: int
     peak_flops: float | None = None
     recomputed_per_sample: float = 0.0
+
+
+class NoSink(ValueError):
+    """A sink that cannot be made: what a package makes of its name is none, or a service cannot be used."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ends.
+
+    state   finished; stopped as asked; or failed
+    reason  of a run that stopped: a signal or a flag
+    """
+
+    state: Literal["finished", "stopped", "failed"]
+    reason: str = ""
+
+    def words(self) -> str:
+        return f"{self.state}: {self.reason}" if self.reason else self.state
+
+
+FINISHED = Ending("finished")
+
+
+@runtime_checkable
+class EndingSink(Protocol):
+    """A `Sink` that is told how the run ends. One that is closed without a word has a run that failed."""
+
+    def ended(self, ending: Ending) -> None:
+        """Take how the run ends. Called once, before `close`."""
+
+    def close(self) -> None:
+        """As of a `Sink`."""
 
 
 class Sink(Protocol):

@@ -1,4 +1,4 @@
-"""The sinks of a run in addition to its log lines: one for each flag that names a file or folder, and --sinks."""
+"""The sinks of a run in addition to its log lines: one for each flag that names a place, and --sinks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from types import MappingProxyType
 from megazero.config.schema import Run
 from megazero.system.extensions import SINKS, load
 from megazero.telemetry.metrics import MetricsFile
-from megazero.telemetry.record import Sink
-
-
-class NoSink(ValueError):
-    """What a package makes of its name is no sink."""
-
+from megazero.telemetry.record import NoSink, Sink
+from megazero.telemetry.services import RunId, ServiceSink
 
 METHODS = ("note", "step", "evaluation", "flush", "close")
 """Of a `Sink`."""
@@ -46,10 +42,26 @@ def _tensorboard(of: SinkContext) -> Sink:
     return TensorBoard(of.run.trainer.tensorboard_dir or "", of.first_iteration, of.tell)
 
 
+def _wandb(of: SinkContext) -> Sink:
+    from megazero.telemetry.wandb import Wandb
+
+    project = of.run.trainer.wandb or ""
+    run_id = RunId.of("wandb", project, of.run, of.first_iteration, of.check)
+    return ServiceSink(f"--wandb {project}", Wandb(of.run, run_id, of.tell), of.tell)
+
+
+def _mlflow(of: SinkContext) -> Sink:
+    from megazero.telemetry.mlflow import Mlflow
+
+    experiment = of.run.trainer.mlflow or ""
+    run_id = RunId.of("mlflow", experiment, of.run, of.first_iteration, of.check)
+    return ServiceSink(f"--mlflow {experiment}", Mlflow(of.run, run_id, of.tell), of.tell)
+
+
 BY_FIELD: Mapping[str, Callable[[SinkContext], Sink]] = MappingProxyType(
-    {"metrics_file": _metrics_file, "tensorboard_dir": _tensorboard}
+    {"metrics_file": _metrics_file, "tensorboard_dir": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 )
-"""Field of `TrainerConfig` that names a file or folder -> a function that makes its sink."""
+"""Field of `TrainerConfig` that names a file, folder, project or experiment -> a function that makes its sink."""
 
 
 def named_places(run: Run) -> dict[str, str]:

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from megazero.telemetry.record import Rates, Scalar, Sink, StepValues, read_scalars, resolve_step
+from megazero.telemetry.record import (
+    FINISHED,
+    Ending,
+    EndingSink,
+    Rates,
+    Scalar,
+    Sink,
+    StepValues,
+    read_scalars,
+    resolve_step,
+)
 
 __all__ = ["StepLog", "StepValues"]
 
@@ -32,6 +42,7 @@ class StepLog:
         self._interval = max(1, log_interval)
         self._waiting: list[StepValues] = []
         self._last_peak = 0
+        self._closed = False
 
     def step(self, values: StepValues) -> None:
         """Queue a step. At the log interval all queued steps are written."""
@@ -60,12 +71,26 @@ class StepLog:
         for sink in self._sinks:
             sink.note(text)
 
-    def close(self) -> None:
-        """Write all queued steps and close the sinks. Communicates nothing, so a failing rank may call it alone."""
+    def close(self, ending: Ending = FINISHED) -> None:
+        """Write all queued steps, tell sinks how the run ends, and close them. Communicates nothing."""
         steps, self._waiting = self._waiting, []
         self._write(steps, self._last_peak)
+        self._closed = True
         for sink in self._sinks:
+            if isinstance(sink, EndingSink):
+                sink.ended(ending)
             sink.close()
+
+    def abandon(self) -> None:
+        """Unless the log is closed: tell the sinks that hear of a run's end that this run has failed. A failing rank
+        calls this alone. Steps that are queued stay unread, since after an error the device may never answer.
+        """
+        if not self._closed:
+            self._closed = True
+            for sink in self._sinks:
+                if isinstance(sink, EndingSink):
+                    sink.ended(Ending("failed"))
+                    sink.close()
 
     def _write(self, steps: Sequence[StepValues], peak_memory: int) -> None:
         if not (self._sinks and steps):

@@ -118,10 +118,10 @@ class Training:
         self._running().report()
         loss = None if self._last is None else read_scalars([self._last.loss])[0]
         newest = None if trainer.save_policy is None else trainer.save_policy.newest
-        position, finished = trainer.position, trainer.finished()
+        position, ending = trainer.position, trainer.ending
         progress = (position.iteration, position.consumed_samples, position.consumed_tokens)
-        stopped_by = None if finished else trainer.stopped_by or "its program left the loop"
-        self._result = Result(*progress, finished, stopped_by, loss, dict(trainer.losses), newest)
+        finished = ending.state == "finished"
+        self._result = Result(*progress, finished, ending.reason or None, loss, dict(trainer.losses), newest)
 
     def _running(self) -> Job:
         if self._job is None:

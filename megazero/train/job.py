@@ -63,9 +63,10 @@ class Job:
             self.trainer.fit()
 
     def close(self) -> None:
-        """Release captured graphs, end the lanes of what has left the device, and remove swap files unless a run may go
-        on from them. Then nothing that rests off the device can be read any more.
+        """Tell services of a run that fails, release captured graphs, end the lanes of what has left the device, and
+        remove swap files unless a run may go on from them. Then nothing that rests off the device can be read any more.
         """
+        self.trainer.log.abandon()
         if isinstance(self.trainer.engine, GraphedEngine):
             self.trainer.engine.release()
         self.state.model.tiers.close(remove=not self.trainer.whole_steps.kept)
@@ -74,7 +75,7 @@ class Job:
 
     def report(self) -> None:
         """Close the log, generate the sample, and print it with the paths of the outputs. A collective of all ranks."""
-        self.trainer.log.close()
+        self.trainer.log.close(self.trainer.ending)
         text = sample_text(self.run, self.stages, self.state.model, self.grid, self.prepared.tokenizer)
         disks = self.disks.sentence(self.grid) if uses_files(self.run) or writes_activations(self.run) else None
         if self.grid.rank == 0:

@@ -23,8 +23,8 @@ from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.recompute import recompute_table
 from megazero.system import device as devices
 from megazero.telemetry.logline import LogLines
-from megazero.telemetry.record import Rates, Sink, StepRecord
-from megazero.telemetry.sinks import NoSink, SinkContext, named_places, open_sinks
+from megazero.telemetry.record import NoSink, Rates, Sink, StepRecord
+from megazero.telemetry.sinks import SinkContext, named_places, open_sinks
 from megazero.telemetry.steplog import StepLog
 from megazero.telemetry.watchdog import StopSignals
 from megazero.train.state import TrainingPosition

@@ -33,6 +33,7 @@ from megazero.plan.step_lists import StageLists, buffer_problems
 from megazero.plan.traffic import unit_problems
 from megazero.system import device as devices
 from megazero.system import host_memory
+from megazero.telemetry.mlflow import needs_database
 from megazero.telemetry.sinks import sink_factory
 
 
@@ -42,15 +43,25 @@ class Package(NamedTuple):
     name    its name in Python and on PyPI
     serves  the flag or feature that needs it
     asked   whether the flags of a run need it
+    source  what pip installs, if that is not the name
     """
 
     name: str
     serves: str
     asked: Callable[[Run], bool] = lambda run: False
+    source: str = ""
 
 
 PACKAGES = (
     Package("tensorboard", "--tensorboard-dir", lambda run: bool(run.trainer.tensorboard_dir)),
+    Package("wandb", "--wandb", lambda run: bool(run.trainer.wandb)),
+    Package("mlflow", "--mlflow", lambda run: bool(run.trainer.mlflow), "'megazero[mlflow]'"),
+    Package(
+        "alembic",
+        "--mlflow with a database, which is the default of MLFLOW_TRACKING_URI,",
+        lambda run: bool(run.trainer.mlflow) and needs_database(),
+        "'megazero[mlflow]'",
+    ),
     Package("sentencepiece", "--tokenizer sentencepiece", lambda run: run.data.tokenizer == "sentencepiece"),
     Package(
         "zstandard",
@@ -72,7 +83,8 @@ def machine_problems(run: Run) -> list[str]:
 def missing_packages(run: Run) -> list[str]:
     """Packages that this run's flags need and that are not installed, each with what to install."""
     return [
-        f"{package.serves} needs the package {package.name}, which is not installed: pip install {package.name}"
+        f"{package.serves} needs the package {package.name}, which is not installed: "
+        f"pip install {package.source or package.name}"
         for package in PACKAGES
         if package.asked(run) and find_spec(package.name) is None
     ]

@@ -21,6 +21,7 @@ from megazero.optim.step_plan import StepPlan
 from megazero.pipeline.build import compiled_ops
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.graphs import GraphedEngine
+from megazero.telemetry.record import FINISHED, Ending
 from megazero.telemetry.steplog import StepLog, StepValues
 from megazero.telemetry.watchdog import StopSignals, parent_alive, started_by_torchrun
 from megazero.train.run_memory import HostMemory
@@ -115,6 +116,11 @@ class Trainer:
     def finished(self) -> bool:
         """Whether the run has trained all its iterations or samples."""
         return self.plan.finished(self.position.iteration, self.position.consumed_samples)
+
+    @property
+    def ending(self) -> Ending:
+        """How the run ends, if it ends now."""
+        return FINISHED if self.finished() else Ending("stopped", self.stopped_by or "its program left the loop")
 
     def train_step(self, *, stop: bool) -> StepValues:
         """Make one optimizer step over one global batch; return its values, some of them 0-dim tensors on the device.

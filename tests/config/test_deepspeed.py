@@ -60,7 +60,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
             },
             "activation_checkpointing": {"partition_activations": False},
             "tensorboard": {"enabled": True, "output_path": "boards", "job_name": "mine"},
-            "wandb": {"enabled": False},
+            "wandb": {"enabled": True, "project": "poems", "team": "us", "group": "small"},
             "wall_clock_breakdown": False,
         },
         "--tp",
@@ -74,6 +74,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
     assert (o.initial_loss_scale, o.loss_scale_window, o.hysteresis, o.min_loss_scale) == (4096, 500, 3, 2)
     assert (p.zero_stage, p.bucket_size, p.overlap, p.grad_reduce_dtype) == (2, 500_000, False, "fp16")
     assert (run.trainer.log_interval, run.trainer.tensorboard_dir) == (20, "boards/mine")
+    assert (run.trainer.wandb, run.trainer.wandb_group) == ("us/poems", "small")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,6 @@ def test_precision(content: dict[str, Any], precision: str, tmp_path: Path) -> N
         ({"aio": {"use_gds": True}}, "files are read and written through host memory"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "accumulate in fp32"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "use --offload-activations cpu"),
-        ({"wandb": {"enabled": True}}, "wandb is not built yet"),
         ({"csv_monitor": {"enabled": True}}, "--metrics-file"),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown true is refused"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type 'OneBitAdam' is not built"),

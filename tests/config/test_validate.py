@@ -292,6 +292,7 @@ POINTLESS = cases("""
 IDLE = cases("""
 --data-path p --tokenizer byte --sample-tokens 9 | 1 | --sample-tokens 9 has no effect without --sample-prompt TEXT |
     --sample-prompt def
+--wandb-group small | 1 | --wandb-group small has no effect without --wandb | --wandb poems
 --sequence-parallel | 2 | --sequence-parallel has no effect without --tp above 1 | --tp 2
 --partition-by time | 2 | --partition-by time has no effect without --pp above 1 | --pp 2
 --zero-stage 1 --tp 2 | 2 | --zero-stage 1 has no effect without several data-parallel ranks | --tp 1

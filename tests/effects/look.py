@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -72,6 +75,7 @@ FACETS = {
     "logged": "iterations that have a line in the log",
     "text": "what the model says at the end",
     "files": "what lies in the run's own folder at the end",
+    "services": "project, team, group and experiment that services of metrics are asked for",
 }
 Seen = dict[str, Any]
 
@@ -107,6 +111,7 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
     seen: Seen = {"refused": []}
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as said, _as_before():
         _on_a_machine_without_card(patch, seen)
+        wandb, mlflow = (_module_in_place_of(name, patch) for name in ("wandb", "mlflow"))
         try:
             parsed = parse_arguments(list(words), size, model_source)
             prepared = prepare(parsed.run, size, silent)
@@ -115,6 +120,9 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
         except ConfigError as error:
             seen["refused"] = [problem.replace(str(out), "OUT") for problem in error.problems]
             return seen
+    begun = [tuple(call.kwargs[key] for key in ("project", "entity", "group")) for call in wandb.init.call_args_list]
+    asked = mlflow.MlflowClient.return_value.get_experiment_by_name.call_args_list
+    seen["services"] = [*begun, *(call.args for call in asked)]
     told = said.getvalue()
     seen["logged"] = re.findall(r"^ *(\d+)/", told, re.MULTILINE)
     seen["text"] = re.findall(r"The model continues .*?:\n\n(.*)\n\n", told, re.DOTALL)
@@ -122,6 +130,14 @@ def look(words: Sequence[str], out: Path, rank: int = 0, size: int = 1) -> Seen:
         {re.sub(r"(events\.out).*|-[0-9a-f]{24}", r"\1", str(path.relative_to(out))) for path in out.rglob("*")}
     )
     return seen
+
+
+def _module_in_place_of(name: str, patch: pytest.MonkeyPatch) -> MagicMock:
+    """A package that takes everything and does nothing: the real ones take seconds, and are in tests/telemetry."""
+    patch.setenv("MLFLOW_TRACKING_URI", "http://nowhere")
+    module = MagicMock(__spec__=ModuleSpec(name, None))
+    patch.setitem(sys.modules, name, module)
+    return module
 
 
 @contextmanager

@@ -48,6 +48,8 @@ def test_nothing_is_asked_by_default(card: bool) -> None:
     ("package", "words"),
     [
         ("tensorboard", ["--tensorboard-dir", "curves"]),
+        ("wandb", ["--wandb", "poems"]),
+        ("mlflow", ["--mlflow", "poems"]),
         ("sentencepiece", ["--tokenizer", "sentencepiece", "--tokenizer-path", "t.model"]),
         ("zstandard", ["--tokenizer", "byte", "--instruction-data", "chats.jsonl.zst"]),
     ],
@@ -57,17 +59,27 @@ def test_a_package_that_is_asked_for_and_not_installed_is_an_error_of_the_config
 ) -> None:
     """Before anything is prepared, with the other problems; where it is not asked for, nobody misses it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
     data = [] if "--instruction-data" in words else data_flags(corpus, tmp_path / "cache")
     flags = ["--vocab-size", "1003", "--seq-length", "16", "--train-iters", "2", *data]
     asks, does_not = (parse_run([*flags, *more], 1) if more or data else Run() for more in (words, []))
     assert requirements.missing_packages(asks) == []
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        ConfigError, match=f"needs the package {package}, which is not installed: pip install {package}"
+        ConfigError, match=f"needs the package {package}, which is not installed: pip install .*{package}"
     ) as wrong:
         prepare(asks, 1, silent)
     assert sum(package in problem for problem in wrong.value.problems) == 1, wrong.value.problems
     assert requirements.missing_packages(does_not) == [] and not (tmp_path / "cache").exists()
+
+
+def test_mlflow_without_a_server_needs_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "alembic" else object())
+    run = Run(trainer=TrainerConfig(mlflow="poems"))
+    for address, missing in (("", 1), ("sqlite:///a.db", 1), ("http://a", 0), ("databricks", 0), ("file:///a", 0)):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        problems = requirements.missing_packages(run)
+        assert len(problems) == missing and all("pip install 'megazero[mlflow]'" in problem for problem in problems)
 
 
 def test_chats_without_jinja2_are_an_error_of_the_configuration(

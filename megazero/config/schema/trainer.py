@@ -33,6 +33,14 @@ class TrainerConfig:
     "File that gets one JSON object per step."
     tensorboard_dir: str | None = option(None, metavar="DIR", derived="none")
     "Folder for TensorBoard's event files."
+    wandb: str | None = option(None, metavar="PROJECT", derived="none", expert=True)
+    """Project at Weights & Biases, or TEAM/PROJECT, that gets the metrics of every step. A resumed run goes on there.
+    The variables of wandb hold: WANDB_MODE=offline, WANDB_NAME."""
+    wandb_group: str | None = option(None, metavar="NAME", derived="none", expert=True, idle_without="--wandb")
+    "Group of the run at Weights & Biases."
+    mlflow: str | None = option(None, metavar="EXPERIMENT", derived="none", expert=True)
+    """Experiment at MLflow that gets the metrics of every step. MLFLOW_TRACKING_URI says where; a resumed run goes on
+    there."""
     memory_trace: str | None = option(None, metavar="FILE", derived="none", expert=True)
     """File that gets the predicted memory of a step at every instruction: .json, which Perfetto opens, or a picture
     (.svg, .html) with the .json beside it."""
