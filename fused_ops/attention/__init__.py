@@ -49,19 +49,21 @@ def causal_attention(
     """
     heads = groups, repeats, head_dim
     library = matrix_kernels(mixed) if dropout is None else None
-    case = AttentionCase(
-        mixed.device.type,
-        mixed.dtype,
-        head_dim,
-        mixed.shape[0],
-        alibi=slopes is not None,
-        documents=documents is not None,
-        dropout=dropout is not None,
-        recorded=torch.is_grad_enabled(),
-        kernel=library is not None and not refusal(library, mixed.dtype),
-        capability=capability(mixed.device),
-    )
-    body = choose(case, support).body if mixed.numel() else Body.SOFTMAX
+    body = support.measured
+    if body is None:
+        case = AttentionCase(
+            mixed.device.type,
+            mixed.dtype,
+            head_dim,
+            mixed.shape[0],
+            alibi=slopes is not None,
+            documents=documents is not None,
+            dropout=dropout is not None,
+            recorded=torch.is_grad_enabled(),
+            kernel=library is not None and not refusal(library, mixed.dtype),
+            capability=capability(mixed.device),
+        )
+        body = choose(case, support).body if mixed.numel() else Body.SOFTMAX
     if body is Body.KERNEL:
         assert library is not None
         return kernel_attention(library, mixed, *heads, scale=scale, slopes=slopes, documents=documents)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_ops.attention import declared
 from fused_ops.attention.sdpa import heads_of, joined
 from fused_ops.compiled import compiled_for
 
@@ -155,6 +156,8 @@ def flex_attention(
 
     The first call with a shape compiles.
     """
+    if mixed.is_meta:
+        return joined(declared.flash(*heads_of(mixed, groups, repeats, head_dim)))
     length = mixed.shape[0]
     if documents is None:
         blocks = causal_blocks(length, mixed.device)

@@ -78,6 +78,7 @@ class AttentionSupport:
     package    the same
     flex       the same
     cudnn      why cuDNN's attention does not compute what flash does; empty if it does
+    measured   on the meta device, the body whose bytes are measured
     """
 
     asked: str = "auto"
@@ -88,6 +89,7 @@ class AttentionSupport:
     package: str = "it was not tried in this process"
     flex: str = "it was not tried in this process"
     cudnn: str = "it was not tried in this process"
+    measured: Body | None = None
 
 
 @cache
