@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from fused_ops.native.stand_in import kind_of
 
 HOST_ELEMENTS = 1 << 16
 DEVICE_ELEMENTS = 1 << 24
@@ -14,7 +18,16 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def block_elements(device: torch.device) -> int:
     """Number of elements of a temporary in a reference body. On the CPU it grows with torch's threads."""
-    return HOST_ELEMENTS * torch.get_num_threads() if device.type == "cpu" else DEVICE_ELEMENTS
+    return HOST_ELEMENTS * torch.get_num_threads() if kind_of(device) == "cpu" else DEVICE_ELEMENTS
+
+
+def row_blocks(x: Tensor, rows: int, columns: int) -> Iterator[slice]:
+    """The blocks of `rows` rows of `columns` elements on x's device. On the meta device two are enough: each block
+    takes the same memory, beside what the names of a loop still hold of the one before.
+    """
+    size = rows_of(x, columns)
+    for start in range(0, min(rows, 2 * size) if x.is_meta else rows, size):
+        yield slice(start, start + size)
 
 
 def opmath_dtype(dtype: torch.dtype) -> torch.dtype:

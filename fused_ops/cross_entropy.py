@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fused_ops.blocks import opmath_dtype, rows_of
+from fused_ops.blocks import opmath_dtype, row_blocks
 from fused_ops.native.library import Library, kernels, suffix
 
 
@@ -33,8 +33,7 @@ def row_statistics(logits: Tensor, target: Tensor, real: int, *, summed: bool) -
         return largest, sums
     largest = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
     sums = torch.zeros((3 if summed else 2, logits.shape[0]), dtype=dtype, device=logits.device)
-    rows = rows_of(logits, logits.shape[1])
-    for row in (slice(i, i + rows) for i in range(0, logits.shape[0] if real else 0, rows)):
+    for row in row_blocks(logits, logits.shape[0] if real else 0, logits.shape[1]):
         values = logits[row, :real].to(dtype)
         torch.amax(values, dim=1, out=largest[row])
         picked = values.gather(1, target[row, None].clamp(min=0)).squeeze(1)
@@ -70,8 +69,7 @@ def write_gradient(
         library.call(f"write_gradient_{suffix(logits.dtype)}", *shape, logits, target.contiguous(), *numbers)
         increment_version(logits)
         return
-    rows = rows_of(logits, logits.shape[1])
-    for row in (slice(i, i + rows) for i in range(0, logits.shape[0] if real else 0, rows)):
+    for row in row_blocks(logits, logits.shape[0] if real else 0, logits.shape[1]):
         block = logits[row, :real]
         values = (block.to(weight.dtype) - log_normaliser[row, None]).exp_().mul_(weight[row, None])
         if smooth is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.blocks import rows_of
+from fused_ops.blocks import row_blocks
 from fused_ops.counter_hash import halves
 from fused_ops.native.library import Library, kernels, suffix
 
@@ -32,10 +32,9 @@ def _dropped(x: Tensor, keys: Tensor, p: float) -> Tensor:
         return _forward(library, x, None, None, keys, p)
     out = torch.mul(x, 1.0 / (1.0 - p)).contiguous()
     rows, keys = out.view(-1, x.shape[-1]), keys.reshape(-1)
-    block = rows_of(x, x.shape[-1])
-    for start in range(0, rows.shape[0], block):
-        bits, _ = halves(keys[start : start + block], 0, x.shape[-1])
-        rows[start : start + block].masked_fill_(bits[:, : x.shape[-1]] < _threshold(p), 0.0)
+    for row in row_blocks(x, rows.shape[0], x.shape[-1]):
+        bits, _ = halves(keys[row], 0, x.shape[-1])
+        rows[row].masked_fill_(bits[:, : x.shape[-1]] < _threshold(p), 0.0)
     return out
 
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from fused_ops.blocks import opmath_dtype
 from fused_ops.native.binding import Library
 from fused_ops.native.library import kernels, suffix
+from fused_ops.native.stand_in import kind_of
 
 
 @torch.no_grad()
@@ -89,13 +90,20 @@ def _rounded_gradient(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
     if library is not None and library.on_device:
         _call_sorted(library, "embedding_gradient_rounded", ids, grad, result)
         return result
-    if grad.device.type != "cpu":  # without kernels: how many ids occur cannot be asked without waiting
+    if kind_of(grad.device) != "cpu":  # without kernels: how many ids occur cannot be asked without waiting
         return torch.zeros(shape, dtype=torch.float32, device=grad.device).index_add_(0, ids, grad.float()).to(grad)
-    found, which = torch.unique(ids, return_inverse=True)
+    found, which = _occurring(ids, rows)
     sums = torch.zeros((found.numel(), grad.shape[1]), dtype=torch.float32, device=grad.device)
     embedding_gradient(which, grad, sums)
     result[found] = sums.to(grad.dtype)
     return result
+
+
+def _occurring(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(the ids that occur, of each id its number among them); on the meta device as many as can occur in `rows`."""
+    if ids.is_meta:
+        return ids.new_empty(min(ids.numel(), rows)), torch.empty_like(ids)
+    return torch.unique(ids, return_inverse=True)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

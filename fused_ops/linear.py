@@ -15,6 +15,7 @@ from torch import Tensor
 from fused_ops.blocks import opmath_dtype
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import Library, kernels, matrix_kernels, suffix
+from fused_ops.native.stand_in import META
 from fused_ops.products import add_row_product, input_product, own_products, weight_product
 
 FEW = 16
@@ -134,9 +135,12 @@ def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> 
     """Whether this torch multiplies narrow factors into a wide result on the device; adds: whether it can accumulate
     too.
 
-    It is tried once with small factors. torch has these overloads for CUDA only, older versions refuse a wide summand,
-    and a version that rounded the product first would be useless here.
+    It is tried once with small factors, and not on the meta device, where nothing has numbers. torch has these
+    overloads for CUDA only, older versions refuse a wide summand, and a version that rounded the product first would be
+    useless here.
     """
+    if device == META:
+        return True
     left, right = (known_numbers(40, width, seed=width, dtype=narrow, device=device) for width in (24, 16))
     result = known_numbers(24, 16, seed=1, dtype=wide, device=device)
     exact = left.double().t() @ right.double()
@@ -148,7 +152,7 @@ def _widens(device: str, narrow: torch.dtype, wide: torch.dtype, adds: bool) -> 
             torch.mm(left.t(), right, out_dtype=wide, out=result)
     except (RuntimeError, TypeError):
         return False
-    return result.is_meta or not disagreement(result, exact, _WIDENED)  # a meta tensor has no numbers
+    return not disagreement(result, exact, _WIDENED)
 
 
 @torch.no_grad()
@@ -175,7 +179,8 @@ def _library(grad: Tensor, x: Tensor, into: Tensor) -> Library | None:
         return None
     library = matrix_kernels(grad, x)
     rows = grad.stride(1) == 1 and x.stride(1) == 1
-    return library if library is not None and rows and not refusal(library, grad.dtype) else None
+    tried = grad.is_meta or (library is not None and not refusal(library, grad.dtype))  # nothing to try without numbers
+    return library if rows and tried else None
 
 
 @cache

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 from fused_ops.blocks import block_elements, opmath_dtype
 from fused_ops.compiled import compilable, runs_compiled
 from fused_ops.native.library import kernels, suffix
+from fused_ops.native.stand_in import META, kind_of
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -35,14 +36,16 @@ def alibi_slopes(heads: int) -> list[float]:
 def _blocks(planes: int, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, int]]:
     """(planes, rows, number of keys that its last row sees) of each block. A plane is one head of one sample.
 
-    A block has few rows of several planes, so that few keys beyond the rows' positions are computed.
+    A block has few rows of several planes, so that few keys beyond the rows' positions are computed. On the meta device
+    the last two are enough, which see most keys.
     """
     size = block_elements(device)
-    rows = max(1, min(queries, 64 if device.type == "cpu" else 512, size // max(1, keys)))
+    rows = max(1, min(queries, 64 if kind_of(device) == "cpu" else 512, size // max(1, keys)))
     together = max(1, size // (rows * keys))
-    for row in range(0, queries, rows):
+    meta = device.type == META
+    for row in range(max(0, queries - 2 * rows) if meta else 0, queries, rows):
         stop = min(row + rows, queries)
-        for plane in range(0, planes, together):
+        for plane in range(0, min(planes, 2 * together) if meta else planes, together):
             yield slice(plane, min(plane + together, planes)), slice(row, stop), keys - queries + stop
 
 

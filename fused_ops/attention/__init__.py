@@ -61,27 +61,29 @@ def causal_attention(
     heads = groups, repeats, head_dim
     scored: dict[str, Any] = {"scale": scale, "slopes": slopes, "reach": reach, "cap": cap}
     library = matrix_kernels(mixed) if dropout is None else None
-    case = AttentionCase(
-        mixed.device.type,
-        mixed.dtype,
-        head_dim,
-        mixed.shape[0],
-        alibi=slopes is not None,
-        documents=documents is not None,
-        dropout=dropout is not None,
-        window=reach.window,
-        chunk=reach.chunk,
-        cap=cap,
-        recorded=torch.is_grad_enabled(),
-        kernel=library is not None and not refusal(library, mixed.dtype),
-        capability=capability(mixed.device),
-    )
-    body = choose(case, support).body if mixed.numel() else Body.SOFTMAX
+    body = support.measured
+    if body is None:
+        case = AttentionCase(
+            mixed.device.type,
+            mixed.dtype,
+            head_dim,
+            mixed.shape[0],
+            alibi=slopes is not None,
+            documents=documents is not None,
+            dropout=dropout is not None,
+            window=reach.window,
+            chunk=reach.chunk,
+            cap=cap,
+            recorded=torch.is_grad_enabled(),
+            kernel=library is not None and not refusal(library, mixed.dtype),
+            capability=capability(mixed.device),
+        )
+        body = choose(case, support).body if mixed.numel() else Body.SOFTMAX
+        support = support.of(case.layers)
     if body is Body.KERNEL:
         assert library is not None
         return kernel_attention(library, mixed, *heads, documents=documents, **scored)
     if body is Body.FLASH:
-        support = support.of(case.layers)
         tried = not support.cudnn and mixed.shape[0] == support.length  # at no other length
         backends = flash_backends(mixed.device, groups, mixed.shape[0], cudnn=tried)
         return flash_attention(mixed, *heads, scale=scale, backends=backends)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fused_ops.attention import declared
 from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
 from fused_ops.attention.selection import capability
 
@@ -52,6 +53,8 @@ def flash_attention(
     backends  torch's, in order: the first that takes the shape computes. Without any torch chooses, as on a CPU
     """
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
+    if mixed.is_meta:
+        return joined(declared.flash(query, key, value))
     with _only(backends):
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=repeats > 1)
     return joined(context)
@@ -77,6 +80,8 @@ def efficient_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int,
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    if mixed.is_meta:
+        return joined(declared.efficient(query, key, value))
     with _only(EFFICIENT):
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     return joined(context)

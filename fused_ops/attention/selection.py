@@ -102,6 +102,7 @@ class AttentionSupport:
     flex       the same
     cudnn      why cuDNN's attention does not compute what flash does; empty if it does
     kinds      for a model with several kinds of layers: each kind, and its own support
+    measured   on the meta device, the body whose bytes are measured
     """
 
     asked: str = "auto"
@@ -117,6 +118,8 @@ class AttentionSupport:
     def of(self, kind: LayerKind) -> AttentionSupport:
         """The support of a kind of layers. One that was not tried has that of the others."""
         return next((support for each, support in self.kinds if each == kind), self)
+
+    measured: Body | None = None
 
 
 @cache

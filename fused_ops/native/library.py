@@ -21,6 +21,7 @@ from fused_ops.native.cache import find_or_build
 from fused_ops.native.card_trial import card_refusal
 from fused_ops.native.compile import CompileError, Target, processor_flags
 from fused_ops.native.cuda import CudaLibrary
+from fused_ops.native.stand_in import META, kind_of, stand_in
 
 EMULATED = "emulated"
 CHOICES = ("auto", "reference", *compiling.LEVELS, EMULATED)
@@ -43,6 +44,8 @@ def kernels(*tensors: Tensor) -> Library | None:
 
 def kernels_on(device: torch.device) -> Library | None:
     """The kernels of a device, for functions that take other dtypes."""
+    if device.type == META:
+        return stand_in()
     if device.type == "cpu":
         return cpu_library(choice())
     return cuda_library(choice(), device.index) if device.type == "cuda" else None
@@ -50,7 +53,10 @@ def kernels_on(device: torch.device) -> Library | None:
 
 def matrix_kernels(*tensors: Tensor) -> Library | None:
     """As `kernels`, for the kernels that use torch's block products; on the CPU only."""
-    return torch_library(choice()) if tensors[0].device.type == "cpu" and _can_take(tensors) else None
+    device = tensors[0].device
+    if kind_of(device) != "cpu" or not _can_take(tensors):
+        return None
+    return stand_in() if device.type == META else torch_library(choice())
 
 
 def _can_take(tensors: tuple[Tensor, ...]) -> bool:

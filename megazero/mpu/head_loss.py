@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fused_ops.blocks import opmath_dtype
 from fused_ops.linear import add_weight_gradient, input_gradient, linear, linear_into, write_or_add
+from fused_ops.native.stand_in import kind_of
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import route_gradient, target_of
 
@@ -45,7 +46,7 @@ class LogitsMemory:
 
     def take(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [m, h] times weight^T, weight [v/t, h]: [m, v/t], valid until the next call."""
-        if x.device.type != "cpu":
+        if kind_of(x.device) != "cpu":
             return linear(x, weight, None)
         numel = x.shape[0] * weight.shape[0]
         if self._kept is None or self._kept.numel() < numel or self._kept.dtype != x.dtype:
@@ -121,10 +122,16 @@ class _HeadLoss(torch.autograd.Function):
 
 def blocks_of(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of x in blocks of nearly equal size, each of which is one product with the weight."""
-    kind = x.device.type if x.device.type in BLOCK_BYTES else "cuda"
-    most = max(LEAST_ROWS[kind], BLOCK_BYTES[kind] // (weight.shape[0] * x.element_size()))
-    count = max(1, -(-x.shape[0] // most))
-    bounds = [x.shape[0] * i // count for i in range(count + 1)]
+    blocks = logit_blocks(x.shape[0], weight.shape[0] * x.element_size(), kind_of(x.device))
+    return blocks[-1:] if x.is_meta else blocks  # on the meta device the largest takes the memory of each
+
+
+def logit_blocks(rows: int, row_bytes: int, kind: str) -> list[slice]:
+    """Rows of logits in blocks, the largest last. kind: of device, cpu, cuda or another."""
+    kind = kind if kind in BLOCK_BYTES else "cuda"
+    most = max(LEAST_ROWS[kind], BLOCK_BYTES[kind] // row_bytes)
+    count = max(1, -(-rows // most))
+    bounds = [rows * i // count for i in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 

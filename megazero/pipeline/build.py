@@ -61,21 +61,26 @@ def build_stages(
         grid.tp,
         grid.device,
         attention_support(run, grid.device),
-        _fp8_state(run, grid),
+        _fp8_of(run, grid),
         recompute=recompute,
         allocate=allocate,
     )
 
 
-def _fp8_state(run: Run, grid: ProcessGrid) -> Fp8 | None:
-    """The FP8 state that all FP8 layers of this rank share; None without --fp8."""
+def _fp8_of(run: Run, grid: ProcessGrid) -> Fp8 | None:
+    """`fp8_state` of this rank. Raises ConfigError where its device has no FP8 products."""
+    on_card = run.optimizer.fp8 != "off" and grid.device.type == "cuda"
+    if on_card and (reason := refusal("cuda")):  # needs the GPU, so validation could not tell
+        raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
+    return fp8_state(run, grid.tp, grid.world, grid.device)
+
+
+def fp8_state(run: Run, tp: Group, world: Group, device: torch.device) -> Fp8 | None:
+    """The FP8 state that all FP8 layers of a rank share; None without --fp8."""
     if run.optimizer.fp8 == "off":
         return None
-    if grid.device.type == "cuda" and (reason := refusal("cuda")):  # needs the GPU, so validation could not tell
-        raise ConfigError([f"--fp8 {run.optimizer.fp8}: {reason}"])
     history = run.optimizer.fp8_amax_history if run.optimizer.fp8 == "delayed" else 0
-    kept = not gathers_parameters(run)
-    return Fp8(fp8_layers(run), history, grid.tp, grid.world, grid.device, keeps_weights=kept)
+    return Fp8(fp8_layers(run), history, tp, world, device, keeps_weights=not gathers_parameters(run))
 
 
 def stages_of(
@@ -98,7 +103,31 @@ def stages_of(
     Communicates nothing.
     """
     stages: list[Stage] = []
-    layout = ModelLayout(
+    layout = layout_of(run, tp, device, attention, fp8, recompute=recompute, allocate=allocate)
+    specs, chunks = stage_specs(run), chunks_of(run)
+    tied = not run.model.untie_embeddings_and_output_weights
+    together = chunks.last_stage == 0
+    """Whether embedding and head are on the same pipeline rank."""
+    for number in chunks.of(pp_index):
+        spec = specs[number]
+        first = stages[0].embedding if tied and together and spec.has_head and stages else None
+        shared = None if first is None else first.word
+        stages.append(Stage(layout, spec, tied_across_stages=tied and not together, shared_embedding=shared))
+    return stages
+
+
+def layout_of(
+    run: Run,
+    tp: Group,
+    device: torch.device,
+    attention: AttentionSupport,
+    fp8: Fp8 | None,
+    *,
+    recompute: RecomputeTable | None = None,
+    allocate: bool = True,
+) -> ModelLayout:
+    """The layout of a run's model on a rank; arguments as in `stages_of`."""
+    return ModelLayout(
         run.model,
         tp,
         compute_dtype(run.optimizer.precision),
@@ -115,16 +144,6 @@ def stages_of(
         fp8=fp8,
         lora=low_rank(run.lora, run.model, run.data.seed),
     )
-    specs, chunks = stage_specs(run), chunks_of(run)
-    tied = not run.model.untie_embeddings_and_output_weights
-    together = chunks.last_stage == 0
-    """Whether embedding and head are on the same pipeline rank."""
-    for number in chunks.of(pp_index):
-        spec = specs[number]
-        first = stages[0].embedding if tied and together and spec.has_head and stages else None
-        shared = None if first is None else first.word
-        stages.append(Stage(layout, spec, tied_across_stages=tied and not together, shared_embedding=shared))
-    return stages
 
 
 def attention_workload(run: Run, layer: Layer | None = None) -> AttentionWorkload:

@@ -54,6 +54,13 @@ class GraphEntry:
         entered: Tensor = _Enter.apply(hidden.new_empty(0).requires_grad_(), hidden.detach(), self)
         return entered
 
+    def leave(self) -> Tensor | None:
+        """The gradient that has arrived. The entry lets go of it: what waits in a split backward keeps the graph alive,
+        and the graph its entry.
+        """
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
 
 class _Enter(torch.autograd.Function):
     """(an empty tensor that has the graph recorded, hidden, entry) -> hidden."""
@@ -218,7 +225,7 @@ class ScheduleRun:
             assert gradient is not None, "a unit's output has a gradient, but not the next unit's input"
             torch.autograd.backward([edge], [gradient])
         self.state.gradients.after_backward()
-        given = self.entries.pop(key).gradient if key in self.entries else None
+        given = self.entries.pop(key).leave() if key in self.entries else None
         if units.start:
             self.between[True, where] = given
         elif i.model_chunk > 0:

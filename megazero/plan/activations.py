@@ -1,8 +1,7 @@
 """Bytes of activations: what each unit of a run (embedding, block, head) keeps, and the most that it takes meanwhile;
 those of a model chunk, and of a stage over its list of instructions.
 
-It is arithmetic over a run and the body that computes its attention. Every unit is a tape: the model's forward again,
-with tensors that have sizes only. `plan.layer_tapes` says what each layer saves.
+Each kind of unit is measured on the meta device (`pipeline.measured`). All else is arithmetic.
 
 A computation works on units of a chunk as one graph. An input of a unit is kept until backward only as far as the unit
 needs it (`UnitBytes.input`). In vertical order a computation of a schedule is that of a whole group of micro-batches
@@ -18,74 +17,45 @@ from itertools import groupby
 from types import MappingProxyType
 
 from fused_ops.attention.selection import Body
-from megazero.config.derive import (
-    FULL,
-    NONE,
-    SELECTIVE,
-    RecomputeTable,
-    gathers_parameters,
-    padded_vocab,
-    position_rows,
-)
+from megazero.config.derive import FULL, NONE, RecomputeTable, padded_vocab
 from megazero.config.dtypes import compute_dtype
-from megazero.config.inventory import DOWN, GATE, OUTPUT, QKV, TP_AXIS, UP, linears, products
 from megazero.config.layers.kinds import Layer, layers
 from megazero.config.schema import Run
 from megazero.model.stage import StageSpec
-from megazero.mpu.head_loss import BLOCK_BYTES, LEAST_ROWS
-from megazero.mpu.lora import low_rank
-from megazero.plan.layer_tapes import (
-    KEY,
-    Heads,
-    LowRankPair,
-    Product,
-    Widths,
-    activated,
-    adapter,
-    added,
-    attention,
-    column,
-    dropout,
-    gated,
-    halves,
-    norm,
-    row,
-)
-from megazero.plan.tape import NEW, PASS, Buffer, Tape, UnitBytes
+from megazero.mpu.head_loss import logit_blocks
+from megazero.pipeline.measured import MeasuredCase, UnitBytes, measured
 from megazero.program.instruction import Instruction, Kind, Op
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The sizes of a run's activations on one rank, from which the bytes of each unit are computed once.
+    """The sizes of a run's activations on one rank. The bytes of each unit are measured once.
 
-    body  the body that computes attention in training: `fused_ops.attention.selection.choose`
-    kind  of device: cpu or cuda
+    body    the body that computes attention in training: `fused_ops.attention.selection.choose`
+    kind    of device: cpu or cuda
+    others  kinds of layers whose attention another body computes, each with this body
     """
 
     run: Run
     body: Body
     kind: str = "cpu"
+    others: tuple[tuple[Layer, Body], ...] = ()
     _blocks: dict[tuple[Layer, str, bool], UnitBytes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    @cached_property
-    def widths(self) -> Widths:
-        run, dtype = self.run, compute_dtype(self.run.optimizer.precision)
-        tokens, tp = run.model.seq_length * run.schedule.micro_batch_size, run.parallel.tp
-        local = tokens // tp if run.parallel.sequence_parallel else tokens
-        return Widths(tokens, local, tp, dtype.itemsize, max(4, dtype.itemsize), run.parallel.sequence_parallel)
-
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states between two units, and of a message between stages."""
-        return self.widths.local * self.run.model.hidden_size * self.widths.item
+        model, parallel = self.run.model, self.run.parallel
+        tokens = model.seq_length * self.run.schedule.micro_batch_size
+        local = tokens // parallel.tp if parallel.sequence_parallel else tokens
+        return local * model.hidden_size * self._item
 
     @property
     def input_part(self) -> int:
         """Bytes of a rank's part of a recomputed block's input (--shard-recompute-inputs), padding included."""
-        return -(-self.hidden_bytes // (self.widths.item * self.widths.tp)) * self.widths.item
+        return self.block(FULL).input
 
     def layers_of(self, spec: StageSpec) -> tuple[Layer, ...]:
         """What the blocks of a chunk compute."""
@@ -96,153 +66,43 @@ class ActivationPlan:
         """Whether all parameters are trained; else only adapters are."""
         return self.run.lora.lora_rank is None
 
-    def _product(self, layer: Layer, name: str) -> Product:
-        """A linear layer of a block; gate and up of a gated feed-forward part are one."""
-        run, tp = self.run, self.run.parallel.tp
-        (product,) = [product for product in products(layer, tp) if product.name == name]
-        bias = next(linear.bias for linear in linears(layer) if linear.name == name)
-        fp8 = run.optimizer.fp8 != "off" and product.fits
-        return Product(product.n, product.k, bias, self.trains_all, fp8=fp8, recast=gathers_parameters(run))
-
-    def _adapted(self, tape: Tape, layer: Layer, name: str, x: Buffer, y: Buffer) -> Buffer:
-        """y plus the output of the layer's adapter for x, if it has one."""
-        run, tp = self.run, self.run.parallel.tp
-        adapters = low_rank(run.lora, run.model)
-        if adapters is None or not adapters.adapts(name):
-            return y
-        linear = next(linear for linear in linears(layer) if linear.name == name)
-        slices = None if linear.tp_axis == 0 else adapters.slices // tp
-        pair = LowRankPair(*linear.on_rank(tp), adapters.rank, adapters.dropout, slices)
-        return adapter(tape, self.widths, x, y, pair)
-
-    def _linear(self, tape: Tape, layer: Layer, name: str, x: Buffer) -> Buffer:
-        of_axis = column if TP_AXIS[name] == 0 else row
-        return self._adapted(tape, layer, name, x, of_axis(tape, self.widths, x, self._product(layer, name)))
-
     @cached_property
     def embedding(self) -> UnitBytes:
         """The bytes of the embedding."""
-        model, w, trained = self.run.model, self.widths, self.trains_all
-        hidden = model.hidden_size
-        tape = Tape(Buffer(0))
-        # Saved: the ids in this rank's part of the vocabulary. On one rank they are the batch's own.
-        saved = (Buffer(w.tokens * KEY),) if w.tp > 1 else ()
-        # Within it: the ids in the order of the hidden states.
-        ids = {"saves": saved, "work": w.tokens * KEY, "back": w.tokens * KEY}
-        x = tape.op((), w.tokens * hidden * w.item, trained=trained, **ids)
-        if w.tp > 1:
-            with tape.holding(x):
-                x = tape.op((x,), x.nbytes, saves=(Buffer(w.tokens),))
-            x = tape.op((x,), self.hidden_bytes, gradient=NEW if w.gathers else PASS)
-        if model.position_embedding == "learned":
-            x = self._positions(tape, x)
-        if model.embedding_layernorm:
-            _, x = self._norm(tape, x)
-        if model.hidden_dropout:
-            x = dropout(tape, x, w.local)
-        return tape.measure(x)
-
-    def _positions(self, tape: Tape, x: Buffer) -> Buffer:
-        """Learned positions. The gradient of their table is as large as the table."""
-        model, w = self.run.model, self.widths
-        table = position_rows(model) * model.hidden_size * w.item
-        if model.document_mask:  # each token has a position of its own
-            wide = w.item < w.wide  # 16-bit rows are summed apart, at most as many as the table has
-            sums = min(w.local, position_rows(model)) * (model.hidden_size * (w.wide + w.item) + KEY) if wide else 0
-            ids = {"saves": (Buffer(w.local * KEY),), "back": table + sums + 2 * w.local * KEY}
-            vectors = tape.op((), x.nbytes, trained=self.trains_all, **ids)
-            return tape.op((x, vectors), x.nbytes, gradient=PASS)
-        summed = x.nbytes // self.run.schedule.micro_batch_size
-        return tape.op((x,), x.nbytes, gradient=PASS, back=table + summed, trained=self.trains_all)
+        return self._measured(StageSpec(range(0), True, False), NONE, graded=False)
 
     def block(self, recompute: str = NONE, *, layer: Layer | None = None, graded: bool = True) -> UnitBytes:
         """The bytes of a block. layer: what it computes; None: what the first one does. graded: whether its input
         needs a gradient; not so after a frozen embedding.
         """
-        layer = layers(self.run.model)[0] if layer is None else layer
+        every = layers(self.run.model)
+        layer = every[0] if layer is None else layer
         if (layer, recompute, graded) not in self._blocks:
-            self._blocks[layer, recompute, graded] = self._block(layer, recompute, graded=graded)
+            number, body = every.index(layer), dict(self.others).get(layer, self.body)
+            spec = StageSpec(range(number, number + 1), False, False)
+            unit = measured(MeasuredCase(self.run, body, self.kind, spec, recompute, graded))
+            self._blocks[layer, recompute, graded] = unit
         return self._blocks[layer, recompute, graded]
-
-    def _block(self, layer: Layer, recompute: str, *, graded: bool) -> UnitBytes:
-        source = Buffer(self.hidden_bytes)
-        tape = Tape(source, {source} if graded else set())
-        x = self._attention(tape, layer, source, selective=recompute == SELECTIVE)
-        model, w = self.run.model, self.widths
-        with tape.holding(x):
-            hidden, normalised = self._norm(tape, x, source)
-            y = self._mlp(tape, layer, normalised)
-            with tape.holding(normalised, y):
-                out = dropout(tape, y, w.local, hidden) if model.hidden_dropout else added(tape, y, hidden)
-        part = self.input_part if self.run.parallel.shard_recompute_inputs else None
-        return tape.measure(out, keeps=recompute != FULL, part=part)
-
-    def _attention(self, tape: Tape, layer: Layer, source: Buffer, *, selective: bool) -> Buffer:
-        model, w = self.run.model, self.widths
-        _, normalised = self._norm(tape, source)
-        mixed = self._linear(tape, layer, QKV, normalised)
-        mixer = layer.mixer
-        if mixer.rotary is not None:
-            mixed = tape.op((mixed,), mixed.nbytes)
-        repeats = mixer.heads // mixer.groups
-        shape = model.seq_length, self.run.schedule.micro_batch_size, mixer.groups // w.tp, repeats, mixer.size
-        heads = Heads(*shape, self.body, model.attention_dropout > 0)
-        context = attention(tape, w, mixed, heads, selective=selective)
-        with tape.holding(normalised, mixed, context):
-            x = self._linear(tape, layer, OUTPUT, context)
-        return dropout(tape, x, w.local) if model.hidden_dropout else x
-
-    def _mlp(self, tape: Tape, layer: Layer, x: Buffer) -> Buffer:
-        if layer.mlp.gated:
-            gate, up = halves(tape, column(tape, self.widths, x, self._product(layer, GATE)))
-            gate = self._adapted(tape, layer, GATE, x, gate)
-            with tape.holding(gate):
-                up = self._adapted(tape, layer, UP, x, up)
-            y = gated(tape, gate, up)
-        else:
-            y = activated(tape, self._linear(tape, layer, UP, x))
-        with tape.holding(x, y):
-            return self._linear(tape, layer, DOWN, y)
 
     @cached_property
     def head(self) -> UnitBytes:
         """The bytes of the head and the loss. On a CPU `logits` are beside them, in memory of their own."""
-        model, w = self.run.model, self.widths
-        source = Buffer(self.hidden_bytes)
-        tape = Tape(source, {source})
-        _, y = self._norm(tape, source)
-        whole = w.tokens * model.hidden_size * w.item
-        x = y
-        if w.gathers:
-            x = tape.op((y,), whole)
-        elif w.tp > 1:
-            x = Buffer(whole, base=y)
-            tape.op((y,), (x,))
-        gradient = Buffer(whole)
-        rows = self._logit_rows()
-        # Within a block of rows: labels, targets, two numbers of each row, the input's gradient, and the logits.
-        work = w.tokens * KEY + rows * (KEY + 2 * w.wide + model.hidden_size * w.item)
-        work += self.logits if self.kind != "cpu" else 0
-        with tape.holding(x):
-            loss = tape.op((x,), w.wide, saves=(gradient,), gradient=gradient, work=work)
-        return tape.measure(loss)
-
-    def _logit_rows(self) -> int:
-        """Rows of the largest block of logits: `mpu.head_loss`."""
-        w = self.widths
-        row_bytes = padded_vocab(self.run.model, w.tp) // w.tp * w.item
-        most = max(LEAST_ROWS[self.kind], BLOCK_BYTES[self.kind] // row_bytes)
-        return -(-w.tokens // -(-w.tokens // most))
+        return self._measured(StageSpec(range(0), False, True), NONE, graded=True)
 
     @property
     def logits(self) -> int:
         """Bytes of the largest block of logits. On a CPU this memory is kept from step to step."""
-        w = self.widths
-        return self._logit_rows() * padded_vocab(self.run.model, w.tp) // w.tp * w.item
+        model, tp = self.run.model, self.run.parallel.tp
+        row_bytes = padded_vocab(model, tp) // tp * self._item
+        last = logit_blocks(model.seq_length * self.run.schedule.micro_batch_size, row_bytes, self.kind)[-1]
+        return (last.stop - last.start) * row_bytes
 
-    def _norm(self, tape: Tape, x: Buffer, residual: Buffer | None = None) -> tuple[Buffer, Buffer]:
-        hidden, centred, trained = self.run.model.hidden_size, self.run.model.norm == "layernorm", self.trains_all
-        return norm(tape, self.widths, x, hidden, centred=centred, trained=trained, residual=residual)
+    @property
+    def _item(self) -> int:
+        return compute_dtype(self.run.optimizer.precision).itemsize
+
+    def _measured(self, spec: StageSpec, recompute: str, *, graded: bool) -> UnitBytes:
+        return measured(MeasuredCase(self.run, self.body, self.kind, spec, recompute, graded))
 
 
 Runs = tuple[tuple[UnitBytes, int], ...]

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from fused_ops.attention.selection import Body, choose
-from fused_ops.attention.trial import static_support
+from fused_ops.attention.trial import AttentionWorkload, static_support
 from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable, micro_batch_order, recompute_by_flags
+from megazero.config.layers.kinds import Layer, kinds, layers
 from megazero.config.placement import unplaced
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -118,22 +119,27 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
 
 
 def activation_plan(run: Run, kind: str) -> ActivationPlan:
-    """The sizes of a run's activations with the body of attention that this machine has for it; for cuda on a machine
-    without a card, with the one that `ASSUMED` has.
+    """The sizes of a run's activations with the bodies of attention that this machine has for it; for cuda on a machine
+    without a card, with those that `ASSUMED` has.
     """
-    workload = attention_workload(run)
+    bodies = {layer: _body_of(attention_workload(run, layer), run, kind) for layer in kinds(run.model)}
+    first = bodies[layers(run.model)[0]]
+    others = tuple((layer, body) for layer, body in bodies.items() if body is not first)
+    return _plan(unplaced(run), first, kind, others)
+
+
+def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:
     if kind == "cuda" and not devices.cuda_available():
         case = replace(workload.case(torch.device("cpu")), kind=kind, kernel=False, capability=(9, 0))
-        support = static_support(run.parallel.attention, workload.length)
-        return _plan(unplaced(run), choose(case, support).body, kind)
+        return choose(case, static_support(run.parallel.attention, workload.length)).body
     device = torch.device(kind)
-    return _plan(unplaced(run), choose(workload.case(device), attention_support(run, device)).body, kind)
+    return choose(workload.case(device), attention_support(run, device)).body
 
 
 @lru_cache(maxsize=64)
-def _plan(run: Run, body: Body, kind: str) -> ActivationPlan:
+def _plan(run: Run, body: Body, kind: str, others: tuple[tuple[Layer, Body], ...]) -> ActivationPlan:
     """One for all placements of a run, on which no size depends: it computes the bytes of each unit once."""
-    return ActivationPlan(run, body, kind)
+    return ActivationPlan(run, body, kind, others)
 
 
 def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:

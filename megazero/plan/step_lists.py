@@ -13,11 +13,11 @@ from megazero.config.tiers import plain_unit
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
+from megazero.pipeline.measured import UnitBytes
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
 from megazero.plan.activations import chunk_bytes
 from megazero.plan.rank_state import RankState, buffers_of, file_bytes, micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
-from megazero.plan.tape import UnitBytes
 from megazero.program.checker import check
 from megazero.program.instruction import ACTIVATION_WRITES, Instruction
 from megazero.program.passes.leaving import LEAST_BUFFERS, buffer_bytes, largest_unit, most_pieces

@@ -2,7 +2,7 @@
 of the device matrix products take for themselves.
 
 That workspace is oneDNN's scratch or cuBLAS's buffers. It depends on the library, the processor and the shapes, so no
-plan has it (`plan.layer_tapes`).
+plan has it (`pipeline.measured`).
 """
 
 from __future__ import annotations

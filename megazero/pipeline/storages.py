@@ -1,0 +1,181 @@
+"""Bytes of the tensors that code makes on torch's meta device: of those alive now, and the most so far.
+
+A mode of dispatch sees what every operation makes, and a weak reference to its storage when it is freed. So memory is
+freed by the rules of autograd and Python themselves. Two things are otherwise under a mode, and stand here:
+
+- Autograd adds a second gradient in place where nobody else has the first one, but never under a mode of dispatch. So
+  the mode does it for autograd.
+- Elementwise operations on the meta device are written in Python, and the first of them imports torch's compiler, which
+  takes a second and 70 MB. So the mode makes their results.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ADD = torch.ops.aten.add.Tensor
+_ENGINE = _engine_run_backward.__code__
+"""The frame below an operation that the engine of autograd itself asks for."""
+WITHIN: Mapping[Any, Callable[..., int]] = MappingProxyType(
+    {torch.ops.aten.embedding.default: lambda table, ids, *rest: 0 if ids.is_contiguous() else ids.nbytes}
+)
+"""Operations that take memory within themselves on their device and none on the meta device -> bytes of it."""
+
+Owners = tuple[int, int, int]
+"""Numbers of owners of a tensor, of its Python object, and of its memory."""
+
+
+class Storages(TorchDispatchMode):
+    """The storages that operations make within the block.
+
+    alive  bytes of those that are alive now
+    most   the largest `alive` since it was last set
+    """
+
+    def __init__(self, lone: Owners | None) -> None:
+        """lone: `lone_owners()`; None: autograd adds nothing in place."""
+        super().__init__()
+        self.alive = self.most = self._within = 0
+        self._lone = lone
+        self._counted: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: what skips the compiler imports it."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ADD and sys._getframe(1).f_code is _ENGINE and self._adds_in_place(args[0]):
+            return args[0]
+        made = _made(func, args, kwargs or {})
+        self._within = WITHIN[func](*args) if func in WITHIN else 0
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self._meet(tensor, counts=True)
+        return made
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the storages of these tensors from now on."""
+        for tensor in tensors:
+            self._meet(tensor, counts=False)
+
+    def _adds_in_place(self, gradient: Tensor) -> bool:
+        """Whether autograd, which asks for a sum, is the only owner of its first summand."""
+        return gradient.nbytes == gradient.untyped_storage().nbytes() and owners(gradient) == self._lone
+
+    def _meet(self, tensor: Tensor, *, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if counts else 0
+        if key in self._counted:
+            if counts:
+                return
+            self.alive -= self._counted.pop(key)[1]
+        self._counted[key] = weakref.ref(storage, partial(self._freed, key)), size
+        self.alive += size
+        self.most = max(self.most, self.alive + self._within)
+
+    def _freed(self, key: int, storage: Any) -> None:
+        self.alive -= self._counted.pop(key)[1]
+
+
+def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation on the meta device returns."""
+    if func._schema.is_mutable and len(func._schema.returns) == 1:
+        return kwargs.get("out", args[0])
+    if func in _SHAPES:
+        return _SHAPES[func](*args, **kwargs)
+    if torch.Tag.pointwise not in func.tags or "memory_format" in kwargs:  # a copy has an order of its own
+        return func(*args, **kwargs)
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    shape = np.broadcast_shapes(*(tensor.shape for tensor in tensors))  # torch's imports its compiler
+    # The same operation on single numbers knows the dtype.
+    small = [torch.ones((1,) * a.dim(), dtype=a.dtype) if isinstance(a, Tensor) else a for a in args]
+    dtype = func(*small, **kwargs).dtype
+    like = next((tensor for tensor in tensors if tensor.shape == shape), None)
+    return tensors[0].new_empty(shape, dtype=dtype) if like is None else _like(like, dtype=dtype)
+
+
+def _like(
+    x: Tensor, *, dtype: torch.dtype | None = None, memory_format: Any = torch.preserve_format, **rest: Any
+) -> Tensor:
+    """A tensor of the shape of x, and without a format in its order of memory, without gaps."""
+    if x.is_contiguous() or 0 in x.stride() or memory_format is torch.contiguous_format:
+        return x.new_empty(x.shape, dtype=dtype)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return x.new_empty([x.shape[i] for i in order], dtype=dtype).permute(back)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+def _numbers(*bounds: int, dtype: torch.dtype | None = None, device: torch.device, **rest: Any) -> Tensor:
+    return torch.empty(len(range(*bounds)), dtype=dtype or torch.int64, device=device)
+
+
+def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tensors[0].new_empty(shape)
+
+
+_SHAPES: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
+    {
+        torch.ops.aten.mm.default: _product,
+        torch.ops.aten.bmm.default: _product,
+        torch.ops.aten.addmm.default: lambda summand, a, b, **factors: _product(a, b),
+        torch.ops.aten.baddbmm.default: lambda summand, a, b, **factors: _product(a, b),
+        torch.ops.aten.embedding.default: lambda table, ids, *rest: table.new_empty(*ids.shape, table.shape[1]),
+        torch.ops.aten.arange.default: _numbers,
+        torch.ops.aten.arange.start: _numbers,
+        torch.ops.aten.arange.start_step: _numbers,
+        torch.ops.aten.cat.default: _joined,
+        torch.ops.aten.empty_like.default: _like,
+        torch.ops.aten.ones_like.default: _like,
+        torch.ops.aten.zeros_like.default: _like,
+    }
+)
+
+
+def run_backward(edge: GradientEdge, gradient: Tensor) -> None:
+    """torch.autograd.backward from this place of a graph, which would import a part of torch's compiler."""
+    run: Any = _engine_run_backward
+    run((edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def owners(gradient: Tensor) -> Owners:
+    """The numbers of owners of a tensor."""
+    of_tensor: Any = gradient._use_count  # type: ignore[attr-defined]
+    of_memory: Any = torch._C._storage_Use_Count
+    return of_tensor(), sys.getrefcount(gradient), of_memory(gradient.untyped_storage()._cdata)
+
+
+@cache
+def lone_owners() -> Owners:
+    """The `owners` of a first summand that autograd alone has: what this torch says of one."""
+    counts: list[Owners] = []
+
+    class Seen(Storages):
+        def _adds_in_place(self, gradient: Tensor) -> bool:
+            counts.append(owners(gradient))
+            return False
+
+    factor = torch.empty(2, 2, device="meta")
+    x = torch.empty(2, 2, device="meta", requires_grad=True)
+    with torch.enable_grad(), Seen(None):
+        y = x @ factor
+        run_backward(get_gradient_edge(y @ factor + y @ factor), torch.empty_like(factor))
+    (lone,) = counts
+    return lone
