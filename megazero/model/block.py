@@ -50,18 +50,31 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         with compiled_bodies(self.compile_ops):
-            normalised = _normalised(self.attention_norm, hidden)
-            attended = self._scaled(self.attention_output_norm, self.attention(normalised, batch))
-            attended = self.attention_dropout(attended, batch.samples)
             if not self.in_turn:
-                normalised = normalised if self.mlp_norm is None else self.mlp_norm(hidden)
-                hidden = hidden + attended
-            elif self.mlp_norm is None:
+                return self._side_by_side(hidden, batch)
+            attended = self._attended(_normalised(self.attention_norm, hidden), batch)
+            if self.mlp_norm is None:
                 hidden = normalised = hidden + attended
             else:
                 hidden, normalised = self.mlp_norm.of_sum(attended, hidden)
-            fed = self._scaled(self.mlp_output_norm, self.mlp(normalised, batch.samples))
-            return self.mlp_dropout.add(fed, hidden, batch.samples)
+            return self._fed(normalised, hidden, batch)
+
+    def _side_by_side(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """Both parts work on the block's input, through one norm or a norm each."""
+        normalised = _normalised(self.attention_norm, hidden)
+        attended = self._attended(normalised, batch)
+        normalised = normalised if self.mlp_norm is None else self.mlp_norm(hidden)
+        return self._fed(normalised, hidden + attended, batch)
+
+    def _attended(self, normalised: Tensor, batch: MicroBatch) -> Tensor:
+        """What attention adds to the residual stream."""
+        attended = self._scaled(self.attention_output_norm, self.attention(normalised, batch))
+        return self.attention_dropout(attended, batch.samples)
+
+    def _fed(self, normalised: Tensor, hidden: Tensor, batch: MicroBatch) -> Tensor:
+        """The residual stream `hidden` and what the feed-forward layer adds to it."""
+        fed = self._scaled(self.mlp_output_norm, self.mlp(normalised, batch.samples))
+        return self.mlp_dropout.add(fed, hidden, batch.samples)
 
     def _scaled(self, norm: LayerNorm | RMSNorm | None, x: Tensor) -> Tensor:
         """What a part adds to the residual stream."""

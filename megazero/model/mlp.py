@@ -28,6 +28,7 @@ class Mlp(nn.Module):
     def forward(self, hidden: Tensor, samples: Tensor | None = None) -> Tensor:
         """samples: int64 [b], numbers of the samples in the run's order, which key the adapters' dropout."""
         if self.gate is not None:
-            pair = column_parallel_pair(self.gate, self.up, hidden, samples)
-            return self.down(GATED[self.activation](*pair), samples)
+            act = GATED[self.activation]
+            # in one expression: under a name, gate and up would live until `down` is through
+            return self.down(act(*column_parallel_pair(self.gate, self.up, hidden, samples)), samples)
         return self.down(ACTIVATIONS[self.activation](self.up(hidden, samples)), samples)

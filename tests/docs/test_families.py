@@ -24,8 +24,10 @@ LLAMA = {
     "intermediate_size": 96,
 }
 """A small one, with what every config.json has."""
-SIZES_OF_OTHERS: dict[str, tuple[str, ...]] = dict.fromkeys(("gpt2", "bloom", "opt"), ("intermediate_size", "num_key_value_heads"))
-SIZES_OF_OTHERS["gpt_neox"] = ("num_key_value_heads",)
+SIZES_OF_OTHERS = {
+    **dict.fromkeys(("gpt2", "bloom", "opt"), ("intermediate_size", "num_key_value_heads")),
+    "gpt_neox": ("num_key_value_heads",),
+}
 """model_type -> keys of the small one that such a config.json has not."""
 
 
