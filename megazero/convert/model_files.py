@@ -42,6 +42,8 @@ def _of_start(run: Run) -> Mapping[str, Path]:
     if run.checkpoint.init_from is None:
         return {}
     with open_source(Path(run.checkpoint.init_from).expanduser()) as source:
-        if tokenizer_files(source) in (None, (run.data.tokenizer, run.data.tokenizer_path)):
+        own, (kind, path) = tokenizer_files(source), (run.data.tokenizer, run.data.tokenizer_path)
+        # The same files may have another name: that of the Hub, or that of their folder.
+        if own is None or (own[0] == kind and carried_files(*own) == carried_files(kind, path)):
             return source.companions
         return {name: path for name, path in source.companions.items() if name in OF_THE_MODEL}

@@ -98,20 +98,22 @@ def name_of(place: str | Path) -> HubName | None:
 
 
 @cache
-def _asked(repository: str, files: tuple[str, ...]) -> dict[str | None, Path]:
+def _asked(repository: str, files: tuple[str, ...]) -> dict[str, Path]:
     """The folders of a repository that this process has asked for, by their revisions and commits."""
     return {}
 
 
 def _snapshot(name: HubName, files: tuple[str, ...]) -> Path:
     """The folder of a repository's commit in the cache, with the files in it. Raises HubError."""
-    asked = _asked(name.repository, files)
-    if name.revision not in asked:
-        folder = _fetched(name, name.revision, files)
-        if files == MODEL and _lacks_weights(folder):
-            _fetched(name, folder.name, (*files, *_TORCH_WEIGHTS))
-        asked[name.revision] = asked[folder.name] = folder
-    return asked[name.revision]
+    revision = name.revision or "main"
+    for patterns in (files, MODEL):  # with a model there is its tokenizer
+        if revision in _asked(name.repository, patterns):
+            return _asked(name.repository, patterns)[revision]
+    folder = _fetched(name, name.revision, files)
+    if files == MODEL and _lacks_weights(folder):
+        _fetched(name, folder.name, (*files, *_TORCH_WEIGHTS))
+    _asked(name.repository, files).update({revision: folder, folder.name: folder})
+    return folder
 
 
 def _lacks_weights(folder: Path) -> bool:

@@ -42,6 +42,8 @@ from megazero.zero.layout import Fragment
 
 PEFT = "peft"
 """The subfolder of a checkpoint that PEFT opens."""
+FOUND_IN_FOLDER = ("hf", "gpt2")
+"""Kinds of tokenizers whose files have names of their own in a model's folder."""
 SHOWN = 3
 """The most keys of a kind that the banner names."""
 ROWS = 4096
@@ -56,7 +58,7 @@ def model_source(path: str) -> ConfigSource:
     settings = ConfigSource(f"--init-from {path}")
     try:
         with open_source(Path(path).expanduser()) as source:
-            fields = shape_settings(source.model) | _tokenizer(source)
+            fields = shape_settings(source.model) | _tokenizer(source, path)
             settings.disputed |= _two_separators(source)
     except (ConversionError, OSError) as error:
         settings.problems.append(problem_of(error, f"--init-from {path_error(path, error)}"))
@@ -67,12 +69,16 @@ def model_source(path: str) -> ConfigSource:
     return settings
 
 
-def _tokenizer(source: Source) -> dict[str, str | int | None]:
-    """Settings of the model's tokenizer and separator, if the checkpoint has them."""
+def _tokenizer(source: Source, named: str) -> dict[str, str | int | None]:
+    """Settings of the model's tokenizer and separator, if the checkpoint has them. named: the checkpoint by the user's
+    word; a name of the Hub stands for its tokenizer too, since another host may have its cache elsewhere.
+    """
     kind_and_path, eod_id = tokenizer_files(source), source.run.data.eod_id
     fields: dict[str, str | int | None] = {}
     if kind_and_path is not None:
-        fields["tokenizer"], fields["tokenizer_path"] = kind_and_path
+        kind, path = kind_and_path
+        own = path is not None and kind in FOUND_IN_FOLDER and Path(path).parent == source.path
+        fields |= {"tokenizer": kind, "tokenizer_path": pinned(named) if own and hub_name(named) is not None else path}
     return fields if eod_id is None else fields | {"eod_id": eod_id}
 
 

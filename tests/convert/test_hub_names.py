@@ -45,11 +45,12 @@ ALONE = Environment(0, 0, 1, 1)
 
 
 def write_model(folder: Path, vocab_size: int = 1003, layers: int = 2) -> Path:
-    """A small BLOOM with the tokenizer of bytes, as transformers has it."""
+    """A small BLOOM with the tokenizer of bytes, as transformers has it, and a template beside it."""
     model = made(replace(BLOOM, vocab_size=vocab_size, num_layers=layers))
     model.run = replace(model.run, data=DataConfig(tokenizer="byte"))
     folder.mkdir()
     write_hf(model, folder, TargetOptions(), lambda count: None)
+    (folder / "chat_template.json").write_text('{"chat_template": "unused"}')
     return folder
 
 
@@ -123,6 +124,9 @@ def test_a_run_records_the_commit(snapshot: Path, capsys: pytest.CaptureFixture[
     settings = yaml.safe_load(capsys.readouterr().out)
     assert settings["checkpoint"]["init_from"] == settings["data"]["tokenizer_path"] == f"org/tiny@{COMMIT}"
     assert settings["model"]["num_layers"] == 2
+    run_program("--init-from org/tiny --data-path x --print-config".split(), ALONE)
+    data = yaml.safe_load(capsys.readouterr().out)["data"]
+    assert (data["tokenizer"], data["tokenizer_path"]) == ("hf", f"org/tiny@{COMMIT}")
 
 
 def test_what_is_not_there_is_one_error(snapshot: Path, tmp_path: Path) -> None:
@@ -192,6 +196,7 @@ def test_adapters_say_on_which_commit_they_belong(model: Path, snapshot: Path, c
     cache = tmp_path / "cache"
     assert run_ranks(2, trained_on_rank, 2, cache, [*flags, "2"]) == [f"org/tiny@{COMMIT}"] * 2
     with open_native(Path("saved")) as adapters:
+        assert {"config.json", "tokenizer.json", "chat_template.json"} <= adapters.companions.keys()
         written = json.loads((adapters.path / "peft" / "adapter_config.json").read_text())
         assert adapters.run.checkpoint.init_from == f"org/tiny@{COMMIT}"
     assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", COMMIT)
