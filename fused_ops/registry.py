@@ -25,6 +25,7 @@ OPS = (
     "rotary",
     "layernorm",
     "rmsnorm",
+    "head_norm",
     "dropout",
     "embedding",
     "cross_entropy",
@@ -43,7 +44,7 @@ _LAYOUTS = ("as float", "in pairs of rows", "in rows")
 
 FP8_OPS = ("fp8_cast",)
 
-COMPILABLE = ("softmax", "gated", "rotary", "layernorm", "rmsnorm")
+COMPILABLE = ("softmax", "gated", "rotary", "layernorm", "rmsnorm", "head_norm")
 """Ops whose reference bodies --compile compiles, into fewer passes. An activation is one pass already. The other ops
 run outside the blocks, or in loops over blocks of rows (dropout).
 """

@@ -6,13 +6,16 @@ the logits, so that there is no second tensor of their size. The head's product 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fused_ops.blocks import opmath_dtype, rows_of
 from fused_ops.cross_entropy import row_statistics, write_gradient
+from fused_ops.soft_cap import SoftCap
 from megazero.mpu.collectives import all_reduce
 from megazero.mpu.grid import Group
 
@@ -37,12 +40,15 @@ class VocabularyLoss:
     vocab            number of real columns; all further columns of the logits are padding
     label_smoothing  e of `vocab_parallel_cross_entropy`
     z_loss           z of `vocab_parallel_cross_entropy`
+    multiplier, cap  of the logits before the loss (`fused_ops.soft_cap`)
     """
 
     group: Group
     vocab: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    multiplier: float = 1.0
+    cap: float | None = None
 
     def of(self, logits: Tensor, labels: Tensor) -> LossRows:
         """Losses of rows of logits [N, v/t] with labels int64 [N], replicated.
@@ -52,7 +58,7 @@ class VocabularyLoss:
         real, start = self._columns(logits)
         target = labels - start
         target = target.masked_fill((target < 0) | (target >= real), -1)
-        largest, sums = row_statistics(logits, target, real, summed=bool(self.label_smoothing))
+        largest, sums = self._statistics(logits, target, real)
         if self.group.size > 1:
             own = largest.clone()
             all_reduce(largest, self.group, "max").wait()
@@ -72,7 +78,43 @@ class VocabularyLoss:
         weight = grad * (1.0 + 2.0 * self.z_loss * rows.log_normaliser) if self.z_loss else grad
         hit = grad * (self.label_smoothing - 1.0)
         smooth = (self.label_smoothing / self.vocab) * grad if self.label_smoothing else None
-        write_gradient(logits, rows.target, real, rows.log_normaliser, weight, hit, smooth)
+        if not self._soft_cap.changes:
+            write_gradient(logits, rows.target, real, rows.log_normaliser, weight, hit, smooth)
+            return
+        numbers = rows.log_normaliser, weight, hit
+        with torch.no_grad():
+            for row, capped in self._capped_blocks(logits, real):
+                slope = self._soft_cap.slope(capped)
+                smoothed = None if smooth is None else smooth[row]
+                normaliser, of_row, at_label = (number[row] for number in numbers)
+                write_gradient(capped, rows.target[row], real, normaliser, of_row, at_label, smoothed)
+                logits[row, :real] = capped.mul_(slope)
+            logits[:, real:] = 0
+
+    def _statistics(self, logits: Tensor, target: Tensor, real: int) -> tuple[Tensor, Tensor]:
+        """`row_statistics` of the logits behind the multiplier and the cap."""
+        summed = bool(self.label_smoothing)
+        if not self._soft_cap.changes:
+            return row_statistics(logits, target, real, summed=summed)
+        largest = logits.new_empty(logits.shape[0], dtype=opmath_dtype(logits.dtype))
+        sums = largest.new_empty((3 if summed else 2, logits.shape[0]))
+        for row, capped in self._capped_blocks(logits, real):
+            largest[row], sums[:, row] = row_statistics(capped, target[row], real, summed=summed)
+        return largest, sums
+
+    def _capped_blocks(self, logits: Tensor, real: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and their real logits behind the multiplier and the cap, in the dtype of the computation.
+
+        There is a block of these at a time. In the logits' place, in 16 bits, they would round twice, and the slope
+        of the cap would be lost where it is flat.
+        """
+        count = rows_of(logits, logits.shape[1])
+        for row in (slice(start, start + count) for start in range(0, logits.shape[0], count)):
+            yield row, self._soft_cap.of(logits[row, :real])
+
+    @property
+    def _soft_cap(self) -> SoftCap:
+        return SoftCap(self.multiplier, self.cap)
 
     def _columns(self, logits: Tensor) -> tuple[int, int]:
         """(number of this rank's columns that are not padding, vocabulary id of its first column)."""
@@ -98,18 +140,29 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: Group, *, vocab: int, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits: Tensor,
+    labels: Tensor,
+    group: Group,
+    *,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    multiplier: float = 1.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Loss of each token [N], replicated; fp32 for 16-bit logits, else of the logits' dtype.
 
     logits [N, v/t], labels int64 [N] in [0, vocab). Columns from `vocab` on are padding: they are left out of the sums
     and get a zero gradient. With e = label_smoothing, z = z_loss, Z = sum over the real vocabulary of exp(x):
     loss = (1-e)(log Z - x_label) + e * mean over the real vocabulary of (log Z - x) + z (log Z)^2
+    where x are the logits behind the multiplier and the cap of `fused_ops.soft_cap`
     (label smoothing: Szegedy et al. 2015, arXiv:1512.00567; z-loss: Chowdhery et al. 2022, arXiv:2204.02311).
 
     Communicates in forward: an all-reduce of N maxima and one of 2N sums (3N with label smoothing). In backward:
     nothing. Backward overwrites the logits. Nothing may read them afterwards, and backward runs once per graph.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.shape[1] * group.size >= vocab
-    result: Tensor = _CrossEntropy.apply(logits, labels, VocabularyLoss(group, vocab, label_smoothing, z_loss))
+    result: Tensor = _CrossEntropy.apply(
+        logits, labels, VocabularyLoss(group, vocab, label_smoothing, z_loss, multiplier, cap)
+    )
     return result

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fused_ops.compiled import compilable, compiled_bodies, try_compiler
 from fused_ops.gated import GATED
+from fused_ops.head_norm import norm_heads
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_ops.native.compile import CompileError, compiler
 from fused_ops.registry import COMPILABLE, compiled
@@ -59,6 +60,7 @@ OPS: dict[str, tuple[Callable[..., Tensor | tuple[Tensor, Tensor]], tuple[tuple[
     "rmsnorm": (lambda x, w: rms_norm(x, w, 1e-5), ((5, 3, 16), (16,))),
     "rmsnorm of a sum": (lambda x, r, w: add_rms_norm(x, r, w, 1e-5), ((5, 3, 16), (5, 3, 16), (16,))),
     **{name: (function, ((5, 3, 16), (5, 3, 16))) for name, function in GATED.items()},
+    "rmsnorm of heads": (lambda m, q, k: norm_heads(m, 2, 3, q, k, 1e-5, 1.0), ((6, 2, 2 * 5 * 8), (8,), (8,))),
     "rotary": (rotary, ((6, 2, 2 * 5 * 8),)),
     "softmax": (softmax, ((2, 3, 5, 11),)),
 }

@@ -132,8 +132,8 @@ def test_output_buffers_are_fully_written(level):
         x = drawn(rows, h, dtype=torch.bfloat16)
         y, total, dx = (torch.full_like(x, math.nan) for _ in range(3))
         mean, scale, sums = (torch.full(size, math.nan) for size in ((rows,), (rows,), (2, h)))
-        kernels.call("layer_norm_bf16", rows, h, y, total, x, x, x[0], x[0], mean, scale, EPS)
-        kernels.call("layer_norm_backward_bf16", rows, h, dx, sums, x, x, total, x[0], mean, scale)
+        kernels.call("layer_norm_bf16", rows, h, y, total, x, x, x[0], x[0], mean, scale, EPS, 0.0)
+        kernels.call("layer_norm_backward_bf16", rows, h, dx, sums, x, x, total, x[0], mean, scale, 0.0)
         assert not any(tensor.isnan().any() for tensor in (y, total, dx, mean, scale, sums))
 
 

@@ -23,6 +23,7 @@ from fused_ops.adam import adam_step, sgd_step
 from fused_ops.cross_entropy import row_statistics, write_gradient
 from fused_ops.dropout import bias_dropout_residual, dropout
 from fused_ops.gated import GATED
+from fused_ops.head_norm import norm_heads
 from fused_ops.layernorm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fused_ops.linear import add_bias_gradient
 from fused_ops.native import library
@@ -82,10 +83,21 @@ def norms(draw: Draw) -> None:
         )
         backward(layer_norm(x, weight, bias, 1e-5))
         backward(rms_norm(x, weight, 1e-5))
+        backward(rms_norm(x, weight, 1e-5, 1.0))
         backward(*add_layer_norm(x, residual, weight, bias, 1e-5))
         backward(*add_rms_norm(x, residual, weight, 1e-5))
     if draw.dtype == torch.bfloat16:  # more rows than groups of threads: a group's second row comes after its first
         backward(rms_norm(draw(130, 2056, gradient=True), draw(2056, gradient=True), 1e-5))
+
+
+def head_norms(draw: Draw) -> None:
+    for d in (6, 34, 128):
+        weights = draw(d, gradient=True), draw(d, gradient=True)
+        backward(norm_heads(draw(3, 2, 2 * 4 * d, gradient=True), 2, 2, *weights, 1e-5, 1.0))
+        backward(norm_heads(draw(3, 2, 2 * 3 * d, gradient=True), 2, 1, None, None, 1e-5))
+    if draw.dtype == torch.bfloat16:  # more bundles than warps that go through them
+        weights = draw(8, gradient=True), draw(8, gradient=True)
+        backward(norm_heads(draw(1030, 1, 2 * 3 * 8, gradient=True), 2, 1, *weights, 1e-5))
 
 
 def activations(draw: Draw) -> None:
@@ -223,6 +235,7 @@ def codes(draw: Draw) -> None:
 PARTS: tuple[Callable[[Draw], None], ...] = (
     softmax,
     norms,
+    head_norms,
     activations,
     dropouts,
     rotary,

@@ -140,6 +140,16 @@ FAULTS = (
     ),
     Fault(
         8,
+        "head norms not summed over tp",
+        "The weights of the norms of queries and keys, of which each tp rank has other heads, stay partial sums"
+        " (Megatron-LM).",
+        "megazero/mpu/norm.py",
+        "partial = self.group.size > 1",
+        "partial = False",
+        "tests/mpu/test_query_key_norm.py::test_fault_08_equal_to_one_process",
+    ),
+    Fault(
+        8,
         "row biases not summed over tp",
         "Under sequence parallelism gradients of row-parallel biases stay partial sums (Megatron-LM).",
         "megazero/mpu/layers.py",

@@ -12,9 +12,29 @@ namespace {
 
 constexpr int64_t RESIDENT = 65536;  // threads that go through rows together: half of what fills an H100 leaves them 128 registers
 
+// How a row is shared, and that an offset is added to the weight: a kernel without one does not pay for it.
+template <typename Tiles> struct Shifted : Tiles {};
+template <typename Tiles> constexpr bool SHIFTS = false;
+template <typename Tiles> constexpr bool SHIFTS<Shifted<Tiles>> = true;
+template <typename Tiles> MZ_DEVICE float gain_of(float weight, float offset) {
+  if constexpr (SHIFTS<Tiles>) return weight + offset;
+  else return weight;
+}
+template <typename Tiles, int W> MZ_DEVICE Floats<W> gain_of(const Floats<W>& weight, float offset) {
+  if constexpr (SHIFTS<Tiles>) return map([&](float w) { return w + offset; }, weight);
+  else return weight;
+}
+// Calls launcher(tiles), or launcher(shifted tiles) where there is an offset.
+template <bool CENTRED, typename Tiles, typename Launcher> int with_offset(float offset, Tiles tiles, const Launcher& launcher) {
+  if constexpr (!CENTRED) {
+    if (offset != 0.0f) return launcher(Shifted<Tiles>{});
+  }
+  return launcher(tiles);
+}
+
 template <bool CENTRED, typename T, typename Tiles>
 __global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y, T* total, const T* x, const T* residual, const T* weight,
-                                                   const T* bias, float* mean, float* scale, float eps) {
+                                                   const T* bias, float* mean, float* scale, float eps, float offset) {
   constexpr int W = Tiles::W;
   int64_t row = Tiles::row();
   if (row >= rows) return;
@@ -47,7 +67,7 @@ __global__ void MZ_BOUNDS(Tiles::THREADS) forward(int64_t rows, int64_t h, T* y,
   float factor = 1.0f / sqrtf(over_group<Tiles::GROUP>(square, Sum()) / length + eps);
   each_pack<Tiles>(h, [&](int64_t i, int p) {
     Floats<W> value = part.at(i, p), gain = load<W>(weight + i);
-    value = map([&](float v, float g) { return (v - centre) * factor * g; }, value, gain);
+    value = map([&](float v, float g) { return (v - centre) * factor * gain_of<Tiles>(g, offset); }, value, gain);
     if constexpr (CENTRED) value = value + load<W>(bias + i);
     store<W>(y + i, value);
   });
@@ -63,6 +83,7 @@ template <typename T> struct Gradient {
   T* dx;
   const T *grad, *passed, *x, *weight;
   const float *mean, *scale;
+  float offset;
 };
 
 // What a row's gradient is made of. As it is stored: the next row of a thread is on its way while it works on this one.
@@ -75,14 +96,14 @@ template <bool CENTRED, typename T, typename Tiles> struct Row {
         centre(CENTRED ? k.mean[row] : 0.0f), factor(k.scale[row]) {}
 };
 
-// dx of a row: scale * (g w - its mean - unit * the mean of g w unit) + passed, unit being the normalised x.
+// dx of a row, w being the weight + offset: scale * (g w - its mean - unit * the mean of g w unit) + passed, unit being the normalised x.
 template <bool CENTRED, typename T, typename Tiles, typename Weight, typename PerPack>
 MZ_DEVICE void backward_row(const Gradient<T>& k, const Row<CENTRED, T, Tiles>& of, const Weight& weight, T* dx, const PerPack& per_pack) {
   constexpr int W = Tiles::W;
   float length = (float)(typename Tiles::Index)k.h;
   Floats<2> sums{{0.0f, 0.0f}};
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
-    Floats<W> gain = weight.at(i, p), in = of.grad.at(i, p);
+    Floats<W> gain = gain_of<Tiles>(weight.at(i, p), k.offset), in = of.grad.at(i, p);
     Floats<W> unit = map([&](float v) { return (v - of.centre) * of.factor; }, of.x.at(i, p));
 #pragma unroll
     for (int j = 0; j < W; ++j) {
@@ -95,7 +116,7 @@ MZ_DEVICE void backward_row(const Gradient<T>& k, const Row<CENTRED, T, Tiles>& 
   float average = CENTRED ? sums[0] / length : 0.0f, along = sums[1] / length;
   each_pack<Tiles>(k.h, [&](int64_t i, int p) {
     Floats<W> value = map(
-        [&](float v, float g, float w) { return of.factor * (g * w - average - (v - of.centre) * of.factor * along); },
+        [&](float v, float g, float w) { return of.factor * (g * gain_of<Tiles>(w, k.offset) - average - (v - of.centre) * of.factor * along); },
         of.x.at(i, p), of.grad.at(i, p), weight.at(i, p));
     if (k.passed) value = value + of.passed.at(i, p);
     store<W>(dx + i, value);
@@ -166,42 +187,44 @@ template <bool CENTRED, typename T, int W_> struct ParameterGradient {
   }
 };
 
-template <bool CENTRED, typename T> int backwards(Launch& to, const Gradient<T>& k, float* sums, bool wide) {
+template <bool CENTRED, typename T, typename Tiles> int backwards(Launch& to, const Gradient<T>& k, float* sums) {
   constexpr int ARRAYS = CENTRED ? 2 : 1;
-  return with_tiling<T>(k.h, wide, [&](auto tiles) {
-    typedef decltype(tiles) Tiles;
-    if constexpr (Tiles::KEEPS) {
-      int64_t groups = smaller<int64_t>(k.rows, RESIDENT / Tiles::GROUP);
-      float* partial = scratch<float>(to, groups * ARRAYS * k.h);
-      if (!partial) return MORE_SCRATCH;
-      dim3 blocks((unsigned)parts_of(groups, Tiles::ROWS));
-      int error = launch(to, backward<CENTRED, T, Tiles>, blocks, Tiles::threads(), k, groups, partial);
-      return error ? error : add_parts(to, partial, groups, ARRAYS * k.h, sums);
-    } else {
-      ParameterGradient<CENTRED, T, Tiles::W> body{k.grad, k.x, k.mean, k.scale, k.h};
-      int error = sum_over_rows(to, body, k.rows, k.h, sums);
-      return error ? error : launch(to, backward_long<CENTRED, T, Tiles>, dim3((unsigned)k.rows), Tiles::threads(), k);
-    }
-  });
+  if constexpr (Tiles::KEEPS) {
+    int64_t groups = smaller<int64_t>(k.rows, RESIDENT / Tiles::GROUP);
+    float* partial = scratch<float>(to, groups * ARRAYS * k.h);
+    if (!partial) return MORE_SCRATCH;
+    dim3 blocks((unsigned)parts_of(groups, Tiles::ROWS));
+    int error = launch(to, backward<CENTRED, T, Tiles>, blocks, Tiles::threads(), k, groups, partial);
+    return error ? error : add_parts(to, partial, groups, ARRAYS * k.h, sums);
+  } else {
+    ParameterGradient<CENTRED, T, Tiles::W> body{k.grad, k.x, k.mean, k.scale, k.h};
+    int error = sum_over_rows(to, body, k.rows, k.h, sums);
+    return error ? error : launch(to, backward_long<CENTRED, T, Tiles>, dim3((unsigned)k.rows), Tiles::threads(), k);
+  }
 }
 
 }  // namespace
 
 #define MZ_NORM(NAME, CENTRED, SUFFIX, T)                                                                                              \
   MZ_API int NAME##_##SUFFIX(Launch* to, int64_t rows, int64_t h, T* y, T* total, const T* x, const T* residual, const T* weight,      \
-                             const T* bias, float* mean, float* scale, float eps) {                                                    \
+                             const T* bias, float* mean, float* scale, float eps, float offset) {                                      \
     bool wide = h % WIDEST<T> == 0 && aligned<WIDEST<T>>(y, total, x, residual, weight, bias);                                         \
-    return with_tiling<T>(h, wide, [&](auto tiles) {                                                                                   \
-      typedef decltype(tiles) Tiles;                                                                                                   \
-      dim3 blocks((unsigned)parts_of(rows, Tiles::ROWS));                                                                              \
-      return launch(*to, forward<CENTRED, T, Tiles>, blocks, Tiles::threads(), rows, h, y, total, x, residual, weight, bias, mean,     \
-                    scale, eps);                                                                                                       \
+    return with_tiling<T>(h, wide, [&](auto plain) {                                                                                   \
+      return with_offset<CENTRED>(offset, plain, [&](auto tiles) {                                                                     \
+        typedef decltype(tiles) Tiles;                                                                                                 \
+        dim3 blocks((unsigned)parts_of(rows, Tiles::ROWS));                                                                            \
+        return launch(*to, forward<CENTRED, T, Tiles>, blocks, Tiles::threads(), rows, h, y, total, x, residual, weight, bias, mean,   \
+                      scale, eps, offset);                                                                                             \
+      });                                                                                                                              \
     });                                                                                                                                \
   }                                                                                                                                    \
   MZ_API int NAME##_backward_##SUFFIX(Launch* to, int64_t rows, int64_t h, T* dx, float* sums, const T* grad, const T* passed,         \
-                                      const T* x, const T* weight, const float* mean, const float* scale) {                            \
+                                      const T* x, const T* weight, const float* mean, const float* scale, float offset) {              \
     bool wide = h % WIDEST<T> == 0 && aligned<WIDEST<T>>(dx, grad, passed, x, weight);                                                 \
-    return backwards<CENTRED, T>(*to, {rows, h, dx, grad, passed, x, weight, mean, scale}, sums, wide);                                \
+    Gradient<T> k{rows, h, dx, grad, passed, x, weight, mean, scale, offset};                                                          \
+    return with_tiling<T>(h, wide, [&](auto plain) {                                                                                   \
+      return with_offset<CENTRED>(offset, plain, [&](auto tiles) { return backwards<CENTRED, T, decltype(tiles)>(*to, k, sums); });    \
+    });                                                                                                                                \
   }
 #define MZ_KERNEL(SUFFIX, T) MZ_NORM(layer_norm, true, SUFFIX, T) MZ_NORM(rms_norm, false, SUFFIX, T)
 MZ_FOR_DTYPES(MZ_KERNEL)
