@@ -22,6 +22,7 @@ TABLES = (WORDS, HEAD)
 EMBEDDING_NORM, FINAL_NORM = "embedding.norm", "head.norm"
 ATTENTION_NORM, MLP_NORM = "attention_norm", "mlp_norm"
 ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "attention_output_norm", "mlp_output_norm"
+ATTENTION = "attention"
 QUERY_NORM, KEY_NORM = "attention.query_norm", "attention.key_norm"
 QKV, OUTPUT, GATE, UP, DOWN = "attention.qkv", "attention.output", "mlp.gate", "mlp.up", "mlp.down"
 

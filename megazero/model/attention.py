@@ -45,6 +45,7 @@ class Attention(nn.Module):
         self.reach = Reach(mixer.window, mixer.chunk)
         self.groups, self.repeats, self.size = mixer.groups // tp.size, mixer.heads // mixer.groups, mixer.size
         self.qkv, self.output = layout.column(number, QKV), layout.row(number, OUTPUT)
+        self.norm = layout.query_key_norm(number)
         self.slopes = AlibiSlopes(mixer.heads, tp.index, tp.size) if mixer.alibi else None
         self.angles = None if mixer.rotary is None else RotaryAngles(mixer.size, mixer.rotary)
         self.dropout = AttentionDropout(number, layout)
@@ -56,6 +57,8 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
         mixed = self.qkv(hidden, batch.samples)
+        if self.norm is not None:
+            mixed = self.norm(mixed)
         if self.angles is not None:
             interleaved = self.angles.settings.interleaved
             tables = self.angles(mixed, batch.past)

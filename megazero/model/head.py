@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fused_ops.linear import linear
+from fused_ops.soft_cap import soft_capped
 from megazero.config.derive import padded_vocab
 from megazero.config.inventory import FINAL_NORM, HEAD, WORDS
 from megazero.model.batch import MicroBatch
@@ -63,7 +64,7 @@ class Head(nn.Module):
             self.weight,
             batch.labels.t().reshape(-1),
             counted,
-            VocabularyLoss(layout.tp, self.vocabulary, smoothing, z_loss),
+            VocabularyLoss(layout.tp, self.vocabulary, smoothing, z_loss, *self._of_logits),
             batch.loss_factor,
             self._logits,
         )
@@ -79,7 +80,13 @@ class Head(nn.Module):
         whole = enter(self.norm(hidden), layout.tp)
         if positions is not None:
             whole = whole.gather(0, positions.view(1, -1, 1).expand(1, -1, whole.shape[2]))
-        return gather_last(linear(whole, self.weight, None), layout.tp)[..., : self.vocabulary]
+        logits = soft_capped(linear(whole, self.weight, None), *self._of_logits)
+        return gather_last(logits, layout.tp)[..., : self.vocabulary]
+
+    @property
+    def _of_logits(self) -> tuple[float, float | None]:
+        """The multiplier and the soft cap of the logits."""
+        return self.layout.model.logits_multiplier, self.layout.model.logits_cap
 
     @property
     def vocabulary(self) -> int:

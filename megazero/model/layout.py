@@ -11,14 +11,14 @@ import torch
 
 from fused_ops.attention.selection import NOTHING_TRIED, AttentionSupport
 from megazero.config.derive import NONE, RECOMPUTE, RecomputeTable
-from megazero.config.inventory import Linear, block, linears
-from megazero.config.layers.kinds import Layer, kinds, layers
+from megazero.config.inventory import ATTENTION, Linear, block, linears
+from megazero.config.layers.kinds import NO_NORM, Layer, kinds, layers
 from megazero.config.schema import ModelConfig
 from megazero.mpu.fp8 import Fp8
 from megazero.mpu.grid import Group
 from megazero.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megazero.mpu.lora import LowRank
-from megazero.mpu.norm import LayerNorm, RMSNorm
+from megazero.mpu.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from megazero.mpu.random import sequence_offset
 
 CPU = torch.device("cpu")
@@ -129,13 +129,31 @@ class ModelLayout:
 
     def norm(self, name: str) -> LayerNorm | RMSNorm:
         """The model's kind of normalisation over h: [s(/t), b, h] -> the same."""
-        kind = RMSNorm if self.model.norm == "rmsnorm" else LayerNorm
-        return kind(
-            name,
-            self.model.hidden_size,
+        model = self.model
+        of_rank = self.tp, self.sequence_parallel, self.dtype, self.device
+        if model.norm == "rmsnorm":
+            return RMSNorm(name, model.hidden_size, model.norm_epsilon, *of_rank, offset=self.norm_offset)
+        return LayerNorm(name, model.hidden_size, model.norm_epsilon, *of_rank)
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of RMSNorm."""
+        return 1.0 if self.model.norm_plus_one else 0.0
+
+    def query_key_norm(self, number: int) -> QueryKeyNorm | None:
+        """The norm of queries and keys of block `number`, which stands behind their projection; None: it has none."""
+        mixer = self.layer(number).mixer
+        if mixer.norm == NO_NORM:
+            return None
+        return QueryKeyNorm(
+            f"{block(number)}.{ATTENTION}",
+            mixer.norm,
+            mixer.groups,
+            mixer.heads // mixer.groups,
+            mixer.size,
             self.model.norm_epsilon,
             self.tp,
-            self.sequence_parallel,
-            self.dtype,
-            self.device,
+            dtype=self.dtype,
+            device=self.device,
+            offset=self.norm_offset,
         )

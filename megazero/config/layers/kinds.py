@@ -19,6 +19,8 @@ from megazero.config.schema import ModelConfig
 
 ALIBI, ROTARY = "alibi", "rotary"
 BEFORE, AFTER, BOTH = "before", "after", "both"
+NO_NORM = "none"
+"""Queries and keys that are not normalised."""
 IN_TURN, TWO_NORMS, ONE_NORM = "off", "two-norms", "one-norm"
 
 
