@@ -79,7 +79,7 @@ class _Capped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, cap: float) -> Tensor:
-        ctx.mark_dirty(scores)
+        scores = scores.detach()  # an alias instead of `mark_dirty`, as in the softmax: the scores are a view
         slopes = torch.empty_like(scores) if ctx.needs_input_grad[0] else None
         for sample, plane in enumerate(scores):
             bounded = (plane.to(opmath_dtype(scores.dtype)) / cap).tanh_()
@@ -103,7 +103,7 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, window: int) -> Tensor:
-        ctx.mark_dirty(scores)
+        scores = scores.detach()  # an alias, as above
         position = torch.arange(scores.shape[3], device=scores.device)
         return scores.masked_fill_(position <= position[:, None] - window, float("-inf"))
 
