@@ -74,7 +74,7 @@ def _scored(
 
 class _Capped(torch.autograd.Function):
     """cap tanh(score / cap) in place on scores [b, n, s, s], sample by sample. Saves the slope of this, as large as the
-    scores: a 16-bit tanh near 1 would leave none of the slope's digits.
+    scores: the capped scores would not do, since the softmax overwrites them.
     """
 
     @staticmethod
@@ -82,10 +82,10 @@ class _Capped(torch.autograd.Function):
         scores = scores.detach()  # an alias instead of `mark_dirty`, as in the softmax: the scores are a view
         slopes = torch.empty_like(scores) if ctx.needs_input_grad[0] else None
         for sample, plane in enumerate(scores):
-            bounded = (plane.to(opmath_dtype(scores.dtype)) / cap).tanh_()
-            plane.copy_(bounded * cap)
+            share = plane.to(opmath_dtype(scores.dtype)) / cap
+            plane.copy_(share.tanh() * cap)
             if slopes is not None:
-                slopes[sample] = 1 - bounded * bounded
+                slopes[sample] = share.cosh_().pow_(-2)  # 1 - tanh^2 would lose its digits where tanh is near 1
         ctx.save_for_backward(slopes)
         return scores
 
