@@ -74,18 +74,18 @@ def _scored(
 
 class _Capped(torch.autograd.Function):
     """cap tanh(score / cap) in place on scores [b, n, s, s], sample by sample. Saves the slope of this, as large as the
-    scores: a 16-bit tanh near 1 would leave none of the slope's digits.
+    scores: the capped scores would not do, since the softmax overwrites them.
     """
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, cap: float) -> Tensor:
-        ctx.mark_dirty(scores)
+        scores = scores.detach()  # an alias instead of `mark_dirty`, as in the softmax: the scores are a view
         slopes = torch.empty_like(scores) if ctx.needs_input_grad[0] else None
         for sample, plane in enumerate(scores):
-            bounded = (plane.to(opmath_dtype(scores.dtype)) / cap).tanh_()
-            plane.copy_(bounded * cap)
+            share = plane.to(opmath_dtype(scores.dtype)) / cap
+            plane.copy_(share.tanh() * cap)
             if slopes is not None:
-                slopes[sample] = 1 - bounded * bounded
+                slopes[sample] = share.cosh_().pow_(-2)  # 1 - tanh^2 would lose its digits where tanh is near 1
         ctx.save_for_backward(slopes)
         return scores
 
@@ -103,7 +103,7 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, window: int) -> Tensor:
-        ctx.mark_dirty(scores)
+        scores = scores.detach()  # an alias, as above
         position = torch.arange(scores.shape[3], device=scores.device)
         return scores.masked_fill_(position <= position[:, None] - window, float("-inf"))
 

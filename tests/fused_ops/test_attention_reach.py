@@ -141,7 +141,7 @@ def test_on_every_level(cpu_level: str, dtype: torch.dtype) -> None:
 def test_a_cap_bounds_scores_of_any_size(cap: float) -> None:
     """From scores far above the cap to scores far below it, where an absolute error of tanh is a large one."""
     heads, s = (1, 1, 16), 40
-    for factor in (1e-3, 1.0, 30.0) if cap < 1e3 else (1e-3, 1.0):  # large scores lose digits without a cap
+    for factor in (1e-3, 1.0, 10.0) if cap < 1e3 else (1e-3, 1.0):  # large scores lose digits without a cap
         mixed = drawn(s, 1, 48, seed=5, dtype=torch.float32)
         mixed[:, :, :32] *= factor
         check(causal_attention, mixed, heads, **NONE, cap=cap)
@@ -221,9 +221,9 @@ def test_the_same_bits_for_any_number_of_threads(b: int, groups: int, repeats: i
 
 def test_keys_outside_a_window_are_not_computed() -> None:
     """A NaN outside of every block that a query's window touches would else reach the products of that block."""
-    if library.torch_library("auto") is None:
-        pytest.skip("no compiler, no kernels")
     mixed = drawn(2048, 1, 48, seed=5, dtype=torch.float32)
+    if library.matrix_kernels(mixed) is None:
+        pytest.skip("no compiler, no kernels")
     mixed[0, 0, 32:] = math.nan  # the values of the first position: a weight of 0 times NaN is NaN
     leaf = mixed.requires_grad_()
     context = causal_attention(leaf, 1, 1, 16, **NONE, reach=Reach(64))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_ops.attention.cached import cached_attention, store_keys_values
 from fused_ops.attention.reach import EVERYTHING, Reach
+from fused_ops.native.library import kernels
 from fused_ops.softmax import alibi_slopes
 from tests.fused_ops.levels import DTYPES, cpu_level, drawn
 from tests.fused_ops.test_attention_reach import ALLOWED, dense
@@ -27,7 +28,7 @@ def generated(
     """
     dtype, slots, lengths = whole.dtype, torch.tensor([0, 1, 3]), torch.tensor(starts)
     room = 2 + (LONGEST if reach.width is None else min(LONGEST, reach.width))  # two places that nobody may read
-    empty = 0.0 if dtype == torch.float64 else torch.nan  # the specification multiplies with zero what lies beyond
+    empty = 0.0 if kernels(whole) is None else torch.nan  # the specification multiplies with zero what lies beyond
     keys, values = (torch.full((4, heads[0], room, heads[2]), empty, dtype=dtype) for _ in range(2))
     prompts = whole[:PADDED].clone()
     for row, start in enumerate(starts):
