@@ -21,6 +21,9 @@ LR_DECAY_STYLES = "megazero.lr_decay_styles"
 SINKS = "megazero.sinks"
 """Values of --sinks: functions from a `telemetry.sinks.SinkContext` to a `telemetry.record.Sink`."""
 
+FAMILIES = "megazero.families"
+"""Values of model_type in a config.json: functions from the model_type to a `convert.hf.tables.Family`."""
+
 
 def names(group: str) -> tuple[str, ...]:
     """The names that installed packages add to this group."""

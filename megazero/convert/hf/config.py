@@ -17,7 +17,7 @@ from megazero.config.model_shape import SHAPE
 from megazero.config.options import run_options
 from megazero.config.schema import DataConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
-from megazero.convert.hf.families import FAMILIES
+from megazero.convert.hf.families import family_called, known_families
 from megazero.convert.hf.known_keys import strange_keys
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
@@ -44,9 +44,12 @@ def write_json(path: Path, value: Config) -> None:
 def family_of(config: Config, where: Path) -> Family:
     """The family of a config.json. Raises ConversionError for one that megazero does not know."""
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {', '.join(FAMILIES)}")
-    return FAMILIES[kind]
+    if not isinstance(kind, str) or kind not in known_families():
+        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {', '.join(known_families())}")
+    try:
+        return family_called(kind)
+    except ValueError as reason:
+        raise ConversionError(f"{where}: model_type {reason}") from reason
 
 
 def read_config(config: Config, where: Path) -> ModelConfig:
@@ -160,7 +163,7 @@ def _lost(family: Family, model: ModelConfig) -> Iterator[str]:
 
 def family_for(model: ModelConfig, wanted: str | None = None) -> Family:
     """A family that can express a model, `wanted` if it can. Raises ConversionError with every family's reasons."""
-    order = sorted(FAMILIES.values(), key=lambda family: family.model_type != wanted)
+    order = [family_called(kind) for kind in sorted(known_families(), key=lambda kind: kind != wanted)]
     reasons = {family.model_type: problems_of(family, model) for family in order}
     for family in order:
         if not reasons[family.model_type]:
