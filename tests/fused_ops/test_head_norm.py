@@ -38,8 +38,8 @@ def plain_heads(
 def run(function: Callable[..., Any], inputs: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
     """Outputs and gradients of all inputs. dtype: to which the outputs' gradients are rounded; the inputs' without."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    found = function(*leaves)
-    outputs = list(found) if isinstance(found, tuple) else [found]
+    result = function(*leaves)
+    outputs = list(result) if isinstance(result, tuple) else [result]
     weights = [drawn(*y.shape, seed=9 + i).to(dtype or y.dtype).to(y.dtype) for i, y in enumerate(outputs)]
     torch.autograd.backward(outputs, weights)
     return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -96,8 +96,8 @@ def test_the_offset_is_added_before_the_rounding(level, dtype) -> None:
     assert y[0].item() == 1.5 + unit
     assert x.grad[0].item() == 1.5 * 0.4375 + unit / 2  # the exact one: this times 1 + w
     mixed = x.detach().repeat(3).view(1, 1, 12)
-    found = norm_heads(mixed, 1, 1, weight, weight, 0.25, 1.0).view(3, 4)
-    assert found[:, 0].tolist() == [1.5 + unit, 1.5 + unit, 1.5]
+    heads = norm_heads(mixed, 1, 1, weight, weight, 0.25, 1.0).view(3, 4)
+    assert heads[:, 0].tolist() == [1.5 + unit, 1.5 + unit, 1.5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -120,7 +120,7 @@ def test_norms_are_those_of_transformers() -> None:
     for module, offset in ((llama.LlamaRMSNorm(24, eps=EPS), 0.0), (gemma.Gemma3RMSNorm(24, eps=EPS), 1.0)):
         module.weight.data = weight.clone()
         expected = module.to(torch.float64)(x)
-        # Both compute in float32, whatever they are given.
+        # Both compute in float32, whatever they are chosen.
         torch.testing.assert_close(rms_norm(x, weight, EPS, offset), expected.double(), rtol=2e-6, atol=2e-6)
 
 
@@ -136,7 +136,7 @@ def test_heads_are_normalised_one_by_one(level, s, b, groups, repeats, d, which,
         drawn(s, b, groups * (repeats + 2) * d, dtype=dtype),
         [drawn(d, seed=i, dtype=dtype) for i in (2, 3)],
     )
-    given = {"both": weights, "query": weights[:1], "key": weights[1:], "none": []}[which]
+    chosen = {"both": weights, "query": weights[:1], "key": weights[1:], "none": []}[which]
 
     def pair(rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
         query = rest[0] if which in ("both", "query") else None
@@ -145,12 +145,12 @@ def test_heads_are_normalised_one_by_one(level, s, b, groups, repeats, d, which,
     agree(
         lambda mixed, *rest: norm_heads(mixed, groups, repeats, *pair(rest), EPS, offset),
         lambda mixed, *rest: plain_heads(mixed, groups, repeats, *pair(rest), offset),
-        [mixed, *given],
+        [mixed, *chosen],
         slack=20.0,
     )
-    values = norm_heads(mixed, groups, repeats, *pair(tuple(given)), EPS, offset)
-    own = (x.view(s, b, groups, repeats + 2, d)[..., -1, :] for x in (values, mixed))
-    assert torch.equal(*own) and values.data_ptr() != mixed.data_ptr()
+    values = norm_heads(mixed, groups, repeats, *pair(tuple(chosen)), EPS, offset)
+    values_of_both = (x.view(s, b, groups, repeats + 2, d)[..., -1, :] for x in (values, mixed))
+    assert torch.equal(*values_of_both) and values.data_ptr() != mixed.data_ptr()
 
 
 def test_known_heads() -> None:
@@ -176,13 +176,13 @@ def test_nan_and_inf_stay_in_their_heads(level, dtype, monkeypatch) -> None:
     mixed, weights = drawn(4, 2, 2 * 3 * 40, dtype=dtype), [drawn(40, seed=i, dtype=dtype) for i in (2, 3)]
     mixed[0, 0, 3], mixed[1, 1, 50], mixed[2, 0, 100], mixed[3, 1, 200] = math.nan, math.inf, math.nan, -math.inf
 
-    def found() -> list[Tensor]:
+    def results() -> list[Tensor]:
         return run(lambda mixed, query, key: norm_heads(mixed, 2, 1, query, key, EPS), [mixed, *weights])
 
-    ours = found()
+    ours = results()
     with monkeypatch.context() as patch:
         patch.setenv("MEGAZERO_FUSED", "reference")
-        theirs = found()
+        theirs = results()
     assert all(same_kind(*pair) for pair in zip(ours, theirs, strict=True))
     assert ours[0].isnan().sum() == 40 + 1 + 1
 

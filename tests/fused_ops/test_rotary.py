@@ -138,10 +138,10 @@ def test_a_turn_is_a_product_with_a_complex_number(share: float, interleaved: bo
     torch.testing.assert_close(apply_rotary(x, cos, sin, interleaved=interleaved), exact, rtol=1e-13, atol=1e-14)
     assert torch.autograd.gradcheck(lambda x: apply_rotary(x, cos, sin, interleaved=interleaved), x.requires_grad_())
     # Of other shapes there is a body of its own.
-    one = x[:, 0, 0].detach().requires_grad_()
-    found = apply_rotary(one, cos[:, 0, 0], sin[:, 0, 0], interleaved=interleaved)
-    torch.testing.assert_close(found, exact[:, 0, 0], rtol=1e-13, atol=1e-14)
-    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, cos[:, 0, 0], sin[:, 0, 0], interleaved=interleaved), one)
+    row = x[:, 0, 0].detach().requires_grad_()
+    turned_row = apply_rotary(row, cos[:, 0, 0], sin[:, 0, 0], interleaved=interleaved)
+    torch.testing.assert_close(turned_row, exact[:, 0, 0], rtol=1e-13, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, cos[:, 0, 0], sin[:, 0, 0], interleaved=interleaved), row)
 
 
 def test_turns_are_those_of_transformers_families() -> None:

@@ -111,19 +111,19 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", GATED)
 def test_gated_activations(name):
     gate, up, weight = (drawn(7, 11, seed=seed) * 2 for seed in (1, 2, 3))
-    found = gradients(lambda g, u: gated(name, g, u), [gate, up], weight)
+    ours = gradients(lambda g, u: gated(name, g, u), [gate, up], weight)
     exact = gradients(lambda g, u: GATES[name](g) * u, [gate, up], weight)
-    for mine, other in zip(found, exact, strict=True):
+    for mine, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-13)
-    assert torch.equal(GATED[name](gate, up), found[0])
+    assert torch.equal(GATED[name](gate, up), ours[0])
     assert torch.autograd.gradcheck(GATED[name], (gate.requires_grad_(), up.requires_grad_()))
 
 
 def test_known_values_of_gated_activations():
     """GELU of 1 is the normal distribution function of 1."""
-    one, three = torch.ones(1, dtype=torch.float64), torch.full((1,), 3.0, dtype=torch.float64)
+    gate, up = torch.ones(1, dtype=torch.float64), torch.full((1,), 3.0, dtype=torch.float64)
     known = {"swiglu": 3 / (1 + math.exp(-1)), "geglu": 3 * 0.8413447460685429, "geglu-tanh": 3 * 0.8411919906082768}
-    assert {name: function(one, three).item() for name, function in GATED.items()} == pytest.approx(known, rel=1e-15)
+    assert {name: function(gate, up).item() for name, function in GATED.items()} == pytest.approx(known, rel=1e-15)
     assert ACTIVATIONS["relu2"](torch.tensor([-3.0, 3.0])).tolist() == [0.0, 9.0]
 
 

@@ -60,12 +60,12 @@ def result_of(case: Case, group: Group) -> Result:
     norm = norm_of(case, group)
     mixed, incoming = (drawn(S, B, WIDTH, seed=seed).chunk(group.size, -1)[group.index] for seed in (1, 2))
     leaf = mixed.to(case.dtype).requires_grad_()
-    found = norm(leaf)
-    found.backward(incoming.to(case.dtype))
+    output = norm(leaf)
+    output.backward(incoming.to(case.dtype))
     with torch.no_grad():
-        assert torch.equal(norm(leaf), found)
+        assert torch.equal(norm(leaf), output)
     assert leaf.grad is not None
-    return found.detach(), leaf.grad, gradients_of(norm)
+    return output.detach(), leaf.grad, gradients_of(norm)
 
 
 def parallel(rank: int, world: int, cases: list[Case]) -> list[Result]:
@@ -86,10 +86,10 @@ def dense(case: Case) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if weight is not None:
             unit = unit * ((weight.view(part.shape[-3:]) if case.kind == "all" else weight) + case.offset)
         parts.append(unit)
-    found = torch.cat([*parts, heads[..., REPEATS + 1 :, :]], dim=-2).flatten(-3)
-    found.backward(drawn(S, B, WIDTH, seed=2).to(case.dtype).double())
+    output = torch.cat([*parts, heads[..., REPEATS + 1 :, :]], dim=-2).flatten(-3)
+    output.backward(drawn(S, B, WIDTH, seed=2).to(case.dtype).double())
     assert mixed.grad is not None
-    return found.detach(), mixed.grad, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return output.detach(), mixed.grad, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
 CASES = [Case(kind, offset) for kind in QueryKeyNorm.KINDS for offset in (0.0, 1.0)]
@@ -101,8 +101,8 @@ def test_fault_08_equal_to_one_process(tp: int) -> None:
     every: list[list[Result]] = run_ranks(tp, parallel, tp, CASES)
     for number, case in enumerate(CASES):
         ranks = [results[number] for results in every]
-        found, of_mixed, gradients = dense(case)
-        torch.testing.assert_close(torch.cat([rank[0] for rank in ranks], -1), found, rtol=1e-12, atol=1e-13)
+        output, of_mixed, gradients = dense(case)
+        torch.testing.assert_close(torch.cat([rank[0] for rank in ranks], -1), output, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(torch.cat([rank[1] for rank in ranks], -1), of_mixed, rtol=1e-11, atol=1e-12)
         ours = assemble([rank[2] for rank in ranks], unreduced=True)
         assert ours.keys() == gradients.keys() == weights(case.kind).keys()
@@ -114,9 +114,9 @@ def test_fault_08_equal_to_one_process(tp: int) -> None:
 @pytest.mark.parametrize("kind", QueryKeyNorm.KINDS)
 def test_sixteen_bits_round_once(kind: str, dtype: torch.dtype) -> None:
     case = Case(kind, 1.0, dtype)
-    found, of_mixed, pieces = result_of(case, single_rank_group())
+    output, of_mixed, pieces = result_of(case, single_rank_group())
     exact, of_exact, gradients = dense(case)
-    pairs = [(found, exact), (of_mixed, of_exact), *((p.values, gradients[p.spec.name]) for p in pieces)]
+    pairs = [(output, exact), (of_mixed, of_exact), *((p.values, gradients[p.spec.name]) for p in pieces)]
     for ours, theirs in pairs:
         assert ours.dtype == dtype
         error = (ours.double() - theirs).abs() / theirs.abs().clamp(min=theirs.abs().max() / 100)

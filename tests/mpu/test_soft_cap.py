@@ -38,8 +38,8 @@ def dense(logits: Tensor, e: float, z: float, multiplier: float = 1.0, cap: floa
     if cap is not None:
         twice = torch.exp(2 * values / cap)
         values = cap * (twice - 1) / (twice + 1)
-    own = torch.nn.functional.cross_entropy(values, labels(), label_smoothing=e, reduction="none")
-    return own + z * values.logsumexp(1).square()
+    losses = torch.nn.functional.cross_entropy(values, labels(), label_smoothing=e, reduction="none")
+    return losses + z * values.logsumexp(1).square()
 
 
 def expected(logits: Tensor, *rest: float, **changes: Any) -> tuple[Tensor, Tensor]:
@@ -69,11 +69,11 @@ def test_losses_and_gradients(tp: int, width: int, e: float, z: float, changes: 
     """(3, 15): a last rank of padding alone."""
     losses, gradient = expected(drawn(ROWS, VOCAB) * 3, e, z, **changes)
     results = run_ranks(tp, of_a_rank, tp, width, e, z, changes) if tp > 1 else [of_a_rank(0, 1, width, e, z, changes)]
-    for found, _ in results:
-        torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-13)
-    found = torch.cat([result[1] for result in results], 1)
-    torch.testing.assert_close(found[:, :VOCAB], gradient, rtol=1e-11, atol=1e-13)
-    assert not found[:, VOCAB:].any()
+    for of_rank, _ in results:
+        torch.testing.assert_close(of_rank, losses, rtol=1e-12, atol=1e-13)
+    whole = torch.cat([result[1] for result in results], 1)
+    torch.testing.assert_close(whole[:, :VOCAB], gradient, rtol=1e-11, atol=1e-13)
+    assert not whole[:, VOCAB:].any()
 
 
 @pytest.mark.parametrize("changes", CHANGES)
@@ -81,8 +81,8 @@ def test_blocks_of_rows(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(blocks, "HOST_ELEMENTS", 4 * VOCAB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     losses, gradient = expected(drawn(ROWS, VOCAB) * 3, 0.1, 0.01, **changes)
-    found, of_logits = of_a_rank(0, 1, VOCAB, 0.1, 0.01, changes)
-    torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-13)
+    ours, of_logits = of_a_rank(0, 1, VOCAB, 0.1, 0.01, changes)
+    torch.testing.assert_close(ours, losses, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(of_logits, gradient, rtol=1e-11, atol=1e-13)
 
 
@@ -108,9 +108,9 @@ def test_head_loss_in_blocks(changes: dict[str, Any], monkeypatch: pytest.Monkey
     exact = dense(x @ weight.t(), 0.1, 0.01, **changes).sum()
     gradients = torch.autograd.grad(exact, (x, weight))
     loss = VocabularyLoss(single_rank_group(), VOCAB, 0.1, 0.01, **changes)
-    found = head_loss(x, weight, labels(), None, loss, None)
-    found.backward()
-    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-13)
+    total = head_loss(x, weight, labels(), None, loss, None)
+    total.backward()
+    torch.testing.assert_close(total, exact, rtol=1e-12, atol=1e-13)
     for ours, theirs in zip((x.grad, weight.grad), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
