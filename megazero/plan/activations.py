@@ -17,7 +17,7 @@ from itertools import groupby
 from types import MappingProxyType
 
 from fused_ops.attention.selection import Body
-from megazero.config.derive import FULL, NONE, RecomputeTable, padded_vocab
+from megazero.config.derive import NONE, RecomputeTable, padded_vocab
 from megazero.config.dtypes import compute_dtype
 from megazero.config.layers.kinds import Layer, layers
 from megazero.config.schema import Run
@@ -47,15 +47,7 @@ class ActivationPlan:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states between two units, and of a message between stages."""
-        model, parallel = self.run.model, self.run.parallel
-        tokens = model.seq_length * self.run.schedule.micro_batch_size
-        local = tokens // parallel.tp if parallel.sequence_parallel else tokens
-        return local * model.hidden_size * self._item
-
-    @property
-    def input_part(self) -> int:
-        """Bytes of a rank's part of a recomputed block's input (--shard-recompute-inputs), padding included."""
-        return self.block(FULL).input
+        return self.block().output
 
     def layers_of(self, spec: StageSpec) -> tuple[Layer, ...]:
         """What the blocks of a chunk compute."""
@@ -92,14 +84,10 @@ class ActivationPlan:
     @property
     def logits(self) -> int:
         """Bytes of the largest block of logits. On a CPU this memory is kept from step to step."""
-        model, tp = self.run.model, self.run.parallel.tp
-        row_bytes = padded_vocab(model, tp) // tp * self._item
+        model, tp, dtype = self.run.model, self.run.parallel.tp, compute_dtype(self.run.optimizer.precision)
+        row_bytes = padded_vocab(model, tp) // tp * dtype.itemsize
         last = logit_blocks(model.seq_length * self.run.schedule.micro_batch_size, row_bytes, self.kind)[-1]
         return (last.stop - last.start) * row_bytes
-
-    @property
-    def _item(self) -> int:
-        return compute_dtype(self.run.optimizer.precision).itemsize
 
     def _measured(self, spec: StageSpec, recompute: str, *, graded: bool) -> UnitBytes:
         return measured(MeasuredCase(self.run, self.body, self.kind, spec, recompute, graded))

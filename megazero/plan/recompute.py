@@ -220,7 +220,7 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
     if not run.parallel.shard_recompute_inputs:
         return [0] * axes.pp
     table = recompute_table(run, axes, kind)
-    whole = activation_plan(run, kind).input_part * run.parallel.tp * micro_batches_of(run, axes)
+    whole = activation_plan(run, kind).block(FULL).input * run.parallel.tp * micro_batches_of(run, axes)
     return [
         whole * sum(table[block] == FULL for spec in specs_of_stage(run, stage) for block in spec.blocks)
         for stage in range(axes.pp)
