@@ -21,6 +21,7 @@ import pytest
 from torch import Tensor
 
 from megazero.mpu import collectives
+from megazero.mpu.absent import AbsentGroup
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.grid import Group
 from megazero.mpu.p2p import Channels, Tag
@@ -71,7 +72,8 @@ class _Recorder:
             bound = signature.bind(*arguments, **named)
             bound.apply_defaults()
             group: Group = bound.arguments["group"]
-            if not self.recording or group.handle is None:  # what was imported meanwhile keeps this function
+            # what was imported meanwhile keeps this function
+            if not self.recording or group.handle is None or isinstance(group, AbsentGroup):
                 return original(*arguments, **named)
             parts = [_described(name, value) for name, value in bound.arguments.items() if name != "group"]
             line = Line(group.ranks, group.handle.group_name)

@@ -39,7 +39,7 @@ class _Nobody(Exchange):
         return _Done()
 
 
-class _Absent(Group):
+class AbsentGroup(Group):
     """A group that no backend has made."""
 
     is_on_host = True  # so that the exchange is asked for every collective
@@ -48,4 +48,4 @@ class _Absent(Group):
 def absent_group(size: int) -> Group:
     """Rank 0 of a group of this size, without the others."""
     handle: Any = object()
-    return _Absent(tuple(range(size)), 0, handle if size > 1 else None, _Nobody())
+    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Nobody())

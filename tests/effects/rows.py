@@ -97,7 +97,7 @@ ROWS = (
     Row("activation", "--activation relu", "loss"),
     Row("activation", "--activation relu2", "loss"),
     Row("activation", "--activation geglu", "loss", "--activation swiglu"),
-    Row("activation", "--activation geglu-tanh", "loss", "--activation geglu"),
+    Row("activation", "--activation geglu-tanh", "norm", "--activation geglu"),
     Row("activation", "--activation swiglu", "parameters"),
     Row("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights", "parameters"),
     Row("disable_bias_linear", "--disable-bias-linear", "parameters"),
