@@ -36,7 +36,7 @@ def token_losses(
     enter = gather_sequence if layout.sequence_parallel else copy_to_tp
     rows = enter(head.norm(hidden), layout.tp).transpose(0, 1)[counted]
     wanted = labels[counted]
-    loss = VocabularyLoss(layout.tp, head.vocabulary)
+    loss = head.loss_of_logits()
     losses = torch.zeros(labels.shape, dtype=torch.float64, device=hidden.device)
     hits = torch.ones(labels.shape, dtype=torch.bool, device=hidden.device) if greedy else None
     found, agreed = [], []

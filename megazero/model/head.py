@@ -64,7 +64,7 @@ class Head(nn.Module):
             self.weight,
             batch.labels.t().reshape(-1),
             counted,
-            VocabularyLoss(layout.tp, self.vocabulary, smoothing, z_loss, *self._of_logits),
+            self.loss_of_logits(smoothing, z_loss),
             batch.loss_factor,
             self._logits,
         )
@@ -82,6 +82,10 @@ class Head(nn.Module):
             whole = whole.gather(0, positions.view(1, -1, 1).expand(1, -1, whole.shape[2]))
         logits = soft_capped(linear(whole, self.weight, None), *self._of_logits)
         return gather_last(logits, layout.tp)[..., : self.vocabulary]
+
+    def loss_of_logits(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> VocabularyLoss:
+        """The loss of logits [N, v/t] of this head's product, ahead of their multiplier and soft cap."""
+        return VocabularyLoss(self.layout.tp, self.vocabulary, label_smoothing, z_loss, *self._of_logits)
 
     @property
     def _of_logits(self) -> tuple[float, float | None]:

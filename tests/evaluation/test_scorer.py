@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.config.layers.pattern import LayerPattern
 from megazero.config.schema import ModelConfig, Run
 from megazero.data.indexed import DataError
 from megazero.evaluation import losses
@@ -33,6 +34,13 @@ SHAPES = {
     ),
     "rotary": model(
         position_embedding="rotary", norm="rmsnorm", activation="swiglu", num_query_groups=2, disable_bias_linear=True
+    ),
+    "capped": model(
+        layer_pattern=LayerPattern.parsed("window:3, full"),
+        attention_cap=0.5,
+        logits_cap=0.7,
+        logits_multiplier=2.0,
+        embedding_multiplier=3.0,
     ),
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
