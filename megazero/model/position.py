@@ -36,7 +36,7 @@ class AlibiSlopes:
 class RotaryAngles:
     """cos and sin of every position, kept for the longest sequence so far.
 
-    settings        of the rotary positions; a number is a base, and the rest the defaults
+    settings        of the rotary positions
     trained_length  the model's number of positions, for scalings that do not name the length of the first training
 
     Some scalings depend on the length of the sequence ("dynamic" on all of it, "longrope" on whether it is longer than
@@ -47,9 +47,9 @@ class RotaryAngles:
     Raises ValueError for a head_dim of which no pairs turn.
     """
 
-    def __init__(self, head_dim: int, settings: RotarySettings | float, trained_length: int = 0) -> None:
-        self.settings = settings if isinstance(settings, RotarySettings) else RotarySettings(settings)
-        self.settings.turned(head_dim)
+    def __init__(self, head_dim: int, settings: RotarySettings, trained_length: int = 0) -> None:
+        settings.turned(head_dim)
+        self.settings = settings
         self.head_dim, self.trained_length = head_dim, trained_length
         self.tables: dict[int, tuple[Tensor, Tensor]] = {}
 

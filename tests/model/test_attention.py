@@ -37,14 +37,14 @@ def test_fault_23_slopes_are_those_of_the_global_number_of_heads(heads: int) -> 
 
 
 def test_rotary_tables_are_kept_and_exact() -> None:
-    angles = RotaryAngles(6, 500.0)
+    angles = RotaryAngles(6, RotarySettings(500.0))
     cos, sin = angles(torch.zeros(9, 1, 1, 6, dtype=torch.float64))
     again, _ = angles(torch.zeros(4, 1, 1, 6, dtype=torch.float64))
     assert again.data_ptr() == cos.data_ptr() and again.shape == (4, 1, 1, 3)
     assert cos[7, 0, 0, 2].item() == pytest.approx(math.cos(7 * 500.0 ** (-4 / 6)), rel=1e-14)
     assert sin[8, 0, 0, 1].item() == pytest.approx(math.sin(8 * 500.0 ** (-2 / 6)), rel=1e-14)
     with pytest.raises(ValueError, match="even head dimension"):
-        RotaryAngles(5, 500.0)
+        RotaryAngles(5, RotarySettings(500.0))
 
 
 @pytest.mark.parametrize("model", [LLAMA, PLAIN])
