@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fused_ops.attention.reference import reference_attention
 from fused_ops.attention.sdpa import flash_attention
 from megazero.config.derive import every_kth
+from megazero.config.rotary import RotarySettings
 from megazero.model.attention import Attention
 from megazero.model.position import AlibiSlopes, RotaryAngles
 from megazero.mpu.grid import Group
