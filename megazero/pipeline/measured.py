@@ -12,19 +12,22 @@ for themselves: cuBLAS's workspace and oneDNN's scratch.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import AttentionSupport, Body
 from fused_ops.native.stand_in import META, standing_for
-from megazero.config.derive import FULL
+from megazero.config.derive import FULL, NONE
 from megazero.config.schema import Run
 from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage, StageSpec
@@ -83,7 +86,9 @@ class MeasuredCase:
 def measured(case: MeasuredCase) -> UnitBytes:
     """The bytes of a unit."""
     late: list[Any] = []
-    with standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
+    if case.recompute != NONE:
+        _first_checkpoint()
+    with _nothing_collected(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
         stage = _stage(case)
         batch, targets = _batch(case.run), list(_taken(stage, late))
         storages.leave_out(stage.parameters())
@@ -96,6 +101,24 @@ def measured(case: MeasuredCase) -> UnitBytes:
         for target in targets:
             target.late = None
         return replace(_pass(case, stage, batch, storages), deferred=first.deferred - made_once)
+
+
+@cache
+def _first_checkpoint() -> None:
+    """The first checkpoint in a process imports torch's compiler, and leaves its frame and tensors in a cycle."""
+    checkpoint(torch.clone, torch.empty(0), use_reentrant=False)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What a pass leaves in cycles is not freed in the next."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _stage(case: MeasuredCase) -> Stage:
