@@ -239,6 +239,15 @@ def _optional() -> Iterator[Finding]:
 
     for package in PACKAGES:
         if importlib.util.find_spec(package.name):
-            yield Finding(package.name, importlib.metadata.version(package.name))
+            yield Finding(package.name, _version_of(package.name))
         else:
-            yield Finding(package.name, "not installed", f"only for {package.serves}: pip install {package.name}")
+            source = package.source or package.name
+            yield Finding(package.name, "not installed", f"only for {package.serves}: pip install {source}")
+
+
+def _version_of(name: str) -> str:
+    """The version of what has the package: mlflow comes as mlflow or as mlflow-skinny."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(importlib.metadata.packages_distributions()[name][0])

@@ -65,6 +65,8 @@ def check_conversion(source: Source, target: Format, output: Path, options: Targ
     problems = []
     if target.write is None:
         problems.append(f"--to {target.name}: this format is read only")
+    if options.quantized is not None and options.quantized not in target.quantizes:
+        problems.append(f"--dtype {options.quantized}: {target.name} has no such blocks of integers; --to gguf has")
     problems += _layout_problems(source, target, options)
     there = os.path.lexists(output)
     if os.path.exists(output) and (not output.is_dir() or any(output.iterdir())):

@@ -19,6 +19,7 @@ class TargetOptions:
     dp      the number of ranks that the optimizer's files are written for
     dtype   the dtype of the model's weights; None: the one that the model computes in. Master weights and moments keep
             their dtype
+    quantized  the type of matrices in blocks of integers (q8_0), for a format that has it; None: none
     without_tokenizer  write a model whose tokenizer is not there, for a format that has tokenizers
     """
 
@@ -26,6 +27,7 @@ class TargetOptions:
     pp: int = 1
     dp: int = 1
     dtype: torch.dtype | None = None
+    quantized: str | None = None
     without_tokenizer: bool = False
 
 
@@ -42,6 +44,7 @@ class Format:
     write           writes into an existing empty folder; None where the format is only read
     has_layout      `write` uses tp and pp, and dp for the optimizer's files
     has_optimizer   `write` writes moments where the source has them
+    quantizes       the types of blocks of integers that `write` knows
     has_companions  `write` puts the companions where `open` finds them; others keep them in a folder of their own
     part            the part of a source that `write` takes, where that is not the model; raises ConversionError
     """
@@ -53,4 +56,5 @@ class Format:
     has_layout: bool = False
     has_optimizer: bool = False
     has_companions: bool = False
+    quantizes: tuple[str, ...] = ()
     part: Callable[[Source], Source] | None = None

@@ -17,6 +17,10 @@ FORMATS = (
     "consolidated-safetensors",
 )
 """The names of `registry.format_table`, in its order. All of them are read and written."""
+TARGETS = (*FORMATS, "gguf")
+"""The names of `registry.target_table`: what is written."""
+QUANTIZED = ("q8_0",)
+"""Values of --dtype that are blocks of integers. Only gguf has them."""
 
 
 def missing_path_message(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from megazero.convert import native
 from megazero.convert.companions import companions
 from megazero.convert.formats import Format
+from megazero.convert.gguf.registered import FORMAT as GGUF
 from megazero.convert.hf.files import weight_files
 from megazero.convert.hf.registered import FORMAT as HF
 from megazero.convert.lora.merged import adapted_source
@@ -28,6 +29,11 @@ def format_table() -> Mapping[str, Format]:
     """The formats by name, in the order in which they are tried on a folder."""
     found: list[Format] = [MEGATRON, MEGATRON_DEEPSPEED, native.FORMAT, PEFT, HF, *UNIVERSAL]
     return {known.name: known for known in found}
+
+
+def target_table() -> Mapping[str, Format]:
+    """The formats that are written, by name: those that are read too, and GGUF."""
+    return {**format_table(), GGUF.name: GGUF}
 
 
 _ONE_CHECKPOINT = {MEGATRON_DEEPSPEED.name, *(known.name for known in UNIVERSAL)}

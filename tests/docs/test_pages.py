@@ -14,7 +14,7 @@ import pytest
 
 from megazero.cli.main import SUBCOMMANDS
 from megazero.config.options import run_options
-from megazero.convert.names import FORMATS
+from megazero.convert.names import TARGETS
 from megazero.telemetry.record import StepRecord
 from tests.docs.pages import ROOT, pages, prose, text_of
 
@@ -143,4 +143,4 @@ def first_cells(page: str) -> list[str]:
 
 def test_the_tables_of_metrics_and_formats_are_complete() -> None:
     assert first_cells("docs/reference/metrics.md") == [field.name for field in fields(StepRecord)]
-    assert set(first_cells("docs/reference/checkpoint-formats.md")) == set(FORMATS)
+    assert set(first_cells("docs/reference/checkpoint-formats.md")) == set(TARGETS)

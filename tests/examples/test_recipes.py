@@ -106,7 +106,10 @@ def test_flags_behind_the_script_win(script: str, tmp_path: Path) -> None:
     assert run.data.data_path == ("0.5", "a", "0.5", "b") and run.checkpoint.save == run.checkpoint.load == "here"
 
 
-EXTRAS = ("tensorboard", "sentencepiece", "zstandard", "transformers", "lm_eval", "matplotlib", "deepspeed", "peft")
+EXTRAS = (
+    *("tensorboard", "wandb", "mlflow", "gguf", "sentencepiece", "zstandard", "transformers", "lm_eval", "matplotlib"),
+    *("deepspeed", "peft"),
+)
 
 
 def core_only(folder: Path) -> Path:

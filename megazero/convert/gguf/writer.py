@@ -1,0 +1,195 @@
+"""Writing a source as one GGUF file: metadata, the tokenizer, and tensors as a stream."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.narrowing import narrowed
+from megazero.config.dtypes import compute_dtype
+from megazero.convert.companions import copyable
+from megazero.convert.formats import Advance, TargetOptions
+from megazero.convert.gguf.architectures import ARCHITECTURES, COMMON, Architecture
+from megazero.convert.gguf.vocabulary import usage_in, vocabulary_in
+from megazero.convert.hf.config import CONFIG, family_for, read_json
+from megazero.convert.hf.rules import Names, their_shapes
+from megazero.convert.hf.tables import Family
+from megazero.convert.hf.tokenizer_files import write_tokenizer
+from megazero.convert.source import ConversionError, Source
+from megazero.convert.tokenizers import end_of_turn, missing_tokenizer
+
+FILE = "model.gguf"
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+"""Type of matrices -> name of the file's type in `gguf.LlamaFileType`."""
+_BLOCK, _BLOCK_BYTES, _LARGEST = 32, 34, 127
+"""Of Q8_0: values with a scale in common, their bytes, and the largest integer."""
+
+
+def write_gguf(source: Source, folder: Path, options: TargetOptions, advance: Advance) -> None:
+    """Write model.gguf, which llama.cpp opens. Weights only; one tensor is in memory at a time.
+
+    Vectors and learned positions are F32, as llama.cpp computes with them. Raises ConversionError, before anything is
+    written, where llama.cpp does not compute what the model does, or has no such tokenizer.
+    """
+    gguf = _package()
+    if (missing := missing_tokenizer(source)) and not options.without_tokenizer:
+        raise ConversionError(f"{missing}, which is not there; --without-tokenizer writes the model alone")
+    family = _family_of(source)
+    architecture = _architecture(family, source)
+    kind = _kind(source, options)
+    slots = list(_slots(source, family.names, architecture, kind, gguf))
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)])
+    writer.add_name(source.path.name)
+    writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[kind]))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for name, value in {**COMMON, **architecture.metadata}.items():
+        getattr(writer, f"add_{name}")(value(source.model))
+    _add_tokenizer(writer, source, options)
+    for slot in slots:
+        raw = getattr(gguf.GGMLQuantizationType, slot.kind)
+        writer.add_tensor_info(slot.name, slot.shape, np.dtype(np.float32), slot.nbytes, raw)
+    writer.write_header_to_file(folder / FILE)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for slot, tensor in zip(slots, _tensors(source, family.names, architecture, advance), strict=True):
+        writer.write_tensor_data(_stored(tensor, slot, gguf))
+    writer.close()
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of the file: its name, the shape [out, in], and its type there."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        count = int(np.prod(self.shape))
+        if self.kind == "Q8_0":
+            return count // _BLOCK * _BLOCK_BYTES
+        return count * (4 if self.kind == "F32" else 2)
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConversionError(
+            "--to gguf needs the package gguf, which is not installed: pip install 'megazero[gguf]'"
+        ) from error
+    return gguf
+
+
+def _family_of(source: Source) -> Family:
+    kept = copyable(source.companions, source.report.notes.append)
+    original = read_json(kept[CONFIG]) if CONFIG in kept else {}
+    return family_for(source.model, original.get("model_type"))
+
+
+def _architecture(family: Family, source: Source) -> Architecture:
+    known = ARCHITECTURES.get(family.model_type)
+    if known is None:
+        raise ConversionError(
+            f"--to gguf: llama.cpp does not compute models of the family {family.model_type}, or megazero has no row "
+            f"for it; known are {', '.join(ARCHITECTURES)}"
+        )
+    problems = [problem for need in known.needs for problem in need.problems(source.model)]
+    if problems:
+        raise ConversionError(f"--to gguf: llama.cpp's {family.model_type} is another model: {'; '.join(problems)}")
+    return known
+
+
+def _kind(source: Source, options: TargetOptions) -> str:
+    """The type of matrices."""
+    if options.quantized is not None:
+        return options.quantized.upper()
+    dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
+    if dtype not in _TYPES:
+        raise ConversionError(f"--to gguf: llama.cpp computes with nothing as wide as {dtype}; nearest: --dtype fp32")
+    return _TYPES[dtype]
+
+
+def _slots(source: Source, names: Names, architecture: Architecture, kind: str, gguf: Any) -> Iterator[GgufTensor]:
+    """The tensors to write, in the order in which ours are read."""
+    arch = getattr(gguf.MODEL_ARCH, architecture.name)
+    their_names = gguf.get_tensor_name_map(arch, source.model.num_layers)
+    for name, entry in source.entries.items():
+        rule = names.rule(name)
+        shapes = their_shapes(rule, source.model, entry.shape)
+        for key, shape in zip(names.written(rule), shapes, strict=True):
+            stored = their_names.get_name(key.removeprefix(architecture.prefix), try_suffixes=(".weight", ".bias"))
+            if stored is None:
+                raise ConversionError(f"--to gguf: llama.cpp has no tensor for {key} in a model like this")
+            laid_out = architecture.laid_out(key, source.model, torch.empty(shape, device="meta"))
+            yield GgufTensor(stored, tuple(laid_out.shape), _kind_of(stored, tuple(laid_out.shape), kind))
+
+
+def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
+    if len(shape) == 1 or name.startswith("position_embd"):
+        return "F32"
+    if kind == "Q8_0" and shape[-1] % _BLOCK:  # rows are no whole blocks; llama.cpp's own program does the same
+        return "F16"
+    return kind
+
+
+def _tensors(source: Source, names: Names, architecture: Architecture, advance: Advance) -> Iterator[Tensor]:
+    for name, entry in source.entries.items():
+        rule = names.rule(name)
+        parts = rule.how.theirs(source.model, source.read(name))
+        for key, tensor in zip(names.written(rule), parts, strict=True):
+            yield architecture.laid_out(key, source.model, tensor)
+        advance(entry.nbytes())
+
+
+def _stored(tensor: Tensor, slot: GgufTensor, gguf: Any) -> np.ndarray:
+    """The bytes of a tensor. Raises OutOfRange for a number that would become infinite."""
+    if slot.kind == "Q8_0":
+        values = narrowed(tensor, torch.float32, slot.name).contiguous()
+        narrowed(values.abs().amax() / _LARGEST, torch.float16, slot.name)  # the scale of a block
+        return gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    dtype = next(dtype for dtype, kind in _TYPES.items() if kind == slot.kind)
+    values = narrowed(tensor, dtype, slot.name).contiguous()
+    return (values.view(torch.int16) if dtype is torch.bfloat16 else values).numpy()
+
+
+def _add_tokenizer(writer: Any, source: Source, options: TargetOptions) -> None:
+    """Add the model's tokenizer. Without one llama.cpp opens the file for ids alone."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not options.without_tokenizer:
+            carried = copyable(source.companions, source.report.notes.append).get("tokenizer.model")
+            write_tokenizer(source, folder, {})
+            if carried is not None:
+                (folder / "tokenizer.model").write_bytes(carried.read_bytes())
+        vocabulary = vocabulary_in(folder)
+        if vocabulary is None:
+            writer.add_tokenizer_model("no_vocab")
+            return
+        size = source.model.vocab_size
+        assert size is not None
+        vocabulary = vocabulary.padded(size)
+        usage = usage_in(folder, vocabulary, source.run.data.eod_id, end_of_turn(source))
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
+    for name, value in {**vocabulary.extra, **usage.ids}.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_add_bos_token(usage.add_bos)
+    writer.add_add_eos_token(False)
+    if usage.template is not None:
+        writer.add_chat_template(usage.template)
