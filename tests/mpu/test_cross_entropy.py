@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fused_ops import cross_entropy as row_passes
+from fused_ops import blocks
 from megazero.mpu.axes import Axes
 from megazero.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megazero.mpu.grid import build_grid, single_rank_group
@@ -128,7 +128,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_no_second_copy_of_the_logits(dtype, monkeypatch):
     """Forward and backward make nothing larger than a few rows, and the gradient lies where the logits lay."""
-    monkeypatch.setattr(row_passes, "rows_of", lambda x, columns: 4)
+    monkeypatch.setattr(blocks, "rows_of", lambda x, columns: 4)
     logits = drawn(256, 1000).to(dtype).requires_grad_() * 1.0
     with Largest(logits) as seen:
         loss = vocab_parallel_cross_entropy(

@@ -2,8 +2,8 @@
 had. `tape_numbers.txt` has a run in four lines: body of attention, kind of device, what is recomputed, flags; then for
 each unit the six numbers of `UnitBytes`, and where that forward was wrong by how much.
 
-It was wrong in these. Real allocations on a CPU (`test_activations`) show those of fp64 and of FP8 with ZeRO-3; the rest
-was read from the code:
+It was wrong in these. Real allocations on a CPU (`test_activations`) show those of fp64 and of FP8 with ZeRO-3. All
+others were read from the code:
 embedding backward  a card's kernel sorts ids, which takes their order and their places; with a document mask on a card
                     no sums of the table are made
 block, fp8          a second micro-batch's gradient of a weight is a product beside the sum; with ZeRO-3 each product
