@@ -5,6 +5,7 @@ A line is a heading and a sentence; an empty sentence is not shown. The text is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby, starmap
 
@@ -13,8 +14,9 @@ from megazero.config.derive import folders_of, lora_alpha, tiers, updates_early,
 from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
 from megazero.config.inventory import adapted, fp8_exceptions
+from megazero.config.layers.kinds import pattern_items
 from megazero.config.placement import PLACEMENT, ROWS
-from megazero.config.schema import ParallelConfig, Run
+from megazero.config.schema import ModelConfig, ParallelConfig, Run
 from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.mpu.axes import Axes
 from megazero.optim.step_plan import StepPlan
@@ -84,12 +86,19 @@ def _model_lines(report: RunReport) -> list[Line]:
         ("parameters", f"{count(report.parameters)} ({report.parameters:,})"),
         ("shape", f"{shape}, vocabulary {model.vocab_size}"),
         ("kind", f"{model.position_embedding} positions, {model.norm}, {model.activation}, {head} head"),
+        ("layers", layers_words(model)),
         ("precision", f"{o.precision}; state and gradients {str(state_dtype(o.precision)).removeprefix('torch.')}"),
         ("fp8", f"{fp8}the model state" if o.fp8 != "off" else ""),
         (f"still {o.precision}", "; ".join(fp8_exceptions(run)) if o.fp8 != "off" else ""),
         ("trained", "" if report.trained is None else _adapters(report.run, report.trained)),
         ("padding", padding if report.vocabulary_rows != model.vocab_size else ""),
     ]
+
+
+def layers_words(model: ModelConfig) -> str:
+    """How many layers are what the pattern says; empty where all are alike."""
+    counts = Counter(str(item) for item in pattern_items(model))
+    return "" if model.layer_pattern is None else ", ".join(f"{number} of {text}" for text, number in counts.items())
 
 
 def _adapters(run: Run, trained: int) -> str:

@@ -14,6 +14,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.traffic import Traffic
 from megazero.report.banner import (
     graphs_sentence,
+    layers_words,
     ops_table,
     reductions_sentence,
     schedule_lines,
@@ -183,6 +184,12 @@ def test_activations_that_leave_are_told() -> None:
     )
     half = said("--pp", "2", "--offload-activations", "cpu:0.5")
     assert half.startswith(f"{size(3 * (kept - 3 * block) + 2 * block)} of"), "embeddings first, then first blocks"
+
+
+def test_layers_that_differ_are_counted() -> None:
+    words = [*SMALL.split(), "--layer-pattern", "window:4 x2, full none"]
+    assert layers_words(parse_run(words, 1).model) == "3 of window:4, 1 of full none"
+    assert layers_words(parse_run(SMALL.split(), 1).model) == ""
 
 
 def test_sentences_and_tables() -> None:
