@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,22 @@ def test_a_pattern_repeats_and_is_cut() -> None:
     assert windows == [4, 4, 4, 4, 4, None, 4]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("full:3", "'full:3' in 'full:3' is none of full, window:W"),
+        ("full: alibi", "'full:' in 'full: alibi' is none of full, window:W"),
+        ("full x2 x3", "'x2' in 'full x2 x3' repeats an item, and stands at its end"),
+        ("x2 full", "'x2' in 'x2 full' repeats an item, and stands at its end"),
+        ("full x" + "9" * 5000, "'full x99"),
+        ("window:" + "9" * 19, f"'window:{'9' * 19}' in 'window:{'9' * 19}': '{'9' * 19}' is not a whole number"),
+    ],
+)
+def test_a_pattern_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        LayerPattern.parsed(text)
+
+
 @pytest.mark.parametrize(("text", "number"), [("window:4 x5, full", 14), ("full, window:2", 2), ("window:3", 5)])
 def test_the_shortest_pattern_of_layers(text: str, number: int) -> None:
     pattern = LayerPattern.parsed(text)
@@ -57,7 +74,13 @@ def test_a_set_of_rotary_settings_is_read_and_printed() -> None:
     assert RotarySet.parsed("near") == RotarySet("near", RotarySettings())
 
 
-@pytest.mark.parametrize("text", ["", "rotary base=5", "far base=x", "far base=-1", "far speed=3", "far share=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "rotary base=5", "far base=x", "far base=-1", "far speed=3", "far share=2"),
+        *("far base=5 base=7", "x2 base=5", "window base=5"),
+    ],
+)
 def test_a_set_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         RotarySet.parsed(text)
