@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from megazero.config.layers.pattern import LayerPattern, PatternItem, RotarySet
 from megazero.config.parse import parse_run
 from megazero.config.rotary import RotaryScaling, RotarySettings
 from megazero.config.schema import ModelConfig
+from megazero.config.source import ConfigError
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs
 from megazero.plan.flops import attention_core_flops, block_flops, model_flops
 
@@ -64,6 +66,23 @@ def test_the_shortest_pattern_of_layers(text: str, number: int) -> None:
     pattern = LayerPattern.parsed(text)
     assert LayerPattern.shortest(pattern.layers(number)) == pattern
     assert LayerPattern.shortest((PatternItem(),) * number) is None
+
+
+def test_none_alone_is_a_pattern_as_in_a_file(tmp_path: Path) -> None:
+    """The word says in a pattern that layers have no positions, on a command line too."""
+    (tmp_path / "run.yaml").write_text("model: {layer_pattern: none}\n")
+    for flags in (["--layer-pattern", "none"], ["--config", str(tmp_path / "run.yaml")]):
+        assert parse_run(flags, 1).model.layer_pattern == LayerPattern((PatternItem(positions="none"),)), flags
+
+
+def test_words_beyond_the_last_layer_are_checked() -> None:
+    with pytest.raises(ConfigError, match="far names no positions"):
+        parse_run(["--num-layers", "4", "--layer-pattern", "full x4, full far"], 1)
+
+
+def test_a_command_line_replaces_the_pattern_of_a_preset() -> None:
+    model = parse_run("--preset gemma3-1b --layer-pattern full --rotary-sets none".split(), 1).model
+    assert {layer.mixer.window for layer in layers(model)} == {None} and model.rotary_sets == ()
 
 
 def test_a_set_of_rotary_settings_is_read_and_printed() -> None:
