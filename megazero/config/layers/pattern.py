@@ -97,7 +97,7 @@ MOST_LAYERS = 10_000
 
 
 def _item(words: list[str], text: str) -> PatternItem:
-    item, said = PatternItem(), set[str]()
+    item, parts = PatternItem(), set[str]()
     for word in words:
         name, colon, size = word.partition(":")
         part = "positions" if not colon and word != FULL_REACH else _PARTS.get(name)
@@ -105,9 +105,9 @@ def _item(words: list[str], text: str) -> PatternItem:
             raise ValueError(f"{word!r} in {text!r} repeats an item, and stands at its end, once")
         if part is None or (colon and name == FULL_REACH):
             raise ValueError(f"{word!r} in {text!r} is none of {', '.join(_FORMS)}")
-        if part in said:
+        if part in parts:
             raise ValueError(f"{word!r} in {text!r}: an item says once {part}")
-        said.add(part)
+        parts.add(part)
         item = replace(item, positions=word) if part == "positions" else _SIZED[name](item, _size(word, size, text))
     return item
 
