@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from megazero.config.derive import ffn_width
 from megazero.config.inventory import block_shapes, elements, fp8_layers, linears, parameters, shapes
 from megazero.config.layers.kinds import kinds, layers
 from megazero.config.layers.pattern import LayerPattern, PatternItem, RotarySet
+from megazero.config.model_shape import shape_settings
 from megazero.config.parse import parse_run
 from megazero.config.rotary import RotaryScaling, RotarySettings
 from megazero.config.schema import ModelConfig
@@ -73,6 +75,15 @@ def test_none_alone_is_a_pattern_as_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {layer_pattern: none}\n")
     for flags in (["--layer-pattern", "none"], ["--config", str(tmp_path / "run.yaml")]):
         assert parse_run(flags, 1).model.layer_pattern == LayerPattern((PatternItem(positions="none"),)), flags
+
+
+def test_an_item_may_say_what_the_model_has_anyway() -> None:
+    """Such a pattern makes the same layers: a resume and a conversion compare it as the one without these words."""
+    plain = replace(MODEL, num_layers=2, layer_pattern=LayerPattern.parsed("window:8, full none"))
+    said = LayerPattern.parsed(f"window:8 rotary ffn:{ffn_width(MODEL)}, full none ffn:{ffn_width(MODEL)}")
+    assert shape_settings(replace(plain, layer_pattern=said)) == shape_settings(plain)
+    assert layers(replace(plain, layer_pattern=said)) == layers(plain)
+    assert "layer_pattern" not in shape_settings(replace(MODEL, layer_pattern=LayerPattern.parsed("full rotary")))
 
 
 def test_words_beyond_the_last_layer_are_checked() -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megazero.config.derive import GATED, attention_output_bias, ffn_width, head_dim, mlp_bias, qkv_bias, query_groups
-from megazero.config.layers.pattern import NO_POSITIONS, PatternItem
+from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern, PatternItem
 from megazero.config.rotary import RotarySettings
 from megazero.config.schema import ModelConfig
 
@@ -157,10 +157,19 @@ def uses_positions(model: ModelConfig, kind: str) -> bool:
 
 
 def pattern_items(model: ModelConfig) -> tuple[PatternItem, ...]:
-    """What the pattern says of each layer."""
+    """What the pattern says of each layer. What the model has anyway is left out, so that items of equal layers are
+    equal.
+    """
     if model.layer_pattern is None:
         return (PatternItem(),) * model.num_layers
-    return model.layer_pattern.layers(model.num_layers)
+    shortened = LayerPattern(tuple(_without_defaults(model, item) for item in model.layer_pattern.items))
+    return shortened.layers(model.num_layers)
+
+
+def _without_defaults(model: ModelConfig, item: PatternItem) -> PatternItem:
+    positions = None if item.positions == model.position_embedding else item.positions
+    width = None if item.width == ffn_width(model) else item.width
+    return replace(item, positions=positions, width=width)
 
 
 def _layer(model: ModelConfig, item: PatternItem) -> Layer:
