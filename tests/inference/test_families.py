@@ -24,8 +24,14 @@ LENGTHS = (1, 2, 4, 7, 12, 23)
 """The cases' windows are 3 to 5 positions, and longrope's first training had 8: a text of 4 or 7 tokens crosses them
 while it grows.
 """
-TODAY = [name for name, case in CASES.items() if case.kind not in ("bloom", "gpt2", "opt")]
-TODAY.remove("phi 4 mini")  # the frequencies of longrope follow the longest row of a batch
+_TURNED = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
+TODAY = {name: case for name, case in CASES.items() if case.kind not in ("bloom", "gpt2", "opt")} | {
+    "llama, dynamic": Case(
+        "llama",
+        (1,),
+        {**CASES["llama, grouped"].config, "max_position_embeddings": 8, "rope_parameters": _TURNED},
+    ),
+}
 
 
 @cache
@@ -38,10 +44,10 @@ def prompts() -> list[list[int]]:
 
 def their_tokens(case: Case) -> list[list[int]]:
     """Prompts of one length at a time: nothing is padded."""
-    model = in_double(case)
-    model.generation_config.eos_token_id = None
     rows: list[list[int]] = [[] for _ in prompts()]
     for length in LENGTHS:
+        model = in_double(case)  # anew, since "dynamic" frequencies there remember the longest text of a model so far
+        model.generation_config.eos_token_id = None
         places = [place for place, prompt in enumerate(prompts()) if len(prompt) == length]
         ids = torch.tensor([prompts()[place] for place in places])
         with in_float64(), torch.no_grad():
@@ -56,9 +62,11 @@ def their_tokens(case: Case) -> list[list[int]]:
 @pytest.mark.few(cases=4)
 @pytest.mark.parametrize("name", TODAY)
 def test_fifty_prompts_of_different_lengths(name: str, tmp_path: Path) -> None:
-    folder, theirs = saved(CASES[name], tmp_path / "model"), their_tokens(CASES[name])
+    folder, theirs = saved(TODAY[name], tmp_path / "model"), their_tokens(TODAY[name])
     assert len({tuple(row) for row in theirs}) > 30, "the prompts matter"
     grid = single_process_grid("cpu")
     opened = open_model(folder, grid, precision="fp64")
     pipeline = Pipeline.of(opened.stages, grid, opened.chunk_map)
     assert generate(pipeline, prompts(), NEW, Sampling(temperature=0)) == theirs
+    if name == "phi 4 mini":  # its keys turn anew when a row becomes longer than the first training's texts
+        assert generate(pipeline, prompts(), NEW, Sampling(temperature=0), cached=False) == theirs
