@@ -27,7 +27,7 @@ from megazero.convert.hf.llama import (
     sizes,
     untied,
 )
-from megazero.convert.hf.rope import fields_of, parameters, rope, said, settings_of, settings_of_model, two_minds
+from megazero.convert.hf.rope import fields_of, parameters, rope, rope_values, settings_of, settings_of_model, two_minds
 from megazero.convert.hf.shared import ANY
 from megazero.convert.hf.tables import Config, ConfigKey, Family, ModelRequirement, SupportedValues, one_of, plain
 
@@ -120,8 +120,8 @@ GEMMA2 = _family(
     (
         *_keys(256000, 8192),
         rope(length=8192),
-        plain("logits_cap", 30.0, "final_logit_softcapping"),
-        plain("attention_cap", 50.0, "attn_logit_softcapping"),
+        plain("logits_cap", 30.0, "final_logit_softcapping", null=True),
+        plain("attention_cap", 50.0, "attn_logit_softcapping", null=True),
         layers.layer_keys(
             26,
             ("sliding_window", "layer_types"),
@@ -138,7 +138,7 @@ class _TwoRopes(ConfigKey):
     """The rotary positions of layers with a window and of the others."""
 
     def read(self, config: Config) -> Any:
-        values = said(config)
+        values = rope_values(config)
         nested = {key: value for key, value in values.items() if isinstance(value, dict)}
         trained = config.get("max_position_embeddings") or 131072
         outer = {key: value for key, value in values.items() if not isinstance(value, dict)}
@@ -163,6 +163,9 @@ class _TwoRopes(ConfigKey):
             "rope_local_base_freq": local.base,
             "rope_parameters": {layers.FULL_LAYER: parameters(whole), layers.WINDOW_LAYER: parameters(local)},
         }
+        if whole.scaling is not None:
+            rescaled = written["rope_parameters"][layers.FULL_LAYER]
+            written["rope_scaling"] = {key: value for key, value in rescaled.items() if key != "rope_theta"}
         return written
 
 

@@ -123,7 +123,9 @@ def in_turn(config: Config, layers: int, every: int, default: int, positions: st
     window = window_of(config, default)
     if any(windowed) and window is None:
         raise ValueError(f"sliding_window is null, and layers are {WINDOW_LAYER}")
-    return tuple(PatternItem(window=window, positions=positions) if has else PatternItem() for has in windowed)
+    return tuple(
+        PatternItem(window=window, positions=positions) if has_window else PatternItem() for has_window in windowed
+    )
 
 
 def of_types(items: Items) -> dict[str, Any]:

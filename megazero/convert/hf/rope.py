@@ -19,7 +19,7 @@ _OTHER_NAMES = {"su": "longrope"}
 _SETTINGS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
-def said(config: Config) -> dict[str, Any]:
+def rope_values(config: Config) -> dict[str, Any]:
     """Everything that config.json says in rope_scaling and rope_parameters, under the names of newer versions."""
     values = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     if "type" in values:
@@ -109,7 +109,7 @@ class RopeKeys(ConfigKey):
     renamed: Mapping[str, str] | None = None
 
     def read(self, config: Config) -> Any:
-        values = said(config)
+        values = rope_values(config)
         for key, outer in (("rope_theta", self.base_key), ("partial_rotary_factor", self.part_key)):
             if values.get(key) is None and config.get(outer) is not None:
                 values[key] = config[outer]
