@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.derive import max_positions
+from megazero.config.layers.kinds import rotary_sets
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.given import new_tokens, sampling_given, token_ids
 from megazero.inference.pipeline import Pipeline
@@ -136,6 +137,12 @@ class _Feed:
         self.multiple = layout.tp.size if pipeline.shards_the_sequence else 1
         if self.window is not None:
             self.window = max(self.window - self.window % self.multiple, self.multiple)
+        # Under longrope all keys of a row that becomes longer than those of the first training turn anew.
+        self.switches = {
+            settings.scaling.original(0) + 1
+            for settings in rotary_sets(layout.model).values()
+            if settings.scaling is not None and settings.scaling.kind == "longrope"
+        }
         self.cache: KeyValueCache | None = None
         if cached and rows and self._within_window(rows):
             self.cache = KeyValueCache(pipeline.stages, len(rows), max(len(row.ids) for row in rows) + 1)
@@ -146,7 +153,17 @@ class _Feed:
             self.cache = None
         if self.cache is None:
             return self._contexts([row.ids for row in rows], None)
-        return self._prompts(rows, self.cache) if rows[0].step == 0 else self._tokens(rows, self.cache)
+        if rows[0].step == 0:
+            return self._prompts(rows, self.cache)
+        again = [row for row in rows if len(row.ids) in self.switches]
+        if not again:
+            return self._tokens(rows, self.cache)
+        others = [row for row in rows if len(row.ids) not in self.switches]
+        parts = [self._contexts([row.ids for row in again], self.cache, [row.slot for row in again])]
+        parts += [self._tokens(others, self.cache)] if others else []
+        order = {row.slot: place for place, row in enumerate(again + others)}
+        logits = [part for part in parts if part is not None]
+        return torch.cat(logits)[self._ids([order[row.slot] for row in rows])] if logits else None
 
     def _within_window(self, rows: Sequence[_Row]) -> bool:
         return self.window is None or max(len(row.ids) for row in rows) <= self.window
@@ -167,7 +184,8 @@ class _Feed:
     def _tokens(self, rows: Sequence[_Row], cache: KeyValueCache) -> Tensor | None:
         packed = self._ids([[row.slot, len(row.ids) - 1, row.ids[-1]] for row in rows]).t().contiguous()
         past = cache.continuing(packed[0], packed[1], 1, max(len(row.ids) for row in rows))
-        return self.pipeline.logits(packed[2].unsqueeze(1), torch.zeros_like(packed[0]), past)
+        lengths = [len(row.ids) for row in rows]
+        return self.pipeline.logits(packed[2].unsqueeze(1), torch.zeros_like(packed[0]), past, lengths)
 
     def _contexts(
         self, contexts: Sequence[Sequence[int]], cache: KeyValueCache | None, slots: Sequence[int] = ()
@@ -180,7 +198,7 @@ class _Feed:
             tokens = self._ids([context + [0] * (length - len(context)) for context in shown])
             lengths = self._ids([len(context) for context in shown])
             past = None if cache is None else cache.beginning(self._ids([slots[i] for i in group]), length, lengths)
-            parts.append(self.pipeline.logits(tokens, lengths - 1, past))
+            parts.append(self.pipeline.logits(tokens, lengths - 1, past, [len(context) for context in shown]))
         found = [part for part in parts if part is not None]
         return torch.cat(found) if len(found) > 1 else found[0] if found else None
 

@@ -45,18 +45,25 @@ class Pipeline:
         layout = self.stages[0].layout
         return layout.sequence_parallel and layout.tp.size > 1
 
-    def logits(self, tokens: Tensor, positions: Tensor, past: PastKeyValues | None = None) -> Tensor | None:
+    def logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        past: PastKeyValues | None = None,
+        row_lengths: Sequence[int] | None = None,
+    ) -> Tensor | None:
         """The logits [b, v] after one position of each row; None on ranks without the head. A collective of pp and tp.
 
-        tokens     int64 [b, s]
-        positions  int64 [b], the position in each row
-        past       the key-value cache of earlier tokens, from `KeyValueCache`
+        tokens       int64 [b, s]
+        positions    int64 [b], the position in each row
+        past         the key-value cache of earlier tokens, from `KeyValueCache`
+        row_lengths  how many tokens each row has by now, padding left out (`MicroBatch.row_lengths`)
 
         Hidden states are broadcast over pp instead of sent and received: the group's communicator exists already (one
         for a pair would have to be made), and every rank runs the same list of operations.
         """
         b, s = tokens.shape
-        batch = MicroBatch(tokens, tokens, None, tokens.new_zeros(b), past=past)
+        batch = MicroBatch(tokens, tokens, None, tokens.new_zeros(b), past=past, row_lengths=row_lengths)
         layout, last = self.stages[0].layout, self.chunk_map.count - 1
         hidden: Tensor | None = None
         for number in range(last + 1):

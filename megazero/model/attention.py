@@ -61,7 +61,7 @@ class Attention(nn.Module):
             mixed = self.norm(mixed)
         if self.angles is not None:
             interleaved = self.angles.settings.interleaved
-            tables = self.angles(mixed, batch.past)
+            tables = self.angles(mixed, batch.past, batch.row_lengths)
             mixed = rotate_mixed(mixed, self.groups, self.repeats, *tables, interleaved=interleaved)
         if self.recompute_core:
             context = checkpoint(self.core, mixed, batch, use_reentrant=False, preserve_rng_state=False)

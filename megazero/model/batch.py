@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,6 +38,8 @@ class MicroBatch:
     positions    int64 [b, s]: position of each token in the learned position table; None: its position in the sample
     loss_factor  0-dim: the gradient with which the backward of the summed loss starts; None where it is not known yet
     past         the key-value cache, in text generation only; else None
+    row_lengths  in text generation, how many tokens each row has by now, padding left out: rotary frequencies that
+                 depend on a length follow the row's own; None: all rows are as long as the pass
     """
 
     tokens: Tensor
@@ -48,3 +50,4 @@ class MicroBatch:
     positions: Tensor | None = None
     loss_factor: Tensor | None = None
     past: PastKeyValues | None = None
+    row_lengths: Sequence[int] | None = None

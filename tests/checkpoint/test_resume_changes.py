@@ -11,8 +11,10 @@ from megazero.checkpoint import resume_changes as changes
 from megazero.checkpoint.format import Damaged
 from megazero.checkpoint.resume_changes import compare, record_of, run_from
 from megazero.config.flags import read_command_line
+from megazero.config.layers.pattern import LayerPattern
 from megazero.config.options import run_options
 from megazero.config.parse import parse_run
+from megazero.config.rotary import RotaryScaling
 from megazero.config.schema import Run, ScheduleConfig
 from megazero.config.tiers import Tier, TierShare
 from megazero.system.words import value_words
@@ -168,6 +170,27 @@ def test_what_decides_training_needs_its_override(change, override):
     assert allowed.problems == () and [change.allowed_by for change in allowed.changes] == [flag]
     others = {"override_opt_param_scheduler", "override_batch", "override_data"} - {override}
     assert compare(BASE, changed(now, **{f"checkpoint__{other}": True for other in others})).problems == found.problems
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__rotary_scaling": RotaryScaling.parsed("linear factor=4")},
+        {"model__rotary_base": 500_000.0},
+        {"model__layer_pattern": LayerPattern.parsed("window:8, full")},
+        {"model__attention_cap": 50.0},
+        {"model__residual_multiplier": 0.5},
+        {"model__norm_plus_one": True},
+    ],
+)
+def test_what_layers_compute_never_changes(change):
+    """Weights of the same shapes would go on in another model; no override allows that."""
+    overrides = {f"checkpoint__override_{name}": True for name in ("opt_param_scheduler", "batch", "data")}
+    (path,) = change
+    before = changed(BASE, model__position_embedding="rotary")
+    problems = compare(before, changed(before, **change, **overrides)).problems
+    assert len(problems) == 1 and problems[0].startswith(f"--{path.split('__')[1].replace('_', '-')}: "), problems
+    assert problems[0].endswith("the model's shape cannot change on resume")
 
 
 def test_the_shape_never_changes_and_every_field_is_named():

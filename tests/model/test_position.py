@@ -46,6 +46,27 @@ def test_generation_counts_its_reach() -> None:
         torch.testing.assert_close(cos[:, :, 0, 0], exact, rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.parametrize("text", ["dynamic factor=3 original_max_position_embeddings=8", LONGROPE])
+def test_a_row_has_the_frequencies_of_its_own_length(text: str) -> None:
+    """Whatever rows are beside it and however far the batch is padded: when rows begin, and when they continue."""
+    settings = RotarySettings(100.0, scaling=RotaryScaling.parsed(text))
+    angles, lengths = RotaryAngles(6, settings), [8, 5, 9, 12, 9]
+    begun = torch.arange(12).unsqueeze(1).expand(12, 5)
+    continued = torch.tensor([lengths]) - 1
+    for positions, past in (
+        (begun, None),
+        (begun, PastKeyValues({}, torch.arange(5), None, 12)),
+        (continued, PastKeyValues({}, torch.arange(5), continued, 12)),
+    ):
+        cos, sin = angles(torch.zeros(len(positions), 5, 5, dtype=torch.float64), past, lengths)
+        assert cos.shape == (len(positions), 5, 1, 1, 3)
+        for row, length in enumerate(lengths):
+            theta, factor = rotary_frequencies(6, settings, length)
+            turned = positions[:, row, None] * theta
+            torch.testing.assert_close(cos[:, row, 0, 0], turned.cos() * factor, rtol=1e-14, atol=1e-15)
+            torch.testing.assert_close(sin[:, row, 0, 0], turned.sin() * factor, rtol=1e-14, atol=1e-15)
+
+
 def test_tables_are_kept() -> None:
     angles = RotaryAngles(6, RotarySettings(500.0))
     longest, _ = angles(of_sequence(9))

@@ -1,8 +1,9 @@
 """Adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
 
 Where one layer of ours is several of theirs (query, key and value), each of them gets the same A and its own rows of B.
-PEFT computes x A^T B^T however a layer stores its weight. `fan_in_fan_out` says that the layer stores it transposed
-(GPT-2).
+Where several of ours are one of theirs (gate and up of Phi-3), that one gets all their A above each other, and a B with
+a block for each layer; layers that share A need it once. PEFT computes x A^T B^T however a layer stores its weight.
+`fan_in_fan_out` says that the layer stores it transposed (GPT-2).
 """
 
 from __future__ import annotations
@@ -82,12 +83,29 @@ class _Module:
     pair     the layer of ours that it is a part of
     part     which part
     columns  the columns of the layer's B, and rows of its A, that the module has: [rank of the module], int64
+    joined   the layers of ours that make the module together; empty where `pair` alone does
     """
 
     name: str
     pair: AdapterPair
     part: int
     columns: Tensor
+    joined: tuple[str, ...] = ()
+
+    def factors(self, adapters: Source) -> tuple[Tensor, Tensor]:
+        """A and B of the module."""
+        if self.joined:
+            return _joined_factors(adapters, self.joined)
+        a, b = (adapters.read(f"{self.pair.layer}.{factor}") for factor in FACTORS)
+        return a[self.columns], self.pair.parts(adapters.model, b)[self.part][:, self.columns]
+
+
+def _joined_factors(adapters: Source, layers: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """A and B of one module that is these layers, one behind the other."""
+    of_a, of_b = ([adapters.read(f"{layer}.{factor}") for layer in layers] for factor in FACTORS)
+    if all(torch.equal(a, of_a[0]) for a in of_a):
+        return of_a[0], torch.cat(of_b)
+    return torch.cat(of_a), torch.block_diag(*of_b)
 
 
 def _modules(names: Names, adapters: Source) -> list[_Module]:
@@ -101,6 +119,12 @@ def _modules(names: Names, adapters: Source) -> list[_Module]:
     for number in range(model.num_layers):
         for pair in pairs_of_block(names, number, adaptable_layers(model)):
             if f"{pair.layer}.{FACTORS[1]}" not in adapters.entries:
+                continue
+            if pair.rule.joined:
+                layers = tuple(name.removesuffix(".weight") for name in pair.rule.joined)
+                if pair.layer == layers[0]:  # the first of them writes the module
+                    rank = len(_joined_factors(adapters, layers)[0])
+                    modules.append(_Module(pair.modules[0], pair, 0, torch.arange(rank), layers))
                 continue
             used = [part.ne(0).any(0) for part in pair.parts(model, adapters.read(f"{pair.layer}.{FACTORS[1]}"))]
             unused = ~torch.stack(used).any(0)
@@ -177,11 +201,10 @@ def write_adapters(
 
     def tensors() -> Iterator[Tensor]:
         for layer, parts in groupby(modules, lambda module: module.pair.layer):
-            a, b = (adapters.read(f"{layer}.{factor}") for factor in FACTORS)
             for module in parts:
-                rows = module.pair.parts(adapters.model, b)[module.part]
-                yield from (a[module.columns], rows[:, module.columns])
-            advance(a.nbytes + b.nbytes)
+                yield from module.factors(adapters)
+            layers = module.joined or (layer,)
+            advance(sum(adapters.entries[f"{name}.{factor}"].nbytes() for name in layers for factor in FACTORS))
 
     slots = [slot for module in modules for slot in _slots(module, adapters, dtype)]
     write_safetensors(folder / TENSORS, slots, tensors(), {"format": "pt"})

@@ -133,10 +133,16 @@ class _Part:
     a: LazyTensor | None = None
     b: LazyTensor | None = None
     factor: float = 1.0
+    columns: Tensor | None = None
+    """The columns of B, and rows of A, that are this layer's, where their layer is several of ours; None: all."""
 
     @property
     def rank(self) -> int:
-        return 0 if self.a is None else self.a.shape[0]
+        return 0 if self.a is None else self.a.shape[0] if self.columns is None else len(self.columns)
+
+    def read_a(self) -> Tensor:
+        assert self.a is not None
+        return self.a.read() if self.columns is None else self.a.read()[self.columns]
 
     @property
     def dtype_of_b(self) -> torch.dtype:
@@ -148,6 +154,7 @@ class _Part:
         """B times its factor, [out, rank]. dtype: at least `dtype_of_b`."""
         assert self.b is not None
         b = self.b.read().to(dtype)
+        b = b if self.columns is None else b[:, self.columns]
         return b if self.factor == 1.0 else b * self.factor
 
 
@@ -168,6 +175,8 @@ class BoundAdapters(Source):
             for pair in pairs_of_block(family.names, number, adaptable_layers(base.model)):
                 parts = [self._part(files, module, family.model_type) for module in pair.modules]
                 left -= {key_of(module, factor) for module in pair.modules for factor in "AB"}
+                if pair.rule.joined:
+                    parts = [_of_one_layer(base.model, pair, part) for part in parts]
                 if any(part.rank for part in parts):
                     self._layers[pair.layer] = pair, parts, _share_a(parts)
                     entries |= dict(self._entries(base, pair, parts))
@@ -225,9 +234,19 @@ class BoundAdapters(Source):
         pair, parts, shared = self._layers[layer]
         if factor == FACTORS[0]:
             dtype = self.entries[name].columns[column]
-            found = [part.a.read().to(dtype) for part in parts if part.a is not None]
+            found = [part.read_a().to(dtype) for part in parts if part.a is not None]
             return found[0] if shared else torch.cat(found)
         return pair.whole(self.model, list(_rows(self.model, pair, parts, shared, self.entries[name])))
+
+
+def _of_one_layer(model: ModelConfig, pair: AdapterPair, part: _Part) -> _Part:
+    """The columns in which one of several layers of ours has values in their B, or none of these layers has."""
+    if part.b is None:
+        return part
+    b = part.b.read()
+    used = pair.whole(model, [b]).ne(0).any(0)
+    columns = torch.nonzero(used | b.eq(0).all(0)).flatten()
+    return replace(part, columns=columns) if 0 < len(columns) < b.shape[1] else part
 
 
 def _rows(

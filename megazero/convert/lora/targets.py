@@ -21,8 +21,16 @@ OF_FAMILY: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("c_attn",),
     "llama": ("q_proj", "v_proj"),
     "opt": ("q_proj", "v_proj"),
+    "gemma2": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"),
+    "gpt_neox": ("query_key_value",),
+    "mistral": ("q_proj", "v_proj"),
+    "qwen2": ("q_proj", "v_proj"),
+    "qwen3": ("q_proj", "v_proj"),
 }
-"""model_type -> the modules of a target_modules null (PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)."""
+"""model_type -> the modules of a target_modules null (PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING). For a
+family that is not here PEFT refuses it.
+"""
 _PLAIN = re.compile(r"[\w.]+")
 """A name of modules around layers. PEFT takes regular expressions."""
 
