@@ -128,10 +128,14 @@ class Option:
         return getattr(getattr(run, self.section), self.name)
 
     def from_words(self, words: Sequence[str], measure: Measure | None = None) -> Any:
-        """The value of the words after a flag; "none" is None, the derived default. measure: `measure_of` the flag.
-        Raises ValueError.
+        """The value of the words after a flag; "none" is None, the derived default, or no rotary sets. measure:
+        `measure_of` the flag. Raises ValueError.
         """
-        if self.optional and list(words) == ["none"] and (self.kind is not str or self.choices):
+        if list(words) == ["none"] and self.kind is RotarySet:
+            return ()
+        # in a pattern none is a word of its own: layers without positions
+        says_none = self.kind is LayerPattern or (self.kind is str and not self.choices)
+        if self.optional and list(words) == ["none"] and not says_none:
             return None
         if self.many:
             if not words:

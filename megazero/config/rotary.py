@@ -178,8 +178,12 @@ class RotarySettings:
         """The elements of a head that turn, as transformers rounds them. Raises ValueError where they make no pairs."""
         elements = int(head_dim * self.share)
         if elements % 2 or not elements:
-            share = "" if self.share == 1 else f", of which a share of {self.share:g} turns: {elements} elements"
-            raise ValueError(f"rotary positions need an even head dimension, not {head_dim}{share}")
+            if self.share == 1:
+                raise ValueError(f"rotary positions need an even head dimension, not {head_dim}")
+            raise ValueError(
+                f"rotary positions turn pairs: a share of {self.share:g} of a head of {head_dim} is {elements} "
+                "elements, which has to be an even number above 0"
+            )
         return elements
 
 

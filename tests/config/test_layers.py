@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from megazero.config.layers.pattern import LayerPattern, PatternItem, RotarySet
 from megazero.config.parse import parse_run
 from megazero.config.rotary import RotaryScaling, RotarySettings
 from megazero.config.schema import ModelConfig
+from megazero.config.source import ConfigError
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs
 from megazero.plan.flops import attention_core_flops, block_flops, model_flops
 
@@ -42,11 +45,44 @@ def test_a_pattern_repeats_and_is_cut() -> None:
     assert windows == [4, 4, 4, 4, 4, None, 4]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("full:3", "'full:3' in 'full:3' is none of full, window:W"),
+        ("full: alibi", "'full:' in 'full: alibi' is none of full, window:W"),
+        ("full x2 x3", "'x2' in 'full x2 x3' repeats an item, and stands at its end"),
+        ("x2 full", "'x2' in 'x2 full' repeats an item, and stands at its end"),
+        ("full x" + "9" * 5000, "'full x99"),
+        ("window:" + "9" * 19, f"'window:{'9' * 19}' in 'window:{'9' * 19}': '{'9' * 19}' is not a whole number"),
+    ],
+)
+def test_a_pattern_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        LayerPattern.parsed(text)
+
+
 @pytest.mark.parametrize(("text", "number"), [("window:4 x5, full", 14), ("full, window:2", 2), ("window:3", 5)])
 def test_the_shortest_pattern_of_layers(text: str, number: int) -> None:
     pattern = LayerPattern.parsed(text)
     assert LayerPattern.shortest(pattern.layers(number)) == pattern
     assert LayerPattern.shortest((PatternItem(),) * number) is None
+
+
+def test_none_alone_is_a_pattern_as_in_a_file(tmp_path: Path) -> None:
+    """The word says in a pattern that layers have no positions, on a command line too."""
+    (tmp_path / "run.yaml").write_text("model: {layer_pattern: none}\n")
+    for flags in (["--layer-pattern", "none"], ["--config", str(tmp_path / "run.yaml")]):
+        assert parse_run(flags, 1).model.layer_pattern == LayerPattern((PatternItem(positions="none"),)), flags
+
+
+def test_words_beyond_the_last_layer_are_checked() -> None:
+    with pytest.raises(ConfigError, match="far names no positions"):
+        parse_run(["--num-layers", "4", "--layer-pattern", "full x4, full far"], 1)
+
+
+def test_a_command_line_replaces_the_pattern_of_a_preset() -> None:
+    model = parse_run("--preset gemma3-1b --layer-pattern full --rotary-sets none".split(), 1).model
+    assert {layer.mixer.window for layer in layers(model)} == {None} and model.rotary_sets == ()
 
 
 def test_a_set_of_rotary_settings_is_read_and_printed() -> None:
@@ -57,7 +93,13 @@ def test_a_set_of_rotary_settings_is_read_and_printed() -> None:
     assert RotarySet.parsed("near") == RotarySet("near", RotarySettings())
 
 
-@pytest.mark.parametrize("text", ["", "rotary base=5", "far base=x", "far base=-1", "far speed=3", "far share=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "rotary base=5", "far base=x", "far base=-1", "far speed=3", "far share=2"),
+        *("far base=5 base=7", "x2 base=5", "window base=5"),
+    ],
+)
 def test_a_set_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         RotarySet.parsed(text)

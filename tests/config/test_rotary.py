@@ -76,6 +76,10 @@ def test_settings_are_values() -> None:
     for base, share, message in ((0.0, 1.0, "base"), (1e4, 0.0, "share"), (1e4, 1.5, "at most 1, not 1.5")):
         with pytest.raises(ValueError, match=message):
             RotarySettings(base, share)
-    for head_dim, part in ((7, 1.0), (10, 0.5), (4, 0.2)):
-        with pytest.raises(ValueError, match=f"even head dimension, not {head_dim}"):
+    for head_dim, part, message in (
+        (7, 1.0, "an even head dimension, not 7"),
+        (12, 0.75, "a share of 0.75 of a head of 12 is 9 elements"),
+        (4, 0.2, "a share of 0.2 of a head of 4 is 0 elements"),
+    ):
+        with pytest.raises(ValueError, match=message):
             RotarySettings(share=part).turned(head_dim)

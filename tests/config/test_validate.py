@@ -56,7 +56,7 @@ REFUSED = cases("""
 --layer-pattern 'full, , full' | 1 | has an empty item between its commas |
 --layer-pattern 'full x0' | 1 | repeats no item, or not 1 to 10000 times |
 --tp 2 --layer-pattern 'ffn:33, full' | 2 | --tp 2 does not divide ffn:33 of --layer-pattern | --layer-pattern ffn:34
---rotary-share 0.25 --position-embedding rotary | 1 | a share of 0.25 turns: 5 elements | --rotary-share 0.4
+--rotary-share 0.25 --position-embedding rotary | 1 | a share of 0.25 of a head of 20 is 5 elements | --rotary-share 0.4
 --rotary-scaling 'llama3 factor=8' | 1 | llama3 needs low_freq_factor, high_freq_factor |
 --position-embedding rotary --rotary-scaling 'dynamic factor=2' | 1 | scaling dynamic needs original_max_position_emb |
     --rotary-scaling 'dynamic factor=2 original_max_position_embeddings=64'

@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-_DECODER: dict[str, Any] = _NONE | _NAMED | {"intermediate_size": 40, "hidden_size": 60, "max_position_embeddings": 64}
+_DECODER: dict[str, Any] = _NONE | _NAMED | {"intermediate_size": 42, "hidden_size": 60, "max_position_embeddings": 64}
 _DECODER |= {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _NARROW = {key: value for key, value in _DECODER.items() if key != "head_dim"}
@@ -155,13 +155,13 @@ CASES |= {
     "pythia": Case(
         "gpt_neox",
         (1, 3),
-        {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 80}
+        {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 78}
         | {"vocab_size": VOCABULARY, "max_position_embeddings": 64},
     ),
     "gpt-neox, in turn, tied": Case(
         "gpt_neox",
         (1, 3),
-        {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 80}
+        {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 78}
         | {"vocab_size": VOCABULARY, "use_parallel_residual": False, "tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
         | {"hidden_act": "gelu_new"},

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.cli import convert as command
+from megazero.config.layers.pattern import LayerPattern
+from megazero.config.rotary import RotaryScaling
 from megazero.config.schema import DataConfig, ModelConfig
 from megazero.convert.convert import convert
 from megazero.convert.formats import TargetOptions
@@ -299,6 +301,8 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path) -> None:
     for model, options, reason in (
         (opt, ALONE, "does not compute models of the family opt"),
         (replace(GPT2, activation="relu"), ALONE, "gpt2 is another model: --activation"),
+        (replace(LLAMA, rotary_scaling=RotaryScaling.parsed("linear factor=2")), ALONE, "--rotary-scaling is linear"),
+        (replace(LLAMA, layer_pattern=LayerPattern.parsed("window:4")), ALONE, "--layer-pattern is window:4"),
         (GPT2, replace(ALONE, dtype=torch.float64), "nearest: --dtype fp32"),
     ):
         with pytest.raises(ConversionError, match=reason):

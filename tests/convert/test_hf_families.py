@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.config.derive import query_groups
 from megazero.config.inventory import parameters
 from megazero.config.layers.kinds import layers
 from megazero.config.presets import preset
@@ -203,6 +204,20 @@ def test_presets_have_the_layers_of_released_models(name: str, shape: str) -> No
     of_preset, of_file = layers(ModelConfig(**settings)), layers(model_of(shape))
     epsilon = of_file[0].norms.epsilon  # recipes have their own
     assert [replace(layer, norms=replace(layer.norms, epsilon=epsilon)) for layer in of_preset] == list(of_file)
+
+
+def test_a_null_is_not_an_absent_key() -> None:
+    """transformers computes Gemma 2 without caps where they are null, and as many groups as heads."""
+    gemma = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    config = RELEASED["gemma-2-2b"][0]
+    assert (model_of("gemma-2-2b").attention_cap, model_of("gemma-2-2b").logits_cap) == (50.0, 30.0)
+    absent = read_config({key: value for key, value in config.items() if key not in gemma}, WHERE)
+    assert (absent.attention_cap, absent.logits_cap) == (50.0, 30.0)
+    without = read_config(config | gemma, WHERE)
+    assert (without.attention_cap, without.logits_cap) == (None, None)
+    assert family_for(without, "gemma2").model_type == "gemma2"
+    smol = read_config(decoder("smollm3", (36, 2048, 16, 4, 11008, 128256)) | {"num_key_value_heads": None}, WHERE)
+    assert query_groups(smol) == 16
 
 
 def test_windows_and_positions_of_layers() -> None:

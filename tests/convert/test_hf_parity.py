@@ -47,7 +47,7 @@ def test_one_process(name: str, theirs: MegatronTensor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [(2, [(2, 1), (1, 2)]), (3, [(1, 3)]), (4, [(4, 1), (2, 2)]), (6, [(2, 3)]), (8, [(4, 2)])],
+    [(2, [(2, 1), (1, 2)]), (3, [(1, 3), (3, 1)]), (4, [(4, 1), (2, 2)]), (6, [(2, 3)]), (8, [(4, 2)])],
 )
 def test_layouts(ranks: int, layouts: list[tuple[int, int]], theirs: MegatronTensor) -> None:
     names = {tp: [name for name, case in CASES.items() if tp in case.tps] for tp, _ in layouts}

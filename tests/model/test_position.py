@@ -52,5 +52,5 @@ def test_tables_are_kept() -> None:
     again, _ = angles(of_sequence(4))
     assert again.data_ptr() == longest.data_ptr() and again.shape == (4, 1, 1, 3)
     assert angles(of_sequence(4, torch.bfloat16))[0].dtype == torch.float32
-    with pytest.raises(ValueError, match="even head dimension, not 10"):
+    with pytest.raises(ValueError, match=r"a share of 0\.5 of a head of 10 is 5 elements"):
         RotaryAngles(10, RotarySettings(share=0.5))

@@ -64,7 +64,10 @@ def _pattern(context: CheckContext) -> Problems:
         return
     used = {item.positions for item in m.layer_pattern.items[: m.num_layers]}
     if idle := [name for name in names if name not in used]:
-        yield f"--rotary-sets {', '.join(idle)} has no effect: no item of --layer-pattern names it"
+        yield (
+            f"--rotary-sets {', '.join(idle)} has no effect: no item of --layer-pattern names it; without any set: "
+            "--rotary-sets none"
+        )
 
 
 @reads(

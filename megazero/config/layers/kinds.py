@@ -145,7 +145,8 @@ def rotary_names(model: ModelConfig) -> tuple[str, ...]:
 def unknown_positions(model: ModelConfig) -> tuple[str, ...]:
     """The words for positions in the pattern that name neither positions nor a set of rotary settings."""
     known = {NO_POSITIONS, ALIBI, None, *rotary_names(model)}
-    return tuple(dict.fromkeys(str(item.positions) for item in pattern_items(model) if item.positions not in known))
+    items = () if model.layer_pattern is None else model.layer_pattern.items
+    return tuple(dict.fromkeys(str(item.positions) for item in items if item.positions not in known))
 
 
 def uses_positions(model: ModelConfig, kind: str) -> bool:

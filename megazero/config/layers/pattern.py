@@ -58,8 +58,9 @@ class LayerPattern:
             if not words:
                 raise ValueError(f"{text!r} has an empty item between its commas")
             repeats = 1
-            if (times := re.fullmatch(r"x(\d+)", words[-1])) is not None:
-                repeats, words = int(times[1]), words[:-1]
+            if (times := re.fullmatch(REPEATS, words[-1])) is not None:
+                # int() refuses thousands of digits with a sentence of its own
+                repeats, words = int(times[1][: MOST_DIGITS + 1]), words[:-1]
             if not words or not 1 <= repeats <= MOST_LAYERS:
                 raise ValueError(f"{part.strip()!r} repeats no item, or not 1 to {MOST_LAYERS} times")
             items += [_item(words, part.strip())] * repeats
@@ -88,6 +89,9 @@ class LayerPattern:
         return ", ".join(f"{item}{f' x{count}' * (count > 1)}" for item, count in runs)
 
 
+REPEATS = r"x([0-9]+)"
+MOST_DIGITS = 18
+"""Of a number in a pattern: larger ones would not fit into 64 bits."""
 MOST_LAYERS = 10_000
 """The most layers of one item: a mistaken number of digits is an error, and no list without end."""
 
@@ -97,7 +101,9 @@ def _item(words: list[str], text: str) -> PatternItem:
     for word in words:
         name, colon, size = word.partition(":")
         part = "positions" if not colon and word != FULL_REACH else _PARTS.get(name)
-        if part is None:
+        if re.fullmatch(REPEATS, word):
+            raise ValueError(f"{word!r} in {text!r} repeats an item, and stands at its end, once")
+        if part is None or (colon and name == FULL_REACH):
             raise ValueError(f"{word!r} in {text!r} is none of {', '.join(_FORMS)}")
         if part in parts:
             raise ValueError(f"{word!r} in {text!r}: an item says once {part}")
@@ -109,8 +115,10 @@ def _item(words: list[str], text: str) -> PatternItem:
 def _size(word: str, size: str, text: str) -> int | None:
     if word == FULL_REACH:
         return None
-    if not size.isascii() or not size.isdigit() or int(size) == 0:
-        raise ValueError(f"{word!r} in {text!r}: {size!r} is not a whole number above 0")
+    if not re.fullmatch(f"[0-9]{{1,{MOST_DIGITS}}}", size) or int(size) == 0:
+        raise ValueError(
+            f"{word!r} in {text!r}: {size!r} is not a whole number above 0 of at most {MOST_DIGITS} digits"
+        )
     return int(size)
 
 
@@ -146,13 +154,16 @@ class RotarySet:
         """
         head, scaling, rest = text.partition(" scaling=")
         name, *words = head.split() or [""]
-        if not name.isidentifier() or name in RESERVED:
+        if not name.isidentifier() or name in RESERVED or re.fullmatch(REPEATS, name):
             raise ValueError(
-                f"{text!r} begins with {name!r}: a set needs a name, which is none of {', '.join(RESERVED)}"
+                f"{text!r} begins with {name!r}: a set needs a name, which is none of {', '.join(RESERVED)}, and no xN"
             )
         settings = RotarySettings(scaling=RotaryScaling.parsed(rest) if scaling else None)
+        keys = [word.partition("=")[0] for word in words]
         for word in words:
             key, _, value = word.partition("=")
+            if keys.count(key) > 1:
+                raise ValueError(f"{text!r} gives {key} {keys.count(key)} times")
             if key not in _READ:
                 raise ValueError(
                     f"{word!r} in {text!r} is none of {', '.join(f'{key}=' for key in (*_READ, 'scaling'))}"
@@ -174,7 +185,7 @@ class RotarySet:
         return " ".join(words)
 
 
-RESERVED = (FULL_REACH, NO_POSITIONS, "alibi", "rotary", "learned")
+RESERVED = (FULL_REACH, NO_POSITIONS, "alibi", "rotary", "learned", "window", "chunk", "ffn")
 """Words that a pattern has for other things than a set of rotary settings."""
 _READ: Mapping[str, Callable[[str], float | bool]] = MappingProxyType(
     {"base": float, "share": float, "interleaved": {"true": True, "false": False}.__getitem__}

@@ -100,10 +100,17 @@ _PERMUTED = {
 }
 _TANH = ModelRequirement("--activation", lambda model: model.activation, ("gelu-tanh",))
 
+_PLAIN_ROTARY = (
+    ModelRequirement("--rotary-scaling", lambda model: str(model.rotary_scaling), ("None",)),
+    ModelRequirement("--rotary-share", lambda model: model.rotary_share, (1.0,)),
+    ModelRequirement("--layer-pattern", lambda model: str(model.layer_pattern), ("None",)),
+)
+"""What the architecture llama does not compute, or what is not written for it here: scaled positions and windows."""
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "llama": Architecture("LLAMA", _ROTARY, _PERMUTED),
-        "mistral": Architecture("LLAMA", _ROTARY, _PERMUTED),
+        "llama": Architecture("LLAMA", _ROTARY, _PERMUTED, needs=_PLAIN_ROTARY),
+        "mistral": Architecture("LLAMA", _ROTARY, _PERMUTED, needs=_PLAIN_ROTARY),
         "gpt2": Architecture(
             "GPT2",
             _LAYERNORM,

@@ -120,8 +120,8 @@ GEMMA2 = _family(
     (
         *_keys(256000, 8192),
         rope(length=8192),
-        plain("logits_cap", 30.0, "final_logit_softcapping"),
-        plain("attention_cap", 50.0, "attn_logit_softcapping"),
+        plain("logits_cap", 30.0, "final_logit_softcapping", null=True),
+        plain("attention_cap", 50.0, "attn_logit_softcapping", null=True),
         layers.layer_keys(
             26,
             ("sliding_window", "layer_types"),

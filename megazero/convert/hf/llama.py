@@ -99,7 +99,7 @@ def sizes(
         plain("ffn_hidden_size", width, "intermediate_size", value=ffn_width),
         plain("num_layers", number, "num_hidden_layers"),
         plain("num_attention_heads", heads, "num_attention_heads"),
-        plain("num_query_groups", groups, "num_key_value_heads", value=query_groups),
+        plain("num_query_groups", groups, "num_key_value_heads", value=query_groups, null=True),
         nominal_length(length, "max_position_embeddings"),
         plain("norm_epsilon", epsilon, "rms_norm_eps"),
         plain("init_method_std", 0.02, "initializer_range"),

@@ -19,10 +19,11 @@ class ConfigKey:
     """A key of config.json and the field of ours that it sets.
 
     keys     names that the key has had; the first is written
-    default  the value that transformers takes where the key is absent or null
+    default  the value that transformers takes where the key is absent, or null without a meaning of its own
     fields   value of the key -> fields of ModelConfig. Raises ValueError with a reason
     value    ModelConfig -> value of the key
     nominal  the value is no bound: a model that was trained on shorter samples keeps the larger value
+    null     whether null means something else than an absent key: none, and not the default
     """
 
     keys: tuple[str, ...]
@@ -30,6 +31,7 @@ class ConfigKey:
     fields: Callable[[Any], dict[str, Any]]
     value: Callable[[ModelConfig], Any]
     nominal: bool = False
+    null: bool = False
 
     def entries(self, model: ModelConfig) -> dict[str, Any]:
         """The key and value to write."""
@@ -38,7 +40,8 @@ class ConfigKey:
     def read(self, config: Config) -> Any:
         """The value in a config.json. Raises ValueError where it is there under two names with different values."""
         found = {key: config[key] for key in self.keys if config.get(key) is not None}
-        first, *others = found.values() or [self.default]
+        says_null = self.null and any(key in config for key in self.keys)
+        first, *others = found.values() or [None if says_null else self.default]
         if any(other != first for other in others):
             raise ValueError(
                 f"{' and '.join(f'{key} {value!r}' for key, value in found.items())} are two names of one number"
@@ -106,13 +109,15 @@ class Family:
     also: frozenset[str] = frozenset()
 
 
-def plain(field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None) -> ConfigKey:
-    """A key with the same values as a field of ours."""
+def plain(
+    field: str, default: Any, *keys: str, value: Callable[[ModelConfig], Any] | None = None, null: bool = False
+) -> ConfigKey:
+    """A key with the same values as a field of ours. null: of `ConfigKey`."""
 
     def fields(found: Any) -> dict[str, Any]:
         return {field: None if found is None else run_options()[field].from_value(found)}
 
-    return ConfigKey(keys, default, fields, value or (lambda model: getattr(model, field)))
+    return ConfigKey(keys, default, fields, value or (lambda model: getattr(model, field)), null=null)
 
 
 def opposite(field: str, default: bool, *keys: str) -> ConfigKey:
