@@ -25,8 +25,8 @@ from tests.docs.pages import ROOT, Command, commands
 from tests.docs.place import write_chats, write_texts
 
 PAGES = ("README.md", "docs/start/laptop.md", "docs/start/cluster.md", "docs/start/own-text.md")
-NOT_HERE = r"make |pip install|docker |kubectl |(\w+=\S+ )*sbatch "
-"""Commands that install, need a clone's folder, or need a program that is not Python's."""
+NOT_HERE = r"make |pip install|docker |kubectl |(\w+=\S+ )*sbatch |megazero pretrain --config examples/"
+"""Commands that install, need a clone's folder or a network, or need a program that is not Python's."""
 
 TINY = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --global-batch-size 4 --eval-iters 0"
 SMALL: Mapping[str, tuple[str, str]] = {
