@@ -311,7 +311,6 @@ def _olmo2(shape: Decoder) -> dict[str, Any]:
 def _smollm3() -> dict[str, Any]:
     # Bakouch et al. 2025: 11T tokens, batches of 2.36M tokens, a rate that stays and falls over the last tenth
     shape = Decoder(36, 2048, 16, 4, 11_008, 2e-4, 576)
-    steps = round(11e12 / 4096 / shape.batch)
     return _decoder(
         shape,
         11e12,
@@ -323,7 +322,6 @@ def _smollm3() -> dict[str, Any]:
         untie_embeddings_and_output_weights=False,
         min_lr=0.0,
         lr_decay_style="wsd",
-        lr_wsd_decay=Length(steps // 10, Measure.ITERATIONS),
     )
 
 

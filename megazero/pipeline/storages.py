@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -162,9 +162,11 @@ def owners(gradient: Tensor) -> Owners:
     return of_tensor(), sys.getrefcount(gradient), of_memory(gradient.untyped_storage()._cdata)
 
 
-@cache
 def lone_owners() -> Owners:
-    """The `owners` of a first summand that autograd alone has: what this torch says of one."""
+    """The `owners` of a first summand that autograd alone has: what this torch says of one.
+
+    It is asked for each measurement, in the state of the process in which that runs.
+    """
     counts: list[Owners] = []
 
     class Seen(Storages):

@@ -69,6 +69,10 @@ REFUSED = cases("""
 --position-offset 2 | 1 | which --position-embedding alibi has not | --position-embedding learned
 --disable-bias-linear --attention-bias --no-mlp-bias | 1 |
     --disable-bias-linear has no effect with --attention-bias --no-mlp-bias | --no-disable-bias-linear
+--attention-bias --qkv-bias --no-attention-output-bias | 1 |
+    --attention-bias has no effect with --qkv-bias --no-attention-output-bias |
+--disable-bias-linear --qkv-bias --no-attention-output-bias --mlp-bias | 1 |
+    --disable-bias-linear has no effect with --qkv-bias --no-attention-output-bias --mlp-bias | --no-disable-bias-linear
 --num-query-groups 5 | 1 | --num-query-groups 5 does not divide --num-attention-heads 12; nearest: 4 or 6 |
     --num-query-groups 4
 --tp 5 | 5 | --tp 5 does not divide --num-attention-heads 12; tp can be 1, 2, 3, 4, 6, 12; nearest: 4 or 6 |

@@ -6,6 +6,7 @@ transformers is imported where it is used: collecting the tests takes a second l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def config_of(case: Case) -> Any:
     transformers = pytest.importorskip("transformers")
 
     ends = {} if case.kind == "gpt2" else {"eos_token_id": 7}
-    return transformers.AutoConfig.for_model(case.kind, **ends | dict(case.config))
+    return transformers.AutoConfig.for_model(case.kind, **ends | deepcopy(dict(case.config)))  # it writes into them
 
 
 def random_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megazero.config.checks import CheckContext, Problems, divisors, nearest, nearest_multiples, reads
 from megazero.config.derive import head_dim, query_groups
 from megazero.config.layers.kinds import (
@@ -127,13 +129,27 @@ def _positions(context: CheckContext) -> Problems:
         )
 
 
-@reads("disable_bias_linear attention_bias mlp_bias")
+@reads("disable_bias_linear attention_bias mlp_bias qkv_bias attention_output_bias")
 def _biases(context: CheckContext) -> Problems:
     m = context.run.model
-    if m.disable_bias_linear and m.attention_bias is not None and m.mlp_bias is not None:
-        both = {"attention": m.attention_bias, "mlp": m.mlp_bias}
-        flags = " ".join(f"--{'' if on else 'no-'}{part}-bias" for part, on in both.items())
-        yield f"--disable-bias-linear has no effect with {flags}, which set all linear layers of a block: drop it"
+    projections = {"qkv": m.qkv_bias, "attention-output": m.attention_output_bias}
+    if None not in projections.values() and m.attention_bias is not None:
+        yield (
+            f"{_switches({'attention': m.attention_bias})} has no effect with {_switches(projections)}, which set both "
+            "linear layers of attention: drop it"
+        )
+    whole = projections if None not in projections.values() else {"attention": m.attention_bias}
+    every = {**whole, "mlp": m.mlp_bias}
+    if m.disable_bias_linear and None not in every.values():
+        yield (
+            f"--disable-bias-linear has no effect with {_switches(every)}, which set all linear layers of a block: "
+            "drop it"
+        )
+
+
+def _switches(biases: Mapping[str, bool | None]) -> str:
+    """The flags that set these biases."""
+    return " ".join(f"--{'' if on else 'no-'}{part}-bias" for part, on in biases.items())
 
 
 MODEL_CHECKS = (_heads, _positions, _pattern, _rotary, _norms, _biases)
