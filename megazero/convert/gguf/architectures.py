@@ -15,7 +15,27 @@ import torch
 from torch import Tensor
 
 from megazero.config.derive import ffn_width, head_dim, max_positions, query_groups
+from megazero.config.layers.kinds import pattern_items
 from megazero.config.schema import ModelConfig
+from megazero.convert.gguf.limits import (
+    ATTENTION_BIAS,
+    GEGLU_TANH,
+    GELU,
+    LOCAL_BASE,
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    NO_WINDOW,
+    TANH,
+    UNTIED,
+    head_scale,
+    is_none,
+    is_number,
+    positions_but,
+    windows_but,
+)
+from megazero.convert.gguf.rope import scalings
+from megazero.convert.hf.layer_keys import only_window
+from megazero.convert.hf.rope import settings_of_model
 from megazero.convert.hf.tables import ModelRequirement
 
 Rearrange = Callable[[ModelConfig, Tensor], Tensor]
@@ -30,6 +50,7 @@ class Architecture:
     rearrange  end of a tensor's name over there -> llama.cpp's layout of the tensor
     prefix     beginning of names that gguf's map does not have
     needs      what llama.cpp fixes beyond what the family does
+    nearly     what llama.cpp computes with a small error, which is reported
     """
 
     name: str
@@ -37,6 +58,7 @@ class Architecture:
     rearrange: Mapping[str, Rearrange] = field(default_factory=dict)
     prefix: str = ""
     needs: tuple[ModelRequirement, ...] = ()
+    nearly: tuple[ModelRequirement, ...] = ()
 
     def laid_out(self, key: str, model: ModelConfig, tensor: Tensor) -> Tensor:
         """A tensor of transformers as llama.cpp has it."""
@@ -59,7 +81,9 @@ def interleaved_halves(heads: Callable[[ModelConfig], int]) -> Rearrange:
 
 
 def thirds(model: ModelConfig, tensor: Tensor) -> Tensor:
-    """All queries, then all keys, then all values. BLOOM has the three of a head together: [n * 3 * d, ...]."""
+    """All queries, then all keys, then all values. BLOOM and GPT-NeoX have the three of a head together:
+    [n * 3 * d, ...].
+    """
     parts = tensor.reshape(model.num_attention_heads, 3, -1, *tensor.shape[1:])
     return torch.cat([parts[:, part].reshape(-1, *tensor.shape[1:]) for part in range(3)])
 
@@ -69,8 +93,17 @@ def transposed(model: ModelConfig, tensor: Tensor) -> Tensor:
     return tensor.T
 
 
+def plus_one(model: ModelConfig, tensor: Tensor) -> Tensor:
+    """A norm's weight that multiplies, from the difference to 1 of Gemma's files. The sum is rounded in fp32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) + 1
+
+
 def _heads(model: ModelConfig) -> int:
     return model.num_attention_heads
+
+
+def _turned(model: ModelConfig) -> int:
+    return settings_of_model(model).turned(head_dim(model))
 
 
 COMMON: Mapping[str, Callable[[ModelConfig], Any]] = MappingProxyType(
@@ -89,7 +122,7 @@ _ROTARY: dict[str, Callable[[ModelConfig], Any]] = {
     "head_count_kv": query_groups,
     "layer_norm_rms_eps": lambda model: model.norm_epsilon,
     "rope_freq_base": lambda model: model.rotary_base,
-    "rope_dimension_count": head_dim,
+    "rope_dimension_count": _turned,
     "key_length": head_dim,
     "value_length": head_dim,
 }
@@ -98,30 +131,85 @@ _PERMUTED = {
     for projection, heads in (("q", _heads), ("k", query_groups))
     for kind in ("weight", "bias")
 }
-_TANH = ModelRequirement("--activation", lambda model: model.activation, ("gelu-tanh",))
-
-_PLAIN_ROTARY = (
-    ModelRequirement("--rotary-scaling", lambda model: str(model.rotary_scaling), ("None",)),
-    ModelRequirement("--rotary-share", lambda model: model.rotary_share, (1.0,)),
-    ModelRequirement("--layer-pattern", lambda model: str(model.layer_pattern), ("None",)),
-)
-"""What the architecture llama does not compute, or what is not written for it here: scaled positions and windows."""
+_DIVIDED = scalings("linear", "yarn", "llama3", "longrope")
+"""Of architectures that read tensors of divisors."""
+_SCALED = scalings("linear", "yarn")
+_GEMMA = {**_ROTARY, "sliding_window": lambda model: only_window(pattern_items(model))}
+_GEMMA_NEEDS = (GEGLU_TANH, NO_ATTENTION_BIAS, *scalings("linear"))
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "llama": Architecture("LLAMA", _ROTARY, _PERMUTED, needs=_PLAIN_ROTARY),
-        "mistral": Architecture("LLAMA", _ROTARY, _PERMUTED, needs=_PLAIN_ROTARY),
+        "llama": Architecture("LLAMA", _ROTARY, _PERMUTED, needs=(*_DIVIDED, NO_WINDOW)),
+        "mistral": Architecture("LLAMA", _ROTARY, _PERMUTED, needs=(*_DIVIDED, NO_WINDOW)),
         "gpt2": Architecture(
             "GPT2",
             _LAYERNORM,
             {f".{name}.weight": transposed for name in ("c_attn", "c_proj", "c_fc")},
-            needs=(_TANH,),
+            needs=(TANH,),
         ),
         "bloom": Architecture(
             "BLOOM",
             {"head_count_kv": _heads} | _LAYERNORM,
             {f".query_key_value.{kind}": thirds for kind in ("weight", "bias")},
             prefix="transformer.",
+        ),
+        "qwen2": Architecture("QWEN2", _ROTARY, needs=(*_SCALED, NO_WINDOW)),
+        "qwen3": Architecture("QWEN3", _ROTARY, needs=(*_SCALED, NO_WINDOW, NO_ATTENTION_BIAS)),
+        "gemma2": Architecture(
+            "GEMMA2",
+            {
+                **_GEMMA,
+                "attn_logit_softcapping": lambda model: model.attention_cap,
+                "final_logit_softcapping": lambda model: model.logits_cap,
+            },
+            {"norm.weight": plus_one},
+            needs=(*_GEMMA_NEEDS, windows_but(2), head_scale(46), is_number("attention_cap"), is_number("logits_cap")),
+        ),
+        "gemma3_text": Architecture(
+            "GEMMA3",
+            _GEMMA,
+            {"norm.weight": plus_one},
+            needs=(
+                *(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62)),
+                *(is_none("attention_cap"), is_none("logits_cap")),
+            ),
+        ),
+        "olmo2": Architecture("OLMO2", _ROTARY, needs=(*_SCALED, NO_WINDOW, NO_ATTENTION_BIAS, UNTIED)),
+        "phi3": Architecture(
+            "PHI3",
+            {**_ROTARY, "sliding_window": lambda model: 0},  # without the key versions before 2025-05 open no file
+            needs=(*scalings("linear", "yarn", "longrope"), NO_WINDOW),
+        ),
+        "smollm3": Architecture(
+            "SMOLLM3",
+            _ROTARY,
+            _PERMUTED,
+            needs=(*_SCALED, NO_WINDOW, positions_but(4), NO_ATTENTION_BIAS, NO_MLP_BIAS),
+        ),
+        "granite": Architecture(
+            "GRANITE",
+            {
+                **_ROTARY,
+                "embedding_scale": lambda model: model.embedding_multiplier,
+                "residual_scale": lambda model: model.residual_multiplier,
+                "attention_scale": lambda model: (
+                    head_dim(model) ** -0.5 if model.attention_scale is None else model.attention_scale
+                ),
+                "logit_scale": lambda model: 1 / model.logits_multiplier,  # by which logits are divided
+            },
+            _PERMUTED,
+            needs=(*_DIVIDED, NO_WINDOW),
+        ),
+        "gpt_neox": Architecture(
+            "GPTNEOX",
+            {
+                **{key: _ROTARY[key] for key in ("rope_freq_base", "rope_dimension_count")},
+                **_LAYERNORM,
+                "parallel_residual": lambda model: model.parallel_block != "off",
+            },
+            {f".query_key_value.{kind}": thirds for kind in ("weight", "bias")},
+            needs=(*_SCALED, UNTIED, ATTENTION_BIAS, GELU),
+            nearly=(TANH,),  # Pythia has gelu, and llama.cpp nothing but gelu-tanh
         ),
     }
 )

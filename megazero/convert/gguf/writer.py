@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from megazero.config.dtypes import compute_dtype
 from megazero.convert.companions import copyable
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.gguf.architectures import ARCHITECTURES, COMMON, Architecture
+from megazero.convert.gguf.rope import divisors, scaling_metadata
 from megazero.convert.gguf.vocabulary import usage_in, vocabulary_in
 from megazero.convert.hf.config import CONFIG, family_for, read_json
-from megazero.convert.hf.rules import Names, their_shapes
+from megazero.convert.hf.rules import Names, Rule, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
 from megazero.convert.source import ConversionError, Source
@@ -45,13 +47,15 @@ def write_gguf(source: Source, folder: Path, options: TargetOptions, advance: Ad
     family = _family_of(source)
     architecture = _architecture(family, source)
     kind = _kind(source, options)
-    slots = list(_slots(source, family.names, architecture, kind, gguf))
+    slots = [*_slots(source, family.names, architecture, kind, gguf), *_divisor_slots(source)]
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[getattr(gguf.MODEL_ARCH, architecture.name)])
     writer.add_name(source.path.name)
     writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[kind]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, value in {**COMMON, **architecture.metadata}.items():
         getattr(writer, f"add_{name}")(value(source.model))
+    for name, value in scaling_metadata(source.model).items():
+        getattr(writer, f"add_{name}")(gguf.RopeScalingType(value) if name == "rope_scaling_type" else value)
     _add_tokenizer(writer, source, options)
     for slot in slots:
         raw = getattr(gguf.GGMLQuantizationType, slot.kind)
@@ -59,7 +63,8 @@ def write_gguf(source: Source, folder: Path, options: TargetOptions, advance: Ad
     writer.write_header_to_file(folder / FILE)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for slot, tensor in zip(slots, _tensors(source, family.names, architecture, advance), strict=True):
+    tensors = chain(_tensors(source, family.names, architecture, advance), divisors(source.model).values())
+    for slot, tensor in zip(slots, tensors, strict=True):
         writer.write_tensor_data(_stored(tensor, slot, gguf))
     writer.close()
 
@@ -106,6 +111,8 @@ def _architecture(family: Family, source: Source) -> Architecture:
     problems = [problem for need in known.needs for problem in need.problems(source.model)]
     if problems:
         raise ConversionError(f"--to gguf: llama.cpp's {family.model_type} is another model: {'; '.join(problems)}")
+    nearly = [problem for need in known.nearly for problem in need.problems(source.model)]
+    source.report.notes += [f"llama.cpp computes nearly the same: {problem}" for problem in nearly]
     return known
 
 
@@ -125,6 +132,8 @@ def _slots(source: Source, names: Names, architecture: Architecture, kind: str, 
     their_names = gguf.get_tensor_name_map(arch, source.model.num_layers)
     for name, entry in source.entries.items():
         rule = names.rule(name)
+        if rule.joined and name != rule.joined[0]:
+            continue  # the first of them writes all
         shapes = their_shapes(rule, source.model, entry.shape)
         for key, shape in zip(names.written(rule), shapes, strict=True):
             stored = their_names.get_name(key.removeprefix(architecture.prefix), try_suffixes=(".weight", ".bias"))
@@ -145,10 +154,20 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
 def _tensors(source: Source, names: Names, architecture: Architecture, advance: Advance) -> Iterator[Tensor]:
     for name, entry in source.entries.items():
         rule = names.rule(name)
-        parts = rule.how.theirs(source.model, source.read(name))
-        for key, tensor in zip(names.written(rule), parts, strict=True):
+        for key, tensor in zip(names.written(rule), _theirs(source, name, rule), strict=False):
             yield architecture.laid_out(key, source.model, tensor)
         advance(entry.nbytes())
+
+
+def _theirs(source: Source, name: str, rule: Rule) -> list[Tensor]:
+    """The tensors of a rule; none where several of ours make one and `name` is not the first of them."""
+    if not rule.joined:
+        return rule.how.theirs(source.model, source.read(name))
+    return [torch.cat([source.read(part) for part in rule.joined])] if name == rule.joined[0] else []
+
+
+def _divisor_slots(source: Source) -> list[GgufTensor]:
+    return [GgufTensor(name, tuple(tensor.shape), "F32") for name, tensor in divisors(source.model).items()]
 
 
 def _stored(tensor: Tensor, slot: GgufTensor, gguf: Any) -> np.ndarray:
