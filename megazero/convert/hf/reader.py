@@ -21,6 +21,7 @@ from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
 from megazero.convert.hf.files import LazyTensor, listed_places, stored_tensors, unread_weights, weight_files
+from megazero.convert.hf.language_part import language_config, language_tensors, note_of_others
 from megazero.convert.hf.rearrange import FUSED, SEPARATE
 from megazero.convert.hf.rules import EMBEDDING, Names, Rule, their_shapes
 from megazero.convert.source import WEIGHT, ConversionError, Source, parameter_specs
@@ -46,11 +47,12 @@ class HfSource(Source):
 
     def __init__(self, path: Path, closing: ExitStack) -> None:
         where = path / CONFIG
-        config = read_json(where)
+        whole = read_json(where)
+        config = language_config(whole, where)
         model, self.family = read_config(config, where), family_of(config, where)
         named = config.get("transformers_weights")
-        self._stored = stored_tensors(path, closing, named)
-        places = listed_places(path, named)
+        self._stored, others = language_tensors(whole, stored_tensors(path, closing, named))
+        places, _ = language_tensors(whole, listed_places(path, named))
         self._rules, entries = _found(path, self.family.names, model, self._stored, places)
         dtype = reduce(torch.promote_types, {entry.columns[WEIGHT] for entry in entries.values()})
         companions = {name: path / name for name in COMPANIONS if (path / name).is_file()}
@@ -64,7 +66,9 @@ class HfSource(Source):
             self.report.notes.append(f"{', '.join(unread)} not read: transformers too takes the other weights")
         if (path / FURTHER_TEMPLATES).is_dir():
             self.report.notes.append(f"{FURTHER_TEMPLATES} is not taken along: a checkpoint has one chat template")
-        self._report(config.get("architectures"), named_dtype(config), self.family.notes(config))
+        self.report.unused |= dict.fromkeys(others, "no part of the language model")
+        notes = [*note_of_others(whole, others), *self.family.notes(config)]
+        self._report(config.get("architectures"), named_dtype(config), notes)
 
     def _name_tokenizer(self) -> None:
         found = tokenizer_files(self)
