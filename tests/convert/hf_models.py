@@ -153,6 +153,13 @@ CASES |= {
             "logits_scaling": 3.0,
         },
     ),
+    "granite, tied": Case(
+        "granite",
+        (1, 3),
+        _NARROW
+        | {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 0.5}
+        | {"tie_word_embeddings": True, "mlp_bias": True},
+    ),
     "pythia": Case(
         "gpt_neox",
         (1, 3),
