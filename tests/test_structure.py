@@ -357,7 +357,6 @@ FILES: dict[str, int] = {}
 SECTION = "a section of the configuration is a file"
 SHORT = {
     "megazero/config/dtypes.py": "the only file of the room that imports torch, which a command line is read without",
-    "megazero/config/fields.py": "sections import it, so that it imports nothing of the configuration",
     "megazero/config/schema/__init__.py": "the run, whose sections are the other files",
     "megazero/config/schema/checkpoint.py": SECTION,
     "megazero/config/schema/lora.py": SECTION,

@@ -187,6 +187,17 @@ class RotarySettings:
         return elements
 
 
+OF_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        "rotary_base": "base",
+        "rotary_share": "share",
+        "rotary_interleaved": "interleaved",
+        "rotary_scaling": "scaling",
+    }
+)
+"""Field of a model -> the field of the settings of its own rotary positions."""
+
+
 def _near(name: str, names: Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
