@@ -21,7 +21,7 @@ ALIBI, ROTARY = "alibi", "rotary"
 BEFORE, AFTER, BOTH = "before", "after", "both"
 NO_NORM = "none"
 """Queries and keys that are not normalised."""
-IN_TURN, TWO_NORMS, ONE_NORM = "off", "two-norms", "one-norm"
+IN_TURN, ONE_NORM = "off", "one-norm"
 
 
 @dataclass(frozen=True)
