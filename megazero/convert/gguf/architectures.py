@@ -169,10 +169,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "GEMMA3",
             _GEMMA,
             {"norm.weight": plus_one},
-            needs=(
-                *(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62)),
-                *(is_none("attention_cap"), is_none("logits_cap")),
-            ),
+            needs=(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62), is_none("logits_cap")),
         ),
         "olmo2": Architecture("OLMO2", _ROTARY, needs=(*_SCALED, NO_WINDOW, NO_ATTENTION_BIAS, UNTIED)),
         "phi3": Architecture(
