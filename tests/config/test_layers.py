@@ -100,6 +100,21 @@ def test_a_word_in_the_place_of_a_value_is_refused_at_once(section: type, field:
         replace(section(), **{field: word})
 
 
+def test_what_no_text_makes_is_refused_at_once() -> None:
+    """From Python: a file would have another pattern of it, or none."""
+    sizes: dict[str, Any]
+    for sizes, message in (
+        ({"window": 4, "chunk": 8}, "window 4 and chunk 8: a layer has one of them"),
+        ({"window": 0}, "window 0 is not a whole number above 0"),
+        ({"chunk": -3}, "chunk -3 is not a whole number above 0"),
+        ({"width": 0}, "width 0 is not a whole number above 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            PatternItem(**sizes)
+    with pytest.raises(ValueError, match=r"^a pattern of layers has one item or more$"):
+        LayerPattern(())
+
+
 def test_an_item_may_say_what_the_model_has_anyway() -> None:
     """Such a pattern makes the same layers: a resume and a conversion compare it as the one without these words."""
     plain = replace(MODEL, num_layers=2, layer_pattern=LayerPattern.parsed("window:8, full none"))
