@@ -102,15 +102,14 @@ def test_a_word_in_the_place_of_a_value_is_refused_at_once(section: type, field:
 
 def test_what_no_text_makes_is_refused_at_once() -> None:
     """From Python: a file would have another pattern of it, or none."""
-    sizes: dict[str, Any]
-    for sizes, message in (
-        ({"window": 4, "chunk": 8}, "window 4 and chunk 8: a layer has one of them"),
-        ({"window": 0}, "window 0 is not a whole number above 0"),
-        ({"chunk": -3}, "chunk -3 is not a whole number above 0"),
-        ({"width": 0}, "width 0 is not a whole number above 0"),
+    for window, chunk, width, message in (
+        (4, 8, None, "window 4 and chunk 8: a layer has one of them"),
+        (0, None, None, "window 0 is not a whole number above 0"),
+        (None, -3, None, "chunk -3 is not a whole number above 0"),
+        (None, None, 0, "width 0 is not a whole number above 0"),
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):
-            PatternItem(**sizes)
+            PatternItem(window, chunk, width=width)
     with pytest.raises(ValueError, match=r"^a pattern of layers has one item or more$"):
         LayerPattern(())
 
