@@ -160,8 +160,8 @@ class RotarySettings:
     interleaved  whether pairs are neighbours (2i, 2i + 1) instead of (i, i + d/2)
     scaling      of the frequencies; None: they are as they were trained first
 
-    Raises ValueError for a base that is not above 0 and a share outside of (0, 1], and TypeError for a scaling that is a
-    word.
+    Raises ValueError for a base that is not above 0 and a share outside of (0, 1], and TypeError for a scaling in
+    words.
     """
 
     base: float = 10000.0
