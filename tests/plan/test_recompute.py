@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megazero.config.derive import RECOMPUTE
+from megazero.config.derive import NONE, RECOMPUTE
 from megazero.config.layers.kinds import layers
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
@@ -30,7 +31,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_memories
 from megazero.program.memory import MemoryColumn
 from tests.plan.meter import metered
-from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
+from tests.plan.test_activations import LLAMA, batch_of, built, gradients_taken, parsed, without_scratch
 
 HELD = (MemoryColumn.ACTIVATIONS, MemoryColumn.WORKING, MemoryColumn.HIDDEN)
 SHAPE = (
@@ -201,6 +202,29 @@ def test_a_chunk_takes_what_is_planned(table: tuple[str, ...]) -> None:
     assert kept == planned.kept
     assert forward.peak == pytest.approx(planned.forward, rel=0.02)
     assert kept + backward.peak == pytest.approx(planned.backward, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", f"{LLAMA} --norm-placement after --query-key-norm all"])
+def test_a_chunk_leaves_what_is_planned_for_its_weights(words: str) -> None:
+    """A whole model after the input's half of a split backward. What two units share is there once: with norms behind
+    its parts a block needs its whole input for its weights, which is the output of the block before.
+    """
+    run = parsed(f"--precision fp16 --num-layers 3 {words}")
+    (spec,), batch = stage_specs(run), batch_of(run)
+    (stage,) = built(run, build_grid(Axes()))
+    late: list[Any] = []
+
+    def both() -> None:
+        torch.autograd.backward([stage(None, batch)], [torch.tensor(1.0)])
+
+    with without_scratch():
+        with gradients_taken(stage, None):
+            both()
+        with gradients_taken(stage, late):
+            _, taken = metered(both)
+    planned = chunk_bytes(activation_plan(run, "cpu"), spec, (NONE,) * 3)
+    assert taken.left == planned.deferred > 0
 
 
 def test_a_recomputed_block_keeps_its_input_alone() -> None:
