@@ -63,6 +63,11 @@ class UnitBytes:
     backward: int
     deferred: int
 
+    @property
+    def saved(self) -> int:
+        """Of all that it keeps from its forward to its backward."""
+        return self.input + self.kept
+
 
 @dataclass(frozen=True)
 class MeasuredCase:

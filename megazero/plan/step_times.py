@@ -152,12 +152,12 @@ def step_times(run: Run, axes: Axes, kind: str, rates: MachineRates) -> ChunkTim
     A backward takes twice its forward, and what it computes again. The lookup of an embedding counts an operation for
     each element.
     """
-    table = recompute_table(run, axes, kind)
+    again = again_flops(run.model, recompute_table(run, axes, kind))
     specs, samples = stage_specs(run), run.schedule.micro_batch_size / run.parallel.tp
     units = tuple(_units(run, spec) for spec in specs)
     forward = tuple(sum(of_chunk) * samples / rates.flops for of_chunk in units)
     backward = tuple(
-        2 * whole + sum(again_flops(run.model, block, table[block]) for block in spec.blocks) * samples / rates.flops
+        2 * whole + sum(again[spec.blocks.start : spec.blocks.stop]) * samples / rates.flops
         for whole, spec in zip(forward, specs, strict=True)
     )
     per_byte = rates.seconds_per_byte

@@ -16,9 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import choose
-from megazero.config.derive import RecomputeTable
+from megazero.config.derive import NONE, RecomputeTable
 from megazero.config.inventory import adapted
-from megazero.config.layers.kinds import layers
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
@@ -31,6 +30,7 @@ from megazero.mpu.parameter import Parameter
 from megazero.pipeline.build import attention_support, attention_workload, build_stages
 from megazero.pipeline.measured import UnitBytes
 from megazero.pipeline.schedule_run import GraphEntry
+from megazero.pipeline.stage_specs import stage_specs
 from megazero.plan.activations import ActivationPlan
 from tests.plan.meter import Target, is_table, metered
 from tests.ranks import run_ranks
@@ -48,7 +48,8 @@ LLAMA = "--norm rmsnorm --activation swiglu --position-embedding rotary --disabl
 
 def plan_of(run: Run) -> ActivationPlan:
     cpu = torch.device("cpu")
-    return ActivationPlan(run, choose(attention_workload(run).case(cpu), attention_support(run, cpu)).body)
+    body = choose(attention_workload(run).case(cpu), attention_support(run, cpu)).body
+    return ActivationPlan(run, (body,) * run.model.num_layers)
 
 
 def parsed(words: str, ranks: int = 1) -> Run:
@@ -184,16 +185,9 @@ def deferred_bytes(run: Run, stage: Stage, unit: nn.Module, batch: MicroBatch) -
 
 
 def planned(run: Run) -> list[tuple[str, UnitBytes]]:
-    plan = plan_of(run)
-    graded = run.lora.lora_rank is None
-    return [
-        ("Embedding", plan.embedding),
-        *(
-            ("Block", plan.block(layer=layer, graded=graded or number > 0))
-            for number, layer in enumerate(layers(run.model))
-        ),
-        ("Head", plan.head),
-    ]
+    (spec,), count = stage_specs(run), run.model.num_layers
+    names = ["Embedding", *["Block"] * count, "Head"]
+    return [*zip(names, plan_of(run).units(spec, (NONE,) * count), strict=True)]
 
 
 def on_rank(rank: int, size: int, flags: list[str]) -> list[list[Measured]]:
@@ -308,9 +302,8 @@ def test_a_recomputed_block_takes_what_is_planned(name: str, kind: str) -> None:
     again = partial(recomputed, block) if kind == "full" else block
     with without_scratch(), gradients_taken(stage, None):
         found = [measured_once(run, stage, again, batch) for _ in range(2)][-1]
-    layer = layers(run.model)[1]
-    planned = plan.block(kind, layer=layer)
-    assert planned.kept < plan.block(layer=layer).kept and found.output == planned.output
+    planned = plan.block(1, kind)
+    assert planned.kept < plan.block(1).kept and found.output == planned.output
     assert found.kept == pytest.approx(planned.kept, abs=32), "autograd keeps the scales of adapters as numbers"
     for have, want in ((found.forward, planned.forward), (found.backward, planned.backward)):
         assert have == pytest.approx(want, rel=0.02)
@@ -352,7 +345,7 @@ def test_a_recomputed_block_keeps_its_part_of_the_input(size: int, words: str) -
     shape = "--hidden-size 97 --kv-channels 16 --num-attention-heads 6 --ffn-hidden-size 384 --micro-batch-size 1"
     words = f"{shape} {words} --tp {size} --recompute-granularity full --shard-recompute-inputs"
     plan = plan_of(parsed(words, size))
-    whole, unit = plan.hidden_bytes, plan.block("full")
+    whole, unit = plan.hidden_bytes, plan.block(0, "full")
     assert 0 < unit.input * size - whole < 8 * size, "without padding the test shows less"
     for found in run_ranks(size, shared_on_rank, size, words):
         assert found.kept == unit.input + unit.kept
