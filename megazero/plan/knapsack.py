@@ -61,6 +61,8 @@ def select(groups: Sequence[OptionGroup], limit: int | Integers) -> Selection | 
 
     limit: of everything, or [limits]
     """
+    if not groups:
+        return Selection((), 0, 0) if np.all(limit >= 0) else None
     limits = np.broadcast_to(limit, groups[0].takes.shape[1])
     kept = _not_implied(groups, limits)
     useful = [_useful(group.costs, group.takes[:, kept]) for group in groups]
@@ -97,7 +99,7 @@ def _useful(costs: Integers, takes: Integers) -> NDArray[np.intp]:
     for option in np.lexsort((takes.sum(1), costs)):
         if not (rows[useful] <= rows[option]).all(1).any():
             useful.append(int(option))
-    return np.array(useful)
+    return np.sort(useful)
 
 
 def _cost(groups: Sequence[OptionGroup], options: Sequence[int]) -> int:

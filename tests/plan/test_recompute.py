@@ -51,6 +51,7 @@ def asked(words: str, ranks: int) -> Run:
 STAGES = {
     "one stage": ("--num-layers 5 --global-batch-size 4", 1),
     "1f1b": ("--num-layers 6 --pp 2 --global-batch-size 8", 2),
+    "an embedding alone": ("--num-layers 4 --partition 0 4 --pp 2 --global-batch-size 8", 2),
     "interleaved": ("--num-layers 8 --pp 2 --virtual-stages 2 --global-batch-size 8", 2),
     "zb-h1": ("--num-layers 6 --pp 2 --pipeline-schedule zb-h1 --global-batch-size 8", 2),
     "zb-v": ("--num-layers 6 --pp 2 --pipeline-schedule zb-v --virtual-stages 2 --global-batch-size 8", 2),
