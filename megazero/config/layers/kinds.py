@@ -115,7 +115,7 @@ class Layer:
 
 @lru_cache(maxsize=256)
 def layers(model: ModelConfig) -> tuple[Layer, ...]:
-    """The layers of a model, in its order. The sizes have to fit each other (`config.checks_layout`)."""
+    """The layers of a model, in its order. The sizes have to fit each other (`config.layers.checks_model`)."""
     items = pattern_items(model)
     made = {item: _layer(model, item) for item in dict.fromkeys(items)}
     return tuple(made[item] for item in items)
