@@ -16,6 +16,7 @@ from megazero.config.derive import query_groups
 from megazero.config.inventory import parameters
 from megazero.config.layers.kinds import layers
 from megazero.config.presets import preset
+from megazero.config.rotary import RotaryScaling
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.hf.config import family_for, new_config, problems_of, read_config
 from megazero.convert.hf.families import FAMILIES
@@ -307,3 +308,19 @@ def test_no_family_loses_what_it_has_no_key_for(field: str) -> None:
     if field not in ("residual_multiplier",):
         with pytest.raises(ConversionError):
             family_for(model)
+
+
+PHI3_CANNOT = [
+    (
+        {"rotary_scaling": RotaryScaling("linear", (("factor", 2.0),))},
+        "--rotary-scaling is linear, not none or longrope",
+    ),
+    ({"kv_channels": 64}, "--kv-channels beside --rotary-scaling is 64"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), PHI3_CANNOT)
+def test_phi3_is_not_written_as_transformers_refuses_the_folder(fields: dict[str, Any], words: str) -> None:
+    """Its configuration there checks the kind of scaling, and counts the divisors of longrope."""
+    model = replace(model_of("Phi-4-mini"), **fields)
+    assert any(words in problem for problem in problems_of(FAMILIES["phi3"], model))

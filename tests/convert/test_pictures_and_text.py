@@ -149,7 +149,8 @@ def test_presets_have_the_layers_of_released_models(name: str) -> None:
     config = language_config(RELEASED[name], WHERE)
     of_file = read_config(config, WHERE)
     fields = {field: value for field, value in preset(name).items() if field in ModelConfig.__dataclass_fields__}
-    assert layers(of_file) == layers(ModelConfig(**fields))
+    of_preset = ModelConfig(**fields)
+    assert layers(of_file) == layers(of_preset) and of_file.vocab_size == of_preset.vocab_size == 262_208
     assert config["eos_token_id"] == [1, 106] and not of_file.untie_embeddings_and_output_weights
 
 

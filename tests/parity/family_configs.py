@@ -115,7 +115,10 @@ def _phi3(words: Words, width: int, draw: random.Random) -> Words:
     share = draw.choice((1.0, 0.75, 0.5))
     if int(width * share) % 2:
         share = 1.0
-    rope = _scaling(int(width * share), draw, ("default", "longrope")) | {"partial_rotary_factor": share}
+    kinds = (
+        ("default",) if "head_dim" in words else ("default", "longrope")
+    )  # transformers counts pairs of hidden / heads
+    rope = _scaling(int(width * share), draw, kinds) | {"partial_rotary_factor": share}
     original = {key: rope[key] for key in ("original_max_position_embeddings",) if key in rope}
     rope.pop("factor", None)  # follows from the two lengths
     return {"rope_parameters": rope, "sliding_window": draw.choice((None, 4, 7))} | original

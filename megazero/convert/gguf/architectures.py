@@ -175,7 +175,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi3": Architecture(
             "PHI3",
             {**_ROTARY, "sliding_window": lambda model: 0},  # without the key versions before 2025-05 open no file
-            needs=(*scalings("longrope"), NO_WINDOW),
+            needs=(NO_WINDOW,),
         ),
         "smollm3": Architecture(
             "SMOLLM3",

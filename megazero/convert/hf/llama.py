@@ -148,6 +148,7 @@ def decoder(
     written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {},
     also: str = "",
     demands: tuple[SupportedValues, ...] = ANY,
+    needs: tuple[ModelRequirement, ...] = (),
 ) -> Family:
     """A family of LLaMA's kind. fixed: fields beside those of all. windows: whether its layers may have windows."""
     return Family(
@@ -157,7 +158,7 @@ def decoder(
         {**OF_DECODERS, **(fixed or {})},
         keys,
         demands,
-        (*NEEDS, SWIGLU),
+        (*NEEDS, SWIGLU, *needs),
         eos=eos,
         further=further if windows else lambda config: chain(without_windows(config), further(config)),
         written=written,
