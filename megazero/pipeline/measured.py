@@ -12,10 +12,8 @@ for themselves: cuBLAS's workspace and oneDNN's scratch.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -38,6 +36,7 @@ from megazero.mpu.parameter import Parameter, ParameterKind, spec_of
 from megazero.pipeline.build import fp8_state, layout_of
 from megazero.pipeline.schedule_run import GraphEntry
 from megazero.pipeline.storages import Storages, lone_owners, run_backward
+from megazero.system.collector import without_collections
 
 DEVICE = torch.device(META)
 
@@ -62,6 +61,11 @@ class UnitBytes:
     forward: int
     backward: int
     deferred: int
+
+    @property
+    def saved(self) -> int:
+        """Of all that it keeps from its forward to its backward."""
+        return self.input + self.kept
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ def measured(case: MeasuredCase) -> UnitBytes:
     late: list[Any] = []
     if case.recompute != NONE:
         _first_checkpoint()
-    with _nothing_collected(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
+    # what a pass leaves in cycles is not freed in the next
+    with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
         stage = _stage(case)
         batch, targets = _batch(case.run), list(_taken(stage, late))
         storages.leave_out(stage.parameters())
@@ -110,18 +115,6 @@ def measured(case: MeasuredCase) -> UnitBytes:
 def _first_checkpoint() -> None:
     """The first checkpoint in a process imports torch's compiler, and leaves its frame and tensors in a cycle."""
     checkpoint(torch.clone, torch.empty(0), use_reentrant=False)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """What a pass leaves in cycles is not freed in the next."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _stage(case: MeasuredCase) -> Stage:

@@ -528,7 +528,6 @@ OTHER = {
         replace(MODELS["olmo2"], untie_embeddings_and_output_weights=False),
         "--untie-embeddings-and-output-weights is False, not True",
     ),
-    "phi3, linear": (scaled(MODELS["phi3"], "linear factor=2"), "--rotary-scaling is linear, not none or longrope"),
     "phi3, windows": (patterned(MODELS["phi3"], "window:39"), "is 39, not none"),
     "smollm3, every third": (patterned(MODELS["smollm3"], "full x2, full none"), "is 3, not every 4"),
     "smollm3, biases": (replace(MODELS["smollm3"], mlp_bias=True), "--mlp-bias is True, not False"),

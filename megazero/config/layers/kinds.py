@@ -14,14 +14,14 @@ from functools import lru_cache
 
 from megazero.config.derive import GATED, attention_output_bias, ffn_width, head_dim, mlp_bias, qkv_bias, query_groups
 from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern, PatternItem
-from megazero.config.rotary import RotarySettings
+from megazero.config.rotary import OF_MODEL, RotarySettings
 from megazero.config.schema import ModelConfig
 
 ALIBI, ROTARY = "alibi", "rotary"
 BEFORE, AFTER, BOTH = "before", "after", "both"
 NO_NORM = "none"
 """Queries and keys that are not normalised."""
-IN_TURN, TWO_NORMS, ONE_NORM = "off", "two-norms", "one-norm"
+IN_TURN, ONE_NORM = "off", "one-norm"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def ffn_widths(model: ModelConfig) -> tuple[int, ...]:
 
 def rotary_sets(model: ModelConfig) -> Mapping[str, RotarySettings]:
     """The sets of rotary settings of a model by name. The one of the model's own fields is `rotary`."""
-    whole = RotarySettings(model.rotary_base, model.rotary_share, model.rotary_interleaved, model.rotary_scaling)
+    whole = RotarySettings(**{name: getattr(model, field) for field, name in OF_MODEL.items()})
     return {ROTARY: whole} | {named.name: named.settings for named in model.rotary_sets}
 
 

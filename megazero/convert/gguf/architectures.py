@@ -169,16 +169,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "GEMMA3",
             _GEMMA,
             {"norm.weight": plus_one},
-            needs=(
-                *(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62)),
-                *(is_none("attention_cap"), is_none("logits_cap")),
-            ),
+            needs=(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62), is_none("logits_cap")),
         ),
         "olmo2": Architecture("OLMO2", _ROTARY, needs=(*_SCALED, NO_WINDOW, NO_ATTENTION_BIAS, UNTIED)),
         "phi3": Architecture(
             "PHI3",
             {**_ROTARY, "sliding_window": lambda model: 0},  # without the key versions before 2025-05 open no file
-            needs=(*scalings("longrope"), NO_WINDOW),
+            needs=(NO_WINDOW,),
         ),
         "smollm3": Architecture(
             "SMOLLM3",

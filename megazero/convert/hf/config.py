@@ -19,6 +19,7 @@ from megazero.config.schema import DataConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.families import family_called, known_families
 from megazero.convert.hf.known_keys import strange_keys
+from megazero.convert.hf.language_part import PICTURES_AND_TEXT
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import ConversionError
@@ -45,7 +46,8 @@ def family_of(config: Config, where: Path) -> Family:
     """The family of a config.json. Raises ConversionError for one that megazero does not know."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known_families():
-        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {', '.join(known_families())}")
+        known = ", ".join((*known_families(), *PICTURES_AND_TEXT))
+        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {known}")
     try:
         return family_called(kind)
     except ValueError as reason:

@@ -48,15 +48,29 @@ def weight_files(folder: Path, named: object = None) -> list[Path]:
     named: config.json's transformers_weights, which goes before all. Empty where there are none. Raises
     ConversionError for a name that transformers does not take.
     """
-    if named is not None:
-        plain = isinstance(named, str) and is_plain_file_name(named)
-        if not plain or not str(named).endswith((".safetensors", ".safetensors.index.json")):
-            raise ConversionError(
-                f"{folder / CONFIG}: transformers_weights {shown(named)} is no safetensors file of its folder, and no "
-                "index of several"
-            )
-        return _listed(folder / str(named))
-    return next((_listed(folder / name) for name in _NAMES if (folder / name).is_file()), [])
+    path = _first_file(folder, named)
+    return [] if path is None else _listed(path)
+
+
+def listed_places(folder: Path, named: object = None) -> Mapping[str, str]:
+    """Key -> the file that holds it by the index, in words. Empty where the model is one file."""
+    path = _first_file(folder, named)
+    if path is None or path.suffix != ".json":
+        return {}
+    return {key: f"{path.name} has it in {name}" for key, name in _weight_map(path).items()}
+
+
+def _first_file(folder: Path, named: object) -> Path | None:
+    """The one file of the weights, or the index of several."""
+    if named is None:
+        return next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+    plain = isinstance(named, str) and is_plain_file_name(named)
+    if not plain or not str(named).endswith((".safetensors", ".safetensors.index.json")):
+        raise ConversionError(
+            f"{folder / CONFIG}: transformers_weights {shown(named)} is no safetensors file of its folder, and no "
+            "index of several"
+        )
+    return folder / str(named)
 
 
 def unread_weights(folder: Path, named: object = None) -> list[str]:

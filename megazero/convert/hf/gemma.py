@@ -105,11 +105,11 @@ def _family(model_type: str, architecture: str, keys: tuple[ConfigKey, ...], **m
         decoder_names({**_NORMS, **more.pop("norms", {})}),
         {**_FIXED, **more.pop("fixed", {})},
         keys,
-        _DEMANDS,
+        (*_DEMANDS, *more.pop("demands", ())),
         _NEEDS,
         eos=1,
         unsaid=UNSAID,
-        also=frozenset(("hidden_act", "sliding_window_pattern")),
+        also=frozenset(("hidden_act", "sliding_window_pattern", "sliding_window_size")),
         **more,
     )
 
@@ -187,7 +187,6 @@ GEMMA3 = _family(
         *_keys(262_208, 131072),
         _TwoRopes(("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"), None, _rope_fields, _both),
         plain("logits_cap", None, "final_logit_softcapping"),
-        plain("attention_cap", None, "attn_logit_softcapping"),
         layers.layer_keys(
             26,
             ("sliding_window", "layer_types", "sliding_window_pattern"),
@@ -198,5 +197,11 @@ GEMMA3 = _family(
         ),
     ),
     norms=_QUERY_KEY,
-    fixed={"query_key_norm": "head"},
+    fixed={"query_key_norm": "head", "attention_cap": None},
+    demands=(
+        SupportedValues(
+            "attn_logit_softcapping", None, (None,), "transformers computes Gemma 3 without a cap of scores"
+        ),
+    ),
+    written=lambda model: {"attn_logit_softcapping": None},
 )

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megazero.config.rotary import KINDS, ORIGINAL, RotaryScaling, RotarySettings
+from megazero.config.layers.kinds import ROTARY, rotary_sets
+from megazero.config.rotary import KINDS, OF_MODEL, ORIGINAL, RotaryScaling, RotarySettings
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.tables import Config, ConfigKey
 from megazero.system.reading import shown
@@ -144,17 +145,12 @@ class RopeKeys(ConfigKey):
 
 def settings_of_model(model: ModelConfig) -> RotarySettings:
     """The rotary settings of the model's own fields."""
-    return RotarySettings(model.rotary_base, model.rotary_share, model.rotary_interleaved, model.rotary_scaling)
+    return rotary_sets(model)[ROTARY]
 
 
 def fields_of(settings: RotarySettings) -> dict[str, Any]:
     """The fields of these settings, which take halves of a head as pairs."""
-    return {
-        "rotary_base": settings.base,
-        "rotary_share": settings.share,
-        "rotary_interleaved": settings.interleaved,
-        "rotary_scaling": settings.scaling,
-    }
+    return {field: getattr(settings, name) for field, name in OF_MODEL.items()}
 
 
 def rope(theta: float = 10000.0, **more: Any) -> RopeKeys:
