@@ -13,13 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
+from megazero.config.inventory import parameters
 from megazero.config.model_shape import shape_settings
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigSource
 from megazero.mpu.axes import axes_of
-from megazero.plan.flops import recomputed_flops, step_flops
-from megazero.plan.recompute import recompute_table
+from megazero.plan.flops import step_flops, trained_parameters
 from megazero.plan.step_memory import TierPeaks, run_peaks
 
 FOLDER = "examples/hub"
@@ -103,13 +103,15 @@ class RecipeRun:
         return self.peaks.total_bytes if self.machine.kind == "cpu" else self.peaks.device_bytes
 
     @property
-    def flops(self) -> int:
-        """The operations of a step of all ranks, those of recomputation among them."""
+    def flops(self) -> float:
+        """The model's operations of a step on a rank, which a step's line of the log counts too."""
+        return self.run.schedule.global_batch_size * step_flops(self.run) / self.machine.ranks
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of a checkpoint: master weights and two moments in 32 bits of what is trained."""
         run = self.run
-        again = recomputed_flops(
-            run.model, 1, recompute_table(run, axes_of(run, self.machine.ranks), self.machine.kind)
-        )
-        return run.schedule.global_batch_size * (step_flops(run) + again)
+        return 12 * (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run))
 
     @property
     def memory(self) -> str:
@@ -178,13 +180,21 @@ def recipe(name: str) -> str:
     """The commands of a recipe, and what each takes."""
     runs = [run for run in RUNS if run.recipe == name]
     commands = "\n".join(f"# {run.machine.name}: {run.model}\n{_folded(run.command)}" for run in runs)
-    rows = [
-        f"| {run.machine.name} | {run.model.split('/')[1]} | {run.memory} | "
-        f"{run.run.schedule.global_batch_size} x {run.run.model.seq_length:,} | {run.flops / 1e12:,.0f} |"
-        for run in runs
-    ]
-    head = "| machine | model | memory of a rank | tokens of a step | TFLOP of a step |\n|---|---|---|---|---|"
-    return "\n".join([f"```sh\n{commands}\n```\n", head, *rows])
+    return "\n".join([f"```sh\n{commands}\n```\n", _row(*COLUMNS), "|---" * len(COLUMNS) + "|", *map(_cells, runs)])
+
+
+COLUMNS = ("machine", "model", "memory of a rank", "tokens of a step", "TFLOP of a rank", "a checkpoint")
+
+
+def _cells(run: RecipeRun) -> str:
+    """The row of a run under `COLUMNS`."""
+    tokens = f"{run.run.schedule.global_batch_size} x {run.run.model.seq_length:,}"
+    work, checkpoint = f"{run.flops / 1e12:,.0f}", _gigabytes(run.checkpoint_bytes)
+    return _row(run.machine.name, run.model.split("/")[1], run.memory, tokens, work, checkpoint)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def too_large() -> str:

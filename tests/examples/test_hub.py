@@ -17,10 +17,12 @@ import pytest
 
 from docs.extension.recipes import RUNS, TOO_LARGE, RecipeRun, shape_of
 from megazero.cli.pretrain import train as run_program
+from megazero.config.inventory import parameters
 from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError
 from megazero.data.dataset import PackedSample
 from megazero.mpu.meeting import Environment
+from megazero.plan.flops import trained_parameters
 from tests.convert.hf_models import CASES, saved
 from tests.docs.pages import ROOT, commands, text_of
 from tests.docs.place import furnish
@@ -86,9 +88,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: of each step. adapters: rank, and bits of the base, or None. first: the first sample."""
+    """losses: of each step. parameters: that are trained. adapters: rank, and bits of the base, or None. first: the
+    first sample.
+    """
 
     losses: list[float | None]
+    parameters: int
     adapters: tuple[int | None, int | None]
     first: Any
 
@@ -99,7 +104,10 @@ def trained_on_rank(rank: int, size: int, flags: list[str], folder: str) -> Trai
         job, recorder = job_on_rank(rank, size, flags)
         job.fit()
         lora, first = job.run.lora, job.prepared.datasets.train[0]
-        return Trained([record.loss for record in recorder.records], (lora.lora_rank, lora.lora_base_bits), first)
+        count = parameters(job.run.model) if lora.lora_rank is None else trained_parameters(job.run)
+        return Trained(
+            [record.loss for record in recorder.records], count, (lora.lora_rank, lora.lora_base_bits), first
+        )
 
 
 def shrunk(run: RecipeRun, ranks: int) -> list[str]:
@@ -135,6 +143,8 @@ def test_a_shrunk_recipe_trains(run: RecipeRun, place: Path, tmp_path: Path) -> 
     assert trained.adapters == expected[run.recipe]
     checkpoint = folder / "runs" / run.recipe / "iter_0000004"
     assert json.loads((checkpoint / "manifest.json").read_text())
+    stored = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    assert stored == pytest.approx(12 * trained.parameters, rel=0.1), "the page says what a checkpoint takes"
     assert (checkpoint / "peft").is_dir() == (run.recipe in ("lora", "qlora"))
     if run.recipe == "continue":
         assert len(trained.first) == 33
