@@ -5,6 +5,7 @@ without a word.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ def test_bit_for_bit(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:
         assert json.loads((mine / name).read_text()) == json.loads((theirs / name).read_text())
     model, expected = opened_by_transformers(mine), opened_by_transformers(theirs)
     assert model.dtype == dtype and type(model) is type(expected)
-    with torch.no_grad():
-        assert torch.equal(model(prompts()).logits, expected(prompts()).logits)
+    with torch.no_grad():  # in memory of their own: how BLAS adds depends on where a mapped file has a matrix
+        assert torch.equal(deepcopy(model)(prompts()).logits, deepcopy(expected)(prompts()).logits)
 
 
 @pytest.mark.parametrize("name", ["bloom, 6 heads, untied", "gpt2, inner width", "llama, grouped", "opt"])
