@@ -2,8 +2,8 @@
 
 The unit runs forward and backward there by the ways of its own device (`fused_ops.native.stand_in`), without memory and
 without computing, and `pipeline.storages` counts what it makes. It is a stage of one unit, built and run as in
-training, of a tensor-parallel group whose other ranks are not there. A unit runs three times: what is made once and
-then kept (tables of angles, FP8 copies of weights, memory for logits on a CPU) is there from the second time on.
+training, of a tensor-parallel group whose other ranks are not there. A unit runs three times: what is made once
+and then kept (tables of angles, FP8 copies of weights, memory for logits on a CPU) is there from the second time on.
 
 A unit's input, its output's gradient, and parameters with their gradients belong to others and are not counted. Numbers
 that autograd keeps in host memory (the scale of an adapter) are not either, nor is memory that matrix libraries take
@@ -119,16 +119,13 @@ def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
         storages.leave_out(stage.parameters())
         storages.leave_out(target.into for target in targets)
         storages.leave_out(tensor for tensor in vars(batch).values() if isinstance(tensor, Tensor))
-        # what the first use of an operation in a process leaves in cycles belongs to no pass that is counted
-        _pass(case, stage, batch, storages)
-        late.clear()
-        before = storages.alive
-        split = _pass(case, stage, batch, storages)
-        late.clear()
-        left = storages.alive - before
+        # What the first use of an operation in a process leaves in cycles belongs to no pass that is counted: it may
+        # also hold what waits for the weights' half.
+        _pass(case, stage, batch, storages, late)
+        deferred = _pass(case, stage, batch, storages, late).deferred
         for target in targets:
             target.late = None
-        return replace(_pass(case, stage, batch, storages), deferred=split.deferred - left)
+        return replace(_pass(case, stage, batch, storages, late), deferred=deferred)
 
 
 @cache
@@ -209,8 +206,10 @@ class _Lent:
         return 0 if self._storage() is None else self._bytes
 
 
-def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storages) -> UnitBytes:
-    """The bytes of a forward and a backward, as of `pipeline.schedule_run`. deferred: what both leave behind."""
+def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storages, late: list[Any]) -> UnitBytes:
+    """The bytes of a forward and a backward, as of `pipeline.schedule_run`. late: what is for the weights' half of a
+    split backward, which is then cleared.
+    """
     before, lent, hidden, entry = storages.alive, list[_Lent](), None, GraphEntry()
     if not case.spec.has_embedding:
         hidden = _hidden(case.run, stage)
@@ -233,8 +232,10 @@ def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storage
     del edge, gradient
     if case.recompute == FULL:  # what such a block keeps is its input, or a part of it
         of_input, kept, backward = of_input + kept, 0, backward - kept
-    left = storages.alive - before + sum(each.alive for each in lent)
-    return UnitBytes(of_input, kept, size, forward, backward, left)
+    waiting = storages.alive + sum(each.alive for each in lent)
+    late.clear()
+    deferred = waiting - storages.alive - sum(each.alive for each in lent)
+    return UnitBytes(of_input, kept, size, forward, backward, deferred)
 
 
 def _hidden(run: Run, stage: Stage) -> Tensor:

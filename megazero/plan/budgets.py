@@ -26,6 +26,8 @@ from megazero.plan.step_memory import TierPeaks, rank_words, run_peaks
 
 SHOWN = 3
 """Columns of a peak that are named, and changes that are offered."""
+ON_DEVICE, OF_HOST, OF_BOTH = "on the device", "of host memory", "of memory"
+"""Names of tiers after a number of bytes."""
 ENOUGH = 2
 """Micro-batches of a step that a search looks at, at least."""
 HOPELESS = 16
@@ -65,9 +67,9 @@ class FullestTier(NamedTuple):
 def fullest(peaks: Sequence[TierPeaks], budgets: SearchLimits) -> list[FullestTier]:
     """What the ranks of a run take at most of each tier that has a budget."""
     tiers = (
-        ("on the device", "--device-memory-budget", budgets.device, [stage.device_bytes for stage in peaks]),
-        ("of host memory", "--host-memory-budget", budgets.host, [stage.host_bytes for stage in peaks]),
-        ("of memory", "--device-memory-budget", budgets.together, [stage.total_bytes for stage in peaks]),
+        (ON_DEVICE, "--device-memory-budget", budgets.device, [stage.device_bytes for stage in peaks]),
+        (OF_HOST, "--host-memory-budget", budgets.host, [stage.host_bytes for stage in peaks]),
+        (OF_BOTH, "--device-memory-budget", budgets.together, [stage.total_bytes for stage in peaks]),
     )
     return [
         FullestTier(name, flag, budget, taken.index(max(taken)), max(taken))
@@ -125,16 +127,12 @@ def host_problems(run: Run, world_size: int, kind: str, here: range, memory: Hos
 def _excess(peaks: TierPeaks, budgets: SearchLimits, whose: str) -> str:
     """Which budgets are exceeded, and by what."""
     left = {f"{what} that left the device" if what in peaks.device else what: n for what, n in peaks.host.items()}
-    device, host, total = peaks.device_bytes, peaks.host_bytes, peaks.total_bytes
-    rows = (
-        ("--device-memory-budget", budgets.device, device, f"on the device at {peaks.moment}", peaks.device),
-        ("--host-memory-budget", budgets.host, host, "of host memory", peaks.host),
-        ("--device-memory-budget", budgets.together, total, f"of memory at {peaks.moment}", {**peaks.device, **left}),
-    )
+    parts = {ON_DEVICE: peaks.device, OF_HOST: peaks.host, OF_BOTH: {**peaks.device, **left}}
     return "; ".join(
-        f"{flag} {budget:,}: {whose} takes {nbytes:,} bytes {where}: {_largest(parts)}"
-        for flag, budget, nbytes, where, parts in rows
-        if budget is not None and nbytes > budget
+        f"{tier.flag} {tier.budget:,}: {whose} takes {tier.most:,} bytes {tier.name}"
+        f"{f' at {peaks.moment}' * (tier.name != OF_HOST)}: {_largest(parts[tier.name])}"
+        for tier in fullest([peaks], budgets)
+        if tier.most > tier.budget
     )
 
 

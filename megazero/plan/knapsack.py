@@ -57,10 +57,7 @@ class Selection:
 
 
 def select(groups: Sequence[OptionGroup], limit: int | Integers) -> Selection | None:
-    """The selection that takes at most `limit` of everything at the least cost; None if none is found that fits.
-
-    limit: of everything, or [limits]
-    """
+    """The selection of least cost that takes at most `limit`, a number or [limits]; None if none is found that fits."""
     if not groups:
         return Selection((), 0, 0) if np.all(limit >= 0) else None
     limits = np.broadcast_to(limit, groups[0].takes.shape[1])

@@ -196,11 +196,10 @@ class StageActivations:
         selection = select([blocks.options for blocks in alike], budget - self.waiting - before)
         if selection is None:
             return None
-        table = [*plain]
+        chosen = dict[int, str]()
         for blocks, option in zip(alike, selection.options, strict=True):
-            for number, again in zip(blocks.numbers, blocks.kinds(option), strict=True):
-                table[number] = again
-        return tuple(table[number] for spec in self.specs for number in spec.blocks), selection
+            chosen |= zip(blocks.numbers, blocks.kinds(option), strict=True)
+        return tuple(chosen[number] for spec in self.specs for number in spec.blocks), selection
 
     def _places(self, when: Sequence[Moment], table: RecomputeTable) -> NDArray[np.int64]:
         """The bytes within each of these moments, while it works on each of its units, by a table as above."""
@@ -240,8 +239,7 @@ class EqualBlocks:
 
     @property
     def _counts(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        whole, some = np.triu_indices(len(self.numbers) + 1)
-        return whole, some
+        return np.triu_indices(len(self.numbers) + 1)
 
 
 def _alike(
@@ -264,12 +262,9 @@ def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
 
 
 def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
-    """Bytes of inputs of recomputed blocks that a rank of each stage gathers over tp in a step: all-gathers' outputs.
-
-    0 without --shard-recompute-inputs.
+    """Bytes of inputs of recomputed blocks that a rank of each stage gathers over tp in a step of a run with
+    --shard-recompute-inputs: all-gathers' outputs.
     """
-    if not run.parallel.shard_recompute_inputs:
-        return [0] * axes.pp
     table = recompute_table(run, axes, kind)
     plan, times = activation_plan(run, kind), run.parallel.tp * micro_batches_of(run, axes)
     inputs = [plan.block(number, FULL).input * times if again == FULL else 0 for number, again in enumerate(table)]

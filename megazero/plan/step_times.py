@@ -175,7 +175,7 @@ def step_times(run: Run, axes: Axes, kind: str, rates: MachineRates) -> ChunkTim
 def _units(run: Run, spec: StageSpec) -> tuple[float, ...]:
     """The operations of each unit of a chunk, for the forward of one sample."""
     lookup = float(run.model.seq_length * run.model.hidden_size)
-    here = (layers(run.model)[number] for number in spec.blocks)
+    here = layers(run.model)[spec.blocks.start : spec.blocks.stop]
     blocks = tuple(float(block_flops(layer, run.model.seq_length)) for layer in here)
     return (lookup,) * spec.has_embedding + blocks + (float(head_flops(run.model)),) * spec.has_head
 
