@@ -94,7 +94,7 @@ class RecipeRun:
     @cached_property
     def peaks(self) -> TierPeaks:
         """The bytes of its fullest rank."""
-        every = run_peaks(self.run, axes_of(self.run, self.machine.ranks), self.machine.kind).every()
+        every = run_peaks(self.run, axes_of(self.run, self.machine.ranks), self.machine.kind)
         return max(every, key=lambda peaks: peaks.device_bytes)
 
     @property
