@@ -24,9 +24,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import AttentionSupport, Body
+from fused_ops.native.library import choice
 from fused_ops.native.stand_in import META, standing_for
 from megazero.config.derive import FULL, NONE
-from megazero.config.schema import Run
+from megazero.config.schema import ParallelConfig, Run, ScheduleConfig
 from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.absent import absent_group
@@ -88,7 +89,26 @@ class MeasuredCase:
 
 
 def measured(case: MeasuredCase) -> UnitBytes:
-    """The bytes of a unit."""
+    """The bytes of a unit. Cases that compute the same are measured once in a process."""
+    return _measured(replace(case, run=_read_by_a_unit(case.run)), choice(), torch.get_num_threads())
+
+
+def _read_by_a_unit(run: Run) -> Run:
+    """The run with only those settings that the computation of a unit reads."""
+    if run.optimizer.fp8 != "off":
+        return run  # where parameters are says which copies in FP8 stay
+    parallel = ParallelConfig(
+        tp=run.parallel.tp,
+        sequence_parallel=run.parallel.sequence_parallel,
+        shard_recompute_inputs=run.parallel.shard_recompute_inputs,
+    )
+    schedule = ScheduleConfig(micro_batch_size=run.schedule.micro_batch_size)
+    return Run(model=run.model, parallel=parallel, optimizer=run.optimizer, schedule=schedule, lora=run.lora)
+
+
+@cache
+def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
+    """fused, threads: what else of the process decides how a unit is computed."""
     late: list[Any] = []
     if case.recompute != NONE:
         _first_checkpoint()

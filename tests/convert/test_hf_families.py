@@ -268,6 +268,15 @@ STRANGE = [
     ("OLMo-2-7B", {"sliding_window": 64}, "sliding_window 64: attention looks at the whole context"),
     ("Phi-3-mini-4k", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
     ("Phi-4-mini", {"full_attn_mod": 2}, "full_attn_mod 2: a key of the code beside the weights"),
+    (
+        "Phi-4-mini",
+        {"original_max_position_embeddings": 262144},
+        "computes: rope_parameters: original_max_position_embeddings 262144 is no number from 1 to "
+        "max_position_embeddings, which is 131072: longrope lengthens the context of a first training",
+    ),
+    ("Phi-4-mini", {"original_max_position_embeddings": "4K"}, "original_max_position_embeddings '4K' is no number"),
+    ("Phi-4-mini", {"original_max_position_embeddings": 0}, "original_max_position_embeddings 0 is no number"),
+    ("granite-3.1-2b", {"num_attention_heads": 24}, "--num-attention-heads 24 does not divide --hidden-size 2048"),
     ("granite-3.1-2b", {"logits_scaling": 0.0}, "logits_scaling"),
     ("pythia-1.4b", {"use_parallel_residual": "yes"}, "use_parallel_residual: 'yes' is neither true nor false"),
 ]

@@ -119,6 +119,21 @@ def test_it_is_written_as_a_language_model(folder: Path, tmp_path: Path) -> None
     assert torch.equal(text, whole)
 
 
+def test_a_lost_tensor_is_named_with_its_file(tmp_path: Path) -> None:
+    whole_model().save_pretrained(tmp_path, max_shard_size="40KB")
+    lost = "language_model.model.layers.1.self_attn.k_norm.weight"
+    index = "model.safetensors.index.json"
+    name = json.loads((tmp_path / index).read_text())["weight_map"][lost]
+    tensors = load_file(tmp_path / name)
+    del tensors[lost]
+    save_file(tensors, tmp_path / name, {"format": "pt"})
+    with pytest.raises(ConversionError) as error:
+        open_source(tmp_path)
+    message = str(error.value)
+    assert "model.layers.1.self_attn.k_norm.weight [14] is missing" in message
+    assert message.endswith(f", though {index} has it in {name}") and message.count("missing") == 1
+
+
 def released(sizes: tuple[int, int, int], **more: Any) -> dict[str, Any]:
     """config.json as it is in the folders. sizes: layers, hidden size, width."""
     names = ("num_hidden_layers", "hidden_size", "intermediate_size")
@@ -149,7 +164,8 @@ def test_presets_have_the_layers_of_released_models(name: str) -> None:
     config = language_config(RELEASED[name], WHERE)
     of_file = read_config(config, WHERE)
     fields = {field: value for field, value in preset(name).items() if field in ModelConfig.__dataclass_fields__}
-    assert layers(of_file) == layers(ModelConfig(**fields))
+    of_preset = ModelConfig(**fields)
+    assert layers(of_file) == layers(of_preset) and of_file.vocab_size == of_preset.vocab_size == 262_208
     assert config["eos_token_id"] == [1, 106] and not of_file.untie_embeddings_and_output_weights
 
 

@@ -137,6 +137,15 @@ def test_on_every_level(cpu_level: str, dtype: torch.dtype) -> None:
         check(causal_attention, mixed.to(dtype), heads, **options, reach=reach, cap=cap)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("s", "window"), [(1700, 40), (1301, 257), (2100, 700)])
+def test_sequences_of_many_windows(s: int, window: int, dtype: torch.dtype) -> None:
+    """So long that packed keys and queries take the places of others, in several rounds, also within a tile."""
+    heads = 1, 2, 16
+    mixed, options = inputs(s, 1, heads, sloped=True, run=900)
+    check(causal_attention, mixed.to(dtype), heads, **options, reach=Reach(window))
+
+
 @pytest.mark.parametrize("cap", [0.01, 5.0, 50.0, 1e6])
 def test_a_cap_bounds_scores_of_any_size(cap: float) -> None:
     """From scores far above the cap to scores far below it, where an absolute error of tanh is a large one."""
@@ -208,11 +217,11 @@ def test_masks_are_those_of_transformers(width: int) -> None:
             assert torch.equal(context[:, 0] > 0, mask(zero, zero, q, k).bool())
 
 
-@pytest.mark.parametrize("reach", [Reach(150), Reach(chunk=150)], ids=str)
+@pytest.mark.parametrize(("s", "reach"), [(700, Reach(150)), (1700, Reach(150)), (700, Reach(chunk=150))], ids=str)
 @pytest.mark.parametrize(("b", "groups", "repeats"), [(1, 1, 3), (3, 3, 1)])
-def test_the_same_bits_for_any_number_of_threads(b: int, groups: int, repeats: int, reach: Reach) -> None:
+def test_the_same_bits_for_any_number_of_threads(b: int, groups: int, repeats: int, s: int, reach: Reach) -> None:
     heads = groups, repeats, 16
-    mixed, options = inputs(700, b, heads, sloped=True, run=400)
+    mixed, options = inputs(s, b, heads, sloped=True, run=400)
     mixed = mixed.to(torch.bfloat16)
     the_same_for_any_threads(
         lambda: results(causal_attention, mixed, heads, **options, reach=reach, cap=2.0), (1, 2, 3, 8)

@@ -10,10 +10,24 @@ namespace {
 
 constexpr int64_t QUERIES = 256, KEYS = 128;
 
-// Keys that are taken at once. A window ends at another query for each of them, so with half as many less is computed
-// in vain; for long rows of queries 128 are faster.
-MZ_INLINE int64_t key_block(const Attention& a) { return a.window ? KEYS / 2 : KEYS; }
+// How keys and queries are divided. The queries of a window are others for each key, so a block of fewer keys computes
+// less in vain. Keys are taken in stretches of QUERIES. What a stretch needs of the queries is packed before it, into the
+// places of queries that see no later key: their gradients are complete.
+struct Tiling {
+  int64_t keys = KEYS;      // of a block
+  int64_t most = QUERIES;   // queries of a tile
+  int64_t heads = 1;        // that keep their packed queries side by side
+  int64_t stretch, ring;    // keys that are packed together; places of packed queries
 
+  explicit Tiling(const Attention& a) : stretch(round_up(a.s, QUERIES)), ring(stretch) {
+    if (!a.window) return;
+    keys = 32, most = 2 * QUERIES + 64, heads = a.repeats;  // a window of 2 QUERIES and its edges
+    stretch = QUERIES, ring = std::min(ring, QUERIES + round_up(a.window, QUERIES));
+  }
+  // The end of a tile that begins at query q. Without a window tiles end at multiples of QUERIES.
+  int64_t after(int64_t q, int64_t last) const { return std::min(last, most == QUERIES ? round_down(q, QUERIES) + QUERIES : q + most); }
+  int64_t first_place(int64_t r) const { return heads == 1 ? 0 : r * ring; }
+};
 
 // The operands of a head's or plane's rows. rows: the left operand; across: the right operand [d, positions]; down:
 // [positions, d].
@@ -31,62 +45,84 @@ template <typename T> struct Tensors {
 // A part of a plane: keys and queries from .. to, both multiples of their blocks (or the end of the sequence).
 struct Part { int64_t plane, key_from, key_to, query_from, query_to; bool for_keys, for_queries; };
 
+struct Range { int64_t from, to; };  // of positions
+
 template <typename T, typename M> struct Backward {
   const Attention& a;
   const Sight& sight;
   const Tensors<T>& x;
   const Part& part;
   Scratch<M>& mine;
-  const int64_t wide = a.wide(), block = key_block(a);
+  const Tiling tiling{a};
+  const int64_t wide = a.wide(), block = tiling.keys, ring = tiling.ring;
+  const int32_t* const end = sight.end(part.plane / a.groups);
 
   void run() const {
-    int64_t keys = round_up(part.key_to, block) * wide;
-    pack_keys();
-    if (part.for_keys) std::fill_n(mine.d_keys.of(keys), keys, 0.0f), std::fill_n(mine.d_values.of(keys), keys, 0.0f);
-    for (int64_t r = 0; r < a.repeats; ++r) head(r);
-    if (part.for_keys) {
-      write(mine.d_keys.of(keys), a.repeats, a.scale);
-      write(mine.d_values.of(keys), a.repeats + 1, 1.0f);
-    }
+    each_piece(part.key_from, part.key_to, tiling.stretch, [&](int64_t from, int64_t to) { stretch({from, to}); });
     block_gemm_done<M>();
   }
 
-  void head(int64_t r) const {
-    pack_queries(r);
-    int64_t queries = round_up(part.query_to, QUERIES) * wide;
-    if (part.for_queries) std::fill_n(mine.d_queries.of(queries), queries, 0.0f);
-    const int32_t* end = sight.end(part.plane / a.groups);
-    for (int64_t k0 = part.key_from; k0 < part.key_to; k0 += block) {
-      int64_t last = std::min<int64_t>(part.query_to, end[std::min(k0 + block, a.s) - 1]);
-      for (int64_t q0 = std::max(part.query_from, round_down(k0, QUERIES)); q0 < last; q0 += QUERIES) against(r, k0, q0, last);
+  void stretch(const Range& keys) const {
+    int64_t all = round_up(keys.to - keys.from, block) * wide;
+    pack_keys(keys);
+    if (part.for_keys) std::fill_n(mine.d_keys.of(all), all, 0.0f), std::fill_n(mine.d_values.of(all), all, 0.0f);
+    for (int64_t r = 0; r < a.repeats; ++r) head(r, keys);
+    if (part.for_keys) {
+      write(keys, mine.d_keys.of(all), a.repeats, a.scale);
+      write(keys, mine.d_values.of(all), a.repeats + 1, 1.0f);
     }
-    if (part.for_queries) write_queries(r);
   }
 
-  // Keys k0.. and those of queries q0.. that see them.
-  void against(int64_t r, int64_t k0, int64_t q0, int64_t last) const {
-    int64_t low = std::max<int64_t>(0, round_down(k0 - q0, EDGE)), high = std::min(QUERIES, round_up(last - q0, EDGE)), n = high - low;
-    int64_t across = q0 * wide + low * pair<M>, down = (q0 + low) * wide;
-    float *scores = mine.scores.of(block * QUERIES), *products = mine.products.of(block * QUERIES);
-    M *weights = mine.weights.of(block * QUERIES), *changes = mine.changes.of(block * QUERIES), *paired = mine.paired.of(block * QUERIES);
-    product(block, n, wide, mine.keys.of(0) + k0 * wide, wide, mine.queries_across.of(0) + across, QUERIES, scores, n, false);
-    product(block, n, wide, mine.values.of(0) + k0 * wide, wide, mine.grads_across.of(0) + across, QUERIES, products, n, false);
-    const int32_t* end = sight.end(part.plane / a.groups);
+  void head(int64_t r, const Range& keys) const {
+    pack_queries(r, {keys.from == part.key_from ? part.query_from : needed_until(keys.from), needed_until(keys.to)});
+    for (int64_t k0 = keys.from; k0 < keys.to; k0 += block) {
+      int64_t last = std::min<int64_t>(part.query_to, end[std::min(k0 + block, a.s) - 1]), seen = round_up(last, EDGE);
+      for (int64_t q0 = std::max(part.query_from, k0), next; q0 < last; q0 = next) {
+        next = tiling.after(q0, seen);
+        against(r, keys.from, k0, q0, next - q0);
+      }
+    }
+    if (part.for_queries) write_queries(r, {among_queries(keys.from), among_queries(keys.to)});
+  }
+
+  int64_t among_queries(int64_t position) const { return std::max(part.query_from, std::min(part.query_to, position)); }
+
+  // The end of the queries that keys before k need.
+  int64_t needed_until(int64_t k) const { return among_queries(round_up(end[k - 1], QUERIES)); }
+
+  // Keys k0.. of those that are packed from k_first on, and queries [q0, q0 + n).
+  void against(int64_t r, int64_t k_first, int64_t k0, int64_t q0, int64_t n) const {
+    int64_t tile = block * tiling.most, k = (k0 - k_first) * wide, head = tiling.first_place(r);
+    float *scores = mine.scores.of(tile), *products = mine.products.of(tile);
+    M *weights = mine.weights.of(tile), *changes = mine.changes.of(tile), *paired = mine.paired.of(tile);
+    each_piece(q0, q0 + n, QUERIES, [&](int64_t from, int64_t to) {
+      int64_t across = (head + round_down(from % ring, QUERIES)) * wide + from % QUERIES * pair<M>;
+      product(block, to - from, wide, mine.keys.of(0) + k, wide, mine.queries_across.of(0) + across, QUERIES, scores + from - q0, n, false);
+      product(block, to - from, wide, mine.values.of(0) + k, wide, mine.grads_across.of(0) + across, QUERIES, products + from - q0, n, false);
+    });
     for (int64_t i = 0; i < block; ++i) {
       bool real = k0 + i < a.s;
-      int64_t from = std::max<int64_t>(0, k0 + i - q0 - low), to = real ? std::min<int64_t>(n, end[k0 + i] - q0 - low) : 0;
-      const Row row{k0 + i - q0 - low, from, to, n, q0 + low, scores + i * n, products + i * n, weights + i * n, changes + i * n};
+      int64_t low = std::max<int64_t>(0, k0 + i - q0), high = real ? std::min<int64_t>(n, end[k0 + i] - q0) : 0;
+      const Row row{k0 + i - q0, low, high, n, number(r, q0), scores + i * n, products + i * n, weights + i * n, changes + i * n};
       if (a.cap) weigh<true>(a.slope(part.plane, r), row);
       else weigh<false>(a.slope(part.plane, r), row);
       if (i % 2 && part.for_queries) to_right(2, n, changes + (i - 1) * n, paired + (i - 1) * n);
     }
-    if (part.for_keys) {
-      product(block, wide, n, weights, n, mine.grads_down.of(0) + down, wide, mine.d_values.of(0) + k0 * wide, wide, true);
-      product(block, wide, n, changes, n, mine.queries_down.of(0) + down, wide, mine.d_keys.of(0) + k0 * wide, wide, true);
-    }
+    if (part.for_keys)
+      each_piece(q0, q0 + n, ring, [&](int64_t from, int64_t to) {
+        int64_t down = (head + from % ring) * wide;
+        product(block, wide, to - from, weights + from - q0, n, mine.grads_down.of(0) + down, wide, mine.d_values.of(0) + k, wide, true);
+        product(block, wide, to - from, changes + from - q0, n, mine.queries_down.of(0) + down, wide, mine.d_keys.of(0) + k, wide, true);
+      });
     if (part.for_queries)
-      product(wide, n, block, mine.keys_across.of(0) + k0 * wide, block, paired, n, mine.d_queries.of(0) + q0 * wide + low, QUERIES, true);
+      each_piece(q0, q0 + n, QUERIES, [&](int64_t from, int64_t to) {
+        float* sums = mine.d_queries.of(0) + (head + round_down(from % ring, QUERIES)) * wide + from % QUERIES;
+        product(wide, to - from, block, mine.keys_across.of(0) + k, block, paired + (from - q0) * pair<M>, n, sums, QUERIES, true);
+      });
   }
+
+  // Of a query of a head among those whose norms are kept.
+  int64_t number(int64_t r, int64_t q) const { return (tiling.heads == 1 ? 0 : r * round_up(a.s, QUERIES)) + q; }
 
   // One key and n queries from number `query` on, of which [low, high) see it. distance: from the first query to the
   // key. products: of the value and the incoming gradients.
@@ -114,36 +150,39 @@ template <typename T, typename M> struct Backward {
     for (int64_t j = stop; j < n; j += LANES) store(weights + j, F{}), store(changes + j, F{});
   }
 
-  void pack_keys() const {
-    int64_t all = round_up(part.key_to, block) * wide;
+  void pack_keys(const Range& range) const {
+    int64_t all = round_up(range.to - range.from, block) * wide;
     M *keys = mine.keys.of(all), *values = mine.values.of(all), *across = mine.keys_across.of(all);
-    const T* from = x.mixed + a.slot(part.plane, a.repeats);
-    for (int64_t k0 = part.key_from; k0 < part.key_to; k0 += block) {
-      int64_t rows = std::min(block, a.s - k0);
-      gather(rows, a.d, from + k0 * a.stride(), a.stride(), keys + k0 * wide, block, wide);
-      gather(rows, a.d, from + a.d + k0 * a.stride(), a.stride(), values + k0 * wide, block, wide);
-      if (part.for_queries) to_left_transposed(wide, block, keys + k0 * wide, across + k0 * wide);
+    for (int64_t k0 = range.from; k0 < range.to; k0 += block) {
+      int64_t rows = std::min(block, a.s - k0), to = (k0 - range.from) * wide;
+      const T* from = x.mixed + a.slot(part.plane, a.repeats) + k0 * a.stride();
+      gather(rows, a.d, from, a.stride(), keys + to, block, wide);
+      gather(rows, a.d, from + a.d, a.stride(), values + to, block, wide);
+      if (part.for_queries) to_left_transposed(wide, block, keys + to, across + to);
     }
   }
 
-  void pack_queries(int64_t r) const {
-    int64_t all = round_up(part.query_to, QUERIES);
-    M *tile = mine.tile.of(QUERIES * wide);
-    M *across = mine.queries_across.of(all * wide), *down = mine.queries_down.of(all * wide);
-    M *grads_across = mine.grads_across.of(all * wide), *grads_down = mine.grads_down.of(all * wide);
-    float *norms = mine.norms.of(all), *totals = mine.totals.of(all);
-    for (int64_t q0 = part.query_from; q0 < part.query_to; q0 += QUERIES) {
-      int64_t rows = std::min(QUERIES, a.s - q0), there = q0 * a.out_stride() + a.out_slot(part.plane, r);
+  // Sums of their gradients begin at 0.
+  void pack_queries(int64_t r, const Range& range) const {
+    int64_t all = tiling.heads * ring * wide, numbers = tiling.heads * round_up(a.s, QUERIES);
+    M *tile = mine.tile.of(QUERIES * wide), *across = mine.queries_across.of(all), *down = mine.queries_down.of(all);
+    M *grads_across = mine.grads_across.of(all), *grads_down = mine.grads_down.of(all);
+    float *norms = mine.norms.of(numbers) + number(r, 0), *totals = mine.totals.of(numbers) + number(r, 0), *sums = mine.d_queries.of(all);
+    for (int64_t q0 = range.from; q0 < range.to; q0 += QUERIES) {
+      int64_t rows = std::min(QUERIES, a.s - q0), from = q0 * a.out_stride() + a.out_slot(part.plane, r);
+      int64_t to = (tiling.first_place(r) + q0 % ring) * wide;
       gather(rows, a.d, x.mixed + a.slot(part.plane, r) + q0 * a.stride(), a.stride(), tile, QUERIES, wide);
-      to_right_transposed(wide, QUERIES, tile, across + q0 * wide);
-      if (part.for_keys) to_right(QUERIES, wide, tile, down + q0 * wide);
-      gather(rows, a.d, x.grad + there, a.out_stride(), tile, QUERIES, wide);
-      to_right_transposed(wide, QUERIES, tile, grads_across + q0 * wide);
-      if (part.for_keys) to_right(QUERIES, wide, tile, grads_down + q0 * wide);
+      to_right_transposed(wide, QUERIES, tile, across + to);
+      if (part.for_keys) to_right(QUERIES, wide, tile, down + to);
+      gather(rows, a.d, x.grad + from, a.out_stride(), tile, QUERIES, wide);
+      to_right_transposed(wide, QUERIES, tile, grads_across + to);
+      if (part.for_keys) to_right(QUERIES, wide, tile, grads_down + to);
       for (int64_t i = 0; i < rows; ++i) {
+        prefetch(x.out + from + (i + AHEAD) * a.out_stride(), a.d);
         norms[q0 + i] = x.norms[a.row_of(part.plane, r) + q0 + i];
-        totals[q0 + i] = dot(a.d, x.out + there + i * a.out_stride(), x.grad + there + i * a.out_stride());
+        totals[q0 + i] = dot(a.d, x.out + from + i * a.out_stride(), x.grad + from + i * a.out_stride());
       }
+      if (part.for_queries) std::fill_n(sums + to, QUERIES * wide, 0.0f);
     }
   }
 
@@ -153,20 +192,22 @@ template <typename T, typename M> struct Backward {
     return sum(all);
   }
 
-  // Rows [key_from, key_to) of a sum to a slot of the gradient.
-  void write(const float* sums, int64_t slot, float factor) const {
-    for (int64_t i = part.key_from; i < part.key_to; ++i) {
+  // Sums of the packed keys to a slot of the gradient.
+  void write(const Range& keys, const float* sums, int64_t slot, float factor) const {
+    for (int64_t i = keys.from; i < keys.to; ++i, sums += wide) {
       T* row = x.d_mixed + a.slot(part.plane, slot) + i * a.stride();
-      for (int64_t j = 0; j < a.d; j += LANES) store(row + j, load(sums + i * wide + j) * factor, a.d - j);
+      prefetch<WRITE>(row + AHEAD * a.stride(), a.d);
+      for (int64_t j = 0; j < a.d; j += LANES) store(row + j, load(sums + j) * factor, a.d - j);
     }
   }
 
-  void write_queries(int64_t r) const {
+  void write_queries(int64_t r, const Range& range) const {
     float* turned = mine.turned.of(QUERIES * wide);
-    for (int64_t q0 = part.query_from; q0 < part.query_to; q0 += QUERIES) {
-      to_left_transposed(QUERIES, wide, mine.d_queries.of(0) + q0 * wide, turned);
+    for (int64_t q0 = range.from; q0 < range.to; q0 += QUERIES) {
+      to_left_transposed(QUERIES, wide, mine.d_queries.of(0) + (tiling.first_place(r) + q0 % ring) * wide, turned);
       for (int64_t i = 0; i < std::min(QUERIES, a.s - q0); ++i) {
         T* row = x.d_mixed + a.slot(part.plane, r) + (q0 + i) * a.stride();
+        prefetch<WRITE>(row + AHEAD * a.stride(), a.d);
         for (int64_t j = 0; j < a.d; j += LANES) store(row + j, load(turned + i * wide + j) * a.scale, a.d - j);
       }
     }

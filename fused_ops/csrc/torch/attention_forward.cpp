@@ -9,6 +9,24 @@ namespace {
 
 constexpr int64_t QUERIES = 64, KEYS = 512;
 
+// How queries and keys are divided. The keys of a window are others for each query, so a block of fewer queries computes
+// less in vain. They are packed for a stretch of queries at a time, into the places of keys that no query sees any more.
+struct Tiling {
+  int64_t queries = QUERIES;  // of a block
+  int64_t edge = EDGE;        // keys of a block begin and end at its multiples
+  int64_t most = KEYS;        // keys of a tile
+  int64_t stretch, ring;      // queries whose keys are packed together; places of packed keys
+
+  explicit Tiling(const Attention& a) : stretch(round_up(a.s, KEYS)), ring(stretch) {
+    if (!a.window) return;
+    queries = a.window > 256 ? 32 : 16, edge = LANES;
+    most = 2 * KEYS + 64;  // a window of 2 KEYS and its edges
+    stretch = KEYS, ring = std::min(ring, KEYS + round_up(a.window, KEYS));
+  }
+  // The end of a tile that begins at key k. Without a window tiles end at multiples of KEYS.
+  int64_t after(int64_t k, int64_t last) const { return std::min(last, most == KEYS ? round_down(k, KEYS) + KEYS : k + most); }
+};
+
 template <typename M> struct Scratch {
   Buffer<M> tile, keys, values, queries, weights;
   Buffer<float> scores, context, most, total;
@@ -17,6 +35,7 @@ template <typename M> struct Scratch {
 // One pass over a block of queries.
 template <typename T, typename M> struct Block {
   const Attention& a;
+  const Tiling& tiling;
   const int32_t* begin;   // of the sample's positions
   int64_t first, rows;    // queries of this block
   float slope;
@@ -57,71 +76,88 @@ template <typename T, typename M> struct Block {
   }
   static float get_exp2(float x) { return exp2<float>(splat(x))[0]; }
 
-  // Keys from k0 on, as far as this block's queries see them.
-  void against(int64_t k0) const {
-    int64_t low = round_down(std::max<int64_t>(0, begin[first] - k0), EDGE);
-    int64_t high = round_up(std::min(KEYS, first + rows - k0), EDGE), n = high - low, wide = a.wide();
-    product(QUERIES, n, wide, queries, wide, keys + low * pair<M>, KEYS, scores, n, false);
+  // Keys [k0, k0 + n).
+  void against(int64_t k0, int64_t n) const {
+    int64_t wide = a.wide(), height = tiling.queries, ring = tiling.ring;
+    each_piece(k0, k0 + n, KEYS, [&](int64_t from, int64_t to) {
+      const M* piece = keys + round_down(from % ring, KEYS) * wide + from % KEYS * pair<M>;
+      product(height, to - from, wide, queries, wide, piece, KEYS, scores + from - k0, n, false);
+    });
     for (int64_t i = 0; i < rows; ++i) {
-      int64_t from = std::max<int64_t>(0, begin[first + i] - k0 - low), to = std::min(n, first + i + 1 - k0 - low);
-      if (a.cap) weigh<true>(i, k0 + low, from, to, n, scores + i * n, weights + i * n);
-      else weigh<false>(i, k0 + low, from, to, n, scores + i * n, weights + i * n);
+      int64_t low = std::max<int64_t>(0, begin[first + i] - k0), high = std::min(n, first + i + 1 - k0);
+      if (a.cap) weigh<true>(i, k0, low, high, n, scores + i * n, weights + i * n);
+      else weigh<false>(i, k0, low, high, n, scores + i * n, weights + i * n);
     }
-    product(QUERIES, wide, n, weights, n, values + low * wide, wide, context, wide, true);
+    each_piece(k0, k0 + n, ring, [&](int64_t from, int64_t to) {
+      product(height, wide, to - from, weights + from - k0, n, values + from % ring * wide, wide, context, wide, true);
+    });
   }
 };
 
 // Keys and values of positions [from, to) of a plane as right operands, a block of KEYS after the other.
 template <typename T, typename M>
-void pack(const Attention& a, const T* mixed, int64_t plane, int64_t from, int64_t to, Scratch<M>& mine) {
-  int64_t wide = a.wide(), all = round_up(to, KEYS);
-  M *keys = mine.keys.of(all * wide), *values = mine.values.of(all * wide), *tile = mine.tile.of(KEYS * wide);
-  for (int64_t k0 = round_down(from, KEYS); k0 < to; k0 += KEYS) {
-    int64_t rows = std::min(KEYS, a.s - k0);
+void pack(const Attention& a, const Tiling& tiling, const T* mixed, int64_t plane, int64_t from, int64_t to, Scratch<M>& mine) {
+  int64_t wide = a.wide(), all = tiling.ring * wide;
+  M *keys = mine.keys.of(all), *values = mine.values.of(all), *tile = mine.tile.of(KEYS * wide);
+  for (int64_t k0 = from; k0 < to; k0 += KEYS) {
+    int64_t rows = std::min(KEYS, a.s - k0), place = k0 % tiling.ring * wide;
     gather(rows, a.d, mixed + a.slot(plane, a.repeats) + k0 * a.stride(), a.stride(), tile, KEYS, wide);
-    to_right_transposed(wide, KEYS, tile, keys + k0 * wide);
+    to_right_transposed(wide, KEYS, tile, keys + place);
     gather(rows, a.d, mixed + a.slot(plane, a.repeats + 1) + k0 * a.stride(), a.stride(), tile, KEYS, wide);
-    to_right(KEYS, wide, tile, values + k0 * wide);
+    to_right(KEYS, wide, tile, values + place);
   }
 }
 
-// Query blocks [first, last) of a plane, all its heads.
+// Queries [from, to) of a head. Their keys are packed.
 template <typename T, typename M>
-void attend(const Attention& a, const Sight& sight, const T* mixed, T* out, float* norms, int64_t plane, int64_t first, int64_t last) {
+void attend(const Attention& a, const Tiling& tiling, const int32_t* begin, const T* mixed, T* out, float* norms, int64_t plane, int64_t r,
+            int64_t from, int64_t to, Scratch<M>& mine) {
+  int64_t wide = a.wide(), height = tiling.queries;
+  M *queries = mine.queries.of(height * wide), *weights = mine.weights.of(height * tiling.most);
+  float *scores = mine.scores.of(height * tiling.most), *context = mine.context.of(height * wide);
+  float *most = mine.most.of(height), *total = mine.total.of(height);
+  for (int64_t q0 = from; q0 < to; q0 += height) {
+    int64_t rows = std::min(height, a.s - q0), last = round_up(q0 + rows, tiling.edge);
+    gather(rows, a.d, mixed + a.slot(plane, r) + q0 * a.stride(), a.stride(), queries, height, wide);
+    for (int64_t i = 0; i < rows; ++i) prefetch<WRITE>(out + (q0 + i) * a.out_stride() + a.out_slot(plane, r), a.d);
+    std::fill_n(most, height, -std::numeric_limits<float>::infinity());
+    std::fill_n(total, height, 0.0f), std::fill_n(context, height * wide, 0.0f);
+    const Block<T, M> block{a, tiling, begin, q0, rows, a.slope(plane, r), queries, mine.keys.of(0), mine.values.of(0), weights, scores, context, most, total};
+    for (int64_t k0 = round_down(begin[q0], tiling.edge), next; k0 < last; k0 = next) next = tiling.after(k0, last), block.against(k0, next - k0);
+    for (int64_t i = 0; i < rows; ++i) {
+      T* row = out + (q0 + i) * a.out_stride() + a.out_slot(plane, r);
+      float share = 1.0f / total[i];
+      for (int64_t j = 0; j < a.d; j += LANES) store(row + j, load(context + i * wide + j) * share, a.d - j);
+      norms[a.row_of(plane, r) + q0 + i] = most[i] + std::log2(total[i]);
+    }
+  }
+}
+
+// Queries [first, last) of a plane, all its heads. first is a multiple of tiling.queries.
+template <typename T, typename M>
+void attend_all(const Attention& a, const Tiling& tiling, const Sight& sight, const T* mixed, T* out, float* norms, int64_t plane, int64_t first, int64_t last) {
   static thread_local Scratch<M> mine;
   const int32_t* begin = sight.begin(plane / a.groups);
-  int64_t wide = a.wide(), stop = std::min(last * QUERIES, a.s);
-  pack(a, mixed, plane, begin[first * QUERIES], stop, mine);
-  M *queries = mine.queries.of(QUERIES * wide), *weights = mine.weights.of(QUERIES * KEYS);
-  float *scores = mine.scores.of(QUERIES * KEYS), *context = mine.context.of(QUERIES * wide);
-  float *most = mine.most.of(QUERIES), *total = mine.total.of(QUERIES);
-  for (int64_t r = 0; r < a.repeats; ++r)
-    for (int64_t q0 = first * QUERIES; q0 < stop; q0 += QUERIES) {
-      int64_t rows = std::min(QUERIES, a.s - q0);
-      gather(rows, a.d, mixed + a.slot(plane, r) + q0 * a.stride(), a.stride(), queries, QUERIES, wide);
-      std::fill_n(most, QUERIES, -std::numeric_limits<float>::infinity());
-      std::fill_n(total, QUERIES, 0.0f), std::fill_n(context, QUERIES * wide, 0.0f);
-      for (int64_t k0 = round_down(begin[q0], KEYS); k0 < q0 + rows; k0 += KEYS)
-        Block<T, M>{a, begin, q0, rows, a.slope(plane, r), queries, mine.keys.of(0) + k0 * wide, mine.values.of(0) + k0 * wide,
-                    weights, scores, context, most, total}.against(k0);
-      for (int64_t i = 0; i < rows; ++i) {
-        T* row = out + (q0 + i) * a.out_stride() + a.out_slot(plane, r);
-        float share = 1.0f / total[i];
-        for (int64_t j = 0; j < a.d; j += LANES) store(row + j, load(context + i * wide + j) * share, a.d - j);
-        norms[a.row_of(plane, r) + q0 + i] = most[i] + std::log2(total[i]);
-      }
-    }
+  int64_t packed = 0;
+  each_piece(first, last, tiling.stretch, [&](int64_t from, int64_t to) {
+    packed = std::max(packed, round_down(begin[from], KEYS));
+    pack(a, tiling, mixed, plane, packed, to, mine);
+    packed = round_up(to, KEYS);
+    for (int64_t r = 0; r < a.repeats; ++r) attend(a, tiling, begin, mixed, out, norms, plane, r, from, to, mine);
+  });
   block_gemm_done<M>();
 }
 
 // Planes are shared among the threads; where they are too few for that, parts of planes, the longest first.
 template <typename T, typename M> void forward(int threads, const Attention& a, const T* mixed, T* out, float* norms) {
   Sight sight(a);
-  int64_t blocks = (a.s + QUERIES - 1) / QUERIES, parts = a.planes() >= 4 * threads ? 1 : (4 * threads + a.planes() - 1) / a.planes();
+  Tiling tiling(a);
+  int64_t height = tiling.queries, blocks = (a.s + height - 1) / height;
+  int64_t parts = a.planes() >= 4 * threads ? 1 : (4 * threads + a.planes() - 1) / a.planes();
   parts = threads == 1 ? 1 : std::min(parts, blocks);
   parallel_each(parts * a.planes(), threads, [&](int64_t task) {
-    int64_t part = parts - 1 - task / a.planes();
-    attend<T, M>(a, sight, mixed, out, norms, task % a.planes(), blocks * part / parts, blocks * (part + 1) / parts);
+    int64_t part = parts - 1 - task / a.planes(), first = blocks * part / parts * height, last = std::min(a.s, blocks * (part + 1) / parts * height);
+    attend_all<T, M>(a, tiling, sight, mixed, out, norms, task % a.planes(), first, last);
   });
 }
 

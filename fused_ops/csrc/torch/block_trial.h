@@ -16,7 +16,7 @@ namespace mz {
 enum Layout : int64_t { NONE = 0, PAIRS = 1, ROWS = 2 };
 
 struct TrialShape { int64_t m, n, k, ldb, ldc; };  // of the kinds that attention and the weight gradient have
-constexpr TrialShape TRIALS[] = {{64, 96, 32, 128, 96}, {96, 64, 160, 64, 96}, {128, 128, 512, 128, 128}};
+constexpr TrialShape TRIALS[] = {{64, 96, 32, 128, 96}, {96, 64, 160, 64, 96}, {128, 128, 512, 128, 128}, {16, 48, 80, 64, 48}};
 
 // In [-2, 2), no two neighbours alike, with all the digits that M has.
 template <typename M> std::vector<M> known_numbers(int64_t n, uint32_t seed) {

@@ -15,6 +15,11 @@ template <typename M> constexpr int64_t a_word = 4 / sizeof(M);  // elements
 MZ_INLINE int64_t round_down(int64_t n, int64_t unit) { return n / unit * unit; }
 MZ_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
+// Calls body(from, to) for the parts of [from, to) that the borders at multiples of `unit` leave.
+template <typename Body> MZ_INLINE void each_piece(int64_t from, int64_t to, int64_t unit, const Body& body) {
+  for (int64_t next; from < to; from = next) next = std::min(to, round_down(from, unit) + unit), body(from, next);
+}
+
 // --- products -------------------------------------------------------------------------------------------------------
 
 // A product of floats in plain vectors, where the library offers none: HEIGHT rows of C are held while k passes by.
@@ -43,16 +48,33 @@ MZ_INLINE void product(int64_t m, int64_t n, int64_t k, const M* a, int64_t lda,
 
 // --- packing --------------------------------------------------------------------------------------------------------
 
+constexpr int64_t LINE = 64;   // bytes of a line of the caches
+constexpr int64_t AHEAD = 16;  // rows that are fetched before their turn, since the processor does not foresee rows that are far apart
+enum Access { READ = 0, WRITE = 1 };
+
+template <Access ACCESS = READ, typename T> MZ_INLINE void prefetch(const T* row, int64_t n) {
+  for (int64_t j = 0; j < n; j += LINE / (int64_t)sizeof(T)) __builtin_prefetch(row + j, ACCESS);
+}
+
+// In lines, as a call of memcpy takes longer than the copy of a head's row.
+template <typename T, typename M> MZ_INLINE void copy(M* to, const T* from, int64_t n) {
+  constexpr int64_t step = LINE / sizeof(T);
+  int64_t j = 0;
+  for (; j + step <= n; j += step) memcpy(static_cast<void*>(to + j), from + j, LINE);
+  if (j < n) memcpy(static_cast<void*>(to + j), from + j, (n - j) * sizeof(T));
+}
+
 // Strided rows [rows, columns] of a tensor -> tile [all, wide], zeros around.
 template <typename T, typename M>
 MZ_INLINE void gather(int64_t rows, int64_t columns, const T* from, int64_t ld, M* to, int64_t all, int64_t wide) {
   for (int64_t i = 0; i < rows; ++i, to += wide) {
     const T* row = from + i * ld;
+    prefetch(row + AHEAD * ld, columns);
     if constexpr (sizeof(T) == sizeof(M))
-      memcpy(static_cast<void*>(to), row, columns * sizeof(M));
+      copy(to, row, columns);
     else
       for (int64_t j = 0; j < columns; j += LANES) store(to + j, load(row + j, columns - j), columns - j);
-    memset(static_cast<void*>(to + columns), 0, (wide - columns) * sizeof(M));
+    if (columns < wide) memset(static_cast<void*>(to + columns), 0, (wide - columns) * sizeof(M));
   }
   memset(static_cast<void*>(to), 0, (all - rows) * wide * sizeof(M));
 }

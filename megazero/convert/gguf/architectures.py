@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.derive import ffn_width, head_dim, max_positions, query_groups
+from megazero.config.derive import attention_scale, ffn_width, head_dim, max_positions, query_groups
 from megazero.config.layers.kinds import pattern_items
 from megazero.config.schema import ModelConfig
 from megazero.convert.gguf.limits import (
@@ -189,9 +189,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 **_ROTARY,
                 "embedding_scale": lambda model: model.embedding_multiplier,
                 "residual_scale": lambda model: model.residual_multiplier,
-                "attention_scale": lambda model: (
-                    head_dim(model) ** -0.5 if model.attention_scale is None else model.attention_scale
-                ),
+                "attention_scale": attention_scale,
                 "logit_scale": lambda model: 1 / model.logits_multiplier,  # by which logits are divided
             },
             _PERMUTED,

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megazero.convert.files.mapping import is_refusal, not_mapped
 from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import CONFIG, read_json
@@ -130,7 +131,11 @@ def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyT
             header = file.get_slice(key)
             code = header.get_dtype()
             yield key, LazyTensor(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
+        if is_refusal(error):
+            raise not_mapped(path, error) from error
+        if isinstance(error, RuntimeError):
+            raise
         raise DamagedCheckpoint(f"{path} is no whole safetensors file: {error}") from error
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, query_groups
+from megazero.config.derive import attention_bias, attention_scale, ffn_width, head_dim, mlp_bias, query_groups
 from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf import layer_keys as layers
@@ -32,7 +32,7 @@ from megazero.convert.hf.tables import (
 GATED = {"silu": "swiglu", "swish": "swiglu"}
 BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
-_QUERY_KEY = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+QUERY_KEY = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 
 
 def decoder_names(norms: Mapping[str, str], attention: tuple[Rule, ...] = (), mlp: tuple[Rule, ...] = ()) -> Names:
@@ -180,6 +180,13 @@ FAMILY = decoder(
     ),
 )
 
+_SWITCHED_WINDOWS = layers.layer_keys(
+    32,
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    layers.switched,
+    layers.of_switch,
+)
+
 # Qwen 2 and 2.5 (arXiv:2412.15115): biases of query, key and value, which no key says
 QWEN2 = decoder(
     "qwen2",
@@ -187,12 +194,7 @@ QWEN2 = decoder(
     (
         *sizes(151936, 4096, 22016, 32, 32, 32, 32768, 1e-6),
         *(head_dim_apart(), _gate(), _whole_heads(length=32768), untied(False)),
-        layers.layer_keys(
-            32,
-            ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-            layers.switched,
-            layers.of_switch,
-        ),
+        _SWITCHED_WINDOWS,
     ),
     fixed={"attention_bias": False, "mlp_bias": False, "qkv_bias": True},
     eos=151643,
@@ -206,14 +208,9 @@ QWEN3 = decoder(
     (
         *sizes(151936, 4096, 22016, 32, 32, 32, 32768, 1e-6),
         *(own_head_dim(128), _gate(), ATTENTION_BIAS, _whole_heads(length=32768), untied(False)),
-        layers.layer_keys(
-            32,
-            ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-            layers.switched,
-            layers.of_switch,
-        ),
+        _SWITCHED_WINDOWS,
     ),
-    names=decoder_names({**BEFORE, **_QUERY_KEY}),
+    names=decoder_names({**BEFORE, **QUERY_KEY}),
     fixed={"mlp_bias": False, "query_key_norm": "head"},
     eos=151643,
     windows=True,
@@ -240,7 +237,7 @@ OLMO2 = decoder(
         *sizes(50304, 4096, 11008, 32, 32, None, 2048, 1e-5),
         *(head_dim_apart(), _gate(), ATTENTION_BIAS, _whole_heads(), untied(False)),
     ),
-    names=decoder_names({**_AFTER, **_QUERY_KEY}),
+    names=decoder_names({**_AFTER, **QUERY_KEY}),
     fixed={"mlp_bias": False, "norm_placement": "after", "query_key_norm": "all"},
     eos=50279,
 )
@@ -287,7 +284,7 @@ GRANITE = decoder(
             "attention_scale",
             1.0,
             "attention_multiplier",
-            value=lambda model: head_dim(model) ** -0.5 if model.attention_scale is None else model.attention_scale,
+            value=attention_scale,
         ),
         ConfigKey(("logits_scaling",), 1.0, _divided, lambda model: 1 / model.logits_multiplier),
     ),

@@ -61,7 +61,7 @@ def _scaling(kind: str, values: dict[str, Any], trained: Any) -> RotaryScaling |
     if ORIGINAL in KINDS[kind].keys:
         values.setdefault(ORIGINAL, trained)
     if kind == "longrope" and "factor" not in values and trained:
-        values["factor"] = trained / values[ORIGINAL]
+        values["factor"] = _growth(values[ORIGINAL], trained)
     for key, value in values.items():
         if not isinstance(value, bool | int | float | list) or (
             isinstance(value, list) and not all(type(number) in (int, float) for number in value)
@@ -70,6 +70,17 @@ def _scaling(kind: str, values: dict[str, Any], trained: Any) -> RotaryScaling |
     return RotaryScaling(
         kind, tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in values.items())
     )
+
+
+def _growth(original: Any, trained: Any) -> Any:
+    """How many times as long the context is as that of the first training."""
+    numbers = all(type(length) in (int, float) for length in (original, trained))
+    if not numbers or not 0 < original <= trained:
+        raise ValueError(
+            f"{ORIGINAL} {shown(original)} is no number from 1 to max_position_embeddings, which is {shown(trained)}: "
+            "longrope lengthens the context of a first training"
+        )
+    return trained / original
 
 
 def parameters(settings: RotarySettings, share: float = 1.0) -> dict[str, Any]:
