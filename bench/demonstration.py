@@ -90,7 +90,7 @@ def predicted(shown: Demonstration, folder: Path) -> dict[str, int]:
     """Parameters, and bytes by tier at the peak, by the arithmetic of the program."""
     run = parse_run(command(shown, folder, off=True), 1)
     axes = axes_of(run, 1)
-    (peaks,), (state,) = run_peaks(run, axes, "cpu").every(), stage_bytes(run, axes)
+    (peaks,), (state,) = run_peaks(run, axes, "cpu"), stage_bytes(run, axes)
     return {
         "parameters": state.parameters,
         "device": peaks.device_bytes,

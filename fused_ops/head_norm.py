@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ def gains(like: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, 
         for weight in (query_weight, key_weight)
     ]
     return torch.stack(rows)[[0] * repeats + [1]]
+
+
+def _in_their_dtypes(
+    sums: Iterable[Tensor], query_weight: Tensor | None, key_weight: Tensor | None
+) -> list[Tensor | None]:
+    """Gradients [d] of both weights from their sums in the dtype of the computation; None for a weight of None."""
+    pairs = zip(sums, (query_weight, key_weight), strict=True)
+    return [None if weight is None else total.to(weight.dtype) for total, weight in pairs]
 
 
 class _Reference(torch.autograd.Function):
@@ -67,13 +76,12 @@ class _Reference(torch.autograd.Function):
         incoming, heads = heads_of(grads[0].contiguous(), groups, repeats), heads_of(mixed, groups, repeats)
         grad, unit = incoming[..., :-1, :].to(scale.dtype), heads[..., :-1, :].to(scale.dtype) * scale
         of_heads = (grad * unit).flatten(0, 2).sum(0)
-        of_query = None if query_weight is None else of_heads[:-1].sum(0).to(query_weight.dtype)
-        of_key = None if key_weight is None else of_heads[-1].to(key_weight.dtype)
+        of_weights = _in_their_dtypes((of_heads[:-1].sum(0), of_heads[-1]), query_weight, key_weight)
         grad = grad * gains(heads, query_weight, key_weight, repeats, offset)
         inner = (grad * unit).mean(-1, keepdim=True)
         of_mixed = (grad - unit.mul_(inner)).mul_(scale).to(mixed.dtype)
         of_mixed = torch.cat([of_mixed, incoming[..., -1:, :]], dim=-2).view(mixed.shape)
-        return of_mixed, of_query, of_key, None, None, None, None
+        return of_mixed, *of_weights, None, None, None, None
 
 
 @compilable
@@ -128,9 +136,7 @@ class _Kernel(torch.autograd.Function):
         of_mixed, sums = torch.empty_like(mixed), mixed.new_empty((2, ctx.shape[-1]), dtype=torch.float32)
         name, grad = f"norm_heads_backward_{suffix(mixed.dtype)}", grads[0].contiguous()
         ctx.library.call(name, *ctx.shape, of_mixed, sums, grad, mixed, *weights, scale, *offsets)
-        of_query = None if query_weight is None else sums[0].to(mixed.dtype)
-        of_key = None if key_weight is None else sums[1].to(mixed.dtype)
-        return of_mixed, of_query, of_key, None, None, None, None, None
+        return of_mixed, *_in_their_dtypes(sums, query_weight, key_weight), None, None, None, None, None
 
 
 def _gain_pair(

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from xml.etree import ElementTree
 
-from docs.extension import reference
+from docs.extension import recipes, reference
 from docs.extension.api import described
 from docs.extension.drawings import DRAWINGS, argument
 
@@ -42,6 +42,8 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "kernels": reference.kernels,
         "python": described,
         "program": reference.program,
+        "recipe": recipes.recipe,
+        "too-large": recipes.too_large,
     }
 )
 """The makers of text. `drawing` is the one maker beside them: what it makes is a file, and a link to that."""

@@ -42,7 +42,7 @@ class _Attended(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
-def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def declared_flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Flash attention, torch's and the package's, and FlexAttention: query [b, n, s, d], key and value [b, g, s, d] ->
     [b, n, s, d].
     """
@@ -50,7 +50,7 @@ def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return context
 
 
-def efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def declared_efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Torch's memory-efficient attention: all [b, n, s, d]."""
     context: Tensor = _Attended.apply(query, key, value, True, ROWS)
     return context

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.attention import declared
+from fused_ops.attention.declared import declared_flash
 from fused_ops.attention.reach import EVERYTHING, Reach, with_chunks
 from fused_ops.attention.sdpa import heads_of, joined
 from fused_ops.compiled import compiled_for
@@ -170,7 +170,7 @@ def flex_attention(
     The first call with a shape compiles.
     """
     if mixed.is_meta:
-        return joined(declared.flash(*heads_of(mixed, groups, repeats, head_dim)))
+        return joined(declared_flash(*heads_of(mixed, groups, repeats, head_dim)))
     length, window = mixed.shape[0], reach.window
     documents = with_chunks(documents, reach.chunk, mixed)
     if documents is None:

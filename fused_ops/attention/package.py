@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_ops.attention import declared
+from fused_ops.attention.declared import declared_flash
 from fused_ops.attention.reach import EVERYTHING, Reach
 from fused_ops.attention.sdpa import heads_of, joined
 
@@ -46,7 +46,7 @@ def package_attention(
     torch's deterministic algorithms are on. Raises ImportError without the package.
     """
     if mixed.is_meta:
-        return joined(declared.flash(*heads_of(mixed, groups, repeats, head_dim)))
+        return joined(declared_flash(*heads_of(mixed, groups, repeats, head_dim)))
     attend: Any = import_module(NAME).flash_attn_func
     query, key, value = (part.transpose(1, 2) for part in heads_of(mixed, groups, repeats, head_dim))
     assert reach.chunk is None

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_ops.attention import declared
 from fused_ops.attention.cudnn import CudnnCase, cudnn_refusal, versions
+from fused_ops.attention.declared import declared_efficient, declared_flash
 from fused_ops.attention.selection import capability
 
 CUDNN = (SDPBackend.CUDNN_ATTENTION,)
@@ -54,7 +54,7 @@ def flash_attention(
     """
     query, key, value = heads_of(mixed, groups, repeats, head_dim)
     if mixed.is_meta:
-        return joined(declared.flash(query, key, value))
+        return joined(declared_flash(query, key, value))
     with _only(backends):
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=repeats > 1)
     return joined(context)
@@ -81,7 +81,7 @@ def efficient_attention(mixed: Tensor, groups: int, repeats: int, head_dim: int,
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     if mixed.is_meta:
-        return joined(declared.efficient(query, key, value))
+        return joined(declared_efficient(query, key, value))
     with _only(EFFICIENT):
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     return joined(context)

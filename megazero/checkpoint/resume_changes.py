@@ -216,7 +216,7 @@ def run_from(record: Mapping[str, Any]) -> Run:
             if known.extended_by is not None and isinstance(value, str | list):
                 return value if isinstance(value, str) else tuple(map(str, value))  # from a package not installed here
             problems.append(f"{name}: {error}")
-            return value
+            return known.default
         reasons = [
             reason
             for each in (value if isinstance(value, tuple) else (value,))

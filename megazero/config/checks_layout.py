@@ -19,9 +19,7 @@ from megazero.config.derive import (
     pipeline_schedule,
     tiers,
 )
-from megazero.config.layers.kinds import (
-    ffn_widths,
-)
+from megazero.config.layers.kinds import ALIBI, ffn_widths, pattern_items, uses_positions
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.config.tiers import ALIGNMENT, FILE_TIERS, SLOTS, TierShare, all_units, unknown_units
@@ -32,12 +30,15 @@ ZERO_STAGES = (0, 1, 2, 3)
 @reads("tp num_attention_heads num_query_groups ffn_hidden_size hidden_size activation layer_pattern num_layers")
 def _tp_divides(context: CheckContext) -> Problems:
     m, tp = context.run.model, context.run.parallel.tp
-    sizes = {"--num-attention-heads": m.num_attention_heads}
-    if m.num_query_groups is not None:
-        sizes["--num-query-groups"] = m.num_query_groups
-    of_pattern = {f"ffn:{width} of --layer-pattern": width for width in ffn_widths(m) if width != ffn_width(m)}
-    sizes |= {"--ffn-hidden-size": ffn_width(m)} if ffn_width(m) in ffn_widths(m) else {}
-    sizes |= of_pattern
+    named = {
+        "--num-attention-heads": m.num_attention_heads,
+        "--num-query-groups": m.num_query_groups,
+        **{
+            "--ffn-hidden-size" if width == ffn_width(m) else f"ffn:{width} of --layer-pattern": width
+            for width in ffn_widths(m)
+        },
+    }
+    sizes = {flag: size for flag, size in named.items() if size is not None}
     wrong = [f"{flag} {size}" for flag, size in sizes.items() if size % tp]
     if wrong:
         valid = divisors(math.gcd(*sizes.values()))
@@ -166,7 +167,8 @@ _NOT_IN = {"flash-attn": ("fp64", "fp32"), "flex": ("fp64",)}
 
 
 @reads(
-    "attention position_embedding document_mask attention_dropout precision hidden_size num_attention_heads kv_channels"
+    "attention position_embedding document_mask attention_dropout attention_cap precision hidden_size "
+    "num_attention_heads kv_channels seq_length num_layers layer_pattern rotary_sets ffn_hidden_size activation"
 )
 def _attention(context: CheckContext) -> Problems:
     """What the chosen --attention cannot compute on any machine. Limits of this machine are checked on its ranks."""
@@ -178,9 +180,15 @@ def _attention(context: CheckContext) -> Problems:
         size = head_dim(m) if m.hidden_size % m.num_attention_heads == 0 else 16
         sized = f"--hidden-size {m.hidden_size} / --num-attention-heads {m.num_attention_heads} = {size}"
     least, most = _HEADS.get(body, (size, size))
+    # a reach of the whole sequence hides no key
+    short = [item for item in pattern_items(m) if (item.window or item.chunk or m.seq_length) < m.seq_length]
+    alibi = f"--position-embedding {ALIBI}" if m.position_embedding == ALIBI else f"{ALIBI} of --layer-pattern"
     wrong = {
         f"--attention-dropout {m.attention_dropout:g}": m.attention_dropout > 0 and body in ("flash", *_HEADS),
-        "--position-embedding alibi": m.position_embedding == "alibi" and body == "flash",
+        alibi: uses_positions(m, ALIBI) and body == "flash",
+        "windows of --layer-pattern": any(item.window for item in short) and body == "flash",
+        "chunks of --layer-pattern": any(item.chunk for item in short) and body in ("flash", "flash-attn"),
+        f"--attention-cap {m.attention_cap or 0:g}": m.attention_cap is not None and body == "flash",
         f"--precision {precision}": precision in _NOT_IN.get(body, ()),
         f"{sized} ({least} to {most} it does)": not least <= size <= most,
         "--document-mask": m.document_mask and body in ("flash", "flash-attn"),
@@ -383,13 +391,7 @@ def _one_time_of_updates(context: CheckContext) -> Problems:
 
 
 LAYOUT_CHECKS = (
-    *(
-        _tp_divides,
-        _sequence_parallel,
-        _chunks,
-        _partition,
-        _schedule,
-    ),
+    *(_tp_divides, _sequence_parallel, _chunks, _partition, _schedule),
     *(_zero, _world, _shard_size, _backend, _cuda_graphs, _reduce_dtype, _attention),
     *(_recompute, _activation_budget, _device_budget, _shard_recompute_inputs),
     *(_disks, _folders, _buffer, _units, _graphs, _apex, _whole_steps, _one_time_of_updates),

@@ -2,7 +2,7 @@
 
 A key with the value "auto" is left to the flags. A key of a feature that is not built is refused, unless its value says
 what is so anyway ("device": "none", "contiguous_gradients": true). Keys that the file leaves out have DeepSpeed's
-defaults (`deepspeed_defaults`).
+defaults (`config.deepspeed_keys`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megazero.config.schema import LoraConfig, ModelConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.tiers import FILE_TIERS, Tier, TierShare
 
@@ -30,6 +32,11 @@ def head_dim(model: ModelConfig) -> int:
         return model.kv_channels
     assert model.hidden_size % model.num_attention_heads == 0, "validation checks this"
     return model.hidden_size // model.num_attention_heads
+
+
+def attention_scale(model: ModelConfig) -> float:
+    """Factor of the scores: the field, else one over the root of a head's width."""
+    return 1 / math.sqrt(head_dim(model)) if model.attention_scale is None else model.attention_scale
 
 
 def attention_bias(model: ModelConfig) -> bool:

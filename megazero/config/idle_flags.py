@@ -24,11 +24,12 @@ from functools import cache
 from typing import Any
 
 from megazero.config.checks import Check, CheckContext, Problems
-from megazero.config.derive import leaving, micro_batch_order, moves_in_parts, recomputes_blocks
-from megazero.config.layers.kinds import ROTARY, uses_positions
+from megazero.config.derive import ffn_width, leaving, micro_batch_order, moves_in_parts, recomputes_blocks
+from megazero.config.layers.kinds import ROTARY, ffn_widths, uses_positions
 from megazero.config.lengths import Length, Measure
 from megazero.config.options import Option, run_options
 from megazero.config.placement import AUTO
+from megazero.config.rotary import OF_MODEL
 from megazero.config.tiers import FILE_TIERS, Tier, TierShare
 
 
@@ -158,10 +159,16 @@ _IN_FILES = "/".join(tier.value for tier in FILE_TIERS)
 
 REFUSED = (
     *_of_all(
-        "rotary_base rotary_share rotary_interleaved rotary_scaling",
+        " ".join(OF_MODEL),
         lambda context: uses_positions(context.run.model, ROTARY),
         "rotary positions: --position-embedding rotary, or --layer-pattern with the word rotary",
         "position_embedding layer_pattern rotary_sets num_layers",
+    ),
+    Effect(
+        "ffn_hidden_size",
+        lambda context: ffn_width(context.run.model) in ffn_widths(context.run.model),
+        "a layer of that width: every item of --layer-pattern says ffn:F",
+        "layer_pattern num_layers hidden_size activation",
     ),
     Effect(
         "zero_quantized_weights",

@@ -18,6 +18,7 @@ from megazero.config.derive import (
 from megazero.config.layers.kinds import ROTARY, pattern_items, uses_positions
 from megazero.config.layers.pattern import LayerPattern
 from megazero.config.options import build_run, run_options
+from megazero.config.rotary import OF_MODEL
 from megazero.config.schema import ModelConfig, Run
 from megazero.config.source import ConfigSource
 
@@ -64,19 +65,16 @@ SHAPE: Mapping[str, Callable[[ModelConfig], Any]] = {
     "layer_pattern": lambda model: LayerPattern.shortest(pattern_items(model)),
     "qkv_bias": _of_attention(qkv_bias),
     "attention_output_bias": _of_attention(attention_output_bias),
-    **{field: _of_rotary(field) for field in ("rotary_base", "rotary_share", "rotary_interleaved", "rotary_scaling")},
+    **{field: _of_rotary(field) for field in OF_MODEL},
 }
 """Field of `ModelConfig` -> its value, also where that is derived; None where the model does not use the field."""
 NEWER = (
-    *("layer_pattern", "rotary_share", "rotary_interleaved", "rotary_scaling", "rotary_sets", "norm_placement"),
+    *("layer_pattern", *(field for field in OF_MODEL if field != "rotary_base"), "rotary_sets", "norm_placement"),
     *("norm_plus_one", "query_key_norm", "parallel_block", "qkv_bias", "attention_output_bias", "attention_scale"),
     *("attention_cap", "logits_cap", "logits_multiplier", "embedding_multiplier", "residual_multiplier"),
 )
 """Fields of `SHAPE` that GPT-2, BLOOM, LLaMA and OPT do not need, and checkpoints of older programs cannot say."""
-OF_POSITIONS = (
-    *("max_position_embeddings", "position_offset"),
-    *("rotary_base", "rotary_share", "rotary_interleaved", "rotary_scaling"),
-)
+OF_POSITIONS = ("max_position_embeddings", "position_offset", *OF_MODEL)
 """Fields that only some kinds of position embedding use."""
 
 

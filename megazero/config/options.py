@@ -16,8 +16,9 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from megazero.config.fields import taken_apart
 from megazero.config.foreign_flags import FLAGS, OF_COMMANDS, normalise_flag, our_flag_for, our_value_for
 from megazero.config.layers.pattern import LayerPattern, RotarySet
 from megazero.config.lengths import COUNTED, FRACTIONS, Length, Measure, bytes_of, measured_name, whole_number
@@ -75,6 +76,7 @@ class Option:
     common: bool
     expert: bool
     size: bool
+    none_is_a_value: bool
     earlier: str | None
     measures: tuple[Measure, ...]
     needs: str | None
@@ -127,16 +129,21 @@ class Option:
     def value_in(self, run: Run) -> Any:
         return getattr(getattr(run, self.section), self.name)
 
+    @property
+    def knows_none(self) -> bool:
+        """Whether the word none says that there is no value. Where any word is a value, none is one."""
+        any_word = self.none_is_a_value or (self.kind is str and not self.choices)
+        return not any_word and (self.optional or self.default == ())
+
+    @property
+    def no_value(self) -> Any:
+        """What the word none says: nothing, or the derived default, is None, and no items are an empty tuple."""
+        return None if self.optional else ()
+
     def from_words(self, words: Sequence[str], measure: Measure | None = None) -> Any:
-        """The value of the words after a flag; "none" is None, the derived default, or no rotary sets. measure:
-        `measure_of` the flag. Raises ValueError.
-        """
-        if list(words) == ["none"] and self.kind is RotarySet:
-            return ()
-        # in a pattern none is a word of its own: layers without positions
-        says_none = self.kind is LayerPattern or (self.kind is str and not self.choices)
-        if self.optional and list(words) == ["none"] and not says_none:
-            return None
+        """The value of the words after a flag. measure: `measure_of` the flag. Raises ValueError."""
+        if list(words) == ["none"] and self.knows_none:
+            return self.no_value
         if self.many:
             if not words:
                 raise ValueError("needs one value or more")
@@ -157,8 +164,8 @@ class Option:
 
     def from_value(self, value: object, measure: Measure | None = None) -> Any:
         """The field's value for a YAML or JSON value. measure: `measure_of` the key. Raises ValueError."""
-        if value is None and self.optional:
-            return None
+        if (value is None and self.optional) or (value == "none" and self.knows_none):
+            return self.no_value
         if self.many:
             if isinstance(value, str | int | float) and not isinstance(value, bool):
                 value = str(value).split() if self.kind is str else [value]
@@ -288,7 +295,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
         assert item.default is not MISSING and item.name in under, (
             f"{cls.__name__}.{item.name} needs a default and a sentence"
         )
-        kind, optional, many = _taken_apart(hints[item.name])
+        kind, optional, many = taken_apart(hints[item.name])
         assert many == item.metadata["many"], item.name
         derived = item.metadata["derived"]
         assert item.default not in (None, ()) or derived, f"{cls.__name__}.{item.name}: what is its default?"
@@ -296,17 +303,6 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
             Option(section, item.name, kind, optional, default=item.default, sentence=under[item.name], **item.metadata)
         )
     return tuple(made)
-
-
-def _taken_apart(hint: Any) -> tuple[type, bool, bool]:
-    """For a field's type: a kind of `Option`; whether None is allowed; whether a tuple is."""
-    optional = False
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
-        optional = True
-    if get_origin(hint) is tuple:
-        return get_args(hint)[0], optional, True
-    return hint, optional, False
 
 
 @cache

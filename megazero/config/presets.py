@@ -33,14 +33,14 @@ class Shape(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """A row of a family after LLaMA. groups: key-value heads; width: of the feed-forward layer; size: of a head, where
-    it is not hidden / heads; batch: samples per step.
+    """A row of LLaMA or of a family after it. groups: key-value heads; None: as many as heads; width: of the
+    feed-forward layer; size: of a head, where it is not hidden / heads; batch: samples per step.
     """
 
     layers: int
     hidden: int
     heads: int
-    groups: int
+    groups: int | None
     width: int
     lr: float
     batch: int
@@ -161,24 +161,8 @@ def _bloom(shape: Shape) -> dict[str, Any]:
     )
 
 
-def _llama(shape: Shape) -> dict[str, Any]:
-    # Touvron et al. 2023: 4M tokens per batch, 1.0T tokens in all, 2,000 iterations of warm-up.
-    return _common(shape) | {
-        "ffn_hidden_size": 11_008,
-        "position_embedding": "rotary",
-        "embedding_layernorm": False,
-        "norm": "rmsnorm",
-        "norm_epsilon": 1e-6,
-        "activation": "swiglu",
-        "untie_embeddings_and_output_weights": True,
-        "disable_bias_linear": True,
-        "vocab_size": 32_000,
-        "seq_length": 2048,
-        "train_length": Length(238_419, Measure.ITERATIONS),
-        "lr_decay": Length(238_419, Measure.ITERATIONS),
-        "lr_warmup": Length(2_000, Measure.ITERATIONS),
-    }
-
+# Touvron et al. 2023 (arXiv:2302.13971): 4M tokens per batch, 1.0T tokens in all, 2,000 iterations of warm-up.
+_LLAMA = {"llama-7b": Decoder(32, 4096, 32, None, 11_008, 3e-4, 2048)}
 
 # Grattafiori et al. 2024 (arXiv:2407.21783), tables 3 and 4: 15.6T tokens, 8,000 iterations of warm-up, cosine. The
 # batch grew from 4M tokens to 16M with samples of 8,192 tokens; here it is the last one of each size. The positions are
@@ -256,6 +240,10 @@ def _decoder(shape: Decoder, tokens: float, length: int, warmup: int, **more: An
         **more,
         **shape.more,
     }
+
+
+def _llama(shape: Decoder) -> dict[str, Any]:
+    return _decoder(shape, 1.0e12, 2048, 2000, vocab_size=32_000)
 
 
 def _llama3(shape: Decoder) -> dict[str, Any]:
@@ -350,8 +338,8 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     made = {name: _gpt2(shape) for name, shape in _GPT2.items()}
     made |= {name: _gpt3(shape) for name, shape in _GPT3.items()}
     made |= {name: _bloom(shape) for name, shape in _BLOOM.items()}
-    made["llama-7b"] = _llama(Shape(32, 4096, 32, 3e-4, 2048))
-    for of_family, table in ((_llama3, _LLAMA3), (_qwen3, _QWEN3), (_gemma3, _GEMMA3), (_olmo2, _OLMO2)):
+    decoders = ((_llama, _LLAMA), (_llama3, _LLAMA3), (_qwen3, _QWEN3), (_gemma3, _GEMMA3), (_olmo2, _OLMO2))
+    for of_family, table in decoders:
         made |= {name: of_family(shape) for name, shape in table.items()}
     made["smollm3-3b"] = _smollm3()
     made |= {name: _pythia(*row) for name, row in _PYTHIA.items()}

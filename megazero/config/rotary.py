@@ -160,7 +160,8 @@ class RotarySettings:
     interleaved  whether pairs are neighbours (2i, 2i + 1) instead of (i, i + d/2)
     scaling      of the frequencies; None: they are as they were trained first
 
-    Raises ValueError for a base that is not above 0 and a share outside of (0, 1].
+    Raises ValueError for a base that is not above 0 and a share outside of (0, 1], and TypeError for a scaling in
+    words.
     """
 
     base: float = 10000.0
@@ -173,6 +174,9 @@ class RotarySettings:
             raise ValueError(f"the base of rotary positions is a number above 0, not {self.base:g}")
         if not 0 < self.share <= 1:
             raise ValueError(f"rotary positions turn a share of each head above 0 and at most 1, not {self.share:g}")
+        if not isinstance(self.scaling, RotaryScaling | None):
+            kind = type(self.scaling).__name__
+            raise TypeError(f"scaling {self.scaling!r} is a {kind}; RotaryScaling.parsed makes a scaling of a text")
 
     def turned(self, head_dim: int) -> int:
         """The elements of a head that turn, as transformers rounds them. Raises ValueError where they make no pairs."""
@@ -185,6 +189,17 @@ class RotarySettings:
                 "elements, which has to be an even number above 0"
             )
         return elements
+
+
+OF_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        "rotary_base": "base",
+        "rotary_share": "share",
+        "rotary_interleaved": "interleaved",
+        "rotary_scaling": "scaling",
+    }
+)
+"""Field of a model -> the field of the settings of its own rotary positions."""
 
 
 def _near(name: str, names: Mapping[str, object]) -> str:

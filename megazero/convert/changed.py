@@ -45,6 +45,14 @@ class Rounded(_Changed):
         return narrowed(super().read(name, column), self.dtype, name)
 
 
+class Reaching(_Changed):
+    """The same weights of a model whose longest context is `length`."""
+
+    def __init__(self, source: Source, length: int) -> None:
+        model = replace(source.model, seq_length=length, max_position_embeddings=None)
+        super().__init__(source, run=replace(source.run, model=model))
+
+
 def _named_tokens(source: Source) -> Iterator[tuple[str, int]]:
     """(where the source names it, id) of each token with a special role, such as the end of a document."""
     if source.run.data.eod_id is not None:

@@ -50,7 +50,7 @@ class SourcePosition:
     """How far the training was when the checkpoint was written. A number that the format does not store is 0.
 
     optimizer_steps  steps that were not skipped, which Adam's bias correction counts
-    loss_scale       state of the dynamic loss scale as in `optim.LossScaler.state_dict`, if any
+    loss_scale       state of the dynamic loss scale as in `optim.loss_scale.LossScaler.state_dict`, if any
     """
 
     iteration: int = 0

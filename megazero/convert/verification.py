@@ -4,10 +4,12 @@ of both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from megazero.convert.changed import Rounded
 from megazero.convert.files.safetensors_file import flat_pieces
 from megazero.convert.hf.reader import HfSource
 from megazero.convert.loading import model_of
-from megazero.convert.lora.merged import AdaptedSource
+from megazero.convert.lora.merged import AdaptedSource, Unrounded
 from megazero.convert.registry import open_source
 from megazero.convert.source import MOMENTS, WEIGHT, Source, SourcePosition
 from megazero.data.progress import Progress, Report
@@ -128,7 +130,7 @@ def _compare_logits(source: Source, written: Source) -> Verdict:
     dtype = next(iter(written.entries.values())).columns[WEIGHT]
     ids = _fixed_input(source)
     foreign, mine = _sides(source, written)
-    ours = _logits(Rounded(mine, dtype), ids)
+    ours = _logits(_unrounded(mine) if foreign.format == "peft" else Rounded(mine, dtype), ids)
     who, outsider = _outsider(foreign)
     try:
         theirs = outsider(ids)
@@ -174,6 +176,11 @@ def _logits(source: Source, ids: Tensor) -> Tensor:
         return model_of(source, precision="fp32")(ids)
 
 
+def _unrounded(source: Source) -> Source:
+    """The source, and of adapters on a model one that rounds no sums, as PEFT."""
+    return Unrounded(source) if isinstance(source, AdaptedSource) else source
+
+
 def _outsider(side: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
     """The program that computes this side: transformers for its own format, and PEFT for adapters of one, where they
     are installed; otherwise megazero, from what it reads there.
@@ -188,30 +195,52 @@ def _outsider(side: Source) -> tuple[str, Callable[[Tensor], Tensor]]:
         path = str(side.path)
 
         def of_transformers(ids: Tensor) -> Tensor:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-            with suppress(ImportError, ValueError):  # without PEFT, and without adapters in the folder
-                model.disable_adapters()
-            with torch.no_grad():
+            with _quiet(), torch.no_grad():
+                model = _in_transformers(path)
+                with suppress(ImportError, ValueError):  # without PEFT, and without adapters in the folder
+                    model.disable_adapters()
                 return model.eval()(ids).logits
 
         return f"transformers {transformers.__version__}", of_transformers
-    return "megazero reading back", lambda ids: _logits(side, ids)
+    return "megazero reading back", lambda ids: _logits(_unrounded(side) if side.format == "peft" else side, ids)
+
+
+def _in_transformers(path: str) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers and PEFT tell of their own work: bars of progress, and words that are out of date."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _peft(side: AdaptedSource) -> tuple[str, Callable[[Tensor], Tensor]]:
     """PEFT's logits of adapters on a model of transformers."""
     try:
         import peft
-        import transformers
+        import transformers  # noqa: F401
     except ImportError:
-        return "megazero reading back", lambda ids: _logits(side, ids)
+        return "megazero reading back", lambda ids: _logits(Unrounded(side), ids)
     path, base = str(side.adapters.path), str(side.base.path)
 
     def of_peft(ids: Tensor) -> Tensor:
-        model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
-        with_adapters = path == base  # transformers has added them
-        adapted = model if with_adapters else peft.PeftModel.from_pretrained(model, path, local_files_only=True)
-        with torch.no_grad():
+        with _quiet(), torch.no_grad():
+            model = _in_transformers(base)
+            with_adapters = path == base  # transformers has added them
+            adapted = model if with_adapters else peft.PeftModel.from_pretrained(model, path, local_files_only=True)
             return adapted.eval()(ids).logits
 
     return f"PEFT {peft.__version__}", of_peft

@@ -104,8 +104,9 @@ class ChatTemplate:
 
     def end_of_turn(self) -> str | None:
         """The special token behind an assistant's message; None if there is none or it cannot be found."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": HERE}]
         try:
-            text = self._text([{"role": "user", "content": "?"}, {"role": "assistant", "content": HERE}], {})
+            text = self._text(turns, {}, today=datetime.now())  # the token is the same on any day
         except DataError:  # the template needs other turns
             return None
         behind = _unmarked(text).rpartition(HERE)[2].lstrip()

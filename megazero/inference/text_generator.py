@@ -231,7 +231,7 @@ class TextGenerator:
         fate = (
             "the oldest leave the context, and every token takes a whole forward pass"
             if learned
-            else "the model continues texts that are longer than all it was trained on"
+            else "the model continues texts that are longer than those of its last training"
         )
         self.note(f"up to {total} tokens, more than the model's {most}: beyond {most} tokens {fate}")
 

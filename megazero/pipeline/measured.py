@@ -12,10 +12,8 @@ for themselves: cuBLAS's workspace and oneDNN's scratch.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -26,9 +24,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from fused_ops.attention.selection import AttentionSupport, Body
+from fused_ops.native.library import choice
 from fused_ops.native.stand_in import META, standing_for
 from megazero.config.derive import FULL, NONE
-from megazero.config.schema import Run
+from megazero.config.schema import ParallelConfig, Run, ScheduleConfig
 from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.absent import absent_group
@@ -38,6 +37,7 @@ from megazero.mpu.parameter import Parameter, ParameterKind, spec_of
 from megazero.pipeline.build import fp8_state, layout_of
 from megazero.pipeline.schedule_run import GraphEntry
 from megazero.pipeline.storages import Storages, lone_owners, run_backward
+from megazero.system.collector import without_collections
 
 DEVICE = torch.device(META)
 
@@ -63,6 +63,11 @@ class UnitBytes:
     backward: int
     deferred: int
 
+    @property
+    def saved(self) -> int:
+        """Of all that it keeps from its forward to its backward."""
+        return self.input + self.kept
+
 
 @dataclass(frozen=True)
 class MeasuredCase:
@@ -84,11 +89,31 @@ class MeasuredCase:
 
 
 def measured(case: MeasuredCase) -> UnitBytes:
-    """The bytes of a unit."""
+    """The bytes of a unit. Cases that compute the same are measured once in a process."""
+    return _measured(replace(case, run=_read_by_a_unit(case.run)), choice(), torch.get_num_threads())
+
+
+def _read_by_a_unit(run: Run) -> Run:
+    """The run with only those settings that the computation of a unit reads."""
+    if run.optimizer.fp8 != "off":
+        return run  # where parameters are says which copies in FP8 stay
+    parallel = ParallelConfig(
+        tp=run.parallel.tp,
+        sequence_parallel=run.parallel.sequence_parallel,
+        shard_recompute_inputs=run.parallel.shard_recompute_inputs,
+    )
+    schedule = ScheduleConfig(micro_batch_size=run.schedule.micro_batch_size)
+    return Run(model=run.model, parallel=parallel, optimizer=run.optimizer, schedule=schedule, lora=run.lora)
+
+
+@cache
+def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
+    """fused, threads: what else of the process decides how a unit is computed."""
     late: list[Any] = []
     if case.recompute != NONE:
         _first_checkpoint()
-    with _nothing_collected(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
+    # what a pass leaves in cycles is not freed in the next
+    with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
         stage = _stage(case)
         batch, targets = _batch(case.run), list(_taken(stage, late))
         storages.leave_out(stage.parameters())
@@ -110,18 +135,6 @@ def measured(case: MeasuredCase) -> UnitBytes:
 def _first_checkpoint() -> None:
     """The first checkpoint in a process imports torch's compiler, and leaves its frame and tensors in a cycle."""
     checkpoint(torch.clone, torch.empty(0), use_reentrant=False)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """What a pass leaves in cycles is not freed in the next."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _stage(case: MeasuredCase) -> Stage:

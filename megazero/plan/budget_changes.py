@@ -24,7 +24,7 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.plan.rank_state import has_nccl
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.plan.step_lists import buffer_problems
-from megazero.plan.step_memory import TierPeaks, run_peaks
+from megazero.plan.step_memory import TierPeaks, run_memories
 from megazero.plan.traffic import unit_problems
 
 NEW_FOLDER = "DIR"
@@ -82,10 +82,10 @@ def peaks_within(run: Run, axes: Axes, kind: str, limits: SearchLimits, first: i
     try:
         if buffer_problems(run, axes, kind):  # before the peaks: such a run has no list to walk through
             return None
-        peaks = run_peaks(run, axes, kind)
-        if not limits.hold(peaks.of(first)):
-            return (peaks.of(first),)
-        return tuple(peaks.every())
+        memories = run_memories(run, axes, kind)
+        if not limits.hold(memories[first].peaks):
+            return (memories[first].peaks,)
+        return tuple(stage.peaks for stage in memories)
     except ConfigError:
         return None
 

@@ -88,7 +88,7 @@ def memory_problems(run: Run, world_size: int, kind: str) -> list[str]:
         # before the peaks: a run whose buffers hold no unit has no list to walk through
         if (small := buffer_problems(run, axes, kind)) or not has_budgets(run):
             return small
-        peaks = run_peaks(run, axes, kind).every()
+        peaks = run_peaks(run, axes, kind)
     except ConfigError as error:  # the budget of activations cannot be kept
         return list(error.problems)
     worst = max(peaks, key=lambda stage: sum(budgets.excess(stage)))

@@ -14,8 +14,8 @@ model's operations; recomputation counts in the hardware's operations only (Kort
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable
 from megazero.config.inventory import WORDS, adapted, elements, embedding_shapes, linears
@@ -67,13 +67,18 @@ def recomputed_flops(model: ModelConfig, samples: int, table: RecomputeTable) ->
     table: what is computed again of every block: nothing, the attention core, or the block
     (`plan.recompute.recompute_table`).
     """
-    return samples * sum(map(partial(again_flops, model), range(len(table)), table))
+    return samples * sum(again_flops(model, table))
 
 
-def again_flops(model: ModelConfig, number: int, again: str) -> int:
-    """Operations of what is computed again of the block with this number, for one sample."""
-    of_block = {NONE: lambda layer, length: 0, SELECTIVE: attention_core_flops, FULL: block_flops}[again]
-    return of_block(layers(model)[number], model.seq_length)
+def again_flops(model: ModelConfig, table: RecomputeTable) -> list[int]:
+    """By block the operations of what is computed again of it, for one sample. table: as above."""
+    of_blocks = zip(table, layers(model), strict=True)
+    return [_AGAIN[again](layer, model.seq_length) for again, layer in of_blocks]
+
+
+_AGAIN: Mapping[str, Callable[[Layer, int], int]] = MappingProxyType(
+    {NONE: lambda layer, length: 0, SELECTIVE: attention_core_flops, FULL: block_flops}
+)
 
 
 def trained_parameters(run: Run) -> int:

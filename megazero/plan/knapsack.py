@@ -4,6 +4,9 @@ A bound makes the search short. Let everything above a limit cost a price. Then 
 sum of these choices, less what the limits are worth, is at most the least cost, whatever the prices are (Lagrangian
 relaxation). A subgradient method looks for prices that make this bound high, and finds good selections on its way.
 
+Before that, limits are left out that others imply, and options that cost and take no less than another one of their
+group.
+
 The search takes the groups one after the other. It keeps each beginning of a selection that can fit and whose bound
 leaves room for a selection better than the best so far, and so is exact. If more than `MOST` beginnings are left, it
 first drops those that promise less than `GAP`, and then those with the highest bounds. The result says what was missed
@@ -37,7 +40,7 @@ class OptionGroup:
     """Options of which one is taken.
 
     costs  [options], at least 0
-    takes  [options, limits], at least 0: what an option takes of each limit
+    takes  [options, limits]: what an option takes of each limit; below 0: what it frees
     """
 
     costs: Integers
@@ -53,16 +56,50 @@ class Selection:
     bound: int
 
 
-def select(groups: Sequence[OptionGroup], limit: int) -> Selection | None:
-    """The selection that takes at most `limit` of everything at the least cost; None if none is found that fits."""
+def select(groups: Sequence[OptionGroup], limit: int | Integers) -> Selection | None:
+    """The selection that takes at most `limit` of everything at the least cost; None if none is found that fits.
+
+    limit: of everything, or [limits]
+    """
+    if not groups:
+        return Selection((), 0, 0) if np.all(limit >= 0) else None
+    limits = np.broadcast_to(limit, groups[0].takes.shape[1])
+    kept = _not_implied(groups, limits)
+    useful = [_useful(group.costs, group.takes[:, kept]) for group in groups]
     # what is better costs at least a step less, so that a bound prunes all that promises less than a whole one
     step = max(1, gcd(*(int(cost) for group in groups for cost in group.costs)))
-    groups = [OptionGroup(group.costs // step, group.takes) for group in groups]
-    prices, best = np.zeros(groups[0].takes.shape[1]), None
-    if prod(len(group.costs) for group in groups) > FEW and len(groups) > 1:
-        prices, best = _prices(groups, limit)
-    selection = _search(groups, limit, prices, best)
-    return selection and Selection(selection.options, selection.cost * step, selection.bound * step)
+    groups = [
+        OptionGroup(group.costs[rows] // step, group.takes[np.ix_(rows, kept)])
+        for group, rows in zip(groups, useful, strict=True)
+    ]
+    limits, prices, best = limits[kept], np.zeros(len(kept)), None
+    if prod(map(len, useful)) > FEW and len(groups) > 1:
+        prices, best = _prices(groups, limits)
+    selection = _search(groups, limits, prices, best)
+    if selection is None:
+        return None
+    options = tuple(int(rows[option]) for rows, option in zip(useful, selection.options, strict=True))
+    return Selection(options, selection.cost * step, selection.bound * step)
+
+
+def _not_implied(groups: Sequence[OptionGroup], limits: Integers) -> NDArray[np.intp]:
+    """The numbers of limits without those that every selection keeps that keeps another one."""
+    kept = np.ones(len(limits), bool)
+    for number in np.argsort(limits, kind="stable"):
+        if kept[number]:
+            # what every selection takes of this limit more than of each other one, at least
+            more = sum((group.takes[:, [number]] - group.takes).min(0) for group in groups)
+            kept &= (more < limits[number] - limits) | (np.arange(len(limits)) == number)
+    return np.flatnonzero(kept)
+
+
+def _useful(costs: Integers, takes: Integers) -> NDArray[np.intp]:
+    """The numbers of options without those that are no better than another one in any respect."""
+    rows, useful = np.column_stack([costs, takes]), list[int]()
+    for option in np.lexsort((takes.sum(1), costs)):
+        if not (rows[useful] <= rows[option]).all(1).any():
+            useful.append(int(option))
+    return np.sort(useful)
 
 
 def _cost(groups: Sequence[OptionGroup], options: Sequence[int]) -> int:
@@ -73,7 +110,7 @@ def _taken(groups: Sequence[OptionGroup], options: Sequence[int]) -> Integers:
     return np.sum([group.takes[option] for group, option in zip(groups, options, strict=True)], 0)
 
 
-def _prices(groups: Sequence[OptionGroup], limit: int) -> tuple[Floats, tuple[int, ...] | None]:
+def _prices(groups: Sequence[OptionGroup], limits: Integers) -> tuple[Floats, tuple[int, ...] | None]:
     """Prices of the limits with a high bound, and the best selection that was met on the way."""
     dearest = sum(int(group.costs.max()) for group in groups)
     prices = kept = np.zeros(groups[0].takes.shape[1])
@@ -81,13 +118,13 @@ def _prices(groups: Sequence[OptionGroup], limit: int) -> tuple[Floats, tuple[in
     known: dict[tuple[int, ...], tuple[int, ...] | None] = {}
     for _ in range(ROUNDS):
         options = tuple(int(np.argmin(group.costs + group.takes @ prices)) for group in groups)
-        over = _taken(groups, options) - limit
+        over = _taken(groups, options) - limits
         bound = _cost(groups, options) + float(over @ prices)
         without_gain += 1
         if bound > highest:
             highest, kept, without_gain = bound, prices, 0
         if options not in known:
-            known[options] = fitting = _repaired(groups, options, limit)
+            known[options] = fitting = _repaired(groups, options, limits)
             if fitting is not None and (best is None or _cost(groups, fitting) < _cost(groups, best)):
                 best = fitting
         aim = dearest if best is None else _cost(groups, best)
@@ -99,17 +136,17 @@ def _prices(groups: Sequence[OptionGroup], limit: int) -> tuple[Floats, tuple[in
     return kept, best
 
 
-def _repaired(groups: Sequence[OptionGroup], options: Sequence[int], limit: int) -> tuple[int, ...] | None:
+def _repaired(groups: Sequence[OptionGroup], options: Sequence[int], limits: Integers) -> tuple[int, ...] | None:
     """A selection that fits, made from any: first with the options that free most for their cost, then with those that
     cost less and still fit. None if that does not end in one.
     """
     chosen, used = list(options), _taken(groups, options)
-    while (used > limit).any():
-        excess = np.maximum(used - limit, 0).sum()
+    while (used > limits).any():
+        excess = np.maximum(used - limits, 0).sum()
         best = 0.0, 0, 0
         for number, group in enumerate(groups):
             others = used - group.takes[chosen[number]]
-            freed = excess - np.maximum(others + group.takes - limit, 0).sum(1)
+            freed = excess - np.maximum(others + group.takes - limits, 0).sum(1)
             worth = np.maximum(freed, 0) / np.maximum(group.costs - group.costs[chosen[number]], 0.5)
             best = max(best, (float(worth.max()), number, int(worth.argmax())))
         worth_of_best, number, option = best
@@ -119,14 +156,14 @@ def _repaired(groups: Sequence[OptionGroup], options: Sequence[int], limit: int)
         chosen[number] = option
     for number, group in enumerate(groups):
         others = used - group.takes[chosen[number]]
-        fits = (others + group.takes <= limit).all(1)
+        fits = (others + group.takes <= limits).all(1)
         chosen[number] = int(np.where(fits, group.costs, np.iinfo(np.int64).max).argmin())
         used = others + group.takes[chosen[number]]
     return tuple(chosen)
 
 
 def _search(
-    groups: Sequence[OptionGroup], limit: int, prices: Floats, best: tuple[int, ...] | None
+    groups: Sequence[OptionGroup], limits: Integers, prices: Floats, best: tuple[int, ...] | None
 ) -> Selection | None:
     """The selection of least cost, from one that fits and prices. A beginning is a row of each array."""
     least = np.array([group.takes.min(0) for group in groups])
@@ -136,7 +173,7 @@ def _search(
     used, values, chosen = np.zeros_like(least[:1]), np.zeros(1), np.zeros((1, 0), np.int32)
     missed = inf
     for number, group in enumerate(groups):
-        ahead = sum(float(row.min()) for row in priced[number + 1 :]) - limit * float(prices.sum())
+        ahead = sum(float(row.min()) for row in priced[number + 1 :]) - float((limits * prices).sum())
         bounds = values[:, None] + priced[number] + ahead
         rows, options = np.nonzero(bounds <= cost - 1 + room)
         if len(rows) > MOST:
@@ -144,7 +181,7 @@ def _search(
             missed = min(missed, float(np.delete(bounds[rows, options], few).min()))
             rows, options = rows[few], options[few]
         used = used[rows] + group.takes[options]
-        fits = (used + least[number + 1 :].sum(0) <= limit).all(1)
+        fits = (used + least[number + 1 :].sum(0) <= limits).all(1)
         rows, options, used = rows[fits], options[fits], used[fits]
         values = values[rows] + priced[number][options]
         chosen = np.column_stack([chosen[rows], options.astype(np.int32)])

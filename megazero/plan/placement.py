@@ -19,10 +19,8 @@ arXiv:2108.05818. Here the list of a step is known before.)
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -35,6 +33,7 @@ from megazero.plan.placed_step import Machine, PlacedStep
 from megazero.plan.search import Answer, Question, SearchLimits, least, search
 from megazero.plan.step_lists import buffer_problems
 from megazero.program.instruction import ProgramError
+from megazero.system.collector import without_collections
 
 COLUMNS = tuple(row for row in ROWS.values() if row.column)
 FIRST = "offload_optimizer"
@@ -89,7 +88,9 @@ def choose_placement(machine: Machine, limits: SearchLimits) -> PlacementChoice:
     """
     walk = _Combinations(machine, limits)
     question = Question[Combination](walk.has_room, cost=lambda each: walk.fastest[each].seconds, wanted=2)
-    with _without_collections():
+    # Lists are hundreds of thousands of small objects. The collector would go through them so often that a search took
+    # twice as long, and would find nothing: a search makes no cycles.
+    with without_collections():
         search(question, walk.candidates(), walk.answer)
     ranked = walk.ranked()
     if not ranked:
@@ -98,20 +99,6 @@ def choose_placement(machine: Machine, limits: SearchLimits) -> PlacementChoice:
             raise walk.failed
         raise ConfigError([refusal(list(walk.over.values()), limits, _has_disks(machine))])
     return PlacementChoice(ranked[0], ranked[1] if len(ranked) > 1 else None, walk.simulated)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """No collections of cyclic garbage. Lists are hundreds of thousands of small objects, and the collector would go
-    through them so often that a search took twice as long. It would find nothing: a search makes no cycles.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _has_disks(machine: Machine) -> bool:

@@ -1,30 +1,40 @@
 """Which blocks are recomputed, and how, to fit a budget of bytes (--activation-memory-budget) at the least extra work.
 
-Every stage fits for itself. Of a chunk of equal blocks only the numbers of blocks count that keep all, drop their
+Every stage fits for itself. Of equal blocks of a chunk only the numbers of blocks count that keep all, drop their
 attention core, and drop everything. Their order follows: what is alive while a block's backward runs is
 what the blocks before it keep, so those with the largest peak above what they keep come first. These are the blocks
-that are recomputed as a whole, then those without their core, then the others.
+that are recomputed as a whole, then those without their core, then the others. Blocks of another kind that stand
+between them change nothing in that.
 
-Where the blocks of a chunk differ, the same order of choices is searched, which then need not have the least work.
-
-Each chunk is a group of choices, and each moment of the stage's list a limit: `plan.knapsack` searches. It is exact,
-but for stages with several chunks of many blocks, where it says how far from the least work its choice is at most.
+Equal blocks of a chunk are a group of choices, and each unit at each moment of the stage's list is a limit: what the
+stage holds there is a sum over its blocks. `plan.knapsack` searches. It is exact, but for stages with several groups of
+many blocks, where it says how far from the least work its choice is at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fused_ops.attention.selection import Body, choose
 from fused_ops.attention.trial import AttentionWorkload, static_support
-from megazero.config.derive import FULL, NONE, SELECTIVE, RecomputeTable, micro_batch_order, recompute_by_flags
-from megazero.config.layers.kinds import Layer, kinds, layers
+from megazero.config.derive import (
+    FULL,
+    NONE,
+    RECOMPUTE,
+    SELECTIVE,
+    RecomputeTable,
+    micro_batch_order,
+    recompute_by_flags,
+)
+from megazero.config.layers.kinds import kinds, layers
 from megazero.config.placement import unplaced
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -40,9 +50,8 @@ from megazero.plan.activations import (
     binding,
     chunk_bytes,
     moments,
-    of_units,
     peak_bytes,
-    share,
+    places,
 )
 from megazero.plan.flops import again_flops
 from megazero.plan.knapsack import OptionGroup, Selection, select
@@ -53,15 +62,6 @@ from megazero.system.words import counted
 
 ASSUMED = "a card of compute capability 9.0"
 """What a plan for cards assumes on a machine without one."""
-
-
-@dataclass(frozen=True)
-class ChunkChoice:
-    """What is computed again of a chunk's blocks, its operations for one sample, and the bytes that are left."""
-
-    kinds: RecomputeTable
-    work: int
-    chunk: ChunkBytes
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def recompute_choice(run: Run, axes: Axes, kind: str) -> RecomputeChoice:
     for number in range(axes.pp):
         stage = StageActivations(run, axes, number, kind)
         when = tuple(binding(moments(stage.instructions, len(stage.specs))))
-        shapes = ((stage.plan.layers_of(spec), spec.has_embedding, spec.has_head) for spec in stage.specs)
+        first = stage.plan.first_equal
+        shapes = ((*map(first.__getitem__, spec.blocks), spec.has_embedding, spec.has_head) for spec in stage.specs)
         like = when, *stage.groups, *shapes  # stages in the middle of a pipeline are alike
         if like not in known:
             known[like] = stage.least_work(when, budget)
@@ -123,9 +124,7 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
     without a card, with those that `ASSUMED` has.
     """
     bodies = {layer: _body_of(attention_workload(run, layer), run, kind) for layer in kinds(run.model)}
-    first = bodies[layers(run.model)[0]]
-    others = tuple((layer, body) for layer, body in bodies.items() if body is not first)
-    return _plan(unplaced(run), first, kind, others)
+    return _plan(unplaced(run), tuple(bodies[layer] for layer in layers(run.model)), kind)
 
 
 def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:
@@ -137,9 +136,9 @@ def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:
 
 
 @lru_cache(maxsize=64)
-def _plan(run: Run, body: Body, kind: str, others: tuple[tuple[Layer, Body], ...]) -> ActivationPlan:
+def _plan(run: Run, bodies: tuple[Body, ...], kind: str) -> ActivationPlan:
     """One for all placements of a run, on which no size depends: it computes the bytes of each unit once."""
-    return ActivationPlan(run, body, kind, others)
+    return ActivationPlan(run, bodies, kind)
 
 
 def instructions_of(run: Run, axes: Axes, stage: int) -> Sequence[Instruction]:
@@ -181,29 +180,81 @@ class StageActivations:
 
     def peak(self, table: RecomputeTable) -> int:
         """The most bytes, by a table of what backward computes again."""
-        chunks = [chunk_bytes(self.plan, spec, table, group) for spec, group in self._chunks()]
-        return self.waiting + peak_bytes(self.instructions, chunks)
+        return self.waiting + peak_bytes(self.instructions, self._chunks(table))
 
     def least_work(self, when: Sequence[Moment], budget: int) -> tuple[RecomputeTable, Selection] | None:
         """What fits the budget with the fewest operations for one sample: what is computed again of the stage's blocks,
         and how it was selected. None if nothing fits. when: the moments of the stage's list.
         """
-        options = [chunk_choices(self.plan, spec, group) for spec, group in self._chunks()]
-        groups = [
-            OptionGroup(
-                np.array([option.work for option in of_chunk]),
-                np.array([[share(moment, number, option.chunk) for moment in when] for option in of_chunk]),
-            )
-            for number, of_chunk in enumerate(options)
-        ]
-        selection = select(groups, budget - self.waiting)
+        plain = (NONE,) * self.plan.run.model.num_layers
+        before = self._places(when, plain)
+
+        def change(number: int, again: str) -> NDArray[np.int64]:
+            return self._places(when, (*plain[:number], again, *plain[number + 1 :])) - before
+
+        alike = [blocks for spec in self.specs for blocks in _alike(self.plan, spec, change)]
+        selection = select([blocks.options for blocks in alike], budget - self.waiting - before)
         if selection is None:
             return None
-        chosen = (of_chunk[option].kinds for of_chunk, option in zip(options, selection.options, strict=True))
-        return tuple(chain.from_iterable(chosen)), selection
+        table = [*plain]
+        for blocks, option in zip(alike, selection.options, strict=True):
+            for number, again in zip(blocks.numbers, blocks.kinds(option), strict=True):
+                table[number] = again
+        return tuple(table[number] for spec in self.specs for number in spec.blocks), selection
 
-    def _chunks(self) -> Iterator[tuple[StageSpec, ChunkGroup | None]]:
-        return zip(self.specs, self.groups, strict=True)
+    def _places(self, when: Sequence[Moment], table: RecomputeTable) -> NDArray[np.int64]:
+        """The bytes within each of these moments, while it works on each of its units, by a table as above."""
+        chunks = self._chunks(table)
+        return np.array([nbytes for moment in when for nbytes in places(moment, chunks)])
+
+    def _chunks(self, table: RecomputeTable) -> list[ChunkBytes]:
+        return [chunk_bytes(self.plan, spec, table, group) for spec, group in zip(self.specs, self.groups, strict=True)]
+
+
+@dataclass(frozen=True)
+class EqualBlocks:
+    """Blocks of a chunk that are equal in bytes and operations, in the order of the chunk.
+
+    changes  by what is computed again of a block, for each block how many bytes more a stage holds at each place
+    works    the operations of that
+    """
+
+    numbers: Sequence[int]
+    changes: Mapping[str, Sequence[NDArray[np.int64]]]
+    works: Mapping[str, int]
+
+    @property
+    def options(self) -> OptionGroup:
+        """Each number of blocks that are recomputed as a whole, and of those that are recomputed at all."""
+        whole, some = self._counts
+        before = {again: np.cumsum([changes[0] * 0, *changes], 0) for again, changes in self.changes.items()}
+        return OptionGroup(
+            whole * self.works[FULL] + (some - whole) * self.works[SELECTIVE],
+            before[FULL][whole] + before[SELECTIVE][some] - before[SELECTIVE][whole],
+        )
+
+    def kinds(self, option: int) -> RecomputeTable:
+        """What is computed again of each block."""
+        whole, some = (counts[option] for counts in self._counts)
+        return (FULL,) * whole + (SELECTIVE,) * (some - whole) + (NONE,) * (len(self.numbers) - some)
+
+    @property
+    def _counts(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        whole, some = np.triu_indices(len(self.numbers) + 1)
+        return whole, some
+
+
+def _alike(
+    plan: ActivationPlan, spec: StageSpec, change: Callable[[int, str], NDArray[np.int64]]
+) -> Iterator[EqualBlocks]:
+    """The blocks of a chunk, equal ones together. change: how many bytes more a stage holds at each place."""
+    works = {again: again_flops(plan.run.model, (again,) * plan.run.model.num_layers) for again in RECOMPUTE}
+    alike = defaultdict[object, list[int]](list)
+    for number in spec.blocks:
+        alike[tuple((plan.block(number, again), works[again][number]) for again in RECOMPUTE)].append(number)
+    for numbers in alike.values():
+        changes = {again: [change(number, again) for number in numbers] for again in (SELECTIVE, FULL)}
+        yield EqualBlocks(numbers, changes, {again: works[again][numbers[0]] for again in changes})
 
 
 def activation_peaks(run: Run, axes: Axes, kind: str) -> list[int]:
@@ -220,27 +271,8 @@ def gathered_inputs(run: Run, axes: Axes, kind: str) -> list[int]:
     if not run.parallel.shard_recompute_inputs:
         return [0] * axes.pp
     table = recompute_table(run, axes, kind)
-    whole = activation_plan(run, kind).block(FULL).input * run.parallel.tp * micro_batches_of(run, axes)
+    plan, times = activation_plan(run, kind), run.parallel.tp * micro_batches_of(run, axes)
+    inputs = [plan.block(number, FULL).input * times if again == FULL else 0 for number, again in enumerate(table)]
     return [
-        whole * sum(table[block] == FULL for spec in specs_of_stage(run, stage) for block in spec.blocks)
-        for stage in range(axes.pp)
+        sum(inputs[number] for spec in specs_of_stage(run, stage) for number in spec.blocks) for stage in range(axes.pp)
     ]
-
-
-def chunk_choices(plan: ActivationPlan, spec: StageSpec, group: ChunkGroup | None) -> list[ChunkChoice]:
-    """Every number of blocks that keep all, drop the core, and drop everything, in the order of least bytes of equal
-    blocks. group: in vertical order.
-    """
-    blocks, model = len(spec.blocks), plan.run.model
-    cores, wholes = (
-        list(accumulate((again_flops(model, number, kind) for number in spec.blocks), initial=0))
-        for kind in (SELECTIVE, FULL)
-    )
-    choices = []
-    for full in range(blocks + 1):
-        for selective in range(blocks + 1 - full):
-            counts = {FULL: full, SELECTIVE: selective, NONE: blocks - full - selective}
-            kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
-            work = wholes[full] + cores[full + selective] - cores[full]
-            choices.append(ChunkChoice(kinds, work, of_units(plan, spec, list(counts.items()), group)))
-    return choices

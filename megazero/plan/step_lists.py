@@ -15,7 +15,6 @@ from megazero.pipeline.build import schedules, step_options
 from megazero.pipeline.kept_disks import piece_names
 from megazero.pipeline.measured import UnitBytes
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
-from megazero.plan.activations import chunk_bytes
 from megazero.plan.rank_state import RankState, buffers_of, file_bytes, micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.program.checker import check
@@ -31,8 +30,7 @@ from megazero.system import device as devices
 def unit_bytes(run: Run, axes: Axes, stage: int, kind: str) -> tuple[tuple[UnitBytes, ...], ...]:
     """The bytes of a stage's units, by its own number of a chunk and by unit. kind: of device, cpu or cuda."""
     plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
-    chunks = [chunk_bytes(plan, spec, table) for spec in specs_of_stage(run, stage)]
-    return tuple(tuple(unit for unit, count in chunk.runs for _ in range(count)) for chunk in chunks)
+    return tuple(plan.units(spec, table) for spec in specs_of_stage(run, stage))
 
 
 def with_kept(shape: RankShape, run: Run, axes: Axes, stage: int) -> RankShape:
@@ -49,7 +47,7 @@ def leaving_bytes(run: Run, axes: Axes, stage: int, kind: str) -> list[list[int]
     kind: of device, cpu or cuda.
     """
     leaves, names = run.offload.offload_activations, [unit_names(spec) for spec in specs_of_stage(run, stage)]
-    sizes = [[unit.kept + unit.input for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
+    sizes = [[unit.saved for unit in chunk] for chunk in unit_bytes(run, axes, stage, kind)]
     return [
         [size * (not leaves.units or leaves.names([plain_unit(name)])) for size, name in zip(*chunk, strict=True)]
         for chunk in zip(sizes, names, strict=True)

@@ -165,28 +165,15 @@ def stage_memories(steps: StageLists, kind: str) -> list[StageMemory]:
     return [StageMemory(steps, stage, state, kind) for stage, state in enumerate(stage_bytes(steps.run, steps.axes))]
 
 
-class RunPeaks:
-    """The peaks of a run's stages. Each is computed when it is first asked for: of long lists that can take seconds.
-
-    kind: of device, cpu or cuda, as in `StageMemory`.
-    """
-
-    def __init__(self, run: Run, axes: Axes, kind: str) -> None:
-        self._stages = stage_memories(StageLists(run, axes, nccl=has_nccl(run.parallel, axes)), kind)
-
-    def of(self, stage: int) -> TierPeaks:
-        """Raises ConfigError as `plan.recompute.recompute_table` does."""
-        return self._stages[stage].peaks
-
-    def every(self) -> list[TierPeaks]:
-        """Of all stages."""
-        return [stage.peaks for stage in self._stages]
-
-
 @cache
-def run_peaks(run: Run, axes: Axes, kind: str) -> RunPeaks:
-    """The peaks of a run, once for all who ask."""
-    return RunPeaks(run, axes, kind)
+def run_memories(run: Run, axes: Axes, kind: str) -> list[StageMemory]:
+    """The same of a run, once for all who ask: of long lists peaks can take seconds."""
+    return stage_memories(StageLists(run, axes, nccl=has_nccl(run.parallel, axes)), kind)
+
+
+def run_peaks(run: Run, axes: Axes, kind: str) -> list[TierPeaks]:
+    """The peaks of each stage of a run. Raises ConfigError as `plan.recompute.recompute_table` does."""
+    return [stage.peaks for stage in run_memories(run, axes, kind)]
 
 
 def rank_of(stage: int, stages: int) -> str:

@@ -16,7 +16,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
-from megazero.pipeline.stage_specs import layer_costs, stage_specs
+from megazero.pipeline.stage_specs import stage_specs
 from megazero.plan.flops import again_flops, block_flops, head_flops
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.plan.step_lists import StageLists
@@ -152,12 +152,12 @@ def step_times(run: Run, axes: Axes, kind: str, rates: MachineRates) -> ChunkTim
     A backward takes twice its forward, and what it computes again. The lookup of an embedding counts an operation for
     each element.
     """
-    table = recompute_table(run, axes, kind)
+    again = again_flops(run.model, recompute_table(run, axes, kind))
     specs, samples = stage_specs(run), run.schedule.micro_batch_size / run.parallel.tp
     units = tuple(_units(run, spec) for spec in specs)
     forward = tuple(sum(of_chunk) * samples / rates.flops for of_chunk in units)
     backward = tuple(
-        2 * whole + sum(again_flops(run.model, block, table[block]) for block in spec.blocks) * samples / rates.flops
+        2 * whole + sum(again[spec.blocks.start : spec.blocks.stop]) * samples / rates.flops
         for whole, spec in zip(forward, specs, strict=True)
     )
     per_byte = rates.seconds_per_byte
@@ -198,13 +198,6 @@ def timed_traces(steps: StageLists, kind: str, rates: MachineRates) -> list[Memo
 
 
 def chunk_times(run: Run) -> ChunkTimes:
-    """Relative times of the model chunks: the multiplications of their layers; a backward takes twice its forward."""
-    embedding, blocks, head = layer_costs(replace(run, parallel=replace(run.parallel, partition_by="time")))
-    forward = tuple(
-        max(
-            sum(blocks[number] for number in spec.blocks) + embedding * spec.has_embedding + head * spec.has_head,
-            1.0,
-        )
-        for spec in stage_specs(run)
-    )
+    """Relative times of the model chunks, by operations; a backward takes twice its forward."""
+    forward = tuple(sum(_units(run, spec)) for spec in stage_specs(run))
     return ChunkTimes(forward, tuple(2 * seconds for seconds in forward))

@@ -141,7 +141,7 @@ class Sample:
 
 @dataclass
 class BufferSizes:
-    """Buffers that are borrowed and given back, as `zero.storage.BufferPool` and `system.host_buffers.HostBuffers` have
+    """Buffers that are borrowed and given back, as `zero.storage.BufferPool` and `system.host_copies.HostBuffers` have
     them. Sizes in bytes.
     """
 

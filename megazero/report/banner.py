@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby, starmap
 
 from fused_ops import coded
-from megazero.config.derive import folders_of, lora_alpha, tiers, updates_early, whole_steps
+from megazero.config.derive import folders_of, lora_alpha, query_groups, tiers, updates_early, whole_steps
 from megazero.config.dtypes import state_dtype
 from megazero.config.dump import RUN_FILE
 from megazero.config.inventory import adapted, fp8_exceptions
@@ -41,7 +41,7 @@ def banner(report: RunReport) -> str:
     axes, zero = report.axes, zero_words(report.run.parallel.zero_stage, report.axes)
     return blocks.sections(
         (f"megazero: {ranks_words(axes)}", blocks.draw_grid(axes.pp, axes.dp, axes.tp)),
-        ("Model", blocks.pairs(_model_lines(report))),
+        ("Model", blocks.pairs(model_lines(report))),
         (f"Memory of the model state, {zero}", stage_table(report.memory.stages)),
         ("Schedule", blocks.pairs(schedule_lines(report))),
         ("Run", blocks.pairs(_run_lines(report))),
@@ -73,11 +73,13 @@ def decided_lines(report: RunReport) -> list[str]:
     return [f"{why}: {', '.join(settings)}" for why, settings in by_reason.items()]
 
 
-def _model_lines(report: RunReport) -> list[Line]:
+def model_lines(report: RunReport) -> list[Line]:
     run, model, o = report.run, report.run.model, report.run.optimizer
     width = "" if model.kv_channels is None else f" of {model.kv_channels}"
     shape = f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
-    shape += f"{counted(model.num_attention_heads, 'head')}{width}, sequence {model.seq_length}"
+    groups, heads = query_groups(model), model.num_attention_heads
+    shared = f", {counted(groups, 'key-value head')}" if groups != heads else ""
+    shape += f"{counted(heads, 'head')}{width}{shared}, sequence {model.seq_length}"
     head = "untied" if model.untie_embeddings_and_output_weights else "tied"
     scaling = "current scaling" if o.fp8 == "current" else f"delayed scaling over {o.fp8_amax_history} steps"
     fp8 = f"products of the blocks' linear layers in training, {scaling}; copies of weights take 2 bytes each beside "

@@ -217,7 +217,7 @@ def _memory(steps: StageLists, kind: str) -> MemoryReport:
         max(steps.of(stage).budget for stage in stages) if codes else None,
         tuple(memory.spare for memory in memories),
         _leaving(memories) if run.offload.offload_activations else None,
-        tuple(run_peaks(run, steps.axes, kind).every()) if tried else (),
+        tuple(run_peaks(run, steps.axes, kind)) if tried else (),
         BudgetsReport(budgets.device, budgets.host, budgets.together) if has_budgets(run) else None,
         # What attention keeps depends on its body, which only a card can try.
         assumed=kind == "cuda" and not devices.cuda_available(),

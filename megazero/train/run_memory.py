@@ -23,7 +23,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
 from megazero.plan.budgets import has_budgets, memory_problems
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import run_peaks
+from megazero.plan.step_memory import run_memories
 from megazero.plan.step_times import ASSUMED, read_rates, timed_traces
 from megazero.report.trace_files import write
 from megazero.system import device as devices
@@ -128,5 +128,5 @@ def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:
         return HostMemory(grid.device)
     if uses_files(run):
         return_large()
-    peaks = run_peaks(run, grid.axes, grid.device.type).of(grid.at.pp)
+    peaks = run_memories(run, grid.axes, grid.device.type)[grid.at.pp].peaks
     return HostMemory(grid.device, peaks.total_bytes)

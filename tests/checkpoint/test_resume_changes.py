@@ -193,6 +193,57 @@ def test_what_layers_compute_never_changes(change):
     assert problems[0].endswith("the model's shape cannot change on resume")
 
 
+KINDS = parse_run(
+    [
+        *(
+            "--num-layers",
+            "4",
+            "--position-embedding",
+            "rotary",
+            "--layer-pattern",
+            "window:8 near, full, chunk:6 ffn:48",
+        ),
+        *("--rotary-sets", "near base=700 scaling=linear factor=2"),
+    ],
+    1,
+)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--layer-pattern", "window:9 near, full, chunk:6 ffn:48"),
+        ("--layer-pattern", "window:8 near, full, chunk:7 ffn:48"),
+        ("--layer-pattern", "window:8 near, full, chunk:6 ffn:47"),
+        ("--layer-pattern", "window:8, full near, chunk:6 ffn:48"),
+        ("--layer-pattern", "window:8 near, full none, chunk:6 ffn:48"),
+        ("--layer-pattern", "window:8 near, full, chunk:6 ffn:48, full"),
+        ("--rotary-sets", "near base=701 scaling=linear factor=2"),
+        ("--rotary-sets", "near base=700 scaling=linear factor=3"),
+        ("--rotary-sets", "near base=700"),
+    ],
+)
+def test_layers_of_several_kinds_never_change(flag: str, words: str) -> None:
+    """A window, a chunk, a width, positions or a set of rotary settings of one layer."""
+    name = flag.removeprefix("--").replace("-", "_")
+    value = run_options()[name].from_words([words])
+    before = value_words(getattr(KINDS.model, name))
+    problems = compare(KINDS, changed(KINDS, **{f"model__{name}": value})).problems
+    assert problems == (f"{flag}: {before} in the checkpoint, {words} now; {changes.SHAPE_STAYS}",)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "window:8 near, full rotary ffn:960, chunk:6 ffn:48, window:8 near",
+        "window:8 near, full, chunk:6 rotary ffn:48, window:8 near, full",
+    ],
+)
+def test_another_pattern_of_the_same_layers_is_no_change(pattern: str) -> None:
+    now = changed(KINDS, model__layer_pattern=LayerPattern.parsed(pattern))
+    assert now != KINDS and compare(KINDS, now) == changes.Comparison((), ())
+
+
 def test_the_shape_never_changes_and_every_field_is_named():
     now = changed(
         BASE, model__hidden_size=256, model__num_layers=2, checkpoint__override_data=True, checkpoint__finetune=True

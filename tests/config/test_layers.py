@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megazero.config.layers.pattern import LayerPattern, PatternItem, RotarySet
 from megazero.config.model_shape import shape_settings
 from megazero.config.parse import parse_run
 from megazero.config.rotary import RotaryScaling, RotarySettings
-from megazero.config.schema import ModelConfig
+from megazero.config.schema import ModelConfig, OffloadConfig, ScheduleConfig
 from megazero.config.source import ConfigError
 from megazero.pipeline.stage_specs import chunk_layers, layer_costs
 from megazero.plan.flops import attention_core_flops, block_flops, model_flops
@@ -77,6 +78,42 @@ def test_none_alone_is_a_pattern_as_in_a_file(tmp_path: Path) -> None:
         assert parse_run(flags, 1).model.layer_pattern == LayerPattern((PatternItem(positions="none"),)), flags
 
 
+WORDS = [
+    (ModelConfig, "layer_pattern", "window:4", "LayerPattern"),
+    (ModelConfig, "rotary_scaling", "linear factor=2", "RotaryScaling"),
+    (ModelConfig, "rotary_sets", ("near base=7",), "RotarySet"),
+    (OffloadConfig, "offload_params", "cpu", "TierShare"),
+    (ScheduleConfig, "train_length", 500, "Length"),
+]
+
+
+@pytest.mark.parametrize(("section", "field", "word", "kind"), WORDS)
+def test_a_word_in_the_place_of_a_value_is_refused_at_once(section: type, field: str, word: Any, kind: str) -> None:
+    """From Python; else the first that asks the layers of such a model finds that a str has no items."""
+    part = word[0] if isinstance(word, tuple) else word
+    with pytest.raises(TypeError) as refused:
+        section(**{field: word})
+    assert str(refused.value) == (
+        f"{section.__name__}.{field} is {part!r}, not a {kind}; {kind}.parsed makes one of a text"
+    )
+    with pytest.raises(TypeError, match=f"^{section.__name__}.{field} is "):
+        replace(section(), **{field: word})
+
+
+def test_what_no_text_makes_is_refused_at_once() -> None:
+    """From Python: a file would have another pattern of it, or none."""
+    for window, chunk, width, message in (
+        (4, 8, None, "window 4 and chunk 8: a layer has one of them"),
+        (0, None, None, "window 0 is not a whole number above 0"),
+        (None, -3, None, "chunk -3 is not a whole number above 0"),
+        (None, None, 0, "width 0 is not a whole number above 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            PatternItem(window, chunk, width=width)
+    with pytest.raises(ValueError, match=r"^a pattern of layers has one item or more$"):
+        LayerPattern(())
+
+
 def test_an_item_may_say_what_the_model_has_anyway() -> None:
     """Such a pattern makes the same layers: a resume and a conversion compare it as the one without these words."""
     plain = replace(MODEL, num_layers=2, layer_pattern=LayerPattern.parsed("window:8, full none"))
@@ -89,6 +126,45 @@ def test_an_item_may_say_what_the_model_has_anyway() -> None:
 def test_words_beyond_the_last_layer_are_checked() -> None:
     with pytest.raises(ConfigError, match="far names no positions"):
         parse_run(["--num-layers", "4", "--layer-pattern", "full x4, full far"], 1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "number", "message"),
+    [
+        (
+            "window:8 x5, full, window:4 x9",
+            3,
+            "--layer-pattern window:8 x5, full, window:4 x9 says what 15 layers are, and --num-layers 3 has no layer "
+            "for window:8 x2, full, window:4 x9; nearest: --num-layers 15, or --layer-pattern 'window:8 x3'",
+        ),
+        (
+            "full, window:4 none",
+            1,
+            "--layer-pattern full, window:4 none says what 2 layers are, and --num-layers 1 has no layer for window:4 "
+            "none; nearest: --num-layers 2, or --layer-pattern 'full'",
+        ),
+    ],
+)
+def test_items_without_a_layer_are_refused(pattern: str, number: int, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_run(["--num-layers", str(number), "--layer-pattern", pattern], 1)
+    assert refused.value.problems == (message,)
+    for cure in re.findall("--[a-z-]+ (?:[0-9]+|'.*?')", message.rpartition("nearest: ")[2]):
+        parse_run(["--num-layers", str(number), "--layer-pattern", pattern, *shlex.split(cure)], 1)
+
+
+@pytest.mark.parametrize("pattern", ["full x12", "window:4 x5", "full, window:4, full, window:4", "full x2, window:2"])
+def test_a_pattern_that_goes_on_alike_may_be_cut(pattern: str) -> None:
+    parse_run(["--num-layers", "3", "--layer-pattern", pattern], 1)
+
+
+def test_the_pattern_of_a_preset_or_a_file_is_for_models_of_all_sizes(tmp_path: Path) -> None:
+    """Gemma 3 of three layers: five with a window and then one without is what the family says."""
+    (tmp_path / "run.yaml").write_text("model: {layer_pattern: 'window:4 x5, full'}\n")
+    assert len(layers(parse_run("--preset gemma3-1b --num-layers 3".split(), 1).model)) == 3
+    assert len(layers(parse_run(["--config", str(tmp_path / "run.yaml"), "--num-layers", "3"], 1).model)) == 3
+    gemma = "--preset gemma3-1b --num-layers 1 --rotary-sets 'local base=7'"
+    assert layers(parse_run(shlex.split(gemma), 1).model)[0].mixer.rotary == RotarySettings(7.0)
 
 
 def test_a_command_line_replaces_the_pattern_of_a_preset() -> None:

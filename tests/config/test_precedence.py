@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 
-from megazero.config.dump import dump
+from megazero.config.dump import dump, read_yaml
+from megazero.config.layers.pattern import LayerPattern, PatternItem
+from megazero.config.options import sections
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.presets import presets
 from megazero.config.schema import Run
@@ -177,6 +180,19 @@ def test_mistakes_in_yaml_are_named(text: str, part: str, tmp_path: Path) -> Non
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is missing"):
         parse_run(["--config", str(tmp_path / "none.yaml")], 1)
+
+
+def test_none_in_yaml_is_none(tmp_path: Path) -> None:
+    """As behind a flag. Where any word is a value, none is one: names of files, and layers without positions."""
+    known = {name: hint for section in sections().values() for name, hint in get_type_hints(section).items()}
+    words = {name for name, hint in known.items() if "None" in str(hint) and hint != str | None}
+    words -= {"layer_pattern"}
+    assert {"attention_scale", "partition", "lr_warmup", "rotary_scaling", "num_query_groups"} <= words
+    source = read_yaml(write(tmp_path, yaml.safe_dump({**dict.fromkeys(words, "none"), "rotary_sets": "none"})))
+    assert source.problems == [] and source.settings == dict.fromkeys(words) | {"rotary_sets": ()}
+    source = read_yaml(write(tmp_path, "save: none\nlayer_pattern: none\ndata_path: none\n"))
+    assert source.settings["save"] == "none" and source.settings["data_path"] == ("none",)
+    assert source.settings["layer_pattern"] == LayerPattern((PatternItem(positions="none"),))
 
 
 def test_yaml_takes_short_numbers_aliases_and_flat_keys(tmp_path: Path) -> None:

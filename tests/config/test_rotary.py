@@ -76,6 +76,8 @@ def test_settings_are_values() -> None:
     for base, share, message in ((0.0, 1.0, "base"), (1e4, 0.0, "share"), (1e4, 1.5, "at most 1, not 1.5")):
         with pytest.raises(ValueError, match=message):
             RotarySettings(base, share)
+    with pytest.raises(TypeError, match="scaling 'linear factor=2' is a str"):
+        RotarySettings(scaling="linear factor=2")  # type: ignore[arg-type]
     for head_dim, part, message in (
         (7, 1.0, "an even head dimension, not 7"),
         (12, 0.75, "a share of 0.75 of a head of 12 is 9 elements"),

@@ -95,6 +95,12 @@ REFUSED = cases("""
 --pp 2 --partition 6 6 --partition-by time | 2 | --partition-by time has no effect | --partition-by parameters
 --attention flash | 1 | --attention flash does not compute --position-embedding alibi; nearest: --attention auto, or
     softmax | --position-embedding learned
+--attention flash --position-embedding none --layer-pattern 'full, full alibi' | 1 |
+    --attention flash does not compute alibi of --layer-pattern; nearest | --layer-pattern 'full, full rotary'
+--attention flash --position-embedding none --layer-pattern 'window:5' --attention-cap 3 | 1 |
+    --attention flash does not compute windows of --layer-pattern, --attention-cap 3; nearest | --attention softmax
+--attention flash-attn --position-embedding none --layer-pattern 'full, chunk:5' | 1 |
+    needs CUDA, and does not compute chunks of --layer-pattern; nearest | --layer-pattern 'full, window:5'
 --attention flash --position-embedding none --document-mask | 1 | flash does not compute --document-mask |
     --attention flex
 --attention flex --attention-dropout 0.1 | 1 | flex needs CUDA, and does not compute --attention-dropout 0.1 |
@@ -244,6 +250,9 @@ POINTLESS = cases("""
 --rotary-interleaved | 1 | --rotary-interleaved has no effect without rotary positions | --position-embedding rotary
 --rotary-scaling 'linear factor=2' | 1 | --rotary-scaling linear factor=2 has no effect without rotary positions |
     --position-embedding rotary
+--ffn-hidden-size 512 --layer-pattern 'ffn:96, window:4 ffn:48' | 1 |
+    --ffn-hidden-size 512 has no effect without a layer of that width: every item of --layer-pattern says ffn:F |
+    --layer-pattern 'ffn:96, window:4'
 --rotary-sets 'far base=5' | 1 | --rotary-sets far base=5 has no effect without --layer-pattern |
     --layer-pattern 'full far'
 --min-lr 1e-5 --lr-decay-style constant | 1 | --min-lr 1e-05 has no effect without a --lr-decay-style that falls |
@@ -492,23 +501,40 @@ def test_values_offered_as_nearest_are_valid() -> None:
             assert problems(f"{line} --{flag} {value}", None if flag == "tp" else world) == ()
 
 
+PATTERNS: dict[str, dict[str, Any]] = {
+    "--position-embedding alibi": {"alibi": True},
+    "--position-embedding alibi --layer-pattern 'full rotary'": {},
+    "--position-embedding none": {},
+    "--position-embedding none --layer-pattern 'full, full alibi'": {"alibi": True},
+    "--position-embedding none --layer-pattern 'chunk:384, window:500'": {},
+    "--position-embedding none --layer-pattern 'full, window:7'": {"window": 7},
+    "--position-embedding none --layer-pattern 'full, chunk:7'": {"chunk": 7},
+    "--position-embedding none --attention-cap 2": {"cap": 2.0},
+}
+"""Flags of positions, reach and cap -> what of them a layer of the model computes."""
+
+
 def test_attention_is_refused_for_what_the_rule_of_its_bodies_refuses_on_every_machine() -> None:
     """The rule's reasons that no card takes away, and no others."""
     fit: dict[str, Any] = {"kernel": False, "capability": (9, 0), "recorded": True}
     drawn = itertools.product(
-        ASKED, ("alibi", "none"), (False, True), (0.0, 0.1), ("fp64", "fp32", "bf16"), (8, 16, 64, 256, 512)
+        ASKED, PATTERNS, (False, True), (0.0, 0.1), ("fp64", "fp32", "bf16"), (8, 16, 64, 256, 512)
     )
-    for asked, positions, documents, dropout, precision, size in drawn:
-        line = (
-            f"--attention {asked} --position-embedding {positions} --attention-dropout {dropout} --precision "
-            f"{precision}"
-        )
+    for asked, pattern, documents, dropout, precision, size in drawn:
+        line = f"--attention {asked} {pattern} --attention-dropout {dropout} --precision {precision}"
         line += f" --num-attention-heads 2 --hidden-size {2 * size}" + " --document-mask" * documents
         against = [
             obstacle(
                 ASKED[asked],
                 AttentionCase(
-                    kind, compute_dtype(precision), size, 384, positions == "alibi", documents, dropout > 0, **fit
+                    kind,
+                    compute_dtype(precision),
+                    size,
+                    384,
+                    documents=documents,
+                    dropout=dropout > 0,
+                    **fit,
+                    **PATTERNS[pattern],
                 ),
                 AttentionSupport(length=384, package="", flex=""),
                 asked=True,

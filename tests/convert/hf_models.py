@@ -83,7 +83,7 @@ CASES |= {
     "qwen 2.5, windows, tied": Case(
         "qwen2",
         (1, 3),
-        _NARROW
+        _DECODER
         | _FIVE
         | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "tie_word_embeddings": True},
     ),
@@ -124,8 +124,8 @@ CASES |= {
             }
         },
     ),
-    "olmo 2": Case("olmo2", (1, 3), _NARROW),
-    "phi 3": Case("phi3", (1, 3), _NARROW | {"sliding_window": 5}),
+    "olmo 2": Case("olmo2", (1, 3), _DECODER),
+    "phi 3": Case("phi3", (1, 3), _DECODER | {"sliding_window": 5}),
     "phi 4 mini": Case(
         "phi3",
         (1, 3),
@@ -137,7 +137,7 @@ CASES |= {
     "smollm 3, windows": Case(
         "smollm3",
         (1, 3),
-        _NARROW
+        _DECODER
         | _FIVE
         | {"no_rope_layers": [1, 0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 4}
         | {"tie_word_embeddings": False},
@@ -145,13 +145,20 @@ CASES |= {
     "granite": Case(
         "granite",
         (1, 3),
-        _NARROW
+        _DECODER
         | {
             "embedding_multiplier": 12.0,
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.2,
             "logits_scaling": 3.0,
         },
+    ),
+    "granite, tied": Case(
+        "granite",
+        (1, 3),
+        _NARROW
+        | {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 0.5}
+        | {"tie_word_embeddings": True, "mlp_bias": True},
     ),
     "pythia": Case(
         "gpt_neox",

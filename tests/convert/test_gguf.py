@@ -296,6 +296,20 @@ def test_metadata(tmp_path: Path) -> None:
         assert value(reader, "tokenizer.ggml.model") == "no_vocab"
 
 
+@pytest.mark.parametrize(("window", "context"), [(None, 40), (24, 16)])
+def test_a_model_that_was_tuned_on_shorter_samples_keeps_its_context(
+    window: int | None, context: int, tmp_path: Path
+) -> None:
+    """As in config.json; but a window that 16 tokens do not reach would hide some of 40, which llama.cpp's do not."""
+    pattern = None if window is None else LayerPattern.parsed(f"window:{window}")
+    was = replace(LLAMA, seq_length=40, max_position_embeddings=None, layer_pattern=pattern)
+    source = made(replace(was, seq_length=16))
+    family = family_for(was, "llama" if window is None else "mistral")
+    (tmp_path / "config.json").write_text(json.dumps(new_config(family, made(was).run, torch.float32)))
+    source.companions = {"config.json": tmp_path / "config.json"}
+    assert value(written(source, tmp_path / "out"), "llama.context_length") == context
+
+
 LLAMA3 = "llama3 factor=8 low_freq_factor=1 high_freq_factor=4 original_max_position_embeddings=64"
 YARN = "yarn factor=4 original_max_position_embeddings=10"
 DYNAMIC = "dynamic factor=2 original_max_position_embeddings=20"
@@ -514,7 +528,6 @@ OTHER = {
         replace(MODELS["olmo2"], untie_embeddings_and_output_weights=False),
         "--untie-embeddings-and-output-weights is False, not True",
     ),
-    "phi3, linear": (scaled(MODELS["phi3"], "linear factor=2"), "--rotary-scaling is linear, not none or longrope"),
     "phi3, windows": (patterned(MODELS["phi3"], "window:39"), "is 39, not none"),
     "smollm3, every third": (patterned(MODELS["smollm3"], "full x2, full none"), "is 3, not every 4"),
     "smollm3, biases": (replace(MODELS["smollm3"], mlp_bias=True), "--mlp-bias is True, not False"),

@@ -16,6 +16,7 @@ from megazero.config.derive import query_groups
 from megazero.config.inventory import parameters
 from megazero.config.layers.kinds import layers
 from megazero.config.presets import preset
+from megazero.config.rotary import RotaryScaling
 from megazero.config.schema import ModelConfig, Run
 from megazero.convert.hf.config import family_for, new_config, problems_of, read_config
 from megazero.convert.hf.families import FAMILIES
@@ -52,7 +53,7 @@ _GEMMA2 = {
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
     "cache_implementation": "hybrid",
-    "sliding_window_size": 0,
+    "sliding_window_size": 4096,
 }
 _GEMMA3 = {
     "head_dim": 256,
@@ -88,6 +89,17 @@ RELEASED = {
     "Llama-3.2-1B": (
         decoder("llama", (16, 2048, 32, 8, 8192, 128256), **{**_LLAMA3, "head_dim": 64}, tie_word_embeddings=True),
         1_235_814_400,
+    ),
+    "SmolLM2-135M": (
+        decoder(
+            "llama",
+            (30, 576, 9, 3, 1536, 49152),
+            tie_word_embeddings=True,
+            is_llama_config=True,
+            rope_interleaved=False,
+            **{"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}},
+        ),
+        134_515_008,
     ),
     "Qwen2.5-0.5B": (
         decoder(
@@ -127,6 +139,10 @@ RELEASED = {
             **{**_PHI3, "rope_scaling": _LONG, "max_position_embeddings": 131072, "sliding_window": 262144},
             partial_rotary_factor=0.75,
             tie_word_embeddings=True,
+            full_attn_mod=1,
+            interpolate_factor=1,
+            lm_head_bias=False,
+            mlp_bias=False,
         ),
         3_836_021_760,
     ),
@@ -242,10 +258,25 @@ STRANGE = [
     ("Qwen3-4B", {"layer_types": ["linear_attention"] * 36}, "layer_types linear_attention"),
     ("Mistral-7B-v0.1", {"sliding_window": -1}, "sliding_window -1 is not a whole number above 0"),
     ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+    (
+        "gemma-3-1b",
+        {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping 50.0: transformers computes Gemma 3 without",
+    ),
     ("gemma-2-2b", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar"),
     ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0] is no list"),
     ("OLMo-2-7B", {"sliding_window": 64}, "sliding_window 64: attention looks at the whole context"),
     ("Phi-3-mini-4k", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
+    ("Phi-4-mini", {"full_attn_mod": 2}, "full_attn_mod 2: a key of the code beside the weights"),
+    (
+        "Phi-4-mini",
+        {"original_max_position_embeddings": 262144},
+        "computes: rope_parameters: original_max_position_embeddings 262144 is no number from 1 to "
+        "max_position_embeddings, which is 131072: longrope lengthens the context of a first training",
+    ),
+    ("Phi-4-mini", {"original_max_position_embeddings": "4K"}, "original_max_position_embeddings '4K' is no number"),
+    ("Phi-4-mini", {"original_max_position_embeddings": 0}, "original_max_position_embeddings 0 is no number"),
+    ("granite-3.1-2b", {"num_attention_heads": 24}, "--num-attention-heads 24 does not divide --hidden-size 2048"),
     ("granite-3.1-2b", {"logits_scaling": 0.0}, "logits_scaling"),
     ("pythia-1.4b", {"use_parallel_residual": "yes"}, "use_parallel_residual: 'yes' is neither true nor false"),
 ]
@@ -277,3 +308,19 @@ def test_no_family_loses_what_it_has_no_key_for(field: str) -> None:
     if field not in ("residual_multiplier",):
         with pytest.raises(ConversionError):
             family_for(model)
+
+
+PHI3_CANNOT = [
+    (
+        {"rotary_scaling": RotaryScaling("linear", (("factor", 2.0),))},
+        "--rotary-scaling is linear, not none or longrope",
+    ),
+    ({"kv_channels": 64}, "--kv-channels beside --rotary-scaling is 64"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), PHI3_CANNOT)
+def test_phi3_is_not_written_as_transformers_refuses_the_folder(fields: dict[str, Any], words: str) -> None:
+    """Its configuration there checks the kind of scaling, and counts the divisors of longrope."""
+    model = replace(model_of("Phi-4-mini"), **fields)
+    assert any(words in problem for problem in problems_of(FAMILIES["phi3"], model))

@@ -5,6 +5,7 @@ becomes.
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -120,6 +121,33 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(ConversionError, match="known format"):
         open_source(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [("model.safetensors", 1 << 26), ("model.safetensors", 5 << 28), ("pytorch_model.bin", 1 << 26)],
+)
+def test_a_file_that_is_not_mapped_is_not_blamed(name: str, room: int, tmp_path: Path) -> None:
+    """A GiB where this process may have less memory; safetensors maps a file twice, with a call of its own and with
+    torch's.
+    """
+    folder, size = saved(CASES["opt"], tmp_path / "x"), 1 << 30
+    (folder / "model.safetensors").unlink()
+    header = json.dumps({"a": {"dtype": "I8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with open(folder / name, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
+    try:
+        message = refusal(folder, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    begin = (
+        f"{folder / name} has {(folder / name).stat().st_size:,} bytes, and the system does not map them into memory"
+    )
+    assert message.startswith(begin) and "Cannot allocate memory" in message and "ulimit -v" in message
 
 
 def written(model: ModelConfig, folder: Path, options: TargetOptions | None = None, **facts: Any) -> Any:

@@ -25,11 +25,11 @@ ELSEWHERE: Mapping[str, str] = {
     r"sed -n '/\^```python/": "tests/docs/test_one_step.py::test_the_first_command_prints_what_the_page_shows",
     r"torchrun .* one_step[.]py$": "tests/docs/test_one_step.py::test_the_first_command_prints_what_the_page_shows",
     r"torchrun .* one_step[.]py --pp 2$": "tests/docs/test_one_step.py::test_two_stages_print_the_same_results",
-    r"(megazero pretrain|torchrun .* pretrain_gpt[.]py) --config examples/hub/[^ ]+$": (
+    r"(megazero pretrain|torchrun .* pretrain_gpt[.]py) --config examples/hub/(?!.*--validate-only)": (
         "tests/examples/test_hub.py::test_a_shrunk_recipe_trains"
     ),
     r"megazero pretrain --config examples/hub/.* --validate-only ": (
-        "tests/examples/test_hub.py::test_the_page_states_the_predicted_memory"
+        "tests/examples/test_hub.py::test_the_planner_prints_what_the_page_states"
     ),
     r"megazero prepare-data .* --tokenizer-path Qwen/": "tests/convert/test_hub_names.py::test_a_tokenizer_by_name",
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",

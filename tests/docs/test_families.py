@@ -10,6 +10,7 @@ import pytest
 
 from megazero.convert.hf.config import read_config
 from megazero.convert.hf.families import FAMILIES
+from megazero.convert.hf.language_part import PICTURES_AND_TEXT, language_config
 from megazero.convert.source import ConversionError
 from tests.docs.pages import text_of
 
@@ -49,9 +50,9 @@ def test_it_opens_or_is_refused_as_the_page_says(fields: str, opens: str) -> Non
         del config[key]
     if opens == "no":
         with pytest.raises(ConversionError):
-            read_config(config, where)
+            read_config(language_config(config, where), where)
         return
-    model = read_config(config, where)
+    model = read_config(language_config(config, where), where)
     assert model.num_layers == 2 and model.vocab_size == 320
     theta = config.get("rope_theta")
     assert theta is None or model.rotary_base == theta
@@ -59,4 +60,4 @@ def test_it_opens_or_is_refused_as_the_page_says(fields: str, opens: str) -> Non
 
 def test_every_family_has_a_row() -> None:
     named = {json.loads(fields).get("model_type", "llama") for fields, opens in rows() if opens == "yes"}
-    assert named == set(FAMILIES)
+    assert named == {*FAMILIES, *PICTURES_AND_TEXT}

@@ -50,6 +50,17 @@ def test_names_of_the_program_are_there(page: str) -> None:
     assert not unknown_names(page)
 
 
+def test_modules_that_docstrings_and_comments_name_are_there() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("megazero", "fused_ops")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in DOTTED.findall(path.read_text())
+        if not is_there(name) and name not in THEIRS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_names_that_are_not_there_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = "`mpu.grid` `mpu.axes.Axes` `ChunkMap.holder` `megazero.pretrain(run)`"
     text = f"{right} `mpu.nowhere` `zero.layout.heap` `ChunkMopp`"

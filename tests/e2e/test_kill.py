@@ -21,6 +21,7 @@ from megazero.checkpoint.manager import find
 from megazero.checkpoint.verify import verify
 from tests.e2e.command import TINY, by_iteration, children, command, metrics, same, start
 from tests.e2e.halting import Halt, Launch, forked, whole
+from tests.parity.layouts import GEMMA, MIXED, OLMO
 
 EVERY = 4
 SECONDS = 240
@@ -29,6 +30,17 @@ AWAY = (
     ("--pp", 1, "--tp", 2, "--zero-stage", 2, "--micro-batch-size", 1),
     ("--pp", 1, "--tp", 4, "--zero-stage", 0, "--micro-batch-size", 4, "--sequence-parallel"),
 )
+
+
+KINDS = {
+    "gemma": (
+        *("--num-layers", 3, *GEMMA, "--position-embedding", "rotary", "--no-embedding-layernorm", "--norm", "rmsnorm"),
+        *("--activation", "geglu-tanh", "--disable-bias-linear", "--residual-multiplier", 0.5, "--ffn-hidden-size", 48),
+    ),
+    "olmo": (*OLMO, "--position-embedding", "rotary", "--norm", "rmsnorm", "--activation", "swiglu"),
+    "mixed": ("--num-layers", 5, *MIXED, "--position-embedding", "none", "--norm", "rmsnorm", "--activation", "relu2"),
+}
+"""Models whose layers are of several kinds."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +240,14 @@ def test_killed_ten_times_in_the_midst_of_a_step_is_bitwise(
     check_bitwise(folder, reference, steps)
 
 
+def check_to_rounding(folder: Path, reference: Path, steps: int) -> None:
+    """For runs in float64 on several layouts."""
+    expected = lines_of(reference, steps)
+    for iteration, lines in lines_of(folder, steps).items():
+        for line in lines:
+            assert same(line) == pytest.approx(same(expected[iteration][0]), rel=1e-9, abs=0), iteration
+
+
 @pytest.mark.slow
 def test_killed_on_other_layouts(tmp_path: Path, corpus: Path) -> None:
     steps, reference, folder = 10, tmp_path / "reference", tmp_path / "killed"
@@ -240,10 +260,25 @@ def test_killed_on_other_layouts(tmp_path: Path, corpus: Path) -> None:
     ]
     carry_out(kills, 4, [*flags, *HOME], folder)
     assert started_from(whole(4, [*flags, *HOME], folder), folder) == 8
-    expected = lines_of(reference, steps)
-    for iteration, lines in lines_of(folder, steps).items():
-        for line in lines:
-            assert same(line) == pytest.approx(same(expected[iteration][0]), rel=1e-9, abs=0), iteration
+    check_to_rounding(folder, reference, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(cases=1)
+@pytest.mark.parametrize("kinds", KINDS)
+def test_layers_of_several_kinds_killed_on_other_layouts(kinds: str, tmp_path: Path, corpus: Path) -> None:
+    """In the midst of a step and of a save; tp, pp and the ZeRO stage differ at each resume."""
+    steps, reference, folder = 10, tmp_path / "reference", tmp_path / "killed"
+    whole(4, [*flags_of(reference, corpus, "fp64", steps), *KINDS[kinds], *HOME], reference)
+    flags = [*flags_of(folder, corpus, "fp64", steps), *KINDS[kinds]]
+    kills = [
+        Kill(0, "launch", 6, rank=2, saved=4, flags=tuple(HOME), number=3),
+        Kill(4, "write", 8, rank=3, saved=4, flags=AWAY[0]),
+        Kill(4, "rename", 8, rank=0, saved=4, flags=AWAY[1]),
+    ]
+    carry_out(kills, 4, flags, folder)
+    assert started_from(whole(4, [*flags, "--tp", 2, "--pp", 2, "--zero-stage", 3], folder), folder) == 4
+    check_to_rounding(folder, reference, steps)
 
 
 @pytest.mark.slow

@@ -67,6 +67,20 @@ def drawn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Ten
     return values.to(torch.get_default_device()).to(dtype)
 
 
+def surrounded(values: Tensor) -> Tensor:
+    """An equal tensor between two stretches of NaN, each longer than any vector: what reads beyond it reads NaN."""
+    beyond = 256
+    memory = torch.full((values.numel() + 2 * beyond,), torch.nan, dtype=values.dtype, device=values.device)
+    return memory[beyond:-beyond].view(values.shape).copy_(values)
+
+
+def still_surrounded(values: Tensor) -> bool:
+    """Whether the stretches around a tensor of `surrounded` are NaN still: nothing was written beyond it."""
+    whole, first = values._base, values.storage_offset()
+    assert whole is not None and first > 0
+    return bool(whole[:first].isnan().all() and whole[first + values.numel() :].isnan().all())
+
+
 def scalar(value: float) -> Tensor:
     """A number as optimizers take it."""
     return torch.tensor(value, dtype=torch.float64)

@@ -17,7 +17,7 @@ from fused_ops.attention import causal_attention
 from fused_ops.attention.reference import reference_attention
 from fused_ops.native import library
 from fused_ops.softmax import alibi_slopes
-from tests.fused_ops.levels import DTYPES, cpu_level, drawn, the_same_for_any_threads
+from tests.fused_ops.levels import DTYPES, cpu_level, drawn, still_surrounded, surrounded, the_same_for_any_threads
 
 __all__ = ["cpu_level"]
 BOUNDS = {torch.float32: (2e-6, 6e-6), torch.float16: (4e-4, 1e-3), torch.bfloat16: (3.5e-3, 8e-3)}
@@ -237,6 +237,30 @@ def test_every_element_is_written(dtype):
     kernels.call(f"attention_backward_{end}", case.mixed, out, case.grad, norms, gradient, slopes, None, *last)
     expected = case.run()
     assert torch.equal(out, expected[0]) and torch.equal(gradient, expected[1]) and norms.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [14, 72, 80, 96])
+def test_what_fills_up_a_head_reaches_nothing(cpu_level, d, dtype):
+    """Heads are filled up with zeros to whole tiles, in memory that a thread keeps: here the call before has left NaN
+    in it. Around the tensors is NaN too, which nobody reads or writes.
+    """
+    larger = Case(140, 1, 1, 2, 128, dtype)
+    larger.run(mixed=torch.full_like(larger.mixed, math.nan))
+    sizes = s, b, groups, repeats, _ = (70, 2, 2, 2, d)
+    case = Case(*sizes, dtype)
+    expected = case.check()
+    kernels, end = library.torch_library(cpu_level), library.suffix(dtype)
+    assert kernels is not None
+    mixed, out, grad = surrounded(case.mixed), surrounded(torch.zeros_like(case.grad)), surrounded(case.grad)
+    norms = surrounded(torch.zeros(b, groups * repeats, s))
+    gradient = surrounded(torch.zeros_like(mixed))
+    slopes, last = case.options["slopes"], (*sizes, 1 / math.sqrt(d), 0, 0, 0.0)
+    larger.run(mixed=torch.full_like(larger.mixed, math.nan))
+    kernels.call(f"attention_forward_{end}", mixed, out, norms, slopes, None, *last)
+    kernels.call(f"attention_backward_{end}", mixed, out, grad, norms, gradient, slopes, None, *last)
+    assert torch.equal(out, expected[0]) and torch.equal(gradient, expected[1])
+    assert all(still_surrounded(tensor) for tensor in (mixed, out, grad, norms, gradient))
 
 
 def test_tensors_that_are_views():

@@ -20,6 +20,7 @@ from tests.fused_ops.levels import (
     cpu_level,
     drawn,
     same_kind,
+    surrounded,
     the_same_for_any_threads,
 )
 
@@ -94,7 +95,9 @@ class Kept:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("alibi", [True, False])
-@pytest.mark.parametrize("heads", [(1, 1, 1), (2, 3, 20), (3, 1, 64), (1, 4, 33)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(1, 1, 1), (2, 3, 20), (3, 1, 64), (1, 4, 33), (2, 2, 14), (1, 2, 72), (2, 1, 80), (1, 3, 96)], ids=str
+)
 def test_attention_on_a_cache(cpu_level: str, heads: tuple[int, int, int], alibi: bool, dtype: torch.dtype) -> None:
     """As attention over the whole row computes it, in float64; the cache then holds the new tokens too."""
     kept = Kept(*heads, dtype)
@@ -106,7 +109,14 @@ def test_attention_on_a_cache(cpu_level: str, heads: tuple[int, int, int], alibi
         kept.keys.nan_to_num_(), kept.values.nan_to_num_()
     positions = kept.starts, 20
     found = cached_attention(
-        kept.new(), kept.keys, kept.values, kept.slots, *positions, *heads, scale=head_dim**-0.5, slopes=slopes
+        surrounded(kept.new()),
+        kept.keys,
+        kept.values,
+        kept.slots,
+        *positions,
+        *heads,
+        scale=head_dim**-0.5,
+        slopes=slopes,
     )
     exact = reference_attention(
         kept.whole.double(),

@@ -47,6 +47,37 @@ FAMILIES = {
         "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}"
         "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
     ),
+    "Qwen 3": FamilyTemplate(
+        (),
+        "<|im_end|>",
+        "{%- set ns = namespace(open=true, last=messages|length - 1) %}{%- for message in messages[::-1] %}"
+        "{%- if ns.open and message.role == 'user' and not message.content.startswith('<tool_response>') %}"
+        "{%- set ns.open = false %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}{%- endfor %}"
+        "{%- for message in messages %}{%- set content = message.content if message.content is string else '' %}"
+        "{%- if message.role == 'assistant' and '</think>' in content %}"
+        "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+        "{{- '<|im_start|>' + message.role + '\n' }}{%- if message.role == 'assistant' and loop.index0 > ns.last %}"
+        "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{{- content + '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+        "{%- endif %}",
+    ),
+    "SmolLM 3": FamilyTemplate(
+        (),
+        "<|im_end|>",
+        "{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}"
+        "{%- set mode = '/think' if enable_thinking else '/no_think' %}{%- set said = '' %}"
+        "{%- if messages[0].role == 'system' %}{%- set said = messages[0].content %}"
+        "{%- if '/no_think' in said %}{%- set mode = '/no_think' %}{%- endif %}"
+        "{%- set said = said.replace('/no_think', '').replace('/think', '').rstrip() %}{%- endif %}"
+        "{{- '<|im_start|>system\n## Metadata\n\nYear: ' ~ strftime_now('%Y') ~ '\nReasoning Mode: ' + mode + '\n\n' }}"
+        "{{- '## Custom Instructions\n\n' + (said or 'You are a fox.') + '\n\n<|im_end|>\n' }}"
+        "{%- for message in messages %}{%- if message.role == 'user' %}{{ '<|im_start|>user\n' + message.content + "
+        "'<|im_end|>\n' }}{%- elif message.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + "
+        "message.content.lstrip('\n') + '<|im_end|>\n' }}{% endgeneration %}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- if mode == '/no_think' %}"
+        "{{ '<think>\n\n</think>\n' }}{%- endif %}{%- endif %}",
+    ),
     "Mistral": FamilyTemplate(
         ("[INST]", "[/INST]"),
         "<|endoftext|>",
@@ -87,13 +118,20 @@ FAMILIES = {
 }
 
 
+def write_family_tokenizer(name: str, folder: Path) -> Path:
+    """A small tokenizer with the special tokens and the template of a family."""
+    tokenizers = pytest.importorskip("tokenizers")
+    written = write_tokenizer(folder, FAMILIES[name].text) / "tokenizer.json"
+    model = tokenizers.Tokenizer.from_file(str(written))
+    model.add_special_tokens(list(FAMILIES[name].specials))
+    model.save(str(written))
+    return folder
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_and_the_end_of_a_turn(name: str, tmp_path: Path) -> None:
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    template, folder = FAMILIES[name], write_tokenizer(tmp_path, FAMILIES[name].text)
-    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model.add_special_tokens(list(template.specials))
-    model.save(str(folder / "tokenizer.json"))
+    transformers = pytest.importorskip("transformers")
+    template, folder = FAMILIES[name], write_family_tokenizer(name, tmp_path)
     theirs, tokens = transformers.AutoTokenizer.from_pretrained(folder), ChatTokens(build_tokenizer("hf", str(folder)))
     systems = (None, "be brief ") if template.system else (None,)
     conversations = ("a fox",), (" two\n", "four, ", "and?")

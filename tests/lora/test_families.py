@@ -37,9 +37,9 @@ TODAY = (
 )
 
 
-def made(name: str, folder: Path) -> Path:
-    """A random adapter of some layers' modules, as PEFT saves it."""
-    peft, base = pytest.importorskip("peft"), saved(CASES[name], folder / "base", torch.float64)
+def made(name: str, folder: Path, dtype: torch.dtype = torch.float64) -> Path:
+    """A random adapter of some layers' modules, as PEFT saves it, and its base in the dtype."""
+    peft, base = pytest.importorskip("peft"), saved(CASES[name], folder / "base", dtype)
     targets = TARGETS.get(name, ["q_proj", "v_proj", "o_proj", "up_proj"])
     with in_float64():
         torch.manual_seed(3)
@@ -81,6 +81,19 @@ def test_adapters_both_ways(name: str, tmp_path: Path) -> None:
     assert (logits_of_peft(base, again) - theirs).abs().max() < 1e-11 * scale
     assert (megazero.load(again, precision="fp64")(prompts()) - theirs).abs().max() < 1e-11 * scale
     assert shapes(again) == shapes(adapter), "no module gets an adapter that it had not, and ranks stay"
+
+
+def test_of_a_base_in_16_bits_both_programs_have_the_same_logits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """PEFT rounds no sum of a weight and its adapter to 16 bits. Nothing is heard of its loading and transformers'."""
+    adapter, again = made("qwen 3", tmp_path, torch.bfloat16), tmp_path / "again"
+    capfd.readouterr()
+    with open_source(adapter) as source:
+        convert(source, format_table()["peft"], again, TargetOptions(), silent)
+        verdict = verify(source, again, "peft", silent)
+    assert verdict.holds and "; PEFT " in " ".join(verdict.lines), verdict.lines
+    assert capfd.readouterr() == ("", "")
 
 
 def test_gate_and_up_have_an_a_each_in_one_module(corpus: Path, tmp_path: Path) -> None:

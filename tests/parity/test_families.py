@@ -30,7 +30,7 @@ from megazero.train.job import Job
 from tests.convert.hf_models import CASES, Case, in_double, saved
 from tests.parameters import assemble, gradients_of, parameters_of, values_of, worst_difference
 from tests.parity.float64 import in_float64
-from tests.parity.training import data_flags, job_on_rank
+from tests.parity.training import data_flags, job_on_rank, train
 
 STEPS, WARMUP, BATCH, LENGTH, VOCABULARY = 12, 3, 4, 16, 1009
 LR, DECAY, CLIP = 5e-3, 0.2, 0.5
@@ -141,4 +141,28 @@ def test_twelve_steps_equal_transformers(name: str, corpus: Path, tmp_path: Path
     weights = assemble([values_of(job.stages[0])])
     wanted = in_our_names(case.kind, job.run.model, theirs.state_dict(), list(weights))
     apart, worst = worst_difference(weights, wanted)
+    assert apart < 1e-9, worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--pp 2", "--pp 2 --zero-stage 3"])
+@pytest.mark.parametrize("name", ["granite, tied", "gemma 2"])
+def test_tied_with_multipliers_on_two_stages(name: str, layout: str, corpus: Path, tmp_path: Path) -> None:
+    """Megatron-LM#3058: the first stage multiplies what the matrix embeds, the last stage the logits of its own copy,
+    each once, and the gradients of both are one sum.
+    """
+    _, job, _, theirs = built(name, corpus, tmp_path)
+    model = job.run.model
+    assert not model.untie_embeddings_and_output_weights and model.embedding_multiplier > 2
+    assert model.logits_cap is not None or model.logits_multiplier > 1
+    with in_float64():
+        expected = train_theirs(theirs, job)
+    flags = ["--init-from", str(tmp_path / "theirs"), *WORDS.split(), *data_flags(corpus, tmp_path / "cache")]
+    ours = train(2, [*flags, *layout.split()])
+    assert any(norm > CLIP for _, norm in expected)
+    torch.testing.assert_close(
+        [(record.loss, record.grad_norm) for record in ours.records], expected, rtol=1e-11, atol=0.0
+    )
+    wanted = in_our_names(CASES[name].kind, model, theirs.state_dict(), list(ours.weights))
+    apart, worst = worst_difference(ours.weights, wanted)
     assert apart < 1e-9, worst

@@ -404,10 +404,7 @@ def tight_budget(run: Run, ranks: int, part: float = 0.4) -> int:
     their middle, or another part of the way.
     """
     away = applied(run, {f"offload_{column}": "cpu" for column in COLUMNS})
-    found = [
-        max(peaks.device_bytes for peaks in run_peaks(each, axes_of(each, ranks), "cpu").every())
-        for each in (run, away)
-    ]
+    found = [max(peaks.device_bytes for peaks in run_peaks(each, axes_of(each, ranks), "cpu")) for each in (run, away)]
     most, least = found
     assert least < most
     return least + int((most - least) * part)

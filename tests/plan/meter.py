@@ -5,9 +5,7 @@ It sees those inside kernels too. It shares no code with `megazero.plan.activati
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from torch.autograd.profiler import profile
 
 from megazero.mpu.gradient import Write
 from megazero.mpu.parameter import ParameterKind, spec_of
+from megazero.system.collector import without_collections
 
 
 @dataclass(frozen=True)
@@ -79,21 +78,11 @@ def _given_back(changes: Sequence[MemoryEvent], thread: int, spans: list[tuple[i
             yield from (taken[-change.size].pop(), number)
 
 
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """What a test before has left in cycles is not freed meanwhile. To collect it first takes over half a second in a
-    process that has run many tests.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def metered(act: Callable[[], Any]) -> tuple[Any, Bytes]:
     """What `act` returns, and the bytes that it allocated (`allocations`)."""
-    with _nothing_collected(), profile(profile_memory=True) as recorded:
+    # what a test before has left in cycles is not freed meanwhile: to collect it first takes over half a second in a
+    # process that has run many tests
+    with without_collections(), profile(profile_memory=True) as recorded:
         made = act()
     sizes = [change.size for change in allocations(recorded)]
     alive = list(accumulate(sizes, initial=0))

@@ -42,7 +42,7 @@ def report_of(run: Run, ranks: int) -> RunReport:
 def peaks(words: str, ranks: int = 1, kind: str = "cpu") -> tuple[int, int]:
     """The most on the device and in host memory, by arithmetic."""
     run = asked(words, ranks)
-    every = run_peaks(run, axes_of(run, ranks), kind).every()
+    every = run_peaks(run, axes_of(run, ranks), kind)
     return max(found.device_bytes for found in every), max(found.host_bytes for found in every)
 
 
@@ -87,7 +87,7 @@ def test_a_shortened_step_has_the_peaks_of_the_whole(ranks: int, layout: str, wo
     axes = axes_of(run, ranks)
     short = shortened(run, axes)
     assert short.schedule.global_batch_size < 40
-    found = [[(peaks.device, peaks.host) for peaks in run_peaks(each, axes, "cpu").every()] for each in (short, run)]
+    found = [[(peaks.device, peaks.host) for peaks in run_peaks(each, axes, "cpu")] for each in (short, run)]
     assert found[0] == found[1]
 
 
@@ -347,7 +347,7 @@ def test_what_is_told_of_a_run_that_fits() -> None:
     told = budgets_sentence(report_of(run, 2))
     assert told.startswith("a rank of stage 0 of 2 takes ") and "of --device-memory-budget 19.1 MiB; a rank " in told
     lines = [line.split() for line in peaks_table(report_of(run, 2)).splitlines()]
-    every = run_peaks(run, axes_of(run, 2), "cpu").every()
+    every = run_peaks(run, axes_of(run, 2), "cpu")
     assert lines[2:] == [
         *(
             [str(n), f"{found.device_bytes:,}", f"{found.host_bytes:,}", f"{found.total_bytes:,}", "0"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megazero.plan import knapsack
-from megazero.plan.knapsack import OptionGroup, Selection, select
+from megazero.plan.knapsack import Integers, OptionGroup, Selection, select
 
 
 def groups_of(random: np.random.Generator, groups: int, options: int, limits: int) -> list[OptionGroup]:
@@ -21,16 +21,16 @@ def groups_of(random: np.random.Generator, groups: int, options: int, limits: in
     return found
 
 
-def least_of_all(groups: list[OptionGroup], limit: int) -> int | None:
+def least_of_all(groups: list[OptionGroup], limit: int | Integers) -> int | None:
     costs = [
         sum(int(group.costs[option]) for group, option in zip(groups, options, strict=True))
         for options in product(*(range(len(group.costs)) for group in groups))
-        if sum(group.takes[option] for group, option in zip(groups, options, strict=True)).max() <= limit
+        if (sum(group.takes[option] for group, option in zip(groups, options, strict=True)) <= limit).all()
     ]
     return min(costs, default=None)
 
 
-def fits(groups: list[OptionGroup], found: Selection, limit: int) -> bool:
+def fits(groups: list[OptionGroup], found: Selection, limit: int | Integers) -> bool:
     taken = sum(group.takes[option] for group, option in zip(groups, found.options, strict=True))
     cost = sum(int(group.costs[option]) for group, option in zip(groups, found.options, strict=True))
     return bool((taken <= limit).all()) and cost == found.cost
@@ -55,6 +55,27 @@ def test_no_other_selection_costs_less(few: int, monkeypatch: pytest.MonkeyPatch
             if found is not None:
                 assert fits(groups, found, limit) and found.bound == found.cost
     assert nothing >= 12
+
+
+def test_what_frees_and_limits_that_others_imply() -> None:
+    """Options take less than nothing of limits that differ. Each limit has a twin that is less, by as much as some
+    selections take of it more, so that it is implied for some limits and not for others.
+    """
+    random, counts = np.random.default_rng(3), set[int]()
+    for _ in range(40):
+        groups = groups_of(random, 3, 5, 2)
+        limits = random.integers(150, 500, 2)
+        apart = random.integers(0, 9, 2)
+        twins = [
+            OptionGroup(group.costs, np.hstack([group.takes - 90, group.takes - 90 - random.integers(0, 9, (5, 2))]))
+            for group in groups
+        ]
+        limits = np.hstack([limits - 270, limits - 270 - apart])
+        counts.add(len(knapsack._not_implied(twins, limits)))
+        found, least = select(twins, limits), least_of_all(twins, limits)
+        assert (found and found.cost) == least
+        assert found is None or (fits(twins, found, limits) and found.bound == found.cost)
+    assert {2, 3, 4} <= counts
 
 
 def test_a_search_that_is_cut_short_says_what_it_may_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from fused_ops.attention.selection import Body
+from megazero.model.stage import StageSpec
 from megazero.pipeline.measured import UnitBytes
 from megazero.plan.activations import ActivationPlan
 from tests.plan.test_activations import parsed
@@ -61,10 +62,10 @@ def test_units_take_the_known_bytes(number: int) -> None:
     body, kind, recompute, words = title.split(maxsplit=3)
     ranks = int(match[1]) if (match := re.search(r"--tp (\d)", words)) else 1
     run = parsed(words, ranks)
-    plan = ActivationPlan(run, Body[body], kind)
-    block = plan.block(recompute, graded=plan.trains_all)
-    units = {"embedding": plan.embedding, "block": block, "head": plan.head}
-    assert units == dict(map(known, lines))
+    count = run.model.num_layers
+    plan, spec = ActivationPlan(run, (Body[body],) * count, kind), StageSpec(range(1), True, True)
+    units = plan.units(spec, (recompute,) * count)
+    assert dict(zip(("embedding", "block", "head"), units, strict=True)) == dict(map(known, lines))
 
 
 def test_known_numbers_are_of_many_kinds() -> None:

@@ -258,7 +258,7 @@ def test_the_bytes_are_those_of_the_memory_trace(layout: str) -> None:
             found.append(total - state.elsewhere.memory)
         assert step.device.nbytes == max(found)
         assert step.device.stage == found.index(max(found))
-        peaks = run_peaks(run, of.axes, "cpu").every()
+        peaks = run_peaks(run, of.axes, "cpu")
         assert step.device.nbytes == max(peak.device_bytes for peak in peaks)
         assert step.host_bytes == max(peak.host_bytes for peak in peaks)
         assert step.disk == max(peak.disk for peak in peaks)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from megazero.config.derive import RECOMPUTE
+from megazero.config.derive import NONE, RECOMPUTE
 from megazero.config.layers.kinds import layers
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
@@ -22,6 +24,7 @@ from megazero.plan.flops import attention_core_flops, block_flops, recomputed_fl
 from megazero.plan.recompute import (
     activation_peaks,
     activation_plan,
+    chunk_groups,
     instructions_of,
     recompute_choice,
     recompute_table,
@@ -30,7 +33,7 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_memories
 from megazero.program.memory import MemoryColumn
 from tests.plan.meter import metered
-from tests.plan.test_activations import batch_of, built, gradients_taken, parsed, without_scratch
+from tests.plan.test_activations import LLAMA, batch_of, built, gradients_taken, parsed, without_scratch
 
 HELD = (MemoryColumn.ACTIVATIONS, MemoryColumn.WORKING, MemoryColumn.HIDDEN)
 SHAPE = (
@@ -42,15 +45,29 @@ HIDDEN_STATES = 64 * 2 * 32 * 2
 
 
 def asked(words: str, ranks: int) -> Run:
-    return parse_run(f"{SHAPE} {words}".split(), ranks)
+    return parse_run(shlex.split(f"{SHAPE} {words}"), ranks)
 
 
 STAGES = {
     "one stage": ("--num-layers 5 --global-batch-size 4", 1),
     "1f1b": ("--num-layers 6 --pp 2 --global-batch-size 8", 2),
+    "an embedding alone": ("--num-layers 4 --partition 0 4 --pp 2 --global-batch-size 8", 2),
     "interleaved": ("--num-layers 8 --pp 2 --virtual-stages 2 --global-batch-size 8", 2),
     "zb-h1": ("--num-layers 6 --pp 2 --pipeline-schedule zb-h1 --global-batch-size 8", 2),
     "zb-v": ("--num-layers 6 --pp 2 --pipeline-schedule zb-v --virtual-stages 2 --global-batch-size 8", 2),
+    "unequal layers": ("--num-layers 6 --global-batch-size 4 --layer-pattern 'ffn:96, window:8, full'", 1),
+    "unequal, vertical": (
+        "--num-layers 5 --global-batch-size 4 --micro-batch-order vertical --layer-pattern 'full, ffn:256 x2'",
+        1,
+    ),
+    "unequal, interleaved": (
+        "--num-layers 8 --pp 2 --virtual-stages 2 --global-batch-size 8 --layer-pattern 'ffn:96, full, window:8'",
+        2,
+    ),
+    "unequal, zb-h1": (
+        "--num-layers 8 --pp 2 --pipeline-schedule zb-h1 --global-batch-size 8 --layer-pattern 'window:8, ffn:192'",
+        2,
+    ),
     "gpipe in chunks": ("--num-layers 6 --pp 2 --pipeline-schedule gpipe --virtual-stages 2 --global-batch-size 8", 2),
 }
 
@@ -61,32 +78,37 @@ def test_no_other_choice_fits_with_less_work(name: str) -> None:
     """Every word for every block of a stage is tried, at budgets from the least to the most that it can use."""
     words, ranks = STAGES[name]
     run, axes = asked(words, ranks), Axes(pp=ranks)
-    plan, specs, core, whole = activation_plan(run, "cpu"), stage_specs(run), *_work(run)
+    plan, specs, works = activation_plan(run, "cpu"), stage_specs(run), _works(run)
     for stage in range(ranks):
         own = [specs[number] for number in chunks_of(run).of(stage)]
         numbers = [number for spec in own for number in spec.blocks]
-        instructions, found = instructions_of(run, axes, stage), []
+        instructions, groups, found = instructions_of(run, axes, stage), chunk_groups(run, axes, stage), []
         for kinds in product(RECOMPUTE, repeat=len(numbers)):
             table = ["none"] * run.model.num_layers
             for number, kind in zip(numbers, kinds, strict=True):
                 table[number] = kind
-            peak = peak_bytes(instructions, [chunk_bytes(plan, spec, tuple(table)) for spec in own])
-            found.append((peak, kinds.count("selective") * core + kinds.count("full") * whole))
+            chunks = [chunk_bytes(plan, spec, tuple(table), group) for spec, group in zip(own, groups, strict=True)]
+            peak = peak_bytes(instructions, chunks)
+            found.append((peak, sum(works[number][kind] for number, kind in zip(numbers, kinds, strict=True))))
         peaks = sorted({peak for peak, _ in found})
         for budget in (peaks[0], peaks[len(peaks) // 3], peaks[2 * len(peaks) // 3], peaks[-1]):
             waiting = HIDDEN_STATES if ranks > 1 else 0
             most = max(budget, _least_of_others(run, axes, stage)) + waiting
             given = asked(f"{words} --activation-memory-budget {most}", ranks)
             chosen = recompute_table(given, axes, "cpu")
-            work = sum({"none": 0, "selective": core, "full": whole}[chosen[number]] for number in numbers)
+            work = sum(works[number][chosen[number]] for number in numbers)
             limit = given.parallel.activation_memory_budget
             assert limit is not None and activation_peaks(given, axes, "cpu")[stage] <= limit
             assert work == min(cost for peak, cost in found if peak + waiting <= limit), (stage, limit)
 
 
-def _work(run: Run) -> tuple[int, int]:
-    layer, length = layers(run.model)[0], run.model.seq_length
-    return attention_core_flops(layer, length), block_flops(layer, length)
+def _works(run: Run) -> list[dict[str, int]]:
+    """By block the operations of what is computed again of it."""
+    length = run.model.seq_length
+    return [
+        {"none": 0, "selective": attention_core_flops(layer, length), "full": block_flops(layer, length)}
+        for layer in layers(run.model)
+    ]
 
 
 def _least_of_others(run: Run, axes: Axes, stage: int) -> int:
@@ -145,6 +167,7 @@ def test_the_account_of_the_whole_step_agrees(name: str) -> None:
 
 LARGE = {
     "one stage": ("--num-layers 126 --global-batch-size 8", 1),
+    "windows": ("--num-layers 126 --global-batch-size 8 --layer-pattern 'window:8 x5, full'", 1),
     "80 layers": ("--num-layers 80 --pp 4 --virtual-stages 4 --global-batch-size 32", 4),
     "128 layers": ("--num-layers 128 --pp 16 --virtual-stages 4 --global-batch-size 64", 16),
 }
@@ -199,22 +222,44 @@ def test_a_chunk_takes_what_is_planned(table: tuple[str, ...]) -> None:
             _, backward = metered(partial(torch.autograd.backward, [edge], [one]))
     kept = forward.left - size
     assert kept == planned.kept
-    assert forward.peak == pytest.approx(planned.forward, rel=0.02)
-    assert kept + backward.peak == pytest.approx(planned.backward, rel=0.02)
+    assert forward.peak == pytest.approx(max(planned.forward), rel=0.02)
+    assert kept + backward.peak == pytest.approx(max(planned.backward), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", f"{LLAMA} --norm-placement after --query-key-norm all"])
+def test_a_chunk_leaves_what_is_planned_for_its_weights(words: str) -> None:
+    """A whole model after the input's half of a split backward. What two units share is there once: with norms behind
+    its parts a block needs its whole input for its weights, which is the output of the block before.
+    """
+    run = parsed(f"--precision fp16 --num-layers 3 {words}")
+    (spec,), batch = stage_specs(run), batch_of(run)
+    (stage,) = built(run, build_grid(Axes()))
+    late: list[Any] = []
+
+    def both() -> None:
+        torch.autograd.backward([stage(None, batch)], [torch.tensor(1.0)])
+
+    with without_scratch():
+        with gradients_taken(stage, None):
+            both()
+        with gradients_taken(stage, late):
+            _, taken = metered(both)
+    planned = chunk_bytes(activation_plan(run, "cpu"), spec, (NONE,) * 3)
+    assert taken.left == planned.deferred > 0
 
 
 def test_a_recomputed_block_keeps_its_input_alone() -> None:
     run = parsed("--precision fp16 --num-layers 4")
     plan, (spec,) = activation_plan(run, "cpu"), stage_specs(run)
     some, none = (chunk_bytes(plan, spec, ("none", kind, "none", "none")) for kind in ("full", "none"))
-    block = plan.block()
+    block = plan.block(1)
     assert none.kept - some.kept == block.kept + block.input - plan.hidden_bytes > 0
-    units = (plan.embedding, *(block,) * 4, plan.head)
-    assert none.kept == sum(unit.kept + unit.input for unit in units)
+    assert none.kept == sum(unit.kept + unit.input for unit in none.units)
 
 
 def test_the_work_is_that_of_the_flops() -> None:
     run = asked("--num-layers 5 --activation-memory-budget 1MB --global-batch-size 2", 1)
     table = recompute_table(run, Axes(), "cpu")
-    core, whole = _work(run)
-    assert recomputed_flops(run.model, 1, table) == table.count("selective") * core + table.count("full") * whole > 0
+    of_block = _works(run)[0]
+    assert recomputed_flops(run.model, 1, table) == sum(map(of_block.__getitem__, table)) > 0

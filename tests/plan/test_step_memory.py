@@ -134,7 +134,7 @@ def held_on_rank(rank: int, size: int, flags: list[str]) -> Held:
     most = max(total for total, change in zip(alive, changes, strict=True) if change.at >= begin)
     host, seen = in_host_memory(job)
     at, kept = job.grid.at.pp, 0 if activations is None else activations.buffers.nbytes
-    planned = run_peaks(job.run, job.grid.axes, "cpu").of(at)
+    planned = run_peaks(job.run, job.grid.axes, "cpu")[at]
     spare = stage_memories(StageLists(job.run, job.grid.axes, nccl=False), "cpu")[at].spare
     return Held(
         dict(planned.device),

@@ -55,7 +55,7 @@ def timed(trace: MemoryTrace) -> TimedStep:
 def test_every_tier_has_what_the_plan_says(case: str, kind: str) -> None:
     """The peaks that a run is refused by; activations in host memory as the walk has them."""
     steps, found = traces(case, kind)
-    peaks = run_peaks(steps.run, steps.axes, kind).every()
+    peaks = run_peaks(steps.run, steps.axes, kind)
     assert {timed(trace).peaks.device for trace in found} == {peak.device_bytes for peak in peaks}
     assert {timed(trace).peaks.disk for trace in found} == {peak.disk for peak in peaks}
     resting = {peak.host_bytes - peak.host.get("activations", 0) for peak in peaks}

@@ -56,6 +56,15 @@ FAULTS = (
         "tests/model/test_stage.py::test_fault_24_initial_values_do_not_depend_on_the_layout",
     ),
     Fault(
+        2,
+        "a tied head multiplied twice",
+        "The multiplier of the embedding acts on the logits of a tied head too (Megatron-LM).",
+        "megazero/model/head.py",
+        "return self.layout.model.logits_multiplier, self.layout.model.logits_cap",
+        "return self.layout.model.logits_multiplier * self.layout.model.embedding_multiplier, 3.0",
+        "tests/parity/test_families.py::test_tied_with_multipliers_on_two_stages",
+    ),
+    Fault(
         3,
         "clipping on tp rank 0",
         "Gradients are clipped on the first tp rank only, and replicas drift apart (BLOOM).",

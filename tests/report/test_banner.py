@@ -15,6 +15,7 @@ from megazero.plan.traffic import Traffic
 from megazero.report.banner import (
     graphs_sentence,
     layers_words,
+    model_lines,
     ops_table,
     reductions_sentence,
     schedule_lines,
@@ -156,7 +157,7 @@ def test_vertical_order_is_told() -> None:
     )
     assert not alone["gradients"], "they are reduced once, as under ZeRO-1"
     staged = said("--pp", "2")["pipeline"]
-    assert "1f1b: 8 micro-batches over 2 stages, bubble 43.5%" in staged and "at most 8 micro-batch activ" in staged
+    assert "1f1b: 8 micro-batches over 2 stages, bubble 41.7%" in staged and "at most 8 micro-batch activ" in staged
     assert "--vertical-group-size makes the bubble smaller. Vertical order: all 8" in staged
     groups = said("--pp", "2", "--vertical-group-size", "3")
     assert "3 groups of 3 at most pass a layer" in groups["pipeline"] and "bubble 2" in groups["pipeline"]
@@ -190,6 +191,15 @@ def test_layers_that_differ_are_counted() -> None:
     words = [*SMALL.split(), "--layer-pattern", "window:4 x2, full none"]
     assert layers_words(parse_run(words, 1).model) == "3 of window:4, 1 of full none"
     assert layers_words(parse_run(SMALL.split(), 1).model) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "heads"),
+    [("--num-query-groups 1", "2 heads, 1 key-value head,"), ("--num-query-groups 2", "2 heads,"), ("", "2 heads,")],
+)
+def test_heads_that_share_keys_are_told(words: str, heads: str) -> None:
+    shape = dict(model_lines(report_of(words, 1)))["shape"]
+    assert shape == f"4 layers, hidden 8, {heads} sequence 6, vocabulary 10"
 
 
 def test_sentences_and_tables() -> None:

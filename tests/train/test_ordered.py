@@ -52,7 +52,7 @@ def test_the_banner_and_a_dry_run_tell_of_it(corpus: Path, tmp_path: Path, capsy
     """And under a budget that has room for horizontal order only, the run begins with that."""
     flags = flags_of(corpus, tmp_path)
     run = parse_run([*flags, *HORIZONTAL], 1)
-    least = run_peaks(run, axes_of(run, 1), "cpu").of(0).total_bytes
+    least = run_peaks(run, axes_of(run, 1), "cpu")[0].total_bytes
     for words, said in (
         ([], "order of the micro-batches is vertical, so that a layer's parameters are read once for all 4 of them"),
         (["--device-memory-budget", str(least)], "order of the micro-batches is horizontal, because the budgets"),

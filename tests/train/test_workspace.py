@@ -34,7 +34,7 @@ def metered_on_rank(rank: int, size: int, flags: list[str]) -> tuple[int, int, i
     for number in range(3):
         job.trainer.train_step(stop=False)
         meter.end(f"step {number}")
-    planned = run_peaks(job.run, job.grid.axes, "cpu").of(0).device_bytes
+    planned = run_peaks(job.run, job.grid.axes, "cpu")[0].device_bytes
     return meter.peaks.phases["step 2"]["peak"], planned, product_workspace(job.run, CPU)
 
 

@@ -16,7 +16,7 @@ from megazero.config.layers.kinds import (
     unknown_positions,
     uses_positions,
 )
-from megazero.config.layers.pattern import NO_POSITIONS
+from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern
 from megazero.config.rotary import ORIGINAL
 
 
@@ -49,7 +49,7 @@ def _heads(context: CheckContext) -> Problems:
         )
 
 
-@reads("layer_pattern rotary_sets num_layers position_embedding")
+@reads("layer_pattern rotary_sets position_embedding")
 def _pattern(context: CheckContext) -> Problems:
     m = context.run.model
     names = [named.name for named in m.rotary_sets]
@@ -64,11 +64,25 @@ def _pattern(context: CheckContext) -> Problems:
         )
     if m.layer_pattern is None:
         return
-    used = {item.positions for item in m.layer_pattern.items[: m.num_layers]}
-    if idle := [name for name in names if name not in used]:
+    if idle := [name for name in names if name not in {item.positions for item in m.layer_pattern.items}]:
         yield (
             f"--rotary-sets {', '.join(idle)} has no effect: no item of --layer-pattern names it; without any set: "
             "--rotary-sets none"
+        )
+
+
+@reads("layer_pattern num_layers")
+def _items_without_a_layer(context: CheckContext) -> Problems:
+    """A pattern that goes on alike may be cut, as "full x12". That of a preset or a file is for models of all sizes."""
+    pattern, layers = context.run.model.layer_pattern, context.run.model.num_layers
+    if pattern is None or "layer_pattern" not in context.given:
+        return
+    repeated = LayerPattern.shortest(pattern.items)
+    if repeated is not None and len(repeated.items) > layers:
+        cut, rest = (LayerPattern(items) for items in (pattern.items[:layers], pattern.items[layers:]))
+        yield (
+            f"--layer-pattern {pattern} says what {len(pattern.items)} layers are, and --num-layers {layers} has no "
+            f"layer for {rest}; nearest: --num-layers {len(pattern.items)}, or --layer-pattern '{cut}'"
         )
 
 
@@ -152,4 +166,4 @@ def _switches(biases: Mapping[str, bool | None]) -> str:
     return " ".join(f"--{'' if on else 'no-'}{part}-bias" for part, on in biases.items())
 
 
-MODEL_CHECKS = (_heads, _positions, _pattern, _rotary, _norms, _biases)
+MODEL_CHECKS = (_heads, _positions, _pattern, _items_without_a_layer, _rotary, _norms, _biases)

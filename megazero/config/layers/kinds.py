@@ -6,22 +6,30 @@ one layer by their number. Equal layers are one object, so that what is computed
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megazero.config.derive import GATED, attention_output_bias, ffn_width, head_dim, mlp_bias, qkv_bias, query_groups
+from megazero.config.derive import (
+    GATED,
+    attention_output_bias,
+    attention_scale,
+    ffn_width,
+    head_dim,
+    mlp_bias,
+    qkv_bias,
+    query_groups,
+)
 from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern, PatternItem
-from megazero.config.rotary import RotarySettings
+from megazero.config.rotary import OF_MODEL, RotarySettings
 from megazero.config.schema import ModelConfig
 
 ALIBI, ROTARY = "alibi", "rotary"
 BEFORE, AFTER, BOTH = "before", "after", "both"
 NO_NORM = "none"
 """Queries and keys that are not normalised."""
-IN_TURN, TWO_NORMS, ONE_NORM = "off", "two-norms", "one-norm"
+IN_TURN, ONE_NORM = "off", "one-norm"
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class Layer:
 
 @lru_cache(maxsize=256)
 def layers(model: ModelConfig) -> tuple[Layer, ...]:
-    """The layers of a model, in its order. The sizes have to fit each other (`config.checks_layout`)."""
+    """The layers of a model, in its order. The sizes have to fit each other (`config.layers.checks_model`)."""
     items = pattern_items(model)
     made = {item: _layer(model, item) for item in dict.fromkeys(items)}
     return tuple(made[item] for item in items)
@@ -133,7 +141,7 @@ def ffn_widths(model: ModelConfig) -> tuple[int, ...]:
 
 def rotary_sets(model: ModelConfig) -> Mapping[str, RotarySettings]:
     """The sets of rotary settings of a model by name. The one of the model's own fields is `rotary`."""
-    whole = RotarySettings(model.rotary_base, model.rotary_share, model.rotary_interleaved, model.rotary_scaling)
+    whole = RotarySettings(**{name: getattr(model, field) for field, name in OF_MODEL.items()})
     return {ROTARY: whole} | {named.name: named.settings for named in model.rotary_sets}
 
 
@@ -185,17 +193,16 @@ def _layer(model: ModelConfig, item: PatternItem) -> Layer:
 
 def _mixer(model: ModelConfig, item: PatternItem) -> Mixer:
     positions = model.position_embedding if item.positions is None else item.positions
-    size = head_dim(model)
     return Mixer(
         model.num_attention_heads,
         query_groups(model),
-        size,
+        head_dim(model),
         item.window,
         item.chunk,
         positions == ALIBI,
         rotary_sets(model).get(positions),
         model.query_key_norm,
-        1 / math.sqrt(size) if model.attention_scale is None else model.attention_scale,
+        attention_scale(model),
         model.attention_cap,
         qkv_bias(model),
         attention_output_bias(model),

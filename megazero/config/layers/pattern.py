@@ -24,12 +24,21 @@ class PatternItem:
     chunk      C: a query sees the keys of its own chunk of C positions. None: chunks do not matter
     positions  none, alibi, rotary, or the name of a further set of rotary settings; None: --position-embedding
     width      of the feed-forward layer; None: --ffn-hidden-size
+
+    Raises ValueError for a window and a chunk at once, and for a size that is not above 0.
     """
 
     window: int | None = None
     chunk: int | None = None
     positions: str | None = None
     width: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in {"window": self.window, "chunk": self.chunk, "width": self.width}.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name} {size} is not a whole number above 0")
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(f"window {self.window} and chunk {self.chunk}: a layer has one of them")
 
     def __str__(self) -> str:
         sizes = {"window": self.window, "chunk": self.chunk}
@@ -40,9 +49,16 @@ class PatternItem:
 
 @dataclass(frozen=True)
 class LayerPattern:
-    """Items of layers that follow each other. A model with more layers begins again with the first item."""
+    """Items of layers that follow each other. A model with more layers begins again with the first item.
+
+    Raises ValueError for a pattern without items.
+    """
 
     items: tuple[PatternItem, ...]
+
+    def __post_init__(self) -> None:
+        if not self.items:
+            raise ValueError("a pattern of layers has one item or more")
 
     @classmethod
     def parsed(cls, text: str) -> LayerPattern:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.fields import option
+from megazero.config.fields import Section, option
 from megazero.config.layers.pattern import LayerPattern, RotarySet
 from megazero.config.rotary import RotaryScaling
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The shape of the model: GPT, BLOOM, LLaMA, the families after them, and mixtures of these."""
 
     num_layers: int = option(12, common=True)
@@ -23,7 +23,9 @@ class ModelConfig:
     "Number of key-value heads. Fewer than query heads is grouped-query attention."
     kv_channels: int | None = option(None, "--head-dim", metavar="D", derived="hidden size / heads", expert=True)
     "Width of one attention head."
-    layer_pattern: LayerPattern | None = option(None, metavar="ITEMS", derived="all layers alike", expert=True)
+    layer_pattern: LayerPattern | None = option(
+        None, metavar="ITEMS", derived="all layers alike", none_is_a_value=True, expert=True
+    )
     """What differs from layer to layer: items between commas, which repeat: "window:1024 local x5, full". Words of an
     item: full, window:W or chunk:C for the keys that a query sees; none, alibi, rotary or the name of a set of rotary
     settings; ffn:F, the width of the feed-forward layer; xN, so many layers."""

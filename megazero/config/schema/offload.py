@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.fields import option
+from megazero.config.fields import Section, option
 from megazero.config.tiers import TierShare
 
 _TIERS = "{none,cpu,nvme,files}[:SHARE]"
 
 
 @dataclass(frozen=True)
-class OffloadConfig:
+class OffloadConfig(Section):
     """Where model state and activations rest, and budgets of memory."""
 
     offload_optimizer: TierShare = option(TierShare(), metavar=_TIERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.config.fields import option
+from megazero.config.fields import Section, option
 from megazero.config.lengths import Length, Measure
 from megazero.system import extensions
 
@@ -14,7 +14,7 @@ _OF_A_RATE = (*_COUNTS, Measure.SHARE)
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """Batch sizes, the learning rate, and lengths: all in iterations or all in samples, or epochs and a share."""
 
     # Each of a length's `measures` is a flag and a key, too (`config.options.measured_keys`): --lr-warmup-iters, ...

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.convert.files.mapping import is_refusal, not_mapped
 from megazero.convert.files.torch_globals import Storage, StorageKind, torch_table
 from megazero.convert.files.unpickle import unpickle
 from megazero.convert.source import ConversionError, DamagedCheckpoint
@@ -144,6 +145,8 @@ def _mapped(path: Path) -> mmap.mmap:
         except ValueError as error:
             raise ConversionError(f"{path} is empty") from error
         except OSError as error:
+            if is_refusal(error):
+                raise not_mapped(path, error) from error
             raise ConversionError(f"{path} cannot be read: {error}") from error
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.derive import ffn_width, head_dim, max_positions, query_groups
+from megazero.config.derive import attention_scale, ffn_width, head_dim, max_positions, query_groups
 from megazero.config.layers.kinds import pattern_items
 from megazero.config.schema import ModelConfig
 from megazero.convert.gguf.limits import (
@@ -169,16 +169,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "GEMMA3",
             _GEMMA,
             {"norm.weight": plus_one},
-            needs=(
-                *(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62)),
-                *(is_none("attention_cap"), is_none("logits_cap")),
-            ),
+            needs=(*_GEMMA_NEEDS, windows_but(6), LOCAL_BASE, head_scale(62), is_none("logits_cap")),
         ),
         "olmo2": Architecture("OLMO2", _ROTARY, needs=(*_SCALED, NO_WINDOW, NO_ATTENTION_BIAS, UNTIED)),
         "phi3": Architecture(
             "PHI3",
             {**_ROTARY, "sliding_window": lambda model: 0},  # without the key versions before 2025-05 open no file
-            needs=(*scalings("longrope"), NO_WINDOW),
+            needs=(NO_WINDOW,),
         ),
         "smollm3": Architecture(
             "SMOLLM3",
@@ -192,9 +189,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 **_ROTARY,
                 "embedding_scale": lambda model: model.embedding_multiplier,
                 "residual_scale": lambda model: model.residual_multiplier,
-                "attention_scale": lambda model: (
-                    head_dim(model) ** -0.5 if model.attention_scale is None else model.attention_scale
-                ),
+                "attention_scale": attention_scale,
                 "logit_scale": lambda model: 1 / model.logits_multiplier,  # by which logits are divided
             },
             _PERMUTED,

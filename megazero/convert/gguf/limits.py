@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megazero.config.derive import attention_bias, head_dim, max_positions, mlp_bias
+from megazero.config.derive import attention_bias, attention_scale, head_dim, max_positions, mlp_bias
 from megazero.config.layers.kinds import pattern_items
 from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern
 from megazero.config.schema import ModelConfig
@@ -62,8 +62,7 @@ def head_scale(largest: int) -> ModelRequirement:
 
     def quotient(model: ModelConfig) -> float:
         width = model.hidden_size // model.num_attention_heads if model.num_layers == largest else head_dim(model)
-        scale = head_dim(model) ** -0.5 if model.attention_scale is None else model.attention_scale
-        return round(scale * math.sqrt(width), 9)
+        return round(attention_scale(model) * math.sqrt(width), 9)
 
     name = f"--attention-scale times the root of a head's width (in {largest} layers of --hidden-size / heads)"
     return ModelRequirement(name, quotient, (1.0,))

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.narrowing import narrowed
+from megazero.config.derive import max_positions
 from megazero.config.dtypes import compute_dtype
+from megazero.convert.changed import Reaching
 from megazero.convert.companions import copyable
 from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.gguf.architectures import ARCHITECTURES, COMMON, Architecture
 from megazero.convert.gguf.rope import divisors, scaling_metadata
 from megazero.convert.gguf.vocabulary import usage_in, vocabulary_in
-from megazero.convert.hf.config import CONFIG, family_for, read_json
+from megazero.convert.hf.config import CONFIG, family_for, read_config, read_json
 from megazero.convert.hf.rules import Names, Rule, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
@@ -44,7 +46,7 @@ def write_gguf(source: Source, folder: Path, options: TargetOptions, advance: Ad
     gguf = _package()
     if (missing := missing_tokenizer(source)) and not options.without_tokenizer:
         raise ConversionError(f"{missing}, which is not there; --without-tokenizer writes the model alone")
-    family = _family_of(source)
+    family, source = _family_and_reach(source)
     architecture = _architecture(family, source)
     kind = _kind(source, options)
     slots = [*_slots(source, family.names, architecture, kind, gguf), *_divisor_slots(source)]
@@ -95,10 +97,21 @@ def _package() -> Any:
     return gguf
 
 
-def _family_of(source: Source) -> Family:
+def _family_and_reach(source: Source) -> tuple[Family, Source]:
+    """The family, and the source with the context of the config.json that it came with, where training took shorter
+    samples: config.json of --to hf has that context, too. A shorter one stays where only then no window hides anything.
+    """
     kept = copyable(source.companions, source.report.notes.append)
     original = read_json(kept[CONFIG]) if CONFIG in kept else {}
-    return family_for(source.model, original.get("model_type"))
+    family, model = family_for(source.model, original.get("model_type")), source.model
+    if original.get("model_type") != family.model_type or model.position_embedding == "learned":
+        return family, source
+    before, known = max_positions(read_config(original, kept[CONFIG])), ARCHITECTURES.get(family.model_type)
+    if known is None or before <= max_positions(model):
+        return family, source
+    longer = Reaching(source, before)
+    hides = any(problem for need in known.needs for problem in need.problems(longer.model))
+    return family, source if hides else longer
 
 
 def _architecture(family: Family, source: Source) -> Architecture:

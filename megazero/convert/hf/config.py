@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megazero.config.derive import attention_bias, head_dim, mlp_bias
+from megazero.config.derive import attention_bias, attention_scale, mlp_bias
 from megazero.config.dtypes import PRECISION_OF
 from megazero.config.model_shape import SHAPE
 from megazero.config.options import run_options
@@ -19,6 +19,7 @@ from megazero.config.schema import DataConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.families import family_called, known_families
 from megazero.convert.hf.known_keys import strange_keys
+from megazero.convert.hf.language_part import PICTURES_AND_TEXT
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import ConversionError
@@ -45,7 +46,8 @@ def family_of(config: Config, where: Path) -> Family:
     """The family of a config.json. Raises ConversionError for one that megazero does not know."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known_families():
-        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {', '.join(known_families())}")
+        known = ", ".join((*known_families(), *PICTURES_AND_TEXT))
+        raise ConversionError(f"{where}: model_type {kind!r}; megazero reads {known}")
     try:
         return family_called(kind)
     except ValueError as reason:
@@ -67,10 +69,10 @@ def read_config(config: Config, where: Path) -> ModelConfig:
         except ValueError as error:
             problems.append(f"{setting.keys[0]}: {error}")
     if not problems:
-        model = _tidied(ModelConfig(**found))
+        model = ModelConfig(**found)
         problems = list(_out_of_range(model)) or layout_problems(model, tp=1, pp=1)
         if not problems:
-            return model
+            return _tidied(model)
     raise ConversionError(
         f"{where}: this {family.model_type} model is not one that megazero computes: " + "; ".join(problems)
     )
@@ -80,10 +82,9 @@ def _tidied(model: ModelConfig) -> ModelConfig:
     """The model without settings that say what would be derived anyway."""
     if model.kv_channels is not None and model.kv_channels * model.num_attention_heads == model.hidden_size:
         model = replace(model, kv_channels=None)
-    if model.attention_scale is not None and math.isclose(
-        model.attention_scale, head_dim(model) ** -0.5, rel_tol=1e-15
-    ):
-        model = replace(model, attention_scale=None)
+    without_scale = replace(model, attention_scale=None)
+    if math.isclose(attention_scale(model), attention_scale(without_scale), rel_tol=1e-15):
+        model = without_scale
     if attention_bias(model) == mlp_bias(model):
         model = replace(model, disable_bias_linear=not mlp_bias(model), attention_bias=None, mlp_bias=None)
     return model

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megazero.convert.files.mapping import is_refusal, not_mapped
 from megazero.convert.files.safetensors_file import CODES
 from megazero.convert.files.torch_file import read_torch_file
 from megazero.convert.hf.config import CONFIG, read_json
@@ -48,15 +49,29 @@ def weight_files(folder: Path, named: object = None) -> list[Path]:
     named: config.json's transformers_weights, which goes before all. Empty where there are none. Raises
     ConversionError for a name that transformers does not take.
     """
-    if named is not None:
-        plain = isinstance(named, str) and is_plain_file_name(named)
-        if not plain or not str(named).endswith((".safetensors", ".safetensors.index.json")):
-            raise ConversionError(
-                f"{folder / CONFIG}: transformers_weights {shown(named)} is no safetensors file of its folder, and no "
-                "index of several"
-            )
-        return _listed(folder / str(named))
-    return next((_listed(folder / name) for name in _NAMES if (folder / name).is_file()), [])
+    path = _first_file(folder, named)
+    return [] if path is None else _listed(path)
+
+
+def listed_places(folder: Path, named: object = None) -> Mapping[str, str]:
+    """Key -> the file that holds it by the index, in words. Empty where the model is one file."""
+    path = _first_file(folder, named)
+    if path is None or path.suffix != ".json":
+        return {}
+    return {key: f"{path.name} has it in {name}" for key, name in _weight_map(path).items()}
+
+
+def _first_file(folder: Path, named: object) -> Path | None:
+    """The one file of the weights, or the index of several."""
+    if named is None:
+        return next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+    plain = isinstance(named, str) and is_plain_file_name(named)
+    if not plain or not str(named).endswith((".safetensors", ".safetensors.index.json")):
+        raise ConversionError(
+            f"{folder / CONFIG}: transformers_weights {shown(named)} is no safetensors file of its folder, and no "
+            "index of several"
+        )
+    return folder / str(named)
 
 
 def unread_weights(folder: Path, named: object = None) -> list[str]:
@@ -116,7 +131,11 @@ def _of_safetensors(path: Path, closing: ExitStack) -> Iterator[tuple[str, LazyT
             header = file.get_slice(key)
             code = header.get_dtype()
             yield key, LazyTensor(tuple(header.get_shape()), _DTYPES.get(code), code, partial(file.get_tensor, key))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
+        if is_refusal(error):
+            raise not_mapped(path, error) from error
+        if isinstance(error, RuntimeError):
+            raise
         raise DamagedCheckpoint(f"{path} is no whole safetensors file: {error}") from error
 
 

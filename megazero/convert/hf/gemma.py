@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megazero.config.derive import head_dim
+from megazero.config.derive import attention_scale
 from megazero.config.layers.pattern import RotarySet
 from megazero.config.options import run_options
 from megazero.config.rotary import RotarySettings
@@ -21,6 +21,7 @@ from megazero.convert.hf.llama import (
     ATTENTION_BIAS,
     NEEDS,
     OF_DECODERS,
+    QUERY_KEY,
     UNSAID,
     decoder_names,
     own_head_dim,
@@ -37,7 +38,6 @@ _NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
-_QUERY_KEY = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 _GATED = {"gelu_pytorch_tanh": "geglu-tanh", "gelu_new": "geglu-tanh", "gelu": "geglu", "silu": "swiglu"}
 _FIXED: Mapping[str, Any] = {
     **OF_DECODERS,
@@ -64,9 +64,7 @@ def _scale(given: Any) -> dict[str, Any]:
 
 def _scalar(model: ModelConfig) -> float | int:
     """query_pre_attn_scalar, whose power -1/2 is the factor of the scores."""
-    if model.attention_scale is None:
-        return head_dim(model)
-    scalar = model.attention_scale**-2
+    scalar = attention_scale(model) ** -2
     return round(scalar) if math.isclose(scalar, round(scalar), rel_tol=1e-12) else scalar
 
 
@@ -105,11 +103,11 @@ def _family(model_type: str, architecture: str, keys: tuple[ConfigKey, ...], **m
         decoder_names({**_NORMS, **more.pop("norms", {})}),
         {**_FIXED, **more.pop("fixed", {})},
         keys,
-        _DEMANDS,
+        (*_DEMANDS, *more.pop("demands", ())),
         _NEEDS,
         eos=1,
         unsaid=UNSAID,
-        also=frozenset(("hidden_act", "sliding_window_pattern")),
+        also=frozenset(("hidden_act", "sliding_window_pattern", "sliding_window_size")),
         **more,
     )
 
@@ -187,7 +185,6 @@ GEMMA3 = _family(
         *_keys(262_208, 131072),
         _TwoRopes(("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"), None, _rope_fields, _both),
         plain("logits_cap", None, "final_logit_softcapping"),
-        plain("attention_cap", None, "attn_logit_softcapping"),
         layers.layer_keys(
             26,
             ("sliding_window", "layer_types", "sliding_window_pattern"),
@@ -197,6 +194,12 @@ GEMMA3 = _family(
             layers.of_types,
         ),
     ),
-    norms=_QUERY_KEY,
-    fixed={"query_key_norm": "head"},
+    norms=QUERY_KEY,
+    fixed={"query_key_norm": "head", "attention_cap": None},
+    demands=(
+        SupportedValues(
+            "attn_logit_softcapping", None, (None,), "transformers computes Gemma 3 without a cap of scores"
+        ),
+    ),
+    written=lambda model: {"attn_logit_softcapping": None},
 )

@@ -14,7 +14,7 @@ from megazero.system.reading import shown
 OF_FILES = frozenset(
     """_name_or_path name_or_path architectures model_type transformers_version torch_dtype dtype tokenizer_class
     processor_class auto_map license tags transformers_weights base_model_name_or_path unk_token_id sep_token_id
-    eod_token_id image_token_id language""".split()
+    eod_token_id image_token_id language is_llama_config model_max_length tokenizer_model_max_length""".split()
 )
 """Where a model comes from, and which classes of a library open it."""
 OF_USE = frozenset(
@@ -31,7 +31,7 @@ OF_USE = frozenset(
     initializer_range pretraining_tp""".split()
 )
 """How the model is used, how its text is generated, and heads of other tasks."""
-OF_TRAINERS = ("_", "unsloth_")
+OF_LIBRARIES = ("_", "unsloth_", "transformers.js")
 """Beginnings of keys that libraries keep for themselves."""
 OFF: tuple[object, ...] = (None, False, 0, "", [], {})
 
@@ -41,7 +41,7 @@ def strange_keys(family: Family, config: Config) -> Iterator[str]:
     known = {key for setting in family.settings for key in setting.keys} | {demand.key for demand in family.demands}
     known |= OF_FILES | OF_USE | family.also
     for key, value in config.items():
-        if key in known or key.startswith(OF_TRAINERS) or value in OFF:
+        if key in known or key.startswith(OF_LIBRARIES) or value in OFF:
             continue
         yield (
             f"{key} {shown(value)} is no key of a {family.model_type} model that is known here; if it changes nothing "

@@ -10,7 +10,7 @@ from megazero.config.layers.kinds import pattern_items
 from megazero.config.layers.pattern import NO_POSITIONS, LayerPattern, PatternItem
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.tables import Config, ConfigKey
-from megazero.system.reading import shown
+from megazero.system.reading import BOUNDS, shown
 
 FULL_LAYER, WINDOW_LAYER = "full_attention", "sliding_attention"
 
@@ -30,15 +30,12 @@ class LayerKeys(ConfigKey):
 
     def read(self, config: Config) -> Any:
         layers = next((config[key] for key in ("num_hidden_layers",) if config.get(key) is not None), self.default)
-        if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MOST_LAYERS:
+        if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= BOUNDS.layers:
             return ()  # which the key of the number of layers reports
         return self.items(config, layers)
 
     def entries(self, model: ModelConfig) -> dict[str, Any]:
         return self.written(pattern_items(model))
-
-
-MOST_LAYERS = 100_000
 
 
 def layer_keys(

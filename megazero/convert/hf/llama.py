@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from megazero.config.derive import attention_bias, ffn_width, head_dim, mlp_bias, query_groups
+from megazero.config.derive import attention_bias, attention_scale, ffn_width, head_dim, mlp_bias, query_groups
 from megazero.config.options import run_options
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf import layer_keys as layers
@@ -32,7 +32,7 @@ from megazero.convert.hf.tables import (
 GATED = {"silu": "swiglu", "swish": "swiglu"}
 BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _AFTER = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
-_QUERY_KEY = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+QUERY_KEY = {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
 
 
 def decoder_names(norms: Mapping[str, str], attention: tuple[Rule, ...] = (), mlp: tuple[Rule, ...] = ()) -> Names:
@@ -112,6 +112,20 @@ def own_head_dim(default: int | None = None) -> ConfigKey:
     return plain("kv_channels", default, "head_dim", value=head_dim)
 
 
+class _HeadDimApart(ConfigKey):
+    """head_dim where it is not hidden / heads. Older versions of transformers do not know the key in these families."""
+
+    def entries(self, model: ModelConfig) -> dict[str, Any]:
+        divided = head_dim(model) * model.num_attention_heads == model.hidden_size
+        return {} if divided else super().entries(model)
+
+
+def head_dim_apart() -> ConfigKey:
+    """head_dim of families whose configuration has no such key in transformers, but whose attention reads it."""
+    common = own_head_dim()
+    return _HeadDimApart(common.keys, common.default, common.fields, common.value)
+
+
 def untied(tied: bool) -> ConfigKey:
     """tie_word_embeddings. tied: where it is absent."""
     return opposite("untie_embeddings_and_output_weights", tied, "tie_word_embeddings")
@@ -134,6 +148,7 @@ def decoder(
     written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {},
     also: str = "",
     demands: tuple[SupportedValues, ...] = ANY,
+    needs: tuple[ModelRequirement, ...] = (),
 ) -> Family:
     """A family of LLaMA's kind. fixed: fields beside those of all. windows: whether its layers may have windows."""
     return Family(
@@ -143,7 +158,7 @@ def decoder(
         {**OF_DECODERS, **(fixed or {})},
         keys,
         demands,
-        (*NEEDS, SWIGLU),
+        (*NEEDS, SWIGLU, *needs),
         eos=eos,
         further=further if windows else lambda config: chain(without_windows(config), further(config)),
         written=written,
@@ -165,19 +180,21 @@ FAMILY = decoder(
     ),
 )
 
+_SWITCHED_WINDOWS = layers.layer_keys(
+    32,
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    layers.switched,
+    layers.of_switch,
+)
+
 # Qwen 2 and 2.5 (arXiv:2412.15115): biases of query, key and value, which no key says
 QWEN2 = decoder(
     "qwen2",
     "Qwen2ForCausalLM",
     (
         *sizes(151936, 4096, 22016, 32, 32, 32, 32768, 1e-6),
-        *(_gate(), _whole_heads(length=32768), untied(False)),
-        layers.layer_keys(
-            32,
-            ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-            layers.switched,
-            layers.of_switch,
-        ),
+        *(head_dim_apart(), _gate(), _whole_heads(length=32768), untied(False)),
+        _SWITCHED_WINDOWS,
     ),
     fixed={"attention_bias": False, "mlp_bias": False, "qkv_bias": True},
     eos=151643,
@@ -191,14 +208,9 @@ QWEN3 = decoder(
     (
         *sizes(151936, 4096, 22016, 32, 32, 32, 32768, 1e-6),
         *(own_head_dim(128), _gate(), ATTENTION_BIAS, _whole_heads(length=32768), untied(False)),
-        layers.layer_keys(
-            32,
-            ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-            layers.switched,
-            layers.of_switch,
-        ),
+        _SWITCHED_WINDOWS,
     ),
-    names=decoder_names({**BEFORE, **_QUERY_KEY}),
+    names=decoder_names({**BEFORE, **QUERY_KEY}),
     fixed={"mlp_bias": False, "query_key_norm": "head"},
     eos=151643,
     windows=True,
@@ -223,9 +235,9 @@ OLMO2 = decoder(
     "Olmo2ForCausalLM",
     (
         *sizes(50304, 4096, 11008, 32, 32, None, 2048, 1e-5),
-        *(_gate(), ATTENTION_BIAS, _whole_heads(), untied(False)),
+        *(head_dim_apart(), _gate(), ATTENTION_BIAS, _whole_heads(), untied(False)),
     ),
-    names=decoder_names({**_AFTER, **_QUERY_KEY}),
+    names=decoder_names({**_AFTER, **QUERY_KEY}),
     fixed={"mlp_bias": False, "norm_placement": "after", "query_key_norm": "all"},
     eos=50279,
 )
@@ -236,7 +248,7 @@ SMOLLM3 = decoder(
     "SmolLM3ForCausalLM",
     (
         *sizes(128256, 2048, 11008, 36, 16, 4, 32768, 1e-6),
-        *(_gate(), ATTENTION_BIAS, MLP_BIAS, _whole_heads(2_000_000.0, 32768), untied(True)),
+        *(head_dim_apart(), _gate(), ATTENTION_BIAS, MLP_BIAS, _whole_heads(2_000_000.0, 32768), untied(True)),
         layers.layer_keys(
             36,
             (
@@ -265,14 +277,14 @@ GRANITE = decoder(
     "GraniteForCausalLM",
     (
         *sizes(32000, 4096, 11008, 32, 32, None, 2048, 1e-6),
-        *(_gate(), ATTENTION_BIAS, MLP_BIAS, _whole_heads(), untied(False)),
+        *(head_dim_apart(), _gate(), ATTENTION_BIAS, MLP_BIAS, _whole_heads(), untied(False)),
         plain("embedding_multiplier", 1.0, "embedding_multiplier"),
         plain("residual_multiplier", 1.0, "residual_multiplier"),
         plain(
             "attention_scale",
             1.0,
             "attention_multiplier",
-            value=lambda model: head_dim(model) ** -0.5 if model.attention_scale is None else model.attention_scale,
+            value=attention_scale,
         ),
         ConfigKey(("logits_scaling",), 1.0, _divided, lambda model: 1 / model.logits_multiplier),
     ),

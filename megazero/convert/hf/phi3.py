@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megazero.config.derive import head_dim
+from megazero.config.schema import ModelConfig
 from megazero.convert.hf import layer_keys as layers
-from megazero.convert.hf.llama import BEFORE, GATED, decoder, decoder_names, sizes, untied
+from megazero.convert.hf.llama import BEFORE, GATED, decoder, decoder_names, head_dim_apart, sizes, untied
 from megazero.convert.hf.rearrange import FIRST_HALF, FUSED, SECOND_HALF
 from megazero.convert.hf.rope import rope, two_minds
 from megazero.convert.hf.rules import Rule
-from megazero.convert.hf.shared import ANY, OWN_CODE
-from megazero.convert.hf.tables import Config, one_of
+from megazero.convert.hf.shared import ANY, OWN_CODE, SHARE
+from megazero.convert.hf.tables import Config, ModelRequirement, SupportedValues, one_of
 
 _GATE, _UP = "blocks.{i}.mlp.gate.weight", "blocks.{i}.mlp.up.weight"
 _BOTH = ("layers.{i}.mlp.gate_up_proj.weight",)
@@ -18,6 +20,28 @@ NAMES = decoder_names(
     BEFORE,
     attention=(Rule("blocks.{i}.attention.qkv.weight", ("layers.{i}.self_attn.qkv_proj.weight",), FUSED),),
     mlp=(Rule(_GATE, _BOTH, FIRST_HALF, (_GATE, _UP)), Rule(_UP, _BOTH, SECOND_HALF, (_GATE, _UP))),
+)
+
+
+_OF_OWN_CODE = tuple(
+    SupportedValues(key, 1, (1, None), "a key of the code beside the weights, which is not run")
+    for key in ("full_attn_mod", "interpolate_factor")
+)
+
+
+def _scaling(model: ModelConfig) -> str:
+    return "none" if model.rotary_scaling is None else model.rotary_scaling.kind
+
+
+def _listed_width(model: ModelConfig) -> str:
+    """transformers wants as many divisors as a head of hidden / heads has pairs, whatever the head's width is."""
+    apart = head_dim(model) * model.num_attention_heads != model.hidden_size
+    return str(head_dim(model)) if apart and model.rotary_scaling is not None else SHARE
+
+
+_NEEDS = (
+    ModelRequirement("the kind of --rotary-scaling", _scaling, ("none", "longrope")),
+    ModelRequirement("--kv-channels beside --rotary-scaling", _listed_width, (SHARE,)),
 )
 
 
@@ -33,7 +57,7 @@ FAMILY = decoder(
     "Phi3ForCausalLM",
     (
         *sizes(32064, 3072, 8192, 32, 32, None, 4096, 1e-5),
-        *(one_of("activation", "silu", GATED, "hidden_act"), untied(False)),
+        *(head_dim_apart(), one_of("activation", "silu", GATED, "hidden_act"), untied(False)),
         rope(length=4096, partial=True, renamed={"su": "longrope", "yarn": "longrope"}),
         layers.layer_keys(32, ("sliding_window",), layers.everywhere(None), layers.of_window_alone),
     ),
@@ -42,7 +66,8 @@ FAMILY = decoder(
     eos=32000,
     further=_problems,
     # the folders bring the code with which older versions of transformers open them
-    demands=tuple(demand for demand in ANY if demand is not OWN_CODE),
+    demands=(*(demand for demand in ANY if demand is not OWN_CODE), *_OF_OWN_CODE),
+    needs=_NEEDS,
     windows=True,
     also="resid_pdrop embd_pdrop",
     written=lambda model: {"resid_pdrop": 0.0, "embd_pdrop": 0.0},

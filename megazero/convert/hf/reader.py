@@ -20,7 +20,8 @@ from megazero.checkpoint.window import TensorInfo
 from megazero.config.dtypes import PRECISION_OF, compute_dtype
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.config import CONFIG, GENERATION, family_of, named_dtype, read_config, read_json, run_of
-from megazero.convert.hf.files import LazyTensor, stored_tensors, unread_weights, weight_files
+from megazero.convert.hf.files import LazyTensor, listed_places, stored_tensors, unread_weights, weight_files
+from megazero.convert.hf.language_part import language_config, language_tensors, note_of_others
 from megazero.convert.hf.rearrange import FUSED, SEPARATE
 from megazero.convert.hf.rules import EMBEDDING, Names, Rule, their_shapes
 from megazero.convert.source import WEIGHT, ConversionError, Source, parameter_specs
@@ -46,11 +47,13 @@ class HfSource(Source):
 
     def __init__(self, path: Path, closing: ExitStack) -> None:
         where = path / CONFIG
-        config = read_json(where)
+        whole = read_json(where)
+        config = language_config(whole, where)
         model, self.family = read_config(config, where), family_of(config, where)
         named = config.get("transformers_weights")
-        self._stored = stored_tensors(path, closing, named)
-        self._rules, entries = _found(path, self.family.names, model, self._stored)
+        self._stored, others = language_tensors(whole, stored_tensors(path, closing, named))
+        places, _ = language_tensors(whole, listed_places(path, named))
+        self._rules, entries = _found(path, self.family.names, model, self._stored, places)
         dtype = reduce(torch.promote_types, {entry.columns[WEIGHT] for entry in entries.values()})
         companions = {name: path / name for name in COMPANIONS if (path / name).is_file()}
         super().__init__("hf", path, run_of(config, where, dtype), entries, companions=companions, closing=closing)
@@ -63,7 +66,9 @@ class HfSource(Source):
             self.report.notes.append(f"{', '.join(unread)} not read: transformers too takes the other weights")
         if (path / FURTHER_TEMPLATES).is_dir():
             self.report.notes.append(f"{FURTHER_TEMPLATES} is not taken along: a checkpoint has one chat template")
-        self._report(config.get("architectures"), named_dtype(config), self.family.notes(config))
+        self.report.unused |= dict.fromkeys(others, "no part of the language model")
+        notes = [*note_of_others(whole, others), *self.family.notes(config)]
+        self._report(config.get("architectures"), named_dtype(config), notes)
 
     def _name_tokenizer(self) -> None:
         found = tokenizer_files(self)
@@ -126,9 +131,9 @@ class HfSource(Source):
 
 
 def _found(
-    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, LazyTensor]
+    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, LazyTensor], places: Mapping[str, str]
 ) -> tuple[dict[str, Rule], dict[str, TensorInfo]]:
-    """Each rule with the keys as the files have them, and the entries.
+    """Each rule with the keys as the files have them, and the entries. places: of `files.listed_places`.
 
     Raises one ConversionError with every key that is missing or has another shape.
     """
@@ -136,7 +141,7 @@ def _found(
     for name, spec in parameter_specs(model).items():
         rule = _as_stored(names.rule(name), names, model, stored)
         shapes = their_shapes(rule, model, spec.shape)
-        wrong = list(_misfits(rule, shapes, stored))
+        wrong = list(_misfits(rule, shapes, stored, places))
         if wrong:
             problems += wrong
             continue
@@ -163,10 +168,13 @@ def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str
     return replace(rule, theirs=keys)
 
 
-def _misfits(rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, LazyTensor]) -> Iterator[str]:
+def _misfits(
+    rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, LazyTensor], places: Mapping[str, str]
+) -> Iterator[str]:
     for key, shape in zip(rule.theirs, shapes, strict=True):
         if key not in stored:
-            yield f"{key} {list(shape)} is missing ({rule.ours})"
+            listed = f", though {places[key]}" if key in places else ""
+            yield f"{key} {list(shape)} is missing ({rule.ours}){listed}"
         elif stored[key].shape != shape:
             yield f"{key} is {list(stored[key].shape)}, not {list(shape)} ({rule.ours})"
         elif stored[key].dtype not in PRECISION_OF:

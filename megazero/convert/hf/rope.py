@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megazero.config.rotary import KINDS, ORIGINAL, RotaryScaling, RotarySettings
+from megazero.config.layers.kinds import ROTARY, rotary_sets
+from megazero.config.rotary import KINDS, OF_MODEL, ORIGINAL, RotaryScaling, RotarySettings
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf.tables import Config, ConfigKey
 from megazero.system.reading import shown
@@ -60,7 +61,7 @@ def _scaling(kind: str, values: dict[str, Any], trained: Any) -> RotaryScaling |
     if ORIGINAL in KINDS[kind].keys:
         values.setdefault(ORIGINAL, trained)
     if kind == "longrope" and "factor" not in values and trained:
-        values["factor"] = trained / values[ORIGINAL]
+        values["factor"] = _growth(values[ORIGINAL], trained)
     for key, value in values.items():
         if not isinstance(value, bool | int | float | list) or (
             isinstance(value, list) and not all(type(number) in (int, float) for number in value)
@@ -69,6 +70,17 @@ def _scaling(kind: str, values: dict[str, Any], trained: Any) -> RotaryScaling |
     return RotaryScaling(
         kind, tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in values.items())
     )
+
+
+def _growth(original: Any, trained: Any) -> Any:
+    """How many times as long the context is as that of the first training."""
+    numbers = all(type(length) in (int, float) for length in (original, trained))
+    if not numbers or not 0 < original <= trained:
+        raise ValueError(
+            f"{ORIGINAL} {shown(original)} is no number from 1 to max_position_embeddings, which is {shown(trained)}: "
+            "longrope lengthens the context of a first training"
+        )
+    return trained / original
 
 
 def parameters(settings: RotarySettings, share: float = 1.0) -> dict[str, Any]:
@@ -144,17 +156,12 @@ class RopeKeys(ConfigKey):
 
 def settings_of_model(model: ModelConfig) -> RotarySettings:
     """The rotary settings of the model's own fields."""
-    return RotarySettings(model.rotary_base, model.rotary_share, model.rotary_interleaved, model.rotary_scaling)
+    return rotary_sets(model)[ROTARY]
 
 
 def fields_of(settings: RotarySettings) -> dict[str, Any]:
     """The fields of these settings, which take halves of a head as pairs."""
-    return {
-        "rotary_base": settings.base,
-        "rotary_share": settings.share,
-        "rotary_interleaved": settings.interleaved,
-        "rotary_scaling": settings.scaling,
-    }
+    return {field: getattr(settings, name) for field, name in OF_MODEL.items()}
 
 
 def rope(theta: float = 10000.0, **more: Any) -> RopeKeys:

@@ -26,6 +26,7 @@ from megazero.convert.hf.config import (
     write_json,
 )
 from megazero.convert.hf.files import INDEX, SINGLE
+from megazero.convert.hf.language_part import language_config
 from megazero.convert.hf.rules import Names, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
@@ -50,7 +51,7 @@ def write_hf(
         raise ConversionError(f"{missing}, which is not there; --without-tokenizer writes the model alone")
     dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
     kept = copyable(source.companions, source.report.notes.append)
-    original = read_json(kept[CONFIG]) if CONFIG in kept else None
+    original = language_config(read_json(kept[CONFIG]), kept[CONFIG]) if CONFIG in kept else None
     family = family_for(source.model, None if original is None else original.get("model_type"))
     lost = [problem for need in family.unsaid for problem in need.problems(source.model)]
     source.report.notes += [f"{CONFIG} of a {family.model_type} model has no key for it: {problem}" for problem in lost]

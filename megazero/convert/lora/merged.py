@@ -47,7 +47,10 @@ class AdaptedSource(Source):
         return self.base.separates_qkv
 
     def read(self, name: str, column: str = WEIGHT) -> Tensor:
-        weight = self.base.read(name, column)
+        return self.with_adapters(name, self.base.read(name, column))
+
+    def with_adapters(self, name: str, weight: Tensor) -> Tensor:
+        """The base model's weight of that name with its adapters added, in the weight's dtype."""
         if name not in self._adapted:
             return weight
         layer = name.removesuffix("weight")
@@ -58,6 +61,24 @@ class AdaptedSource(Source):
             raise ConversionError(
                 f"{self.base.path} with the adapters of {self.path}: {error.nearest('a base in')}"
             ) from error
+
+
+class Unrounded(Source):
+    """The model of an `AdaptedSource` whose sums are not rounded to 16 bits. PEFT multiplies a weight and its adapters
+    apart, so that it has no such sums either.
+    """
+
+    def __init__(self, both: AdaptedSource) -> None:
+        entries = {
+            name: TensorInfo(entry.shape, {WEIGHT: torch.promote_types(entry.columns[WEIGHT], torch.float32)})
+            for name, entry in both.entries.items()
+        }
+        super().__init__(both.format, both.path, both.run, entries, both.position, both.companions, both.report)
+        self._both = both
+
+    def read(self, name: str, column: str = WEIGHT) -> Tensor:
+        weight = self._both.base.read(name, column)
+        return self._both.with_adapters(name, weight.to(self.entries[name].columns[WEIGHT]))
 
 
 class AdaptersAlone(Source):
