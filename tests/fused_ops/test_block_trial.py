@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fused_ops import linear, products, registry
-from fused_ops.attention import kernel, trial
+from fused_ops.attention import causal_attention, kernel, trial
+from fused_ops.attention.reach import Reach
 from fused_ops.attention.selection import Body, choose
 from fused_ops.attention.trial import AttentionWorkload
 from fused_ops.linear import add_weight_gradient
@@ -24,6 +25,7 @@ from megazero.cli.doctor import examine
 from tests.fused_ops.levels import drawn
 from tests.fused_ops.processors import PROCESSORS, kernels_of, on_processor
 from tests.fused_ops.test_attention import Case
+from tests.fused_ops.test_attention_reach import check, inputs
 
 pytestmark = pytest.mark.slow  # a library is compiled for them all
 NONE, PAIRS, ROWS = range(3)
@@ -69,6 +71,8 @@ def test_the_ops_are_right_on_each_processor(
     on_processor(processor, tmp_path, monkeypatch)
     for s, d, run in ((5, 8, 0), (150, 40, 0), (200, 33, 70)):
         Case(s, 2, 1, 2, d, dtype, run=run).check()
+    mixed, options = inputs(600, 1, (1, 2, 33), sloped=True, run=300)
+    check(causal_attention, mixed.to(dtype), (1, 2, 33), **options, reach=Reach(170))
     grad, x = drawn(131, 70, seed=1, dtype=dtype)[:, 1:38], drawn(131, 47, seed=2, dtype=dtype)[:, :45]
     exact, size = grad.double().t() @ x.double(), grad.double().abs().t() @ x.double().abs()
     into = torch.full((37, 45), torch.nan)
