@@ -16,7 +16,7 @@ OURS = (
     "has not answered for ",
     " was ended by ",
     "the swap files of ",
-    "of memory at ",
+    "; nearest: ",
     "could not be written: ",
     "  skipped",
     "nothing was learned",
