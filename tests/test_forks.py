@@ -12,8 +12,8 @@ import torch
 from tests.forks import fork
 
 TESTS = Path(__file__).parent
-FORK_THEMSELVES = {"forks.py", "test_forks.py", "nursery.py", "e2e/halting.py"}
-"""`fork` itself and its test; a process that never computes; one that sets the threads of its children later."""
+FORK_THEMSELVES = {"forks.py", "test_forks.py", "nursery.py", "cli/chat_process.py", "e2e/halting.py"}
+"""`fork` itself and its test; two processes that never compute; one that sets the threads of its children later."""
 
 
 def test_a_child_computes_after_its_parent_has_computed_in_parallel() -> None:
