@@ -17,7 +17,7 @@ from fused_ops.rotary_frequencies import rotary_frequencies
 from megazero.config.derive import head_dim, max_positions
 from megazero.config.rotary import RotaryScaling
 from megazero.config.schema import ModelConfig
-from megazero.convert.hf.rope import settings_of_model
+from megazero.convert.hf.rope import scaled_by, settings_of_model
 from megazero.convert.hf.tables import ModelRequirement
 
 _RAMP = MappingProxyType({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": 1.0})
@@ -27,13 +27,9 @@ _RAMP = MappingProxyType({"beta_fast": 32.0, "beta_slow": 1.0, "truncate": 1.0})
 def scalings(*kinds: str) -> tuple[ModelRequirement, ...]:
     """Requirements of an architecture whose positions may be scaled in these ways."""
     return (
-        ModelRequirement("the kind of --rotary-scaling", _kind, ("none", *kinds)),
+        scaled_by(*kinds),
         ModelRequirement("the ramp of --rotary-scaling yarn", _ramp, (_words(_RAMP),)),
     )
-
-
-def _kind(model: ModelConfig) -> str:
-    return "none" if model.rotary_scaling is None else model.rotary_scaling.kind
 
 
 def _ramp(model: ModelConfig) -> str:

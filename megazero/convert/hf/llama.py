@@ -7,6 +7,7 @@ All have rotary positions, RMSNorm, a gated feed-forward layer and grouped queri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from megazero.config.schema import ModelConfig
 from megazero.convert.hf import layer_keys as layers
 from megazero.convert.hf.rope import RopeKeys, rope, two_minds
 from megazero.convert.hf.rules import EMBEDDING, HEAD, Names, Rule, pair, separate
-from megazero.convert.hf.shared import ANY, NO_EMBEDDING_NORM, nominal_length
+from megazero.convert.hf.shared import ANY, NO_EMBEDDING_NORM, SHARE, head_width, nominal_length
 from megazero.convert.hf.shared import windows as without_windows
 from megazero.convert.hf.tables import (
     Config,
@@ -112,18 +113,11 @@ def own_head_dim(default: int | None = None) -> ConfigKey:
     return plain("kv_channels", default, "head_dim", value=head_dim)
 
 
-class _HeadDimApart(ConfigKey):
-    """head_dim where it is not hidden / heads. Older versions of transformers do not know the key in these families."""
-
-    def entries(self, model: ModelConfig) -> dict[str, Any]:
-        divided = head_dim(model) * model.num_attention_heads == model.hidden_size
-        return {} if divided else super().entries(model)
-
-
 def head_dim_apart() -> ConfigKey:
-    """head_dim of families whose configuration has no such key in transformers, but whose attention reads it."""
-    common = own_head_dim()
-    return _HeadDimApart(common.keys, common.default, common.fields, common.value)
+    """head_dim of families whose configuration has no such key in transformers, but whose attention reads it. Older
+    versions do not know the key there.
+    """
+    return replace(own_head_dim(), needed=lambda model: head_width(model) != SHARE)
 
 
 def untied(tied: bool) -> ConfigKey:

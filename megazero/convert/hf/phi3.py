@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megazero.config.derive import head_dim
 from megazero.config.schema import ModelConfig
 from megazero.convert.hf import layer_keys as layers
 from megazero.convert.hf.llama import BEFORE, GATED, decoder, decoder_names, head_dim_apart, sizes, untied
 from megazero.convert.hf.rearrange import FIRST_HALF, FUSED, SECOND_HALF
-from megazero.convert.hf.rope import rope, two_minds
+from megazero.convert.hf.rope import rope, scaled_by, two_minds
 from megazero.convert.hf.rules import Rule
-from megazero.convert.hf.shared import ANY, OWN_CODE, SHARE
+from megazero.convert.hf.shared import ANY, OWN_CODE, SHARE, head_width
 from megazero.convert.hf.tables import Config, ModelRequirement, SupportedValues, one_of
 
 _GATE, _UP = "blocks.{i}.mlp.gate.weight", "blocks.{i}.mlp.up.weight"
@@ -29,18 +28,13 @@ _OF_OWN_CODE = tuple(
 )
 
 
-def _scaling(model: ModelConfig) -> str:
-    return "none" if model.rotary_scaling is None else model.rotary_scaling.kind
-
-
-def _listed_width(model: ModelConfig) -> str:
+def _listed_width(model: ModelConfig) -> int | str:
     """transformers wants as many divisors as a head of hidden / heads has pairs, whatever the head's width is."""
-    apart = head_dim(model) * model.num_attention_heads != model.hidden_size
-    return str(head_dim(model)) if apart and model.rotary_scaling is not None else SHARE
+    return SHARE if model.rotary_scaling is None else head_width(model)
 
 
 _NEEDS = (
-    ModelRequirement("the kind of --rotary-scaling", _scaling, ("none", "longrope")),
+    scaled_by("longrope"),
     ModelRequirement("--kv-channels beside --rotary-scaling", _listed_width, (SHARE,)),
 )
 

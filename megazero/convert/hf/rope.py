@@ -12,7 +12,7 @@ from typing import Any
 from megazero.config.layers.kinds import ROTARY, rotary_sets
 from megazero.config.rotary import KINDS, OF_MODEL, ORIGINAL, RotaryScaling, RotarySettings
 from megazero.config.schema import ModelConfig
-from megazero.convert.hf.tables import Config, ConfigKey
+from megazero.convert.hf.tables import Config, ConfigKey, ModelRequirement
 from megazero.system.reading import shown
 
 PLAIN = "default"
@@ -157,6 +157,15 @@ class RopeKeys(ConfigKey):
 def settings_of_model(model: ModelConfig) -> RotarySettings:
     """The rotary settings of the model's own fields."""
     return rotary_sets(model)[ROTARY]
+
+
+def scaled_by(*kinds: str) -> ModelRequirement:
+    """Positions that are not scaled, or that are in one of these ways."""
+    return ModelRequirement("the kind of --rotary-scaling", _kind, ("none", *kinds))
+
+
+def _kind(model: ModelConfig) -> str:
+    return "none" if model.rotary_scaling is None else model.rotary_scaling.kind
 
 
 def fields_of(settings: RotarySettings) -> dict[str, Any]:

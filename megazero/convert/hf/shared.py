@@ -21,7 +21,8 @@ def _groups(model: ModelConfig) -> int | str:
     return EACH if query_groups(model) == model.num_attention_heads else query_groups(model)
 
 
-def _head_dim(model: ModelConfig) -> int | str:
+def head_width(model: ModelConfig) -> int | str:
+    """The width of a head, in words where it follows from the other sizes."""
     return SHARE if head_dim(model) * model.num_attention_heads == model.hidden_size else head_dim(model)
 
 
@@ -35,7 +36,7 @@ def biases(model: ModelConfig) -> str:
 LAYERNORM = (
     ModelRequirement("--norm", lambda model: model.norm, ("layernorm",)),
     ModelRequirement("--num-query-groups", _groups, (EACH,)),
-    ModelRequirement("--kv-channels", _head_dim, (SHARE,)),
+    ModelRequirement("--kv-channels", head_width, (SHARE,)),
 )
 NO_EMBEDDING_NORM = ModelRequirement(
     "LayerNorm after the embedding (--embedding-layernorm)", lambda model: model.embedding_layernorm, (False,)

@@ -24,6 +24,7 @@ class ConfigKey:
     value    ModelConfig -> value of the key
     nominal  the value is no bound: a model that was trained on shorter samples keeps the larger value
     null     whether null means something else than an absent key: none, and not the default
+    needed   whether the key is written for a model
     """
 
     keys: tuple[str, ...]
@@ -32,10 +33,11 @@ class ConfigKey:
     value: Callable[[ModelConfig], Any]
     nominal: bool = False
     null: bool = False
+    needed: Callable[[ModelConfig], bool] = lambda model: True
 
     def entries(self, model: ModelConfig) -> dict[str, Any]:
         """The key and value to write."""
-        return {self.keys[0]: self.value(model)}
+        return {self.keys[0]: self.value(model)} if self.needed(model) else {}
 
     def read(self, config: Config) -> Any:
         """The value in a config.json. Raises ValueError where it is there under two names with different values."""
