@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 
 import torch
@@ -38,6 +38,8 @@ _BUFFERS = (
     (re.compile(r"rotary_emb\.inv_freq$"), "rotary angles, which follow from rope_theta"),
 )
 _STRANGE = "the model that config.json describes has no such tensor"
+Places = Callable[[], Mapping[str, str]]
+"""Key -> where the index says that it is, of `files.listed_places`."""
 _SHOWN = 20
 _ROWS = 1 << 14
 
@@ -52,7 +54,7 @@ class HfSource(Source):
         model, self.family = read_config(config, where), family_of(config, where)
         named = config.get("transformers_weights")
         self._stored, others = language_tensors(whole, stored_tensors(path, closing, named))
-        places, _ = language_tensors(whole, listed_places(path, named))
+        places = cache(lambda: language_tensors(whole, listed_places(path, named))[0])  # for an error alone
         self._rules, entries = _found(path, self.family.names, model, self._stored, places)
         dtype = reduce(torch.promote_types, {entry.columns[WEIGHT] for entry in entries.values()})
         companions = {name: path / name for name in COMPANIONS if (path / name).is_file()}
@@ -131,9 +133,9 @@ class HfSource(Source):
 
 
 def _found(
-    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, LazyTensor], places: Mapping[str, str]
+    path: Path, names: Names, model: ModelConfig, stored: Mapping[str, LazyTensor], places: Places
 ) -> tuple[dict[str, Rule], dict[str, TensorInfo]]:
-    """Each rule with the keys as the files have them, and the entries. places: of `files.listed_places`.
+    """Each rule with the keys as the files have them, and the entries. places: what `files.listed_places` finds.
 
     Raises one ConversionError with every key that is missing or has another shape.
     """
@@ -169,11 +171,11 @@ def _as_stored(rule: Rule, names: Names, model: ModelConfig, stored: Mapping[str
 
 
 def _misfits(
-    rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, LazyTensor], places: Mapping[str, str]
+    rule: Rule, shapes: list[tuple[int, ...]], stored: Mapping[str, LazyTensor], places: Places
 ) -> Iterator[str]:
     for key, shape in zip(rule.theirs, shapes, strict=True):
         if key not in stored:
-            listed = f", though {places[key]}" if key in places else ""
+            listed = f", though {places()[key]}" if key in places() else ""
             yield f"{key} {list(shape)} is missing ({rule.ours}){listed}"
         elif stored[key].shape != shape:
             yield f"{key} is {list(stored[key].shape)}, not {list(shape)} ({rule.ours})"
