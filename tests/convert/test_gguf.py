@@ -310,6 +310,15 @@ def test_a_model_that_was_tuned_on_shorter_samples_keeps_its_context(
     assert value(written(source, tmp_path / "out"), "llama.context_length") == context
 
 
+def test_the_language_model_of_pictures_and_text_keeps_its_context(tmp_path: Path) -> None:
+    was = replace(GEMMA3, seq_length=40, max_position_embeddings=None)
+    text = new_config(family_for(was, "gemma3_text"), made(was).run, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    source = made(replace(was, seq_length=16))
+    source.companions = {"config.json": tmp_path / "config.json"}
+    assert value(written(source, tmp_path / "out"), "gemma3.context_length") == 40
+
+
 LLAMA3 = "llama3 factor=8 low_freq_factor=1 high_freq_factor=4 original_max_position_embeddings=64"
 YARN = "yarn factor=4 original_max_position_embeddings=10"
 DYNAMIC = "dynamic factor=2 original_max_position_embeddings=20"

@@ -22,7 +22,7 @@ from megazero.convert.formats import Advance, TargetOptions
 from megazero.convert.gguf.architectures import ARCHITECTURES, COMMON, Architecture
 from megazero.convert.gguf.rope import divisors, scaling_metadata
 from megazero.convert.gguf.vocabulary import usage_in, vocabulary_in
-from megazero.convert.hf.config import CONFIG, family_for, read_config, read_json
+from megazero.convert.hf.config import CONFIG, family_for, original_config, read_config
 from megazero.convert.hf.rules import Names, Rule, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
@@ -102,9 +102,9 @@ def _family_and_reach(source: Source) -> tuple[Family, Source]:
     samples: config.json of --to hf has that context, too. A shorter one stays where only then no window hides anything.
     """
     kept = copyable(source.companions, source.report.notes.append)
-    original = read_json(kept[CONFIG]) if CONFIG in kept else {}
-    family, model = family_for(source.model, original.get("model_type")), source.model
-    if original.get("model_type") != family.model_type or model.position_embedding == "learned":
+    original, model = original_config(kept), source.model
+    family = family_for(model, None if original is None else original.get("model_type"))
+    if original is None or original.get("model_type") != family.model_type or model.position_embedding == "learned":
         return family, source
     before, known = max_positions(read_config(original, kept[CONFIG])), ARCHITECTURES.get(family.model_type)
     if known is None or before <= max_positions(model):

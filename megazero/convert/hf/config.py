@@ -19,7 +19,8 @@ from megazero.config.schema import DataConfig, ModelConfig, Run
 from megazero.config.validate import out_of_range
 from megazero.convert.hf.families import family_called, known_families
 from megazero.convert.hf.known_keys import strange_keys
-from megazero.convert.hf.language_part import PICTURES_AND_TEXT
+from megazero.convert.hf.language_part import PICTURES_AND_TEXT, language_config
+from megazero.convert.hf.shared import SHARE, head_width
 from megazero.convert.hf.tables import Config, Family
 from megazero.convert.layout import layout_problems
 from megazero.convert.source import ConversionError
@@ -80,7 +81,7 @@ def read_config(config: Config, where: Path) -> ModelConfig:
 
 def _tidied(model: ModelConfig) -> ModelConfig:
     """The model without settings that say what would be derived anyway."""
-    if model.kv_channels is not None and model.kv_channels * model.num_attention_heads == model.hidden_size:
+    if head_width(model) == SHARE:
         model = replace(model, kv_channels=None)
     without_scale = replace(model, attention_scale=None)
     if math.isclose(attention_scale(model), attention_scale(without_scale), rel_tol=1e-15):
@@ -135,6 +136,14 @@ def generation_file(companions: Mapping[str, Path]) -> tuple[str, dict[str, Any]
     """
     file = next((name for name in (GENERATION, CONFIG) if name in companions), GENERATION)
     return file, read_json(companions[file]) if file in companions else {}
+
+
+def original_config(companions: Mapping[str, Path]) -> dict[str, Any] | None:
+    """The config.json that a model came with, that of the language model alone; None where there was none.
+
+    companions: its files by name. Raises ConversionError for a file that is no JSON.
+    """
+    return language_config(read_json(companions[CONFIG]), companions[CONFIG]) if CONFIG in companions else None
 
 
 def named_dtype(config: Config) -> str | None:

@@ -22,11 +22,11 @@ from megazero.convert.hf.config import (
     generation_config,
     kept_config,
     new_config,
+    original_config,
     read_json,
     write_json,
 )
 from megazero.convert.hf.files import INDEX, SINGLE
-from megazero.convert.hf.language_part import language_config
 from megazero.convert.hf.rules import Names, their_shapes
 from megazero.convert.hf.tables import Family
 from megazero.convert.hf.tokenizer_files import write_tokenizer
@@ -51,7 +51,7 @@ def write_hf(
         raise ConversionError(f"{missing}, which is not there; --without-tokenizer writes the model alone")
     dtype = options.dtype or compute_dtype(source.run.optimizer.precision)
     kept = copyable(source.companions, source.report.notes.append)
-    original = language_config(read_json(kept[CONFIG]), kept[CONFIG]) if CONFIG in kept else None
+    original = original_config(kept)
     family = family_for(source.model, None if original is None else original.get("model_type"))
     lost = [problem for need in family.unsaid for problem in need.problems(source.model)]
     source.report.notes += [f"{CONFIG} of a {family.model_type} model has no key for it: {problem}" for problem in lost]
