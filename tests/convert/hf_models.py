@@ -192,11 +192,16 @@ def random_model(case: Case, dtype: torch.dtype = torch.float32) -> Any:
 
     assert torch.get_default_dtype() == torch.float32, "another default draws other numbers"
     model = transformers.AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager")
+    spread(model)
+    return model.to(dtype).eval()
+
+
+def spread(model: Any) -> None:
+    """Give every parameter random values; a vector's stay near what they are."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter if parameter.dim() == 1 else 0.0) + 0.2 * bell(parameter.shape, generator))
-    return model.to(dtype).eval()
 
 
 def saved(case: Case, folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Path:

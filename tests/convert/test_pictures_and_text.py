@@ -23,10 +23,9 @@ from megazero.convert.registry import format_table, open_source
 from megazero.convert.source import ConversionError
 from megazero.data.progress import silent
 from megazero.mpu.grid import single_process_grid
-from tests.convert.hf_models import CASES, prompts
+from tests.convert.hf_models import CASES, prompts, spread
 from tests.convert.hf_ranks import answer
 from tests.convert.test_hf_round_trip import opened_by_transformers
-from tests.numbers import bell
 from tests.parity.float64 import in_float64
 
 WHERE = Path("there/config.json")
@@ -44,10 +43,7 @@ def whole_model() -> Any:
     text = {**CASES["gemma 3"].config, "model_type": "gemma3_text"}
     config = transformers.AutoConfig.for_model("gemma3", text_config=text, eos_token_id=[7, 9], **PICTURES)
     model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter if parameter.dim() == 1 else 0.0) + 0.2 * bell(parameter.shape, generator))
+    spread(model)
     return model
 
 
