@@ -70,14 +70,14 @@ class OpenRun:
     def splits(self) -> list[Split]:
         """The splits of the ranks: tp within a node, stages that each have a layer."""
         gpus, units = self.cluster.gpus, self.run.model.num_layers + 2
-        found = []
+        splits = list[Split]()
         for tp in self.values("tp", _divisors(gpus, min(self.cluster.nodes_of, gpus))):
             if gpus % tp or not self._divides({"tp": tp}):
                 continue
             for pp in self.values("pp", _divisors(gpus // tp, units)):
                 if gpus % (tp * pp) == 0:
-                    found.append(Split(tp, pp, gpus // (tp * pp)))
-        return found
+                    splits.append(Split(tp, pp, gpus // (tp * pp)))
+        return splits
 
     def batches(self, split: Split) -> tuple[int, ...]:
         """Micro-batch sizes that divide a replica's share of the global batch."""

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megazero.config.derive import gathers_parameters
+from megazero.config.derive import gathers_parameters, micro_batch_order
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.budgets import shortened
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster, Device
 from megazero.plan.cluster.least_memory import equal_stages
@@ -29,6 +28,8 @@ from megazero.program.times import ChunkTimes
 
 SPLIT = frozenset({"zb-h1", "zb-v"})
 """Schedules that compute the backward of the weights apart, so that nothing of other stages has to follow it."""
+FILLINGS = 3
+"""So often the micro-batches of a short step fill the pipeline, at least."""
 STEPS_OF_LATE = 3
 """Steps that are simulated where one leaves updates to the next."""
 
@@ -99,8 +100,16 @@ class ClusterStep:
 
     @cached_property
     def _lists(self) -> StageLists:
-        """With as many micro-batches as the memory of a step depends on."""
-        return StageLists(shortened(self.run, self.axes), self.axes, nccl=self._nccl)
+        """Of a short step: its micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds
+        more of them in the whole step.
+        """
+        return self._lists_of(self._few)
+
+    def _lists_of(self, micro_batches: int) -> StageLists:
+        schedule = self.run.schedule
+        batch = micro_batches * schedule.micro_batch_size * self.axes.dp
+        run = replace(self.run, schedule=replace(schedule, global_batch_size=batch))
+        return StageLists(run, self.axes, nccl=self._nccl)
 
     @property
     def _nccl(self) -> bool:
@@ -174,20 +183,44 @@ class ClusterStep:
         computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
         return max(computed, least_messages(self.run, self.axes, self.times))
 
+    @property
+    def _repeated(self) -> int:
+        """How often the last filling of the pipeline in a short step is repeated in the whole step."""
+        if micro_batch_order(self.run) == "vertical":  # all micro-batches pass a unit together
+            return 0
+        return max(0, self.micro_batches // self.axes.pp - FILLINGS)
+
+    @property
+    def _few(self) -> int:
+        """Micro-batches of a short step."""
+        return self.micro_batches - self._repeated * self.axes.pp
+
     @cached_property
     def simulated(self) -> SimulationReport:
         """All stages through their whole lists."""
-        lists = StageLists(self.run, self.axes, nccl=self._nccl)
+        return self._simulated(self._lists_of(self.micro_batches))
+
+    def _simulated(self, lists: StageLists) -> SimulationReport:
         stages = [lists.of(stage) for stage in range(self.axes.pp)]
         border = stages[0].border
         steps = STEPS_OF_LATE if border.leaves else 1
         shapes = [stage.shape for stage in stages]
         return simulate([stage.instructions for stage in stages], self.times, shapes, border=border, steps=steps)
 
-    @property
+    @cached_property
+    def short(self) -> SimulationReport:
+        """The simulation of a short step, or of the whole one if it has no more micro-batches."""
+        return self._simulated(self._lists)
+
+    @cached_property
     def seconds(self) -> float:
-        """The time of a step that follows another."""
-        return self.simulated.step
+        """The time of a step that follows another. Between its first and its last micro-batches a step repeats itself
+        with each filling of the pipeline, so that two short steps say how long the whole one takes.
+        """
+        if not self._repeated:
+            return self.short.step
+        once = self.short.step - self._simulated(self._lists_of(self._few - self.axes.pp)).step
+        return self.short.step + self._repeated * once
 
     @property
     def model_flops(self) -> float:

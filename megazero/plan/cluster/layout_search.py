@@ -23,9 +23,12 @@ from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.least_memory import least_activations, least_states, state_width
+from megazero.plan.placement import EQUAL
 from megazero.system.collector import without_collections
 
 WANTED = 10
+SLOW = 1.5
+"""Times the fastest step: what takes longer is not shown."""
 
 
 class Candidate(NamedTuple):
@@ -38,7 +41,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass
-class Found:
+class BestLayouts:
     """The result of a search.
 
     steps      the fastest step of each split that fits, the fastest first
@@ -66,7 +69,7 @@ class LayoutSearch:
     simulated: int = 0
     least: tuple[float, ClusterStep | None] = (inf, None)
 
-    def run(self) -> Found:
+    def run(self) -> BestLayouts:
         """The walk. Communicates nothing; the result depends on the run and the cluster alone."""
         looked_at = 0
         with without_collections():
@@ -80,13 +83,22 @@ class LayoutSearch:
                 if self.best:
                     break
         steps = sorted(self.best.values(), key=lambda step: step.seconds)[: self.wanted]
-        return Found(steps, None if steps else self.least[1], looked_at, self.left_out, self.simulated)
+        return BestLayouts(steps, None if steps else self.least[1], looked_at, self.left_out, self.simulated)
 
     @property
     def _worst(self) -> float:
-        """The seconds that a layout of a new split has to stay below."""
+        """The seconds that a layout of a new split has to stay below: those of the last that is wanted, and not so many
+        that nobody would take it.
+        """
         seconds = sorted(step.seconds for step in self.best.values())
-        return seconds[self.wanted - 1] if len(seconds) >= self.wanted else inf
+        last = seconds[self.wanted - 1] if len(seconds) >= self.wanted else inf
+        return min(last, SLOW * seconds[0]) if seconds else inf
+
+    def _limit(self, split: Split) -> float:
+        """The seconds that another layout of a split has to stay below. No prediction is so good that of two which are
+        equal to a thousandth one were faster.
+        """
+        return min(self._worst, (1 - EQUAL) * self.best[split].seconds if split in self.best else inf)
 
     def _candidates(self) -> list[Candidate]:
         candidates = list[Candidate]()
@@ -130,17 +142,24 @@ class LayoutSearch:
             self._look_at(step, candidate.split, max(map(sum, of_stages)))
 
     def _look_at(self, step: ClusterStep, split: Split, least_tensors: int) -> None:
-        limit = min(self._worst, self.best[split].seconds if split in self.best else inf)
+        limit = self._limit(split)
         if step.least_seconds >= limit:
             self.left_out["slower by the work of its stages"] += 1
-        elif least_tensors > self.asked.room or not step.fits:
-            self.left_out["does not fit"] += 1
-            if least_tensors < self.least[0]:
-                self.least = least_tensors, step
+        elif least_tensors > self.asked.room:
+            self._misfits(step, least_tensors)
         else:
             self.simulated += 1
-            if step.seconds < limit:
+            if step.seconds >= limit:  # asked before the memory, which takes longer
+                self.left_out["slower in the simulation"] += 1
+            elif not step.fits:
+                self._misfits(step, step.tensors)
+            else:
                 self.best[split] = step
+
+    def _misfits(self, step: ClusterStep, tensors: int) -> None:
+        self.left_out["does not fit"] += 1
+        if tensors < self.least[0]:
+            self.least = tensors, step
 
     def _has_room(self, split: Split, placement: Settings) -> bool:
         """Whether an even share of the model state has room on a device."""
