@@ -145,7 +145,7 @@ class LayoutSearch:
         limit = self._limit(split)
         if step.least_seconds >= limit:
             self.left_out["slower by the work of its stages"] += 1
-        elif least_tensors > self.asked.room:
+        elif least_tensors > self.asked.rooms.device:
             self._misfits(step, least_tensors)
         else:
             self.simulated += 1
@@ -162,7 +162,9 @@ class LayoutSearch:
             self.least = tensors, step
 
     def _has_room(self, split: Split, placement: Settings) -> bool:
-        """Whether an even share of the model state has room on a device."""
+        """Whether an even share of the model state has room on a device and in host memory."""
         run = self.asked.with_settings(placement)
         share = parameters(run.model) / (split.tp * split.pp)
-        return share * state_width(run, placement["zero_shard_size"], split.dp) <= self.asked.room
+        width = state_width(run, placement["zero_shard_size"], split.dp)
+        device, host = self.asked.rooms
+        return share * width.device <= device and share * width.away <= host
