@@ -142,14 +142,15 @@ class LayoutSearch:
             self._look_at(step, candidate.split, max(map(sum, of_stages)))
 
     def _look_at(self, step: ClusterStep, split: Split, least_tensors: int) -> None:
+        """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
         limit = self._limit(split)
-        if step.least_seconds >= limit:
-            self.left_out["slower by the work of its stages"] += 1
-        elif least_tensors > self.asked.rooms.device:
+        if least_tensors > self.asked.rooms.device:
             self._misfits(step, least_tensors)
+        elif step.least_seconds >= limit:
+            self.left_out["slower by the work of its stages"] += 1
         else:
             self.simulated += 1
-            if step.seconds >= limit:  # asked before the memory, which takes longer
+            if step.seconds >= limit:
                 self.left_out["slower in the simulation"] += 1
             elif not step.fits:
                 self._misfits(step, step.tensors)

@@ -21,6 +21,9 @@ from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
 
+SPLIT = frozenset({"zb-h1", "zb-v"})
+"""Schedules that compute the backward of the weights apart."""
+
 
 def least_states(run: Run, axes: Axes) -> list[int]:
     """By the first of equal stages, the bytes of its model state on the device, at least."""
@@ -57,9 +60,11 @@ def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage:
 
 def equal_stages(run: Run) -> dict[int, range]:
     """The first of each set of stages that hold equal layers, and the set. Others of it are reached later, and hold no
-    more micro-batches.
+    more micro-batches. Where a backward is split this does not hold, and each stage stands for itself.
     """
     of_model, first, last = layers(run.model), dict[object, int](), dict[object, int]()
+    if pipeline_schedule(run.parallel) in SPLIT:
+        return {stage: range(stage, stage + 1) for stage in range(run.parallel.pp)}
     for stage in range(run.parallel.pp):
         shape = tuple(
             (tuple(of_model[number] for number in spec.blocks), spec.has_embedding, spec.has_head)
