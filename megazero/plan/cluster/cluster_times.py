@@ -18,7 +18,7 @@ UPDATE = 28 / 4
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """What turns a run into seconds on a cluster, as `plan.placed_step.Rates`."""
+    """What turns a run into seconds on a cluster, as `plan.placed_step.TimeModel`."""
 
     cluster: Cluster
 
