@@ -44,7 +44,8 @@ class Product(NamedTuple):
 
     share  the part of it that is computed: attention's kernels leave out keys that no query sees
     dtype  of the factors, as torch names it
-    moved  bytes of factors and result; a result that is added to counts twice
+    read   bytes of the factors
+    made   bytes of the result; one that is added to counts twice
     """
 
     batch: int
@@ -53,7 +54,8 @@ class Product(NamedTuple):
     depth: int
     share: float
     dtype: str
-    moved: int
+    read: int
+    made: int
 
     @property
     def flops(self) -> float:
@@ -168,14 +170,14 @@ class _Log:
 
     def attended(self, work: AttentionWork) -> None:
         dtype = _name_of(work.dtype)
-        self.products[Product(work.planes, work.length, work.length, work.size, work.seen, dtype, 0)] += work.products
+        self.products[Product(work.planes, work.length, work.length, work.size, work.seen, dtype, 0, 0)] += work.products
         self.kernel(work.moved)
 
     def multiplied(self, a: Tensor, b: Tensor, result: Tensor, *, adds: bool) -> None:
-        moved = a.nbytes + b.nbytes + result.nbytes * (1 + adds)
+        read, made = a.nbytes + b.nbytes, result.nbytes * (1 + adds)
         batch = a.shape[0] if a.dim() == 3 else 1
         rows, depth = a.shape[-2:]
-        self.products[Product(batch, rows, b.shape[-1], depth, 1.0, _name_of(a.dtype), moved)] += 1
+        self.products[Product(batch, rows, b.shape[-1], depth, 1.0, _name_of(a.dtype), read, made)] += 1
         self.kernels += 1
 
     def kernel(self, moved: int) -> None:

@@ -56,11 +56,13 @@ class ClusterRates:
         plan = activation_plan(run, kind)
         timer, table = UnitTimer(self.cluster, run, plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
-        lanes = self.lanes(axes)
+        lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
+        # a pass of a chunk in the middle has a message in front and one behind
+        blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
         return ChunkTimes(
-            tuple(sum(unit.forward for unit in chunk) for chunk in chunks),
-            tuple(sum(unit.backward for unit in chunk) for chunk in chunks),
-            self.message(axes, plan.hidden_bytes),
+            tuple(sum(unit.forward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
+            tuple(sum(unit.backward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
+            message - self.blocked(message),
             units=tuple(tuple(unit.forward + unit.backward for unit in chunk) for chunk in chunks),
             per_byte=lanes.per_byte,
             latency=lanes.latency,
@@ -71,6 +73,10 @@ class ClusterRates:
     def message(self, axes: Axes, nbytes: int) -> float:
         """Seconds of hidden states on their way to the next stage."""
         return self._messages.between_stages(axes.tp * axes.cp * axes.dp, nbytes) if axes.pp > 1 else 0.0
+
+    def blocked(self, message: float) -> float:
+        """Seconds of a message between stages in which neither of the two computes."""
+        return self._constants.blocking * message
 
     def lanes(self, axes: Axes) -> LaneTimes:
         """Those of messages on model state, and of copies to the host and back."""

@@ -70,6 +70,7 @@ class Constants:
     inside      share of `Device.inside` that collectives reach
     between     share of the links between nodes that messages reach
     strided     share of that which groups reach together that have several ranks on a node, but not neighbours
+    blocking    share of a message between stages in which neither of the two computes
     update      bytes that an update moves for each parameter
     """
 
@@ -83,6 +84,7 @@ class Constants:
     inside: float
     between: float
     strided: float
+    blocking: float
     update: float
 
 
@@ -120,12 +122,12 @@ class Kernels:
         A product of attention's kernels, which has no bytes of its own, is cut into tiles of one head's queries.
         """
         rate = self._rate(product.dtype) * self.constants.products
-        if product.share < 1 or not product.moved:
+        if not product.made:
             return product.flops / (rate * TILES[2].speed)
         seconds = tiled_flops(product, self.device.processors) / rate
         if product.columns % ALIGNED or product.depth % ALIGNED or product.rows % ALIGNED:
             seconds *= self.constants.misaligned
-        return max(seconds, self.moved(product.moved))
+        return max(seconds, self.moved(product.read)) + self.moved(product.made)
 
     def _rate(self, dtype: str) -> float:
         """Operations in a second; a precision that the device's entry does not name has that of fp32."""

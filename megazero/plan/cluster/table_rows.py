@@ -96,16 +96,18 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     samples = [int(said["samples"])] if "samples" in said else [each for each in SAMPLES if share % each == 0]
     nodes_of = int(said["nodes_of"]) if "nodes_of" in said else None
     links = said.get("interconnect") or _links(row)
-    return RowRun(tuple(flags), tuple(samples), _gpu(said.get("gpu", GPU)), gpus, nodes_of, links)
+    return RowRun(tuple(flags), tuple(samples), _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, links)
 
 
 def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
     return next((value for column in columns if (value := (row.get(column) or "").strip())), "")
 
 
-def _gpu(name: str) -> str:
+def _gpu(row: Mapping[str, str], name: str) -> str:
     """The key of a GPU in the file of hardware."""
     plain = name.lower()
+    if _cell(row, ("source",)).startswith("bigscience"):
+        return f"{plain}-nv4"
     return plain.removesuffix("-80gb") if plain.startswith("h100") else plain
 
 
@@ -140,8 +142,8 @@ def _layout(said: Mapping[str, str], tp: int, pp: int) -> list[str]:
         words += ["--partition", *[str(int(said["layers"]) // chunks)] * chunks]
     if again != "none":
         words += ["--attention", "softmax"]
-    import os
-    if os.environ.get("DROP"): words += ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    if again != "none" and not said.get("precision", "").startswith("bf16"):
+        words += ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     return words
 
 
