@@ -10,12 +10,9 @@ are of the simulated lists. Rows are read from the reference, which stays where 
 
 from __future__ import annotations
 
-import argparse
 import csv
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,7 +27,7 @@ from megazero.pipeline.measured import MeasuredCase
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster, known_hardware
-from megazero.plan.cluster.kernels import Constants, constants_of
+from megazero.plan.cluster.kernels import Constants
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.cluster.unit_times import UnitTimer, unit_seconds
 from megazero.plan.rank_state import has_nccl, micro_batches_of
@@ -94,8 +91,8 @@ def measured_rows(folder: Path, table: str) -> list[MeasuredRow]:
                 continue
             said = run_of_row(row)
             cluster = hardware.cluster(said.gpu, said.gpus, said.nodes_of, said.interconnect)
-            for samples in said.samples:
-                run = parse_run(said.words(samples), said.gpus, lambda path: ConfigSource(path, unread=True))
+            for words in said.choices:
+                run = parse_run(words, said.gpus, lambda path: ConfigSource(path, unread=True))
                 rows.append(MeasuredRow(table, row, run, axes_of(run, said.gpus), cluster, float(seconds)))
     return rows
 
@@ -203,7 +200,10 @@ def fitted(works: Sequence[RowWork], weights: Floats, start: Constants = START, 
         # residuals are weighted by 1/|residual|, so that the sum of squares is that of absolute values
         square = weights / np.maximum(np.abs(errors), 0.01)
         step = 1e-3 * (high - low)
-        columns = [(off(values + step * (index == np.arange(len(names)))) - errors) / step[index] for index in range(len(names))]
+        columns = [
+            (off(values + step * (index == np.arange(len(names)))) - errors) / step[index]
+            for index in range(len(names))
+        ]
         slope = np.stack(columns, 1) * (high - low)
         normal, side = slope.T @ (square[:, None] * slope), slope.T @ (square * errors)
         for _ in range(8):

@@ -1,5 +1,5 @@
-"""What attention's bodies of other libraries keep for their backward, and how much they multiply: a declaration, for the
-meta device.
+"""What attention's bodies of other libraries keep for their backward, and how much they multiply: a declaration, for
+the meta device.
 
 There no body of torch, of a package or of a compiler runs that is made for a card. b micro-batch, n heads, g key-value
 heads, s sequence, d head dim.

@@ -1,5 +1,5 @@
-"""A group whose other ranks are not there, for layers on the meta device: its collectives leave results as they are, and
-can be counted.
+"""A group whose other ranks are not there, for layers on the meta device: its collectives leave results as they are,
+and can be counted.
 """
 
 from __future__ import annotations

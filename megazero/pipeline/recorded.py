@@ -170,7 +170,9 @@ class _Log:
 
     def attended(self, work: AttentionWork) -> None:
         dtype = _name_of(work.dtype)
-        self.products[Product(work.planes, work.length, work.length, work.size, work.seen, dtype, 0, 0)] += work.products
+        self.products[Product(work.planes, work.length, work.length, work.size, work.seen, dtype, 0, 0)] += (
+            work.products
+        )
         self.kernel(work.moved)
 
     def multiplied(self, a: Tensor, b: Tensor, result: Tensor, *, adds: bool) -> None:

@@ -1,5 +1,5 @@
-"""The seconds that a device takes for recorded work: a roofline of products by shape and tiles, and of all other kernels
-by the bytes that they move; and the seconds that its host takes to launch them.
+"""The seconds that a device takes for recorded work: a roofline of products by shape and tiles, and of all other
+kernels by the bytes that they move; and the seconds that its host takes to launch them.
 
 A product is cut into tiles, and each processor computes one tile at a time, so the last wave of tiles may leave most
 processors idle. The tile is the one that takes the least time; a smaller one reads its factors more often and reaches
@@ -38,8 +38,8 @@ TILES = (
     Tile(128, 64, 0.75),
     Tile(64, 64, 0.55),
 )
-"""Tiles of CUTLASS's and cuBLAS's kernels. A tile of m x n reads m + n numbers for m n results, so what it reaches falls
-with its size; the speeds are those of CUTLASS's published profile of an A100, rounded.
+"""Tiles that cuBLAS and CUTLASS have. A tile of m x n reads m + n numbers for m n results, so what it reaches falls
+with its size. The speeds are assumed, and no part of the fit.
 """
 ALIGNED = 8
 """Elements of 16 bits that the wide loads of tensor cores read at once. A row of another length needs narrow ones."""
@@ -99,7 +99,7 @@ def constants_of(device: Device) -> Constants:
 
 @cache
 def tiled_flops(product: Product, processors: float) -> float:
-    """Operations of all waves of the best tile, as if idle processors computed, and at the speed of the largest tile."""
+    """Operations of all waves of the best tile, as if idle processors computed at the speed of the largest tile."""
 
     def flops(tile: Tile) -> float:
         tiles = math.ceil(product.rows / tile.rows) * math.ceil(product.columns / tile.columns) * product.batch
@@ -127,7 +127,7 @@ class Kernels:
         seconds = tiled_flops(product, self.device.processors) / rate
         if product.columns % ALIGNED or product.depth % ALIGNED or product.rows % ALIGNED:
             seconds *= self.constants.misaligned
-        return max(seconds, self.moved(product.read)) + self.moved(product.made)
+        return max(seconds, self.moved(product.read + product.made))
 
     def _rate(self, dtype: str) -> float:
         """Operations in a second; a precision that the device's entry does not name has that of fp32."""

@@ -3,14 +3,16 @@
 Tables name the same things differently, and leave out what their authors took for granted. `COLUMNS` has the names;
 `run_of_row` says what stands for a cell that is missing or empty:
 
-- precision fp16, a vocabulary of 50,257 (GPT-2's) and every block recomputed: of a table with none of these columns. A
-  table with a column of recompute means none by an empty cell;
-- attention as products and a softmax, whose scores are stored: where blocks are recomputed as a whole or in their
-  core, as in programs from before flash attention; else whatever the run chooses;
-- as many layers on every stage, the embedding and the head in addition, where that divides;
-- gradients reduced behind the last backward and in the precision of parameters, as one bucket: without ZeRO. bf16 that
-  is accumulated in fp32 is reduced in fp32;
-- a vocabulary padded to a multiple of 128 x tp, with tp 1 as it is: `--make-vocab-size-divisible-by`.
+- precision fp16, a vocabulary of 50,257 (GPT-2's) and every block recomputed: of a table without these columns;
+- attention as products and a softmax, whose scores are stored, and dropout of 0.1 in fp16, as in programs from before
+  flash attention: where blocks are recomputed as a whole or in their core. An empty cell in a column of recompute is a
+  program with flash attention, which computes nothing again; its virtual stages are open too;
+- as many layers in every model chunk, the embedding and the head in addition, where that divides;
+- gradients reduced behind the last backward, as one bucket, in the precision of parameters, without ZeRO; bf16 that is
+  accumulated in fp32 is reduced in fp32;
+- a vocabulary padded to a multiple of 128 x tp. vTrain's with tp 1 is not: there the measured head takes 2.7 times as
+  long for an operation as with tp 2 to 8, as products with an odd dimension do;
+- micro-batches of 1 to 16 samples.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 NEEDED = ("layers", "hidden", "heads", "length", "gpus", "batch")
 SAMPLES = (1, 2, 4, 8, 16)
 """Samples of a micro-batch that are tried where a row does not say it."""
+MOST_VIRTUAL = 8
+"""Virtual stages that are tried at most, where a row leaves them and recompute open."""
+DROPOUT = "0.1"
+"""Of hidden states and attention: Megatron-LM's default."""
 GPU = "a100-80gb"
 MEASURED_LINKS = "8xedr"
 """Between the nodes of vTrain's measurements: 8 x 100 Gbit/s (arXiv 2312.12391)."""
@@ -64,39 +70,39 @@ PADDED = 128
 class RowRun:
     """What a row says.
 
-    flags         of the run, without its micro-batch
-    samples       of the micro-batch; those to try, where the row does not say it
+    choices       the command lines of runs that a row may be of: one, where it says all. Else the fastest of those that
+                  fit stands for the row
     gpu, gpus, nodes_of, interconnect  the cluster, as `Hardware.cluster` takes it
     """
 
-    flags: tuple[str, ...]
-    samples: tuple[int, ...]
+    choices: tuple[tuple[str, ...], ...]
     gpu: str
     gpus: int
     nodes_of: int | None
     interconnect: str | None
 
-    def words(self, samples: int) -> list[str]:
-        """The command line of a run with this micro-batch."""
-        return [*self.flags, "--micro-batch-size", str(samples)]
-
 
 def run_of_row(row: Mapping[str, str]) -> RowRun:
     """The run of a row. Raises ConfigError for one without what `NEEDED` names."""
     said = {name: value for name, columns in COLUMNS.items() if (value := _cell(row, columns))}
-    if any(column in row for column in COLUMNS["again"]):
-        said.setdefault("again", "none")
     missing = [" or ".join(COLUMNS[name]) for name in NEEDED if name not in said]
     if missing:
         raise ConfigError([f"a row has no {', no '.join(missing)}"])
+    is_open = "again" not in said and any(column in row for column in COLUMNS["again"])
     tp, pp, gpus = (int(said.get(name, 1)) for name in ("tp", "pp", "gpus"))
-    dp = int(said.get("dp", gpus // (tp * pp)))
-    flags = [*_model(said, tp), *_layout(said, tp, pp), *_numbers(said)]
-    share = int(said["batch"]) // max(1, dp)
+    share = int(said["batch"]) // max(1, int(said.get("dp", gpus // (tp * pp))))
     samples = [int(said["samples"])] if "samples" in said else [each for each in SAMPLES if share % each == 0]
+    virtual = [int(said.get("virtual", 1))]
+    if is_open and "virtual" not in said and pp > 1:
+        virtual = [each for each in range(1, MOST_VIRTUAL + 1) if int(said["layers"]) % (pp * each) == 0]
+    said.setdefault("again", "none" if is_open else "full")
+    is_bloom = _cell(row, ("source",)).startswith("bigscience")
+    flags = [*_model(said, tp, is_bloom=is_bloom), *_layout(said, tp, pp), *_numbers(said)]
+    choices = tuple(
+        (*flags, *_chunks(said, pp, chunks), "--micro-batch-size", str(size)) for chunks in virtual for size in samples
+    )
     nodes_of = int(said["nodes_of"]) if "nodes_of" in said else None
-    links = said.get("interconnect") or _links(row)
-    return RowRun(tuple(flags), tuple(samples), _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, links)
+    return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, said.get("interconnect") or _links(row))
 
 
 def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
@@ -118,7 +124,7 @@ def _links(row: Mapping[str, str]) -> str | None:
     return None if row.get("source") else MEASURED_LINKS
 
 
-def _model(said: Mapping[str, str], tp: int) -> list[str]:
+def _model(said: Mapping[str, str], tp: int, *, is_bloom: bool) -> list[str]:
     vocabulary = said.get("vocab", "50257")
     unpadded = "vocab" not in said and tp == 1
     words = [
@@ -126,6 +132,7 @@ def _model(said: Mapping[str, str], tp: int) -> list[str]:
         *("--seq-length", said["length"], "--vocab-size", vocabulary, "--eod-id", "0", "--data-path", "x"),
         *("--make-vocab-size-divisible-by", "1" if unpadded else str(PADDED)),
     ]
+    words += ["--position-embedding", "alibi" if is_bloom else "learned"]
     if said.get("ffn"):
         words += ["--ffn-hidden-size", said["ffn"]]
     if said.get("groups", said["heads"]) != said["heads"]:
@@ -134,16 +141,20 @@ def _model(said: Mapping[str, str], tp: int) -> list[str]:
 
 
 def _layout(said: Mapping[str, str], tp: int, pp: int) -> list[str]:
-    again, virtual = said.get("again", "full"), int(said.get("virtual", 1))
-    words = ["--tp", str(tp), "--pp", str(pp), "--virtual-stages", str(virtual), "--recompute-granularity", again]
+    words = ["--tp", str(tp), "--pp", str(pp), "--recompute-granularity", said["again"]]
     words += ["--sequence-parallel"] * (said.get("sequence", "0") not in ("0", "") and tp > 1)
+    if said["again"] != "none":
+        words += ["--attention", "softmax"]
+        if not said.get("precision", "").startswith("bf16"):
+            words += ["--hidden-dropout", DROPOUT, "--attention-dropout", DROPOUT]
+    return words
+
+
+def _chunks(said: Mapping[str, str], pp: int, virtual: int) -> list[str]:
     chunks = pp * virtual
+    words = ["--virtual-stages", str(virtual)]
     if int(said["layers"]) % chunks == 0:
         words += ["--partition", *[str(int(said["layers"]) // chunks)] * chunks]
-    if again != "none":
-        words += ["--attention", "softmax"]
-    if again != "none" and not said.get("precision", "").startswith("bf16"):
-        words += ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     return words
 
 
@@ -151,7 +162,7 @@ def _numbers(said: Mapping[str, str]) -> list[str]:
     precision, zero = said.get("precision", "fp16"), said.get("zero", "0")
     words = ["--device", "cuda", "--train-iters", "1", "--global-batch-size", said["batch"], "--zero-stage", zero]
     words.append("--bf16" if precision.startswith("bf16") else f"--{precision.split()[0]}")
-    if said.get("again", "full") != "none":
+    if said["again"] != "none":
         reduced = "fp32" if "fp32" in precision.split(maxsplit=1)[-1] else precision.split()[0]
         words += ["--grad-reduce-dtype", reduced, "--bucket-size", str(WHOLE)]
     return words
