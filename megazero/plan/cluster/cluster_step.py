@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megazero.config.derive import gathers_parameters
+from megazero.config.inventory import parameters
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.schedule import ChunkMap
@@ -287,5 +288,7 @@ def least_messages(run: Run, axes: Axes, times: ChunkTimes) -> float:
     inside, units = traffic.inside, run.model.num_layers / axes.pp
     if gathers_parameters(run):
         inside *= max(0.0, 1 - TURNS / (2 * units))
-    share = trained_parameters(run) / (axes.tp * axes.pp)
+    if run.parallel.virtual_stages > 1:  # a chunk computes as many micro-batches in a row as there are stages
+        inside /= axes.pp
+    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
     return share * (inside * times.per_byte[Lane.SHARDS] + traffic.across * times.per_byte[Lane.ACROSS])
