@@ -77,7 +77,7 @@ setup(
     packages=find_packages(include=["megazero", "megazero.*", "fused_ops", "fused_ops.*"]),
     package_data={
         "fused_ops": ["csrc/*/*.cpp", "csrc/*/*.cu", "csrc/*/*.h"],
-        "megazero": ["report/page/static/*"],
+        "megazero": ["plan/cluster/*.yaml", "report/page/static/*"],
     },
     py_modules=["pretrain_gpt"],
     # Named so that the wheel carries a platform; the sources are compiled by ninja, above.
