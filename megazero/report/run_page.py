@@ -93,9 +93,7 @@ MEASURES = (
     RunNumber("loss", "number", lambda told: _mean(told, "loss"), f"mean of the last {LAST} steps"),
     RunNumber("best valid loss", "number", _best, "the least valid_loss of all evaluations"),
     RunNumber("tokens/s", "count", lambda told: _median(told, "tokens_per_second"), f"median of the last {LAST} steps"),
-    RunNumber(
-        "TFLOP/s per rank", "number", lambda told: _median(told, "model_tflops_per_rank"), "of the model, median"
-    ),
+    RunNumber("TFLOP/s per rank", "number", lambda told: _median(told, "model_tflops_per_rank"), "of the model"),
     RunNumber("MFU", "share", lambda told: _median(told, "mfu"), "median"),
     RunNumber(
         "time of steps",
@@ -105,9 +103,7 @@ MEASURES = (
     ),
     RunNumber("tokens", "count", lambda told: _greatest(told, "consumed_tokens"), "consumed"),
     RunNumber("peak memory", "bytes", lambda told: _greatest(told, "peak_memory_bytes"), "of the fullest rank"),
-    RunNumber(
-        "resumes", "whole", lambda told: told.number(EventKind.RESUME), "that can be seen in the lines", rare=True
-    ),
+    RunNumber("resumes", "whole", lambda told: told.number(EventKind.RESUME), "that show in the lines", rare=True),
     RunNumber(
         "steps run again",
         "whole",
