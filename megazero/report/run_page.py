@@ -26,7 +26,7 @@ MOST_STEPS = 300_000
 """Of all runs of a page together; longer ones are thinned (`run_series.kept_rows`)."""
 MOST_EVENTS = 2_000
 """Rows of the table of events; of more the last ones are shown."""
-LAST = 100
+LAST = 20
 """Steps over which a last loss and rate are taken."""
 
 

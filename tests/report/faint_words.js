@@ -21,4 +21,4 @@
     if (contrast < 4.5) faint.push(`${element.tagName} ${element.textContent.slice(0, 20)}: ${contrast.toFixed(2)}`);
   }
   return faint;
-})()
+})();

@@ -47,7 +47,9 @@ function logTicks(of, wanted) {
 function tickWords(values, shows) {
   for (let number = 2; number < 9; number++) {
     const out = values.map((value) => (value === 0 ? "0" : words(value, shows, "", number)));
-    const exact = values.every((value, at) => shows !== "number" && shows !== "count" || near(out[at], value, values));
+    const exact = values.every(
+      (value, at) => (shows !== "number" && shows !== "count") || near(out[at], value, values),
+    );
     if (exact && new Set(out).size === out.length) return out;
   }
   return values.map((value) => words(value, shows, "", 9));
@@ -56,7 +58,9 @@ function tickWords(values, shows) {
 function near(text, value, values) {
   const factor = { k: 1e3, M: 1e6, B: 1e9, T: 1e12 }[text.at(-1)] || 1;
   const span = Math.abs(values.at(-1) - values[0]) || Math.abs(value);
-  return Math.abs(parseFloat(text.replaceAll(",", "")) * factor - value) <= Math.max(span * 1e-3, Math.abs(value) * 1e-6);
+  return (
+    Math.abs(parseFloat(text.replaceAll(",", "")) * factor - value) <= Math.max(span * 1e-3, Math.abs(value) * 1e-6)
+  );
 }
 
 // A range that keeps its width where it fits, within the whole one.

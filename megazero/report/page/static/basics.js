@@ -56,7 +56,10 @@ function nearestIndex(values, wanted) {
 function digits(value, number) {
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-4)) {
-    return value.toExponential(Math.max(0, number - 1)).replace(/\.?0+e/, "e").replace("e+", "e");
+    return value
+      .toExponential(Math.max(0, number - 1))
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   }
   const places = size === 0 ? 0 : Math.max(0, number - 1 - Math.floor(Math.log10(size)));
   const text = value.toFixed(Math.min(places, 12));
@@ -64,7 +67,9 @@ function digits(value, number) {
 }
 
 function grouped(value) {
-  return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, ",");
+  return Math.round(value)
+    .toString()
+    .replace(/\B(?=(\d{3})+$)/g, ",");
 }
 
 function scaled(value, base, units, number) {

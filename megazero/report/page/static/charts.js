@@ -81,8 +81,8 @@ class Charts {
     const details = put(this.root, "details", { class: "help" });
     put(details, "summary", {}, "How to move in the charts");
     const text =
-      "Drag across a chart to zoom all of them along the axis, or up and down to zoom its values. Ctrl and the wheel " +
-      "zoom too; a double click shows everything. With the keyboard: Tab goes to a chart, left and right arrows to the " +
+      "Drag across a chart to zoom all of them along the axis, or up and down to zoom its values. Ctrl and the " +
+      "wheel zoom too; a double click shows everything. With the keyboard: Tab goes to a chart, left and right arrows to the " +
       "next step (with Shift they move what is shown), Home and End to the ends, + and - zoom, 0 shows everything, " +
       "L switches the logarithmic scale.";
     put(details, "p", { id: `${this.root.dataset.from}-help` }, text);
@@ -157,7 +157,8 @@ class Charts {
     const { rows } = run.rows(this.axis);
     const x = this.remembered(run, rows);
     const [low, high] = this.view();
-    const from = this.place === null ? (by > 0 ? lowerBound(x, low) - by : lowerBound(x, high)) : nearestIndex(x, this.place);
+    const from =
+      this.place === null ? (by > 0 ? lowerBound(x, low) - by : lowerBound(x, high)) : nearestIndex(x, this.place);
     this.goTo(x[Math.min(x.length - 1, Math.max(0, from + by))]);
   }
 
@@ -190,5 +191,8 @@ function swatch(parent, run, column = 0) {
 function linesIn(chart, run) {
   const lines = Object.keys(chart.lines).filter((key) => run.columns[key]);
   const dots = Object.keys(chart.points).filter((key) => run.points[key]);
-  return [...lines.map((key) => ({ key, name: chart.lines[key] })), ...dots.map((key) => ({ key, name: chart.points[key], dots: true }))];
+  return [
+    ...lines.map((key) => ({ key, name: chart.lines[key] })),
+    ...dots.map((key) => ({ key, name: chart.points[key], dots: true })),
+  ];
 }

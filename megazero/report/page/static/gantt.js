@@ -1,5 +1,5 @@
-// What lanes do over time. Blocks are drawn on a canvas, which takes any number of them; lines and words above it have the
-// colours of the page.
+// What lanes do over time. Blocks are drawn on a canvas, which takes any number of them; lines and words around it have
+// the colours of the page.
 
 const LANE = { row: 20, bar: 15, left: 116, right: 12, axis: 24, least: 26 };
 
@@ -51,12 +51,12 @@ class GanttChart {
       put(item, "span", {}, name);
     }
     const help =
-      "Drag to zoom, Ctrl and the wheel too; a double click shows everything. With the keyboard: arrows go from block " +
-      "to block and from lane to lane, with Shift they move what is shown; + and - zoom, 0 shows everything.";
+      "Drag to zoom, Ctrl and the wheel too; a double click shows everything. With the keyboard: arrows go from " +
+      "block to block and from lane to lane, with Shift they move what is shown; + and - zoom, 0 shows everything.";
     const id = `${this.root.dataset.from}-help`;
     const frame = { class: "frame", tabindex: 0, role: "group", "aria-label": title, "aria-describedby": id };
     this.frame = put(this.root, "div", frame);
-    put(this.root, "p", { class: "note", id }, help);
+    put(this.root, "p", { class: "help", id }, help);
     this.axis = put(this.frame, "svg", { class: "axis", height: LANE.axis, "aria-hidden": "true" });
     const area = put(this.frame, "div");
     this.behind = put(area, "svg", { class: "behind", "aria-hidden": "true" });
@@ -157,7 +157,8 @@ class GanttChart {
     const number = Math.min(lane.starts.length - 1, Math.max(0, span));
     const [low, high] = this.view();
     const [start, end] = [lane.starts[number], lane.ends[number]];
-    if (start < low || end > high) this.show((start + end) / 2 - (high - low) / 2, (start + end) / 2 + (high - low) / 2);
+    if (start < low || end > high)
+      this.show((start + end) / 2 - (high - low) / 2, (start + end) / 2 + (high - low) / 2);
     this.choose({ lane, span: number });
     const above = lane.y - this.frame.scrollTop;
     const below = lane.y + LANE.row + LANE.axis - this.frame.scrollTop - this.frame.clientHeight;
@@ -184,7 +185,8 @@ class GanttChart {
     const time = (value) => (this.unit === "s" ? words(value, "seconds") : words(value, "number", this.unit));
     const where = [lane.group, lane.name].filter(Boolean).join(", ");
     const kind = this.kinds[lane.kinds[span]][0];
-    return `${this.labels[lane.labels[span]]} (${kind}; ${where}): ${time(end - start)}, from ${time(start)} to ${time(end)}`;
+    const when = `${time(end - start)}, from ${time(start)} to ${time(end)}`;
+    return `${this.labels[lane.labels[span]]} (${kind}; ${where}): ${when}`;
   }
 
   draw() {
@@ -211,7 +213,8 @@ class GanttChart {
   blocks(paint, lane) {
     const { sx } = this;
     const y = lane.y + (LANE.row - LANE.bar) / 2;
-    const from = lowerBound(lane.ends, sx.low), to = lowerBound(lane.starts, sx.high);
+    const from = lowerBound(lane.ends, sx.low),
+      to = lowerBound(lane.starts, sx.high);
     const small = new Map(); // of one pixel: kind -> how much of it
     let pixel = NaN;
     const flush = () => {
@@ -266,7 +269,8 @@ class GanttChart {
     for (const row of this.rows) {
       const place = { x: row.heading ? 0 : LANE.left - 8, y: row.y + 14, "text-anchor": row.heading ? "start" : "end" };
       put(this.svg, "text", { class: row.heading ? "heading" : "", ...place }, row.heading || row.name);
-      if (!row.heading) put(this.behind, "path", { class: "base", d: `M${this.sx.from} ${row.y + LANE.row - 1}H${this.sx.to}` });
+      if (!row.heading)
+        put(this.behind, "path", { class: "base", d: `M${this.sx.from} ${row.y + LANE.row - 1}H${this.sx.to}` });
     }
     this.choice = put(this.svg, "g", { class: "choice" });
   }
@@ -276,7 +280,9 @@ class GanttChart {
     this.choice.replaceChildren();
     if (!this.chosen) return;
     const { lane, span } = this.chosen;
-    const [left, right] = [this.sx.of(lane.starts[span]), this.sx.of(lane.ends[span])].map((x) => Math.min(this.sx.to, Math.max(this.sx.from, x)));
+    const [left, right] = [this.sx.of(lane.starts[span]), this.sx.of(lane.ends[span])].map((x) =>
+      Math.min(this.sx.to, Math.max(this.sx.from, x)),
+    );
     const box = { x: left - 1, width: Math.max(2, right - left + 2), y: lane.y + 1, height: LANE.row - 2 };
     put(this.choice, "rect", box);
   }

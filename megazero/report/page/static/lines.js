@@ -27,7 +27,8 @@ class Run {
     return this.remembered(`rows ${axis.key}`, () => {
       const x = this.columns[axis.key] || new Float64Array(0);
       const bounds = [...this.starts, x.length];
-      const kept = [], pale = [];
+      const kept = [],
+        pale = [];
       let again = Infinity;
       for (let part = this.starts.length - 1; part >= 0; part--) {
         const [start, stop] = [bounds[part], bounds[part + 1]];
@@ -77,7 +78,8 @@ class Run {
 function smoothed(values, steps) {
   const keep = Math.exp(-1 / steps);
   const out = new Float64Array(values.length);
-  let sum = 0, weight = 0;
+  let sum = 0,
+    weight = 0;
   for (let at = 0; at < values.length; at++) {
     if (Number.isFinite(values[at])) {
       sum = keep * sum + (1 - keep) * values[at];
@@ -106,7 +108,9 @@ function pathOf(line, sx, sy) {
   const from = Math.max(0, lowerBound(line.x, sx.low) - 1);
   const to = Math.min(line.x.length, lowerBound(line.x, sx.high) + 1);
   const out = [];
-  let open = false, pixel = NaN, cell = null;
+  let open = false,
+    pixel = NaN,
+    cell = null;
   const corner = (x, y) => {
     out.push(`${open ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`);
     open = true;

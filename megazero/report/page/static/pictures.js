@@ -91,7 +91,12 @@ class Picture {
       put(this.svg, "text", { x, y: this.bottom + 16, "text-anchor": "middle" }, named[at]);
     });
     this.clip = `clip-${this.charts.root.dataset.from}-${this.charts.parts.indexOf(this)}`;
-    const box = { x: this.sx.from - 6, width: this.sx.to - this.sx.from + 12, y: CHART.top - 3, height: this.bottom - CHART.top + 6 };
+    const box = {
+      x: this.sx.from - 6,
+      width: this.sx.to - this.sx.from + 12,
+      y: CHART.top - 3,
+      height: this.bottom - CHART.top + 6,
+    };
     put(put(this.svg, "clipPath", { id: this.clip }), "rect", box);
     this.behind = put(this.svg, "g");
     this.inside = put(this.svg, "g", { "clip-path": `url(#${this.clip})` });
@@ -136,7 +141,9 @@ class LineChart extends Picture {
         if (!raw) return;
         const smooth = smoothing && !dots && this.data.smooth ? run.line(key, axis, smoothing) : undefined;
         const pale = dots || smooth ? [] : run.pale(key, axis);
-        const title = [this.charts.runs.length > 1 ? run.name : "", this.several ? name : ""].filter(Boolean).join(", ");
+        const title = [this.charts.runs.length > 1 ? run.name : "", this.several ? name : ""]
+          .filter(Boolean)
+          .join(", ");
         out.push({ run, column, title: title || name || this.data.title, raw, smooth, pale, dots });
       });
     }
@@ -166,7 +173,8 @@ class LineChart extends Picture {
     this.empty = into[0] > into[1];
     let [low, high] = this.empty ? [1, 10] : into;
     if (this.values) [low, high] = this.values;
-    else if (this.log) [low, high] = low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
+    else if (this.log)
+      [low, high] = low === high ? [low / 2, high * 2] : [low / (high / low) ** 0.04, high * (high / low) ** 0.04];
     else {
       if (this.data.zero) low = Math.min(0, low);
       const room = (high - low) * 0.05 || Math.abs(high) * 0.05 || 1;
@@ -239,7 +247,13 @@ class LineChart extends Picture {
         item.children[1].textContent = this.lines.length > 1 || this.several ? title : "";
       }
       item.lastChild.textContent = at < 0 ? "–" : `${place === null ? "last " : ""}${this.words(value)}`;
-      if (place !== null && at >= 0 && Number.isFinite(value) && line.x[at] >= this.sx.low && line.x[at] <= this.sx.high) {
+      if (
+        place !== null &&
+        at >= 0 &&
+        Number.isFinite(value) &&
+        line.x[at] >= this.sx.low &&
+        line.x[at] <= this.sx.high
+      ) {
         const y = this.sy.of(value);
         if (y >= CHART.top - 3 && y <= this.bottom + 3) {
           put(this.cursor, "circle", { class: colour(run), cx: this.sx.of(line.x[at]), cy: y, r: 4 });
@@ -301,7 +315,12 @@ class Marks extends Picture {
       const y = CHART.top + CHART.row * (row + 0.5);
       const several = this.charts.runs.length > 1;
       const group = put(this.inside, "g", { class: `mark ${colour(run)} ${kind.replaceAll(" ", "-")}` });
-      put(this.svg, "text", { class: several ? colour(run) : "", x: this.sx.from - 12, y: y + 4, "text-anchor": "end" }, kind);
+      put(
+        this.svg,
+        "text",
+        { class: several ? colour(run) : "", x: this.sx.from - 12, y: y + 4, "text-anchor": "end" },
+        kind,
+      );
       let last = -Infinity;
       for (const mark of marks) {
         const [from, to] = [this.sx.of(mark.at[key]), this.sx.of(mark.until?.[key] ?? mark.at[key])];
@@ -322,7 +341,8 @@ class Marks extends Picture {
 
   nearest(pixel) {
     const key = this.charts.axis.key;
-    let best, distance = 8;
+    let best,
+      distance = 8;
     for (const { run, marks } of this.lines) {
       for (const mark of marks) {
         const [from, to] = [this.sx.of(mark.at[key]), this.sx.of(mark.until?.[key] ?? mark.at[key])];

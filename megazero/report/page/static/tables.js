@@ -25,7 +25,9 @@ class SortableTable {
     this.heads.forEach((each) => each.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", up ? "ascending" : "descending");
     const keyed = this.rows.map((row) => [valueOf(row.cells[column]), row]);
-    keyed.sort(([a], [b]) => (a === null ? (b === null ? 0 : 1) : b === null ? -1 : up ? compare(a, b) : compare(b, a)));
+    keyed.sort(([a], [b]) =>
+      a === null ? (b === null ? 0 : 1) : b === null ? -1 : up ? compare(a, b) : compare(b, a),
+    );
     this.body.append(...keyed.map(([, row]) => row));
   }
 
