@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megazero.program.instruction import Lane
 from megazero.program.simulate import SimulationReport
 from megazero.program.times import Span
 from megazero.program.trace import LANES, lanes_of
@@ -13,6 +14,9 @@ from megazero.report.page.document import PageSection, note_html
 from megazero.report.page.parts import Gantt, GanttLane, GanttSpan
 from megazero.report.picture_parts import KINDS, kind_of
 from megazero.report.trace_files import rows_without_overlap
+
+_BETWEEN = "messages between stages"
+_COLOURS = {**{kind: colour for kind, (colour, _) in KINDS.items()}, _BETWEEN: "#77aadd"}
 
 
 def gantt_section(name: str, gantt: Gantt) -> PageSection:
@@ -41,12 +45,12 @@ def gantt_of(title: str, report: SimulationReport, names: Sequence[str], unit: s
         for lane, spans in lanes_of(report, rank).items()
         for number, row in enumerate(rows_without_overlap(spans), 1)
     ]
-    return Gantt(title, lanes, {kind: colour for kind, (colour, _) in KINDS.items()}, unit, note)
+    return Gantt(title, lanes, _COLOURS, unit, note)
 
 
 def _span(span: Span) -> GanttSpan:
     i = span.instruction
-    return GanttSpan(span.start, span.end, str(i), kind_of(i.op))
+    return GanttSpan(span.start, span.end, str(i), _BETWEEN if i.lane is Lane.STAGES else kind_of(i.op))
 
 
 def _lane(lane: GanttLane, labels: Mapping[str, int], kinds: Mapping[str, int]) -> dict[str, Any]:
