@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -72,8 +73,8 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.terminate()
-        self._process.wait(PATIENCE)
+        self._process.kill()  # its profile is the test's own, so nothing needs to be written
+        self._process.wait()
         os.close(self._orders)
         os.close(self._answers)
 
@@ -93,6 +94,7 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            assert select.select([self._answers], [], [], PATIENCE)[0], f"the browser says nothing for {PATIENCE} s"
             more = os.read(self._answers, 1 << 20)
             assert more, "the browser has ended"
             self._buffer += more

@@ -242,3 +242,10 @@ def test_evaluations_that_were_made_again_are_there_once(tmp_path: Path) -> None
     assert list(points.axes["consumed_samples"]) == [160, 320, 480]
     assert list(points.axes["hours"]) == [series.columns["hours"][row] for row in (19, 59, 79)], "of the second 40"
     assert points.values == [loss_of(i) + 0.2 for i in (20, 40, 60)]
+
+
+def test_an_evaluation_goes_with_the_steps_before_it(tmp_path: Path) -> None:
+    """A process that has begun again before 40, and has not come so far yet, has not evaluated there."""
+    (run,) = read_runs([write_metrics(tmp_path / "m.jsonl", [*map(step, range(1, 51)), *map(step, range(31, 36))], 20)])
+    series, _ = series_of(run, attempts(run.metrics), [], 1000)
+    assert list(series.points["valid_loss"].axes["iteration"]) == [20]

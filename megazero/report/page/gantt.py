@@ -16,7 +16,7 @@ from megazero.report.picture_parts import KINDS, kind_of
 from megazero.report.trace_files import rows_without_overlap
 
 _BETWEEN = "messages between stages"
-_COLOURS = {**{kind: colour for kind, (colour, _) in KINDS.items()}, _BETWEEN: "#77aadd"}
+_COLOURS = {**{kind: colour for kind, (colour, _) in KINDS.items()}, _BETWEEN: "#9988dd"}
 
 
 def gantt_section(name: str, gantt: Gantt) -> PageSection:
