@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from math import isfinite
 from statistics import fmean, median
@@ -49,6 +49,11 @@ class Told:
 
     def number(self, kind: EventKind) -> int:
         return sum(event.kind is kind for event in self.events)
+
+    def not_finite(self) -> int:
+        """Steps that changed the weights although a number was not finite."""
+        wrong = (event.rows for event in self.events if event.kind is EventKind.NOT_FINITE)
+        return len({row for rows in wrong for row in rows})
 
     def last(self, key: str) -> list[float]:
         """The finite numbers of the last steps."""
@@ -112,7 +117,7 @@ MEASURES = (
         rare=True,
     ),
     RunNumber("skipped steps", "whole", lambda told: len(told.metrics.skipped), "", bad=True),
-    RunNumber("not finite", "whole", lambda told: told.number(EventKind.NOT_FINITE), "stretches of steps", bad=True),
+    RunNumber("not finite", "whole", Told.not_finite, "steps that changed the weights", bad=True),
     RunNumber(
         "checkpoints",
         "whole",
@@ -156,9 +161,11 @@ def _facts(told: Told) -> list[Fact]:
         value = measure.of(told) if told.metrics.steps else None
         if value is None or ((measure.rare or measure.bad) and not value):
             continue
-        facts.append(
-            Fact(measure.name, WRITTEN[measure.shows](float(value)), measure.note, "bad" if measure.bad else "")
-        )
+        words = WRITTEN[measure.shows](float(value))
+        facts.append(Fact(measure.name, words, measure.note, "bad" if measure.bad else ""))
+    length = (told.run.settings or {}).get("schedule", {}).get("train_length")
+    if facts and length is not None:
+        facts[0] = replace(facts[0], note=f"of {length}")
     written = datetime.fromtimestamp(told.run.written, timezone.utc).strftime("%H:%M UTC")
     day = datetime.fromtimestamp(told.run.written, timezone.utc).strftime("%Y-%m-%d")
     torn = "; the last line is not whole, so it was being written" if told.metrics.torn else ""

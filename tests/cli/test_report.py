@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import pytest
 
 from megazero.cli.main import main
 from megazero.report.page.document import KIND
-from tests.report.runs_on_disk import step, write_metrics, write_run
+from tests.report.runs_on_disk import skipped, step, write_metrics, write_run
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -51,6 +53,7 @@ def test_the_page_of_a_run_lies_beside_its_metrics(capsys: pytest.CaptureFixture
     told = facts(page)
     assert (told["iteration"], told["tokens"], told["checkpoints"]) == ("80", "41.0k", "2")
     assert not {"resumes", "skipped steps", "not finite", "MFU"} & set(told), "there are none"
+    assert '<dd>80</dd><dd class="note">of 80 iterations</dd>' in page
     assert cells(page, "Events") == [
         ["save", "40", "40", "iter_0000040, 2023-11-14 22:14:00 UTC"],
         ["save", "80", "80", "iter_0000080, 2023-11-14 22:14:40 UTC"],
@@ -87,6 +90,30 @@ def test_runs_beside_each_other_show_what_differs(capsys: pytest.CaptureFixture[
     different = {row[1]: row[2:] for row in shown}
     assert different["lr"] == ["0.001", "0.0002"] and different["train_length"] == ["40 iterations", "20 iterations"]
     assert set(different) == {"lr", "seed", "train_length", "save", "metrics_file"}
+
+
+def test_what_went_wrong_is_at_the_head(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two steps without a loss, of which one has no norm either, two that were skipped, and two that were run again."""
+    records = [step(i) for i in (1, 2, 3, 4, 5, 6, 5, 6, 7)]
+    records[1] = replace(records[1], loss=nan)
+    records[2] = replace(records[2], loss=nan, grad_norm=inf)
+    records[3], records[8] = skipped(records[3]), skipped(records[8])
+    _, page = page_of(capsys, write_metrics(tmp_path / "m.jsonl", records))
+    told = facts(page)
+    assert [told[name] for name in ("not finite", "skipped steps", "resumes", "steps run again")] == [
+        "2",
+        "2",
+        "1",
+        "2",
+    ]
+    assert page.count('<div class="fact bad">') == 2, "resumes are in order"
+    assert [row[:3] for row in cells(page, "Events")] == [
+        ["not finite", "2", "3"],
+        ["not finite", "3", "3"],
+        ["skip", "4", "4"],
+        ["resume", "5", "5"],
+        ["skip", "7", "7"],
+    ]
 
 
 def test_a_line_that_is_being_written_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
