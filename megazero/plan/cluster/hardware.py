@@ -140,7 +140,9 @@ class Hardware:
 
 
 def _unknown(name: str, known: Mapping[str, Any], what: str) -> str:
-    return f"there is no such {what}{did_you_mean(name.lower(), known) or ': ' + ', '.join(known)}"
+    alike = [other for other in known if other.startswith(name.lower())]
+    hint = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(name.lower(), known)
+    return f"there is no such {what}{hint or ': ' + ', '.join(known)}"
 
 
 @cache

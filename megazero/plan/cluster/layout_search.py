@@ -142,14 +142,15 @@ class LayoutSearch:
             self._look_at(step, candidate.split, max(map(sum, of_stages)))
 
     def _look_at(self, step: ClusterStep, split: Split, least_tensors: int) -> None:
+        """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
         limit = self._limit(split)
-        if step.least_seconds >= limit:
-            self.left_out["slower by the work of its stages"] += 1
-        elif least_tensors > self.asked.room:
+        if least_tensors > self.asked.rooms.device:
             self._misfits(step, least_tensors)
+        elif step.least_seconds >= limit:
+            self.left_out["slower by the work of its stages"] += 1
         else:
             self.simulated += 1
-            if step.seconds >= limit:  # asked before the memory, which takes longer
+            if step.seconds >= limit:
                 self.left_out["slower in the simulation"] += 1
             elif not step.fits:
                 self._misfits(step, step.tensors)
@@ -162,7 +163,9 @@ class LayoutSearch:
             self.least = tensors, step
 
     def _has_room(self, split: Split, placement: Settings) -> bool:
-        """Whether an even share of the model state has room on a device."""
+        """Whether an even share of the model state has room on a device and in host memory."""
         run = self.asked.with_settings(placement)
         share = parameters(run.model) / (split.tp * split.pp)
-        return share * state_width(run, placement["zero_shard_size"], split.dp) <= self.asked.room
+        width = state_width(run, placement["zero_shard_size"], split.dp)
+        device, host = self.asked.rooms
+        return share * width.device <= device and share * width.away <= host
