@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from math import inf, isfinite, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from megazero.pipeline.schedule import make_schedule
 from megazero.program.memory import MemoryColumn
 from megazero.program.simulate import simulate
 from megazero.program.times import uniform_times
+from megazero.report.measured import measured_beside
 from megazero.report.memory_picture import COLOURS
 from megazero.report.page.charts import DIGITS, charts_section, coded
 from megazero.report.page.document import PageSection, document
@@ -24,6 +27,7 @@ from megazero.report.page.parts import Axis, Chart, Fact, Mark, MemoryBar, Point
 from megazero.report.page.plan_page import Measured, plan_page
 from megazero.report.page.tables import seconds, table_html
 from megazero.report.picture_parts import KINDS
+from tests.report.runs_on_disk import step, write_metrics
 
 NUMBERS = st.one_of(st.floats(), st.integers(-(10**12), 10**12).map(float), st.sampled_from([1.0, 2.0, 3.0]))
 
@@ -141,6 +145,24 @@ def test_data_end_no_element_and_are_finite() -> None:
     assert '<li><a href="#part-1">S</a></li>' in page and '<section id="part-1"><h2>S</h2>' in page
     with pytest.raises(ValueError, match="not JSON compliant"):
         document("A", "b", [], [PageSection("S", "", {"x": nan})])
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    records = [step(i) for i in range(1, 12)]
+    records[0] = replace(records[0], step_seconds=90.0)  # the first one compiles, and the median does not see it
+    path = write_metrics(tmp_path / "m.jsonl", records)
+    times = sorted(record.step_seconds for record in records)
+    predicted = {"step_seconds": 1.1 * times[5], "peak_memory_bytes": 250_005_500.0, "mfu": 0.5}
+    measured = measured_beside(path, predicted)
+    assert measured.beside is not None
+    assert [row[0] for row in measured.beside.rows] == ["Time of a step", "Peak memory"], "the run has no MFU"
+    assert [row[-1] for row in measured.beside.rows] == [pytest.approx(0.1), pytest.approx(-0.5)]
+    assert measured.beside.rows[0][2] == seconds(times[5])
+    assert [chart.levels for chart in measured.charts] == [
+        [("predicted", 1.1 * times[5])],
+        [("predicted", 250_005_500.0)],
+    ]
+    assert "<h2>Predicted and measured</h2>" in plan_page("A plan", [], [], [], None, measured)
 
 
 def test_a_plan_has_the_sections_of_what_there_is() -> None:
