@@ -44,6 +44,7 @@ class Browser:
     """One window of Chromium with a page. profile: an empty folder."""
 
     def __init__(self, path: str, profile: Path) -> None:
+        assert os.access(path, os.X_OK), f"{path} is no browser that can be started"
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
         # The browser reads from descriptor 3 and writes to 4; a shell gives these numbers to the ends of the pipes.
