@@ -21,7 +21,7 @@ MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedNumber:
     """How a predicted number is compared. name: in the table; shows: as of `Chart`; of: the measured numbers as one."""
 
     name: str
@@ -31,13 +31,13 @@ class Comparison:
     unit: str = ""
 
 
-COMPARED: Mapping[str, Comparison] = MappingProxyType(
+COMPARED: Mapping[str, ComparedNumber] = MappingProxyType(
     {
-        "step_seconds": Comparison("Time of a step", "median", "seconds", median),
-        "tokens_per_second": Comparison("Throughput", "median", "count", median, "tokens/s"),
-        "peak_memory_bytes": Comparison("Peak memory", "greatest", "bytes", max),
-        "model_tflops_per_rank": Comparison("TFLOP/s per rank", "median", "number", median),
-        "mfu": Comparison("MFU", "median", "share", median),
+        "step_seconds": ComparedNumber("Time of a step", "median", "seconds", median),
+        "tokens_per_second": ComparedNumber("Throughput", "median", "count", median, "tokens/s"),
+        "peak_memory_bytes": ComparedNumber("Peak memory", "greatest", "bytes", max),
+        "model_tflops_per_rank": ComparedNumber("TFLOP/s per rank", "median", "number", median),
+        "mfu": ComparedNumber("MFU", "median", "share", median),
     }
 )
 """Keys of the metrics file that can be predicted."""
