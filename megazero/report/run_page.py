@@ -62,7 +62,7 @@ class Told:
 
 @dataclass(frozen=True)
 class RunNumber:
-    """A number of a run at the head of a page. rare: left out where it is 0, as is one that is bad."""
+    """A number of a run at the head of a page. rare: left out where all have 0, as is one that is bad."""
 
     name: str
     shows: str
@@ -175,7 +175,11 @@ def _facts(told: Told) -> list[Fact]:
 def _beside(told: Sequence[Told]) -> Table:
     """The measures of several runs, a row each."""
     values = [[measure.of(each) for each in told] for measure in MEASURES]
-    shown = [(m, of_runs) for m, of_runs in zip(MEASURES, values, strict=True) if any(v is not None for v in of_runs)]
+    shown = [
+        (measure, of_runs)
+        for measure, of_runs in zip(MEASURES, values, strict=True)
+        if any(value if measure.rare or measure.bad else value is not None for value in of_runs)
+    ]
     columns = [TableColumn("run"), *(TableColumn(measure.name, measure.shows, measure.note) for measure, _ in shown)]
     rows = [[each.run.name, *(of_runs[at] for _, of_runs in shown)] for at, each in enumerate(told)]
     return Table("", columns, rows)

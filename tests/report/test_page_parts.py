@@ -25,7 +25,7 @@ from megazero.report.page.gantt import gantt_of, gantt_section
 from megazero.report.page.memory_bars import colours_of, memory_section
 from megazero.report.page.parts import Axis, Chart, Fact, Mark, MemoryBar, Points, Series, Table, TableColumn
 from megazero.report.page.plan_page import Measured, plan_page
-from megazero.report.page.tables import seconds, table_html
+from megazero.report.page.tables import number, seconds, table_html
 from megazero.report.picture_parts import KINDS
 from tests.report.runs_on_disk import step, write_metrics
 
@@ -135,6 +135,13 @@ def test_a_table_has_the_values_by_which_it_sorts() -> None:
 )
 def test_seconds_have_four_digits(value: float, words: str) -> None:
     assert seconds(value) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(2.45, "2.450"), (178.0, "178.0"), (1234.4, "1,234"), (98765.4, "98,765"), (0.0, "0")]
+)
+def test_numbers_of_a_column_have_four_digits(value: float, words: str) -> None:
+    assert number(value) == words
 
 
 def test_data_end_no_element_and_are_finite() -> None:

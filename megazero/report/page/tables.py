@@ -14,7 +14,7 @@ NOTHING = "\N{EN DASH}"
 WRITTEN: Mapping[str, Callable[[float], str]] = MappingProxyType(
     {
         "whole": lambda value: f"{value:,.0f}",
-        "number": lambda value: f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}",
+        "number": lambda value: number(value),
         "count": count,
         "bytes": size,
         "seconds": lambda value: seconds(value),
@@ -44,6 +44,13 @@ def table_html(table: Table, *, heading: bool = True) -> str:
         f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">'
         f'<table class="sortable"><thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div></div>'
     )
+
+
+def number(value: float) -> str:
+    """Four digits, those of a column below each other: 2.450, 178.0; larger numbers are whole."""
+    if value == 0 or abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:#,.4g}".removesuffix(".")
 
 
 def seconds(value: float) -> str:
