@@ -116,10 +116,13 @@ def read_metrics(path: Path) -> MetricsLines:
 
 
 def begins_as_metrics(path: Path) -> bool:
-    """Whether the first line of a file is one of a metrics file. False for what cannot be read."""
+    """Whether the first line of a file is one of a metrics file, or the file has its ending and is empty, as that of a
+    run which has just begun. False for what cannot be read.
+    """
     try:
         with open_file(path) as file:
-            return file.read(len(BEGINNING)) == BEGINNING
+            begins = file.read(len(BEGINNING))
+            return begins == BEGINNING or (not begins and path.suffix == ".jsonl")
     except (Unreadable, OSError):
         return False
 

@@ -74,8 +74,12 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()  # its profile is the test's own, so nothing needs to be written
-        self._process.wait()
+        try:
+            self.order("Browser.close")  # ends its helpers too, which write into the profile
+            self._process.wait(PATIENCE)
+        except (AssertionError, OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
         os.close(self._orders)
         os.close(self._answers)
 

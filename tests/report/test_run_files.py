@@ -47,8 +47,11 @@ def test_a_torn_last_line_is_one_that_is_being_written(cut: int, tmp_path: Path)
 def test_an_empty_file_is_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").touch()
     assert read_metrics(tmp_path / "m.jsonl").steps == 0
-    (run,) = read_runs([tmp_path / "m.jsonl"])
-    assert attempts(run.metrics) == [] and events(run, []) == []
+    (tmp_path / "other.txt").touch()
+    for path in (tmp_path / "m.jsonl", tmp_path):
+        (run,) = read_runs([path])
+        assert run.metrics.path == tmp_path / "m.jsonl"
+        assert attempts(run.metrics) == [] and events(run, []) == []
 
 
 LINE = json.dumps(step(2).as_json())
