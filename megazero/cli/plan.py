@@ -75,21 +75,22 @@ class PlanRequest(NamedTuple):
 
 def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     """What a command line asks. Raises ConfigError with everything that is wrong."""
-    from megazero.plan.cluster.candidates import OpenRun
-    from megazero.report.plan_text import Costs
+    from megazero.config.flags import read_command_line
 
     problems, cluster, parsed = list[str](), None, None
     try:
         cluster = _cluster(args)
     except ConfigError as error:
         problems += error.problems
+    for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
+        if value is not None and not 0 < value < float("inf"):
+            problems.append(f"{flag} {value:g}: must be more than 0")
+    if mistakes := read_command_line(run_flags).source.problems:  # said before anything imports torch
+        raise ConfigError([*problems, *mistakes])
     try:
         parsed = _parsed(run_flags, "cuda" if cluster is None else cluster.device.kind)
     except ConfigError as error:
         problems += error.problems
-    for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
-        if value is not None and not 0 < value < float("inf"):
-            problems.append(f"{flag} {value:g}: must be more than 0")
     if parsed is not None:
         if parsed.run.model.vocab_size is None:
             problems.append("--vocab-size: is missing; a plan reads no tokenizer")
@@ -101,6 +102,9 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
             problems.append(f"--precision {precision}: {cluster.device.name} computes in {known}")
     if problems or parsed is None or cluster is None:
         raise ConfigError(problems)
+    from megazero.plan.cluster.candidates import OpenRun
+    from megazero.report.plan_text import Costs
+
     costs = Costs(_tokens(args, parsed), args.price)
     return PlanRequest(OpenRun.of(parsed.run, cluster, parsed.explicit), costs, parsed.run.schedule.rampup_batch_size)
 
