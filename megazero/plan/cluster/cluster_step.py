@@ -27,7 +27,7 @@ from megazero.program.instruction import Lane
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.times import ChunkTimes
 
-FILLINGS = 3
+FILLINGS = 2
 """So often the micro-batches of a short step fill the pipeline, at least."""
 STEPS_OF_LATE = 3
 """Steps that are simulated where one leaves updates to the next."""
@@ -210,6 +210,15 @@ class ClusterStep:
     def short(self) -> SimulationReport:
         """The simulation of a short step, or of the whole one if it has no more micro-batches."""
         return self._simulated(self._lists)
+
+    @property
+    def short_seconds(self) -> float:
+        """What the step never falls below where it repeats itself: a short step, and the work of the busiest stage for
+        the other micro-batches.
+        """
+        chunks, times = chunks_of(self.run), self.times
+        work = max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
+        return self.short.step + self._repeated * self.axes.pp * work
 
     @cached_property
     def seconds(self) -> float:

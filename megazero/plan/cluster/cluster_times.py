@@ -30,7 +30,7 @@ class LaneTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """What turns a run into seconds on a cluster, as `plan.placed_step.Rates`."""
+    """What turns a run into seconds on a cluster, as `plan.placed_step.TimeModel`."""
 
     cluster: Cluster
 
