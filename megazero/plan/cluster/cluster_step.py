@@ -181,7 +181,7 @@ class ClusterStep:
         """What the step never falls below: `least_step` of its times, and its messages on model state."""
         split = self.run.parallel.pipeline_schedule in SPLIT
         computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
-        return max(computed, least_messages(self.run, self.axes, self.times))
+        return max(computed, least_messages(self.run, self.axes, self.times.per_byte))
 
     @property
     def _repeated(self) -> int:
@@ -281,7 +281,13 @@ TURNS = 4
 """Units that a rank keeps gathered, at most, where a micro-batch turns back, and where the next one follows."""
 
 
-def least_messages(run: Run, axes: Axes, times: ChunkTimes) -> float:
+IN_CHUNKS = 0.75
+"""The share of its messages that a list with several chunks on a rank sends at least: some of them bring a bucket for
+two chunks.
+"""
+
+
+def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> float:
     """Seconds in which the messages on the model state of some stage pass their lanes, at least: an even share of the
     parameters that tp divides.
     """
@@ -289,7 +295,7 @@ def least_messages(run: Run, axes: Axes, times: ChunkTimes) -> float:
     inside, units = traffic.inside, run.model.num_layers / axes.pp
     if gathers_parameters(run):
         inside *= max(0.0, 1 - TURNS / (2 * units))
-    if run.parallel.virtual_stages > 1:  # a chunk computes as many micro-batches in a row as there are stages
-        inside /= axes.pp
+    if run.parallel.virtual_stages > 1:
+        inside *= IN_CHUNKS
     share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
-    return share * (inside * times.per_byte[Lane.SHARDS] + traffic.across * times.per_byte[Lane.ACROSS])
+    return share * (inside * per_byte[Lane.SHARDS] + traffic.across * per_byte[Lane.ACROSS])

@@ -1,10 +1,10 @@
 """The fastest layouts of a run on a cluster, one for each split of its ranks.
 
-Candidates are walked through in the order of a time that none falls below: the model's computations, shared out evenly
-over the stages. Of each the next checks are made in the order of what they cost, and the first that it fails leaves it
-out: the even share of its model state, the bound of its own stages (`plan.cluster.cluster_step.least_step`), the
-memory of its stages, its simulation. The walk ends when the even share of all that is left is above the slowest layout
-of those that are wanted. So what is left out is proven to be slower, or not to fit.
+Candidates are walked through in the order of a time that none falls below: the model's operations, shared out evenly
+over the stages, or the messages on its state. Of each the next checks are made in the order of what they cost, and the
+first that it fails leaves it out: the least memory of its stages, the bound of its own stages
+(`plan.cluster.cluster_step.least_step`), its simulation, its memory. The walk ends when all that is left takes at least
+as long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megazero.config.inventory import parameters
 from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
-from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.plan.cluster.cluster_step import ClusterStep, least_messages
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.least_memory import Activations, least_states, state_width
 from megazero.plan.placement import EQUAL
@@ -31,10 +31,14 @@ SLOW = 1.5
 
 
 class Candidate(NamedTuple):
-    """Settings of a split whose computations alone, shared out evenly, take `least` seconds."""
+    """Settings of a split whose operations, shared out evenly over the stages, or whose messages take `least` seconds.
+
+    computed  number of the settings that decide how long computations take, which several candidates share
+    """
 
     least: float
     number: int
+    computed: int
     split: Split
     settings: Settings
 
@@ -67,18 +71,20 @@ class LayoutSearch:
     left_out: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     least: tuple[float, ClusterStep | None] = (inf, None)
+    _kept: dict[int, Activations] = field(default_factory=dict)
 
     def run(self) -> BestLayouts:
         """The walk. Communicates nothing; the result depends on the run and the cluster alone."""
         looked_at = 0
         with without_collections():
             for offload in self.asked.offloads:
-                candidates = self._candidates()
+                candidates = self._candidates(offload)
                 looked_at += len(candidates)
+                self._kept = {}
                 heapq.heapify(candidates)
                 while candidates and candidates[0].least < self._worst:
-                    self._try(heapq.heappop(candidates), offload)
-                self.left_out["slower by its operations alone"] += len(candidates)
+                    self._try(heapq.heappop(candidates))
+                self.left_out["slower by operations or messages alone"] += len(candidates)
                 if self.best:
                     break
         steps = sorted(self.best.values(), key=lambda step: step.seconds)[: self.wanted]
@@ -99,14 +105,29 @@ class LayoutSearch:
         """
         return min(self._worst, (1 - EQUAL) * self.best[split].seconds if split in self.best else inf)
 
-    def _candidates(self) -> list[Candidate]:
-        candidates = list[Candidate]()
+    def _candidates(self, offload: Settings) -> list[Candidate]:
+        candidates, computed = list[Candidate](), 0
         for split in self.asked.splits():
+            placements = [each for each in self.asked.placed(split, offload) if self._has_room(split, each)]
             for settings in self.asked.computed(split):
+                computed += 1
                 micro_batches = self.asked.run.schedule.global_batch_size // (settings["micro_batch_size"] * split.dp)
                 least = micro_batches * self._model_seconds(settings) / split.pp
-                candidates.append(Candidate(least, len(candidates), split, settings))
+                for placement in placements:
+                    messages = self._message_seconds(split, settings, placement)
+                    whole = {**settings, **placement}
+                    candidates.append(Candidate(max(least, messages), len(candidates), computed, split, whole))
         return candidates
+
+    def _message_seconds(self, split: Split, settings: Settings, placement: Settings) -> float:
+        """The seconds of messages on the model state, at least."""
+        names = ("pp", "tp", "pipeline_schedule", "virtual_stages", "micro_batch_size")
+        key = split, *(settings[name] for name in names), *placement.values()
+        if key not in self._known:
+            run = self.asked.with_settings({**{name: settings[name] for name in names}, **placement})
+            axes = axes_of(run, self.asked.cluster.gpus)
+            self._known[key] = least_messages(run, axes, ClusterRates(self.asked.cluster).lanes(axes).per_byte)
+        return self._known[key]
 
     def _model_seconds(self, settings: Settings) -> float:
         """The seconds in which one rank computes all layers for a micro-batch."""
@@ -123,24 +144,22 @@ class LayoutSearch:
     def _known(self) -> dict[tuple[object, ...], float]:
         return {}
 
-    def _try(self, candidate: Candidate, offload: Settings) -> None:
-        """Keep the fastest of the candidate's placements, if it is faster than its split's so far."""
-        kept: Activations | None = None
-        for placement in self.asked.placed(candidate.split, offload):
-            if not self._has_room(candidate.split, placement):
-                self.left_out["its model state does not fit"] += 1
-                continue
-            run = self.asked.run_with({**candidate.settings, **placement})
-            if run is None:
-                self.left_out["not legal"] += 1
-                continue
-            step = ClusterStep(run, self.asked.cluster)
-            kept = kept or Activations(run, step.axes, step.kind)  # the same of all placements
-            least = kept.least_tensors(least_states(run, step.axes), self.asked.rooms.device)
-            if least > self.asked.rooms.device:
-                self._misfits(step, least)
-            else:
-                self._look_at(step, candidate.split)
+    def _try(self, candidate: Candidate) -> None:
+        """Keep the step of a candidate, if it is faster than its split's so far."""
+        if candidate.least >= self._limit(candidate.split):
+            self.left_out["slower by operations or messages alone"] += 1
+            return
+        run = self.asked.run_with(candidate.settings)
+        if run is None:
+            self.left_out["not legal"] += 1
+            return
+        step = ClusterStep(run, self.asked.cluster)
+        kept = self._kept.setdefault(candidate.computed, Activations(run, step.axes, step.kind))
+        least = kept.least_tensors(least_states(run, step.axes), self.asked.rooms.device)
+        if least > self.asked.rooms.device:
+            self._misfits(step, least)
+        else:
+            self._look_at(step, candidate.split)
 
     def _look_at(self, step: ClusterStep, split: Split) -> None:
         """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
