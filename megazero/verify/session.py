@@ -44,6 +44,7 @@ class Values:
     grad_norm: float
     lr: float
     skipped: bool
+    clip: float
     owned: tuple[Held, ...] = ()
     whole: tuple[Held, ...] = ()
     valid_loss: float | None = None
@@ -51,54 +52,55 @@ class Values:
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a proof: so many steps from a start.
+    """A part of a proof: steps from a start.
 
-    steps  the last step of this leg; each step's number counts from the start of the run
-    clip   the largest norm from a step on, by step; before the first there is no clipping
-    load   the folder of the checkpoint to begin with; None: from the seed
-    save   the folder to save into at the end
-    looks  the steps after which the state is looked at
-    evaluates  whether the last step is followed by an evaluation
+    name       in words
+    last       the last step; steps are counted from the start of the run
+    clip       the largest norm of step `CLIPPED`; None: half of the norm of the step before. Others are not clipped
+    load       the folder of the checkpoint to begin with; None: from the seed, or from `base`
+    save       the folder to save into after step `SAVED`
+    looks      the steps after which the state is looked at
+    base       the folder of the weights beneath adapters
     """
 
-    steps: int
-    clip: Mapping[int, float]
+    name: str
+    last: int = 3
+    clip: float | None = None
     load: Path | None = None
     save: Path | None = None
-    looks: frozenset[int] = frozenset()
-    evaluates: bool = False
+    looks: frozenset[int] = frozenset((1, 2, 3))
+    base: Path | None = None
 
 
-def rows_of(run: Run, steps: int) -> OwnData:
+SAVED, CLIPPED = 2, 3
+"""The step behind which a run is evaluated and saved, and the one behind it, which clips and may be another start's."""
+
+
+def rows_of(run: Run) -> OwnData:
     """The samples of a small run and of its evaluation."""
     length, vocabulary, batch = run.model.seq_length, run.model.vocab_size, run.schedule.global_batch_size
     assert vocabulary is not None
-    train = ProofRows(run.data.seed, length, vocabulary, batch * (steps + 2))
+    train = ProofRows(run.data.seed, length, vocabulary, batch * (CLIPPED + 2))
     return OwnData(train, {"valid_loss": ProofRows(run.data.seed + 1, length, vocabulary, batch)})
 
 
-def prepared_leg(run: Run, axes: Axes, leg: Leg, steps: int) -> Prepared:
-    """The run of a leg, resolved and checked. steps: of the longest leg. Raises ConfigError."""
-    checkpoint = replace(
-        run.checkpoint,
-        save=None if leg.save is None else str(leg.save),
-        load=None if leg.load is None else str(leg.load),
-    )
-    return prepare(replace(run, checkpoint=checkpoint), axes.world_size, silent, rows_of(run, steps))
+def prepared_leg(run: Run, axes: Axes, leg: Leg) -> Prepared:
+    """The run of a leg, resolved and checked. Raises ConfigError."""
+    save, load, base = (None if folder is None else str(folder) for folder in (leg.save, leg.load, leg.base))
+    checkpoint = replace(run.checkpoint, save=save, load=load, init_from=base)
+    return prepare(replace(run, checkpoint=checkpoint), axes.world_size, silent, rows_of(run))
 
 
 Prober = Callable[[Job, int], None]
 """Called with the job of a rank and its number, before its first step."""
 
 
-def run_leg(
-    run: Run, axes: Axes, leg: Leg, *, as_nccl: bool, steps: int, prober: Prober | None = None
-) -> list[list[Values]]:
+def run_leg(run: Run, axes: Axes, leg: Leg, *, as_nccl: bool, prober: Prober | None = None) -> list[list[Values]]:
     """The values of all ranks, by rank, after each step of a leg.
 
-    Raises ConfigError for a small run that cannot be run, RankFailed and Standstill.
+    as_nccl: as in `LocalWorld`. Raises ConfigError for a small run that cannot be run, RankFailed and Standstill.
     """
-    prepared = prepared_leg(run, axes, leg, steps)
+    prepared = prepared_leg(run, axes, leg)
     world = LocalWorld(axes, as_nccl=as_nccl and axes.world_size > 1)
     with redirect_stdout(io.StringIO()):  # the banner and the lines of steps
         return world.turns.run(lambda rank: _leg_on_rank(prepared, world, rank, leg, prober))
@@ -109,19 +111,21 @@ def _leg_on_rank(prepared: Prepared, world: LocalWorld, rank: int, leg: Leg, pro
         if prober is not None:
             prober(job, rank)
         trainer, values = job.trainer, list[Values]()
-        while trainer.position.iteration < leg.steps:
-            number = trainer.position.iteration + 1
-            clip = next((most for first, most in sorted(leg.clip.items(), reverse=True) if number >= first), 0.0)
+        if leg.last == 0:
+            trainer.save(last=True)
+        for number in range(trainer.position.iteration + 1, leg.last + 1):
+            clip = 0.0
+            if number == CLIPPED:
+                clip = values[-1].grad_norm / 2 if leg.clip is None else leg.clip
             trainer.run = replace(trainer.run, optimizer=replace(trainer.run.optimizer, clip_grad=clip))
             step = trainer.train_step(stop=False)
-            now = Values(number, float(step.loss), float(step.grad_norm), step.lr, bool(step.skipped))
+            now = Values(number, float(step.loss), float(step.grad_norm), step.lr, bool(step.skipped), clip)
             if number in leg.looks:
                 now = replace(now, owned=_owned(job), whole=_whole(job))
-            if number == leg.steps and leg.evaluates:
+            if number == SAVED:
                 now = replace(now, valid_loss=trainer.evaluate()["valid_loss"])
+                trainer.save(last=True)
             values.append(now)
-        if leg.save is not None:
-            trainer.save(last=True)
         trainer.batches.close()
         return values
 

@@ -220,7 +220,7 @@ def _schedule(schedule: ScheduleConfig, batch: int, whole: int) -> ScheduleConfi
         train_length=Length(STEPS + 2, Measure.ITERATIONS, by_name=True),
         lr=1e-2,
         min_lr=min(schedule.min_lr, 1e-3),
-        lr_warmup=few(schedule.lr_warmup, 1),
+        lr_warmup=None,  # its first step has the rate 0, which would hide what an update does
         lr_decay=None,
         lr_wsd_decay=few(schedule.lr_wsd_decay, 2),
     )

@@ -1,0 +1,190 @@
+"""A layout against one process: the legs of a proof, and its result.
+
+    one process   step 1, step 2, evaluation and save, step 3, which clips
+    ranks         step 1, step 2, evaluation and save
+    ranks         step 3, begun from the ranks' checkpoint
+    ranks         step 3, begun from the checkpoint of the one process
+    one process   step 3, begun from the ranks' checkpoint
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megazero.config.schema import OffloadConfig, Run
+from megazero.config.source import ConfigError
+from megazero.mpu.axes import Axes
+from megazero.plan.rank_state import has_nccl
+from megazero.program.instruction import Instruction, Op
+from megazero.verify.compare import Difference, Errors, Whole, compared, wholes
+from megazero.verify.probe import Found, Probe
+from megazero.verify.session import SAVED, Leg, Values, run_leg
+from megazero.verify.shrink import Shrunk, shrunk
+from megazero.verify.turns import RankFailed, Standstill
+
+
+class CannotRun(ValueError):
+    """The run, or its small form, cannot be run, and so nothing is proven."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What has been found.
+
+    small       the run that was run
+    difference  the first difference; None: all is equal
+    failure     in words, where ranks do not come to an end and one process does: their error, and who had it
+    errors      the largest relative error by column and number
+    """
+
+    small: Shrunk
+    difference: Difference | None
+    failure: str | None
+    errors: Errors
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None and self.failure is None
+
+
+def prove(run: Run, world_size: int) -> Proof:
+    """Run the small form of a run on its ranks, and on one process, and compare.
+
+    Raises CannotRun where one process does not run it, or the small form is refused.
+    """
+    try:
+        small = shrunk(run, world_size)
+    except ValueError as error:
+        raise CannotRun(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="megazero-verify-") as folder, _one_thread():
+        return _Legs(small, Path(folder), as_nccl=takes_nccl(run)).prove()
+
+
+def takes_nccl(run: Run) -> bool:
+    """Whether the run is one for GPUs: its flags name neither a CPU nor a backend of the host."""
+    return run.parallel.device != "cpu" and run.parallel.backend in ("auto", "nccl")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors of a proof are too small for several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Legs:
+    def __init__(self, small: Shrunk, folder: Path, *, as_nccl: bool) -> None:
+        self.small, self.folder, self.as_nccl = small, folder, as_nccl
+        run = small.run
+        files = {
+            "nvme_path": tuple(str(folder / f"disk {n}") for n in range(len(run.offload.nvme_path))),
+            "files_path": None if run.offload.files_path is None else str(folder / "files"),
+        }
+        for place in (*files["nvme_path"], files["files_path"]):  # type: ignore[misc]
+            if place is not None:
+                Path(place).mkdir()
+        self.many = replace(run, offload=replace(run.offload, **files))  # type: ignore[arg-type]
+        self.one = on_one_process(run)
+        optimizer = run.optimizer
+        self.decay = -optimizer.sgd_momentum if optimizer.optimizer == "sgd" else optimizer.adam_beta1
+        # A look makes owed updates at once, and the next step would have none of another one's.
+        self.looks = frozenset((SAVED, 3) if run.parallel.late_update else (1, SAVED, 3))
+        self.errors: Errors = {}
+
+    def prove(self) -> Proof:
+        base = self._base()
+        start = Leg("from the seed", looks=self.looks, save=self.folder / "one", base=base)
+        numbers = self._alone(start)
+        true = wholes(numbers, self.decay)
+        clip = numbers[-1].clip
+        ours = replace(start, last=SAVED, save=self.folder / "many")
+        later = Leg("resumed from its own checkpoint", clip=clip, load=ours.save, looks=self.looks, base=base)
+        of_one = replace(later, name="resumed from the checkpoint of one process", load=start.save)
+        for leg in (ours, later, of_one):
+            ended = self._compared(leg, true)
+            if ended is not None:
+                return ended
+        back = replace(later, name="resumed on one process from the checkpoint of the ranks")
+        try:
+            found = compared([self._alone(back)], true, back.name, self.decay, self.errors)
+        except CannotRun as error:
+            return Proof(self.small, None, f"{back.name}: {error}", self.errors)
+        return Proof(self.small, found, None, self.errors)
+
+    def _base(self) -> Path | None:
+        """A checkpoint of the model beneath adapters, from the seed; None without adapters."""
+        if self.small.run.lora.lora_rank is None:
+            return None
+        from megazero.config.schema import LoraConfig
+
+        folder = self.folder / "base"
+        one, self.one = self.one, replace(self.one, lora=LoraConfig())
+        self._alone(Leg("the model beneath adapters", last=0, save=folder))
+        self.one = one
+        return folder
+
+    def _alone(self, leg: Leg, prober: Probe | None = None) -> list[Values]:
+        try:
+            return run_leg(self.one, Axes(), leg, as_nccl=False, prober=prober)[0]
+        except ConfigError as error:
+            raise CannotRun(f"the small run on one process: {error}") from error
+        except RankFailed as error:
+            raise CannotRun(f"one process does not run it: {_last_line(error)}") from error
+
+    def _compared(self, leg: Leg, true: dict[int, Whole]) -> Proof | None:
+        """Run a leg on all ranks; a proof if it differs."""
+        found, failure = None, None
+        try:
+            ranks = run_leg(self.many, self.small.axes, leg, as_nccl=self.as_nccl)
+            found = compared(ranks, true, leg.name, self.decay, self.errors)
+        except ConfigError as error:
+            raise CannotRun(f"the small run on {self.small.axes.world_size} ranks: {error}") from error
+        except RankFailed as error:
+            failure = f"{leg.name}: {_last_line(error)}"
+        except Standstill as error:
+            failure = f"{leg.name}: {error}"
+        if found is None and failure is None:
+            return None
+        first = self._located(leg, found)
+        return Proof(self.small, first or found, failure, self.errors)
+
+    def _located(self, leg: Leg, found: Difference | None) -> Difference | None:
+        """The same leg again with a probe, up to the first instruction that makes another value than one process."""
+        probe = Probe(leg.name)
+        start = replace(leg, load=None if leg.load is None else self.folder / "one", looks=frozenset[int]())
+        self._alone(replace(start, save=self.folder / "again"), prober=probe)
+        try:
+            again = replace(leg, save=None if leg.save is None else self.folder / "again", looks=frozenset())
+            run_leg(self.many, self.small.axes, again, as_nccl=self.as_nccl, prober=Probe(leg.name, probe.recorded))
+        except RankFailed as error:
+            if isinstance(error.error, Found):
+                return error.error.difference
+        except Standstill:
+            pass
+        return found
+
+
+def on_one_process(run: Run) -> Run:
+    """The same model, optimizer and samples on one process, in the plainest way."""
+    parallel = replace(
+        type(run.parallel)(),
+        tp=1,
+        pp=1,
+        device="cpu",
+        bucket_size=None,
+    )
+    return replace(run, parallel=parallel, offload=OffloadConfig())
+
+
+def _last_line(error: RankFailed) -> str:
+    return f"rank {error.rank}: {type(error.error).__name__}: {str(error.error).strip().splitlines()[0] if str(error.error).strip() else ''}"
