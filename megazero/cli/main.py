@@ -41,6 +41,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
         "harness": Subcommand("python -m megazero.harness", "a model in the LM Evaluation Harness"),
         "plan-schedule": Subcommand("tools/show_schedule.py", "learning rate and batch at any iteration"),
         "draw-schedule": Subcommand("tools/draw_schedule.py", "a pipeline schedule and its bubble"),
+        "verify-layout": Subcommand("tools/verify_layout.py", "proof that a layout computes what one process does"),
         "bench-nvme": Subcommand("tools/bench_nvme.py", "what a step reaches whose state is on a disk"),
         "doctor": Subcommand("python -m megazero.doctor", "what this machine and installation offer"),
     }
