@@ -178,9 +178,9 @@ class LocalExchange(Exchange):
         collective.launch = launch
         collective.parts[self._index] = kept = source.detach().reshape(-1).clone()
         if place.is_floating_point():
-            place.detach().fill_(math.nan)
-            if kind in _KEEP:
-                source.detach().view(-1).copy_(kept)
+            place.data.fill_(math.nan)  # .data: as with a backend, autograd does not see that memory changes
+            if kind in _KEEP and source.untyped_storage().data_ptr() == place.untyped_storage().data_ptr():
+                source.data.view(-1).copy_(kept)
         key: Hashable = (shared.ranks, number)
         if len(collective.parts) == self._size:
             self._turns.wake(key)
@@ -190,7 +190,7 @@ class LocalExchange(Exchange):
                 self._turns.wait(self._rank, key, f"{launch} of ranks {_listed(shared.ranks)}")
             if collective.result is None:
                 collective.result = combine([collective.parts[index] for index in range(self._size)])
-            target.detach().copy_(own(collective.result))
+            target.data.copy_(own(collective.result))
             collective.taken += 1
             if collective.taken == self._size:
                 del shared.under_way[number]

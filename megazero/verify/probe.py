@@ -142,8 +142,10 @@ class _RankProbe:
         if hidden.requires_grad:
             hidden.register_hook(partial(self._rows, INPUT_GRADIENT, name))
 
-    def _rows(self, kind: str, name: str, hidden: Tensor) -> None:
+    def _rows(self, kind: str, name: str, hidden: Tensor | None) -> None:
         """hidden: [s(/t), b, h] of the micro-batch under way."""
+        if hidden is None:  # of the gradient: nothing depends on it
+            return
         tp = self.job.grid.tp
         for column, sample in enumerate(self.samples if self.now is not None else ()):
             mine = hidden[:, column]
@@ -155,8 +157,8 @@ class _RankProbe:
                 true = true[len(mine) * tp.index :][: len(mine)]
             self._judge(f"the {kind} of {name}", "", kind, true, mine)
 
-    def _part(self, spec: ParameterSpec, value: Tensor) -> None:
-        if self.now is not None:
+    def _part(self, spec: ParameterSpec, value: Tensor | None) -> None:
+        if self.now is not None and value is not None:  # None: the layer has used the gradient target itself
             self._look(PART, spec.name, self.samples, value.detach().reshape(-1)[: spec.stored_numel], spec)
 
     def _look(self, kind: str, name: str, samples: tuple[int, ...], value: Tensor, spec: ParameterSpec, of: str = "") -> None:

@@ -98,17 +98,17 @@ class _Legs:
         optimizer = run.optimizer
         self.decay = -optimizer.sgd_momentum if optimizer.optimizer == "sgd" else optimizer.adam_beta1
         # A look makes owed updates at once, and the next step would have none of another one's.
-        self.looks = frozenset((SAVED, 3) if run.parallel.late_update else (1, SAVED, 3))
+        self.looks = frozenset((SAVED,) if run.parallel.late_update else (1, SAVED))
         self.errors: Errors = {}
 
     def prove(self) -> Proof:
         base = self._base()
-        start = Leg("from the seed", looks=self.looks, save=self.folder / "one", base=base)
+        start = Leg("from the seed", save=self.folder / "one", base=base)
         numbers = self._alone(start)
         true = wholes(numbers, self.decay)
         clip = numbers[-1].clip
-        ours = replace(start, last=SAVED, save=self.folder / "many")
-        later = Leg("resumed from its own checkpoint", clip=clip, load=ours.save, looks=self.looks, base=base)
+        ours = replace(start, last=SAVED, looks=self.looks, save=self.folder / "many")
+        later = Leg("resumed from its own checkpoint", clip=clip, load=ours.save, base=base)
         of_one = replace(later, name="resumed from the checkpoint of one process", load=start.save)
         for leg in (ours, later, of_one):
             ended = self._compared(leg, true)
@@ -134,8 +134,13 @@ class _Legs:
         return folder
 
     def _alone(self, leg: Leg, prober: Probe | None = None) -> list[Values]:
+        """A leg on one process: with whole batches at once, or, for a probe, micro-batch by micro-batch."""
+        run = self.one
+        if prober is None:
+            schedule = replace(run.schedule, micro_batch_size=run.schedule.global_batch_size)
+            run = replace(run, schedule=schedule)
         try:
-            return run_leg(self.one, Axes(), leg, as_nccl=False, prober=prober)[0]
+            return run_leg(run, Axes(), leg, as_nccl=False, prober=prober)[0]
         except ConfigError as error:
             raise CannotRun(f"the small run on one process: {error}") from error
         except RankFailed as error:
@@ -161,10 +166,11 @@ class _Legs:
     def _located(self, leg: Leg, found: Difference | None) -> Difference | None:
         """The same leg again with a probe, up to the first instruction that makes another value than one process."""
         probe = Probe(leg.name)
-        start = replace(leg, load=None if leg.load is None else self.folder / "one", looks=frozenset[int]())
-        self._alone(replace(start, save=self.folder / "again"), prober=probe)
+        load = None if leg.load is None else self.folder / "one"
+        start = replace(leg, load=load, save=None, looks=frozenset[int]())
+        self._alone(start, prober=probe)
         try:
-            again = replace(leg, save=None if leg.save is None else self.folder / "again", looks=frozenset())
+            again = replace(leg, save=None, looks=frozenset())
             run_leg(self.many, self.small.axes, again, as_nccl=self.as_nccl, prober=Probe(leg.name, probe.recorded))
         except RankFailed as error:
             if isinstance(error.error, Found):
@@ -181,7 +187,7 @@ def on_one_process(run: Run) -> Run:
         tp=1,
         pp=1,
         device="cpu",
-        bucket_size=None,
+        attention="softmax",
     )
     return replace(run, parallel=parallel, offload=OffloadConfig())
 

@@ -143,7 +143,7 @@ def _model(model: ModelConfig, tp: int, kept: Sequence[int], sequence_parallel: 
         max_position_embeddings=None if positions is None else length + min(2, positions - model.seq_length)
         if positions >= model.seq_length
         else length,
-        init_method_std=0.3,
+        init_method_std=0.2,
     )
 
 
@@ -218,7 +218,7 @@ def _schedule(schedule: ScheduleConfig, batch: int, whole: int) -> ScheduleConfi
         global_batch_size=whole,
         rampup_batch_size=None,
         train_length=Length(STEPS + 2, Measure.ITERATIONS, by_name=True),
-        lr=1e-2,
+        lr=3e-3,
         min_lr=min(schedule.min_lr, 1e-3),
         lr_warmup=None,  # its first step has the rate 0, which would hide what an update does
         lr_decay=None,
