@@ -163,5 +163,3 @@ def verdict(proof: Proof) -> str:
 
 def sizes(axes: dict[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in axes.items())
-
-

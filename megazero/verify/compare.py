@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.parameter import Box
+from megazero.program.instruction import Op
 from megazero.verify.session import Held, Values
 
 TOLERANCE = 1e-9
@@ -129,10 +130,12 @@ def compared(
     ranks: Sequence[Sequence[Values]], one: Mapping[int, Whole], leg: str, decay: float, errors: Errors
 ) -> Difference | None:
     """The first difference of a leg, in the order in which a step makes its values: gradients, numbers that all ranks
-    know, moments, weights, and the parameters of all ranks. errors: gets what is larger than before.
+    know, moments, weights, and the parameters of all ranks. Steps that not all ranks have ended are left out.
+
+    errors: gets what is larger than before
     """
     by_rank = [gradients(values, decay) for values in ranks]
-    for at, now in enumerate(ranks[0]):
+    for at, now in enumerate(ranks[0][: min(map(len, ranks))]):
         whole = one[now.step]
         owned = [values[at].owned for values in ranks]
         found = _worst(GRADIENT, [of_rank[at] for of_rank in by_rank], whole, leg, errors)
@@ -150,9 +153,7 @@ _ORDER = {"exp_avg": 0, "exp_avg_sq": 1, "weight": 2}
 """The columns that an update makes first."""
 
 
-def _worst(
-    column: str, by_rank: Sequence[Sequence[Held]], whole: Whole, leg: str, errors: Errors
-) -> Difference | None:
+def _worst(column: str, by_rank: Sequence[Sequence[Held]], whole: Whole, leg: str, errors: Errors) -> Difference | None:
     """The largest difference of a column above the tolerance."""
     found: Difference | None = None
     for rank, parts in enumerate(by_rank):
@@ -161,7 +162,17 @@ def _worst(
             errors[column] = max(errors.get(column, 0.0), error)
             if error > TOLERANCE and (found is None or error > found.error):
                 found = Difference(held.spec.name, column, rank, "", whole.numbers.step, leg, error)
+    if found is not None and column == GRADIENT and _are_multiples(by_rank, whole):
+        return found._replace(instruction=Op.NORM.value)
     return found
+
+
+def _are_multiples(by_rank: Sequence[Sequence[Held]], whole: Whole) -> bool:
+    """Whether all gradients are the true ones times one number: then what they are multiplied with is wrong."""
+    mine = torch.cat([held.columns[GRADIENT] for parts in by_rank for held in parts])
+    true = torch.cat([whole.part(GRADIENT, held) for parts in by_rank for held in parts])
+    factor = float(mine @ true) / max(float(true @ true), 1e-300)
+    return float((mine - factor * true).abs().max()) <= TOLERANCE * _largest(mine)
 
 
 def _first_number(

@@ -21,6 +21,7 @@ from megazero.mpu.grid import Group, ProcessGrid, RanksOf, assembled
 from megazero.mpu.p2p import Tag
 from megazero.verify.turns import Turns
 
+
 class Mismatch(RuntimeError):
     """Ranks of a group have launched different collectives, or a message is not the one that is received."""
 

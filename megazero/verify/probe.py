@@ -22,13 +22,21 @@ from megazero.mpu.parameter import Parameter, ParameterSpec, StateGroup, spec_of
 from megazero.pipeline.engine import PipelineEngine
 from megazero.pipeline.schedule_run import ScheduleRun
 from megazero.pipeline.stage_specs import unit_names
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import UPDATE, UPDATE_HOST, Instruction, Kind, Op
 from megazero.train.job import Job
 from megazero.verify.compare import FLOOR, TOLERANCE, Difference
 
 INPUT, INPUT_GRADIENT, READ, PART = "input", "gradient of the input", "weights read", "gradient of one micro-batch"
 """The kinds of values. Of a layer: what goes into it, the gradient of that, and its weights. Of a parameter: what a
 micro-batch adds to its gradient."""
+
+
+_UPDATES: tuple[frozenset[Kind], ...] = (frozenset((UPDATE, UPDATE_HOST)),)
+_MAKERS: dict[str, tuple[frozenset[Kind], ...]] = {
+    "gradient": tuple(map(frozenset, ((Op.REDUCE,), (Op.REDUCE_ACROSS, Op.REDUCE_PARTIAL)))),
+    "parameter": (frozenset((Op.GATHER,)), *_UPDATES),
+}
+"""By column the kinds of instructions that make it, the likelier ones first."""
 
 
 class Found(Exception):
@@ -84,11 +92,26 @@ class Probe:
     def __init__(self, leg: str, true: Recorded | None = None) -> None:
         self.leg, self.true = leg, true
         self.recorded = Recorded()
+        self.ranks: dict[int, _RankProbe] = {}
         self._sums: dict[Hashable, _Parts] = {}
 
     def __call__(self, job: Job, rank: int) -> None:
         """Have the jobs' engine and layers tell what they make."""
-        _RankProbe(self, job, rank)
+        self.ranks[rank] = _RankProbe(self, job, rank)
+
+    def instruction_of(self, difference: Difference) -> str:
+        """The instruction of the rank's list that makes a value which differs after a step; "" if the leg has not begun
+        there.
+        """
+        known = self.ranks.get(difference.rank)
+        return (
+            known.maker_of(difference) if known is not None and not difference.instruction else difference.instruction
+        )
+
+    def under_way(self, rank: int) -> str:
+        """The instruction that a rank executes, or was the last to execute; "" before the first one."""
+        known = self.ranks.get(rank)
+        return "" if known is None or known.now is None else str(known.now)
 
     def partial_sum(self, key: Hashable, members: int, value: Tensor) -> Tensor | None:
         """Add a part; the sum once all members have come."""
@@ -120,6 +143,27 @@ class _RankProbe:
             samples = run.micro_batches[instruction.micro_batch].samples
             self.samples = () if samples is None else tuple(samples.tolist())
 
+    def maker_of(self, difference: Difference) -> str:
+        """See `Probe.instruction_of`: the last one of the kinds that make a column which has the parameter's bucket, or
+        has all buckets.
+        """
+        if not difference.column:
+            return "evaluation" if difference.parameter == "the validation loss" else Op.NORM.value
+        run, lists = self.job.run, self.job.trainer.engine.lists
+        count = run.schedule.global_batch_size // (run.schedule.micro_batch_size * self.job.grid.axes.dp)
+        buckets = {
+            number
+            for number, bucket in enumerate(self.job.state.model.buckets)
+            if any(spec_of(parameter).name == difference.parameter for parameter in bucket.parameters)
+        }
+        late = run.parallel.late_update and difference.step > 1
+        instructions = lists.training(count, owed=late)
+        for kinds in _MAKERS.get(difference.column, _UPDATES):
+            made = [i for i in instructions if i.op in kinds and (not i.buckets or buckets & {*i.buckets})]
+            if made:
+                return str(made[-1])
+        return Op.NORM.value
+
     def _hook(self, stage: Stage) -> None:
         for name, unit in zip(unit_names(stage.spec), stage.units(), strict=True):
             unit.register_forward_pre_hook(partial(self._before, name))
@@ -134,7 +178,7 @@ class _RankProbe:
             return
         for parameter in unit.parameters():
             spec = spec_of(parameter)
-            self._look(READ, spec.name, (), parameter.detach().reshape(-1)[: spec.stored_numel], spec, of=name)
+            self._look(READ, spec.name, (), parameter.detach().reshape(-1)[: spec.stored_numel], spec)
         hidden = inputs[0] if isinstance(inputs[0], Tensor) else None
         if hidden is None:
             return
@@ -161,7 +205,9 @@ class _RankProbe:
         if self.now is not None and value is not None:  # None: the layer has used the gradient target itself
             self._look(PART, spec.name, self.samples, value.detach().reshape(-1)[: spec.stored_numel], spec)
 
-    def _look(self, kind: str, name: str, samples: tuple[int, ...], value: Tensor, spec: ParameterSpec, of: str = "") -> None:
+    def _look(
+        self, kind: str, name: str, samples: tuple[int, ...], value: Tensor, spec: ParameterSpec, of: str = ""
+    ) -> None:
         probe = self.probe
         if probe.true is None:
             if kind == PART or (kind, self.step, name, samples) not in probe.recorded.values:
@@ -181,14 +227,14 @@ class _RankProbe:
             value = total
         region = tuple(slice(*ends) for ends in spec.box)
         column = "gradient" if kind == PART else "parameter"
-        self._judge(name, column, kind, true[region].reshape(-1), value, of)
+        self._judge(name, column, kind, true[region].reshape(-1), value)
 
     def _uses(self, name: str) -> int:
         """How often a backward of this rank adds to a parameter: twice for a tied embedding with both its layers."""
         tied = not self.job.run.model.untie_embeddings_and_output_weights
         return 2 if tied and name == _tied_name(self.job) else 1
 
-    def _judge(self, name: str, column: str, kind: str, true: Tensor, mine: Tensor, of: str = "") -> None:
+    def _judge(self, name: str, column: str, kind: str, true: Tensor, mine: Tensor) -> None:
         assert self.probe.true is not None
         error = self.probe.true.error(kind, self.step, true, mine)
         if error > TOLERANCE:

@@ -1,10 +1,10 @@
 """A layout against one process: the legs of a proof, and its result.
 
-    one process   step 1, step 2, evaluation and save, step 3, which clips
-    ranks         step 1, step 2, evaluation and save
-    ranks         step 3, begun from the ranks' checkpoint
-    ranks         step 3, begun from the checkpoint of the one process
-    one process   step 3, begun from the ranks' checkpoint
+one process   step 1, step 2, evaluation and save, step 3, which clips
+ranks         step 1, step 2, evaluation and save
+ranks         step 3, begun from the ranks' checkpoint
+ranks         step 3, begun from the checkpoint of the one process
+one process   step 3, begun from the ranks' checkpoint
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ import torch
 from megazero.config.schema import OffloadConfig, Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
-from megazero.plan.rank_state import has_nccl
-from megazero.program.instruction import Instruction, Op
 from megazero.verify.compare import Difference, Errors, Whole, compared, wholes
 from megazero.verify.probe import Found, Probe
 from megazero.verify.session import SAVED, Leg, Values, run_leg
@@ -139,8 +137,10 @@ class _Legs:
         if prober is None:
             schedule = replace(run.schedule, micro_batch_size=run.schedule.global_batch_size)
             run = replace(run, schedule=schedule)
+        collected = list[list[Values]]()
         try:
-            return run_leg(run, Axes(), leg, as_nccl=False, prober=prober)[0]
+            run_leg(run, Axes(), leg, collected, as_nccl=False, prober=prober)
+            return collected[0]
         except ConfigError as error:
             raise CannotRun(f"the small run on one process: {error}") from error
         except RankFailed as error:
@@ -148,36 +148,38 @@ class _Legs:
 
     def _compared(self, leg: Leg, true: dict[int, Whole]) -> Proof | None:
         """Run a leg on all ranks; a proof if it differs."""
-        found, failure = None, None
-        try:
-            ranks = run_leg(self.many, self.small.axes, leg, as_nccl=self.as_nccl)
-            found = compared(ranks, true, leg.name, self.decay, self.errors)
-        except ConfigError as error:
-            raise CannotRun(f"the small run on {self.small.axes.world_size} ranks: {error}") from error
-        except RankFailed as error:
-            failure = f"{leg.name}: {_last_line(error)}"
-        except Standstill as error:
-            failure = f"{leg.name}: {error}"
-        if found is None and failure is None:
+        failed, ranks = self._together(leg)
+        if isinstance(failed, ConfigError) and leg.load is None:
+            raise CannotRun(f"the small run on {self.small.axes.world_size} ranks: {failed}") from failed
+        found = compared(ranks, true, leg.name, self.decay, self.errors)
+        if found is None and failed is None:
             return None
-        first = self._located(leg, found)
-        return Proof(self.small, first or found, failure, self.errors)
+        probe = self._recorded(leg)
+        # The folder that it saves into has a checkpoint of the same run, which the second pass must not meet.
+        failed_again, again = self._together(replace(leg, save=None), probe)
+        first = compared(again, true, leg.name, self.decay, {}) or found
+        if isinstance(failed_again, RankFailed) and isinstance(failed_again.error, Found):
+            event = failed_again.error.difference
+            first = event if first is None or event.step <= first.step else first
+        if first is not None:
+            first = first._replace(instruction=probe.instruction_of(first))
+        return Proof(self.small, first, None if failed is None else _words(leg, failed, probe), self.errors)
 
-    def _located(self, leg: Leg, found: Difference | None) -> Difference | None:
-        """The same leg again with a probe, up to the first instruction that makes another value than one process."""
-        probe = Probe(leg.name)
-        load = None if leg.load is None else self.folder / "one"
-        start = replace(leg, load=load, save=None, looks=frozenset[int]())
-        self._alone(start, prober=probe)
+    def _together(self, leg: Leg, prober: Probe | None = None) -> tuple[Exception | None, list[list[Values]]]:
+        """Run a leg on all ranks. Returns its error, and what they had by then."""
+        collected = list[list[Values]]()
         try:
-            again = replace(leg, save=None, looks=frozenset())
-            run_leg(self.many, self.small.axes, again, as_nccl=self.as_nccl, prober=Probe(leg.name, probe.recorded))
-        except RankFailed as error:
-            if isinstance(error.error, Found):
-                return error.error.difference
-        except Standstill:
-            pass
-        return found
+            run_leg(self.many, self.small.axes, leg, collected, as_nccl=self.as_nccl, prober=prober)
+        except (ConfigError, RankFailed, Standstill) as error:
+            return error, collected
+        return None, collected
+
+    def _recorded(self, leg: Leg) -> Probe:
+        """A probe that compares with what one process makes of the same micro-batches."""
+        load = None if leg.load is None else self.folder / "one"
+        probe = Probe(leg.name)
+        self._alone(replace(leg, load=load, save=None, looks=frozenset[int]()), prober=probe)
+        return Probe(leg.name, probe.recorded)
 
 
 def on_one_process(run: Run) -> Run:
@@ -192,5 +194,13 @@ def on_one_process(run: Run) -> Run:
     return replace(run, parallel=parallel, offload=OffloadConfig())
 
 
-def _last_line(error: RankFailed) -> str:
-    return f"rank {error.rank}: {type(error.error).__name__}: {str(error.error).strip().splitlines()[0] if str(error.error).strip() else ''}"
+def _last_line(error: Exception) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _words(leg: Leg, error: Exception, probe: Probe) -> str:
+    """The error with which a leg has ended, with the rank and its instruction, in one line."""
+    at = probe.under_way(error.rank) if isinstance(error, RankFailed) else ""
+    return f"{leg.name}: {_last_line(error)}{f' ({at})' if at else ''}"

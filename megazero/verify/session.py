@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from megazero.config.schema import Run
@@ -95,22 +93,28 @@ Prober = Callable[[Job, int], None]
 """Called with the job of a rank and its number, before its first step."""
 
 
-def run_leg(run: Run, axes: Axes, leg: Leg, *, as_nccl: bool, prober: Prober | None = None) -> list[list[Values]]:
-    """The values of all ranks, by rank, after each step of a leg.
+def run_leg(
+    run: Run, axes: Axes, leg: Leg, collected: list[list[Values]], *, as_nccl: bool, prober: Prober | None = None
+) -> None:
+    """Run a leg on all ranks.
 
-    as_nccl: as in `LocalWorld`. Raises ConfigError for a small run that cannot be run, RankFailed and Standstill.
+    collected: gets a list for each rank, of the values after each of its steps, those before an error too. as_nccl: as
+    in `LocalWorld`. Raises ConfigError for a small run that cannot be run, RankFailed and Standstill.
     """
+    collected[:] = [[] for _ in range(axes.world_size)]
     prepared = prepared_leg(run, axes, leg)
     world = LocalWorld(axes, as_nccl=as_nccl and axes.world_size > 1)
     with redirect_stdout(io.StringIO()):  # the banner and the lines of steps
-        return world.turns.run(lambda rank: _leg_on_rank(prepared, world, rank, leg, prober))
+        world.turns.run(lambda rank: _leg_on_rank(prepared, world, rank, leg, collected[rank], prober))
 
 
-def _leg_on_rank(prepared: Prepared, world: LocalWorld, rank: int, leg: Leg, prober: Prober | None) -> list[Values]:
+def _leg_on_rank(
+    prepared: Prepared, world: LocalWorld, rank: int, leg: Leg, values: list[Values], prober: Prober | None
+) -> None:
     with closing(build_job(prepared, world.grid(rank))) as job:
         if prober is not None:
             prober(job, rank)
-        trainer, values = job.trainer, list[Values]()
+        trainer = job.trainer
         if trainer.save_policy is not None:
             trainer.save_policy.pauses = (0.0,)  # what fails on these folders fails again
         if leg.last == 0:
@@ -124,12 +128,11 @@ def _leg_on_rank(prepared: Prepared, world: LocalWorld, rank: int, leg: Leg, pro
             now = Values(number, float(step.loss), float(step.grad_norm), step.lr, bool(step.skipped), clip)
             if number in leg.looks:
                 now = replace(now, owned=_owned(job), whole=_whole(job))
-            if number == SAVED:
-                now = replace(now, valid_loss=trainer.evaluate()["valid_loss"])
-                trainer.save(last=True)
             values.append(now)
+            if number == SAVED:
+                values[-1] = replace(now, valid_loss=trainer.evaluate()["valid_loss"])
+                trainer.save(last=True)
         trainer.batches.close()
-        return values
 
 
 def _owned(job: Job) -> tuple[Held, ...]:
@@ -151,19 +154,3 @@ def _whole(job: Job) -> tuple[Held, ...]:
             flat = parameter.detach().reshape(-1)[: spec.stored_numel].clone()
             seen.setdefault(id(parameter), Held(spec, 0, spec.stored_numel, {"parameter": flat}))
     return tuple(seen.values())
-
-
-def global_tensors(values: Sequence[Held]) -> dict[tuple[str, str], Tensor]:
-    """(parameter, column) -> the global tensor, from what the only rank of a run holds."""
-    made: dict[tuple[str, str], Tensor] = {}
-    for held in values:
-        for column, part in held.columns.items():
-            whole = made.setdefault(
-                (held.spec.name, column), torch.full(held.spec.shape, math.nan, dtype=part.dtype).view(-1)
-            )
-            whole[held.start : held.stop] = part
-    return {
-        (held.spec.name, column): made[held.spec.name, column].view(held.spec.shape)
-        for held in values
-        for column in held.columns
-    }

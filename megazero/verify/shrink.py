@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
+from megazero.config.inventory import parameters_per_layer
 from megazero.config.layers.kinds import pattern_items, rotary_sets
 from megazero.config.layers.pattern import LayerPattern, PatternItem
 from megazero.config.lengths import Length, Measure
+from megazero.config.rotary import RotarySettings
 from megazero.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -64,16 +66,19 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
     batch, micro = min(2, run.schedule.micro_batch_size), _micro_batches(run, real.dp)
     schedule = _schedule(run.schedule, batch, batch * micro * dp)
     numbers = {number: new for new, number in enumerate(number for chunk in kept for number in chunk)}
-    dropped, small = list[str](), replace(
-        known,
-        model=model,
-        parallel=_parallel(parallel, [len(chunk) for chunk in kept], shard, micro),
-        optimizer=_optimizer(run.optimizer),
-        schedule=schedule,
-        data=DataConfig(eod_id=EOD, eod_mask_loss=True, num_workers=0, seed=run.data.seed),
-        checkpoint=CheckpointConfig(),
-        trainer=TrainerConfig(eval_iters=1, exit_duration_in_mins=None, sample_prompt=None),
-        offload=_offload(run.offload, numbers),
+    dropped, small = (
+        list[str](),
+        replace(
+            known,
+            model=model,
+            parallel=_parallel(parallel, [len(chunk) for chunk in kept], shard, micro),
+            optimizer=_optimizer(run.optimizer),
+            schedule=schedule,
+            data=DataConfig(eod_id=EOD, eod_mask_loss=True, num_workers=0, seed=run.data.seed),
+            checkpoint=CheckpointConfig(),
+            trainer=TrainerConfig(eval_iters=1, exit_duration_in_mins=None, sample_prompt=None),
+            offload=_offload(run.offload, numbers),
+        ),
     )
     small = replace(small, parallel=replace(small.parallel, bucket_size=_bucket_size(known, small)))
     for flag, is_given, why in _LEFT_OUT:
@@ -140,7 +145,9 @@ def _model(model: ModelConfig, tp: int, kept: Sequence[int], sequence_parallel: 
         vocab_size=vocabulary if whole else vocabulary - 1,
         make_vocab_size_divisible_by=multiple,
         seq_length=length,
-        max_position_embeddings=None if positions is None else length + min(2, positions - model.seq_length)
+        max_position_embeddings=None
+        if positions is None
+        else length + min(2, positions - model.seq_length)
         if positions >= model.seq_length
         else length,
         init_method_std=0.2,
@@ -160,15 +167,18 @@ def _heads(model: ModelConfig, tp: int) -> tuple[int, int, int]:
     groups = tp * per_rank
     of_group = min(3 if uneven else 2, real_heads // real_groups)
     sizes = [
-        size for size in range(4, width + 1, 2) if all(_turns(settings, size) for settings in rotary_sets(model).values())
+        size
+        for size in range(4, width + 1, 2)
+        if all(_turns(settings, size) for settings in rotary_sets(model).values())
     ]
     scaled = any(s.scaling is not None and s.scaling.kind == "longrope" for s in rotary_sets(model).values())
     return groups, groups * of_group, width if scaled or not sizes else sizes[0]
 
 
-def _turns(settings: object, size: int) -> bool:
+def _turns(settings: RotarySettings, size: int) -> bool:
+    """Whether rotary positions can turn their share of heads of this size."""
     try:
-        settings.turned(size)  # type: ignore[attr-defined]
+        settings.turned(size)
     except ValueError:
         return False
     return True
@@ -259,8 +269,6 @@ def _bucket_size(real: Run, small: Run) -> int:
     """Elements of a bucket, so that a layer takes several buckets, or a bucket several layers, or all is one bucket, as
     in the real run.
     """
-    from megazero.config.inventory import parameters_per_layer
-
     size = real.parallel.bucket_size or 8_388_608
     blocks = [count / real.parallel.tp for count in parameters_per_layer(real.model).blocks]
     of_layer = max(1, round(max(parameters_per_layer(small.model).blocks, default=64) / small.parallel.tp))
