@@ -56,8 +56,8 @@ def work(argv: Sequence[str]) -> int:
     if check is not None:
         if words:
             raise ValueError(f"{CHECK} runs the flags of its certificate, and {' '.join(words)} is given too")
-        return checked(Path(named(CHECK, check)), None if file is None else Path(named(CERTIFICATE, file)))
-    target = Path(DEFAULT if file is None else named(CERTIFICATE, file))
+        return checked(Path(named(CHECK, check)), None if file is None else writable(Path(named(CERTIFICATE, file))))
+    target = writable(Path(DEFAULT if file is None else named(CERTIFICATE, file)))
     world, words = ranks_of(words)
     proof, written = proven(words, world)
     write(target, written)
@@ -71,6 +71,15 @@ def named(flag: str, path: str) -> str:
     if not path:
         raise ValueError(f"{flag} is empty: it names a file")
     return path
+
+
+def writable(target: Path) -> Path:
+    """The path of a certificate, before minutes are spent on it. Raises ValueError for a folder that is not there."""
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(
+            f"{CERTIFICATE} {target}: {'this is a folder' if target.is_dir() else 'there is no such folder'}"
+        )
+    return target
 
 
 def ranks_of(words: Sequence[str]) -> tuple[int, list[str]]:

@@ -19,7 +19,6 @@ from megazero.config.dump import changed_settings
 from megazero.config.schema import Run
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.system import extensions
-from megazero.system.reading import shown
 from megazero.verify.compare import TOLERANCE
 from megazero.verify.proof import Proof
 from megazero.verify.session import CLIPPED
@@ -107,17 +106,24 @@ class Claim:
 
 
 def read_claim(path: Path) -> Claim:
-    """Raises NotACertificate, and OSError."""
+    """What a file claims. Raises NotACertificate."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotACertificate(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise NotACertificate(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        given = shown(str(content.get("format"))) if isinstance(content, dict) else type(content).__name__
-        raise NotACertificate(f"{path} is no certificate of format {FORMAT}: its format is {given}")
+        given = content.get("format", "not said") if isinstance(content, dict) else type(content).__name__
+        raise NotACertificate(f"{path} is no certificate of format {FORMAT}: its format is {str(given)[:40]}")
     flags, world, result, code = (content.get(name) for name in ("flags", "world_size", "result", "code"))
-    good = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
-    good = good and isinstance(world, int) and not isinstance(world, bool) and isinstance(code, dict)
-    if not good or not isinstance(code.get("sha256"), str) or result not in ("equal", "differs"):
+    digest = code.get("sha256") if isinstance(code, dict) else None
+    if (
+        not isinstance(flags, list)
+        or not all(isinstance(word, str) for word in flags)
+        or type(world) is not int
+        or not isinstance(digest, str)
+        or result not in ("equal", "differs")
+    ):
         raise NotACertificate(f"{path} lacks flags, world_size, result or the hash of the code")
-    return Claim(tuple(flags), world, str(result), code["sha256"])
+    return Claim(tuple(flags), world, str(result), digest)

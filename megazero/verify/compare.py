@@ -1,4 +1,4 @@
-"""What ranks hold against what one process holds: the first difference in the order in which a step makes its values."""
+"""What ranks hold against what one process holds: the first difference, in the order in which a step makes values."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class LocalWorld:
             exchange, mail = LocalExchange(self.turns, members, rank), LocalMail(self, rank)
             handle: Any = members
             kind = AsNcclGroup if self.as_nccl else LocalGroup
-            return kind(ranks, ranks.index(rank), handle, exchange, mail=mail)  # type: ignore[no-any-return]
+            return kind(ranks, ranks.index(rank), handle, exchange, mail=mail)
 
         return assembled(self.axes, rank, "cpu", make)
 

@@ -127,9 +127,9 @@ class _RankProbe:
         self.now: Instruction | None = None
         self.samples: tuple[int, ...] = ()
         self.step = 0
-        engine = job.trainer.engine
-        assert isinstance(engine, PipelineEngine)
-        engine.parts = replace(engine.parts, watch=self._watch)
+        assert isinstance(job.trainer.engine, PipelineEngine), "a small run has no graphs"
+        self.engine = job.trainer.engine
+        self.engine.parts = replace(self.engine.parts, watch=self._watch)
         for stage in job.stages:
             self._hook(stage)
 
@@ -149,7 +149,7 @@ class _RankProbe:
         """
         if not difference.column:
             return "evaluation" if difference.parameter == "the validation loss" else Op.NORM.value
-        run, lists = self.job.run, self.job.trainer.engine.lists
+        run, lists = self.job.run, self.engine.lists
         count = run.schedule.global_batch_size // (run.schedule.micro_batch_size * self.job.grid.axes.dp)
         buckets = {
             number
