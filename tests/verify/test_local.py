@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_come_is_waited_for_in_words() -> None:
         if grid.rank:
             collectives.all_reduce(values(grid.rank), grid.dp).wait()
 
-    with pytest.raises(Standstill, match="rank 1 in all-reduce of 8 .* of ranks 0, 1, 2, 3"):
+    with pytest.raises(Standstill, match=r"rank 1 in all-reduce of 8 .* of ranks 0, 1, 2, 3"):
         on_ranks(FOUR, work)
 
 
@@ -117,6 +117,6 @@ def test_nccl_would_mistake_messages_of_another_order() -> None:
 
     on_ranks(Axes(pp=2), work)
     with pytest.raises(
-        RankFailed, match="receives the hidden states of micro-batch 1 .*, and the hidden states of mic"
+        RankFailed, match=r"receives the hidden states of micro-batch 1 .*, and the hidden states of mic"
     ):
         on_ranks(Axes(pp=2), work, as_nccl=True)
