@@ -67,6 +67,7 @@ def certificate(flags: Sequence[str], run: Run, world_size: int, proof: Proof, s
         "left_out": list(small.notes),
         "tolerance": TOLERANCE,
         "worst_relative_error": {name: _number(error) for name, error in sorted(proof.errors.items())},
+        "slope_error": _number(proof.slope_error),
         "seed": small.run.data.seed,
         "code": {"sha256": code_hash(), "megazero": __version__},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -24,6 +24,7 @@ from megazero.verify.compare import Difference, Errors, Whole, compared, wholes
 from megazero.verify.probe import Found, Probe
 from megazero.verify.session import SAVED, Leg, Values, run_leg
 from megazero.verify.shrink import Shrunk, shrunk
+from megazero.verify.slopes import Slopes
 from megazero.verify.turns import RankFailed, Standstill
 
 
@@ -38,13 +39,15 @@ class Proof:
     small       the run that was run
     difference  the first difference; None: all is equal
     failure     in words, where ranks do not come to an end and one process does: their error, and who had it
-    errors      the largest relative error by column and number
+    errors      the largest relative error by column and number, of ranks against one process
+    slope_error the largest relative error of one process's gradients, against slopes of its loss
     """
 
     small: Shrunk
     difference: Difference | None
     failure: str | None
     errors: Errors
+    slope_error: float
 
     @property
     def equal(self) -> bool:
@@ -98,12 +101,17 @@ class _Legs:
         # A look makes owed updates at once, and the next step would have none of another one's.
         self.looks = frozenset((SAVED,) if run.parallel.late_update else (1, SAVED))
         self.errors: Errors = {}
+        self.slope_error = 0.0
 
     def prove(self) -> Proof:
         base = self._base()
         start = Leg("from the seed", save=self.folder / "one", base=base)
-        numbers = self._alone(start)
+        slopes = Slopes()
+        numbers = self._alone(start, slopes)
         true = wholes(numbers, self.decay)
+        wrong, self.slope_error = slopes.compared(true[1])
+        if wrong is not None:
+            return self._proof(wrong)
         clip = numbers[-1].clip
         ours = replace(start, last=SAVED, looks=self.looks, save=self.folder / "many")
         later = Leg("resumed from its own checkpoint", clip=clip, load=ours.save, base=base)
@@ -116,8 +124,11 @@ class _Legs:
         try:
             found = compared([self._alone(back)], true, back.name, self.decay, self.errors)
         except CannotRun as error:
-            return Proof(self.small, None, f"{back.name}: {error}", self.errors)
-        return Proof(self.small, found, None, self.errors)
+            return self._proof(None, f"{back.name}: {error}")
+        return self._proof(found, None)
+
+    def _proof(self, difference: Difference | None, failure: str | None = None) -> Proof:
+        return Proof(self.small, difference, failure, self.errors, self.slope_error)
 
     def _base(self) -> Path | None:
         """A checkpoint of the model beneath adapters, from the seed; None without adapters."""
@@ -131,10 +142,10 @@ class _Legs:
         self.one = one
         return folder
 
-    def _alone(self, leg: Leg, prober: Probe | None = None) -> list[Values]:
+    def _alone(self, leg: Leg, prober: Probe | Slopes | None = None) -> list[Values]:
         """A leg on one process: with whole batches at once, or, for a probe, micro-batch by micro-batch."""
         run = self.one
-        if prober is None:
+        if not isinstance(prober, Probe):
             schedule = replace(run.schedule, micro_batch_size=run.schedule.global_batch_size)
             run = replace(run, schedule=schedule)
         collected = list[list[Values]]()
@@ -163,7 +174,7 @@ class _Legs:
             first = event if first is None or event.step <= first.step else first
         if first is not None:
             first = first._replace(instruction=probe.instruction_of(first))
-        return Proof(self.small, first, None if failed is None else _words(leg, failed, probe), self.errors)
+        return self._proof(first, None if failed is None else _words(leg, failed, probe))
 
     def _together(self, leg: Leg, prober: Probe | None = None) -> tuple[Exception | None, list[list[Values]]]:
         """Run a leg on all ranks. Returns its error, and what they had by then."""

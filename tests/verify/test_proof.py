@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.config.parse import parse_run
 from megazero.data.loader import TrainLoader
-from megazero.mpu import collectives
+from megazero.mpu import collectives, layers
 from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import StateGroup
@@ -47,7 +47,7 @@ def test_a_legal_layout_is_equal(flags: str, world: int) -> None:
     assert proof.equal, (proof.difference, proof.failure)
     columns = {"gradient", "exp_avg", "weight", "parameter", "loss", "gradient norm", "validation loss"}
     assert columns - ({"gradient"} if "late" in flags else set()) <= proof.errors.keys()
-    assert 0 < max(proof.errors.values()) < 1e-11
+    assert 0 < max(proof.errors.values()) < 1e-11 and 0 < proof.slope_error < 1e-5
 
 
 @pytest.mark.slow
@@ -184,3 +184,11 @@ def test_a_proof_leaves_the_process_as_it_was() -> None:
         assert torch.get_num_threads() == 2 and torch.equal(torch.random.get_rng_state(), state)
     finally:
         torch.set_num_threads(1)
+
+
+def test_a_backward_that_is_wrong_on_one_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and one process agree, and the slope of the loss does not."""
+    gradient = layers.embedding_gradient
+    monkeypatch.setattr(layers, "embedding_gradient", lambda ids, grad, *rest: gradient(ids, 2 * grad, *rest))
+    what, instruction, *_ = found(proof_of("--tp 2 --untie-embeddings-and-output-weights", 2))
+    assert (what, instruction) == ("the gradient of embedding.word.weight", "backward")
