@@ -26,7 +26,7 @@ from megazero.config.schema import (
     ScheduleConfig,
     TrainerConfig,
 )
-from megazero.config.tiers import TierShare, plain_unit
+from megazero.config.tiers import Tier, TierShare, plain_unit
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunk_layers
 from megazero.verify.data import EOD
@@ -77,7 +77,7 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
             data=DataConfig(eod_id=EOD, eod_mask_loss=True, num_workers=0, seed=run.data.seed),
             checkpoint=CheckpointConfig(),
             trainer=TrainerConfig(eval_iters=1, exit_duration_in_mins=None, sample_prompt=None),
-            offload=_offload(run.offload, numbers),
+            offload=_offload(run, numbers),
         ),
     )
     small = replace(small, parallel=replace(small.parallel, bucket_size=_bucket_size(known, small)))
@@ -290,14 +290,22 @@ def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
     )
 
 
-def _offload(offload: OffloadConfig, numbers: dict[int, int]) -> OffloadConfig:
+MASTERS_APART = TierShare(Tier.HOST, 1e-9)
+"""A share of the optimizer state of which nothing leaves. Master weights are a column of their own then, which with 16
+bits they are, and float64 has no other reason for."""
+
+
+def _offload(run: Run, numbers: dict[int, int]) -> OffloadConfig:
+    offload = run.offload
+    apart = run.optimizer.precision in ("bf16", "fp16") and not (offload.offload_optimizer or offload.offload_params)
+
     def small(share: TierShare) -> TierShare:
         words = [word for old in share.units for word in _unit(old, numbers)]
         return replace(share, units=tuple(dict.fromkeys(words))) if share.units else share
 
     return replace(
         offload,
-        offload_optimizer=small(offload.offload_optimizer),
+        offload_optimizer=MASTERS_APART if apart else small(offload.offload_optimizer),
         offload_params=small(offload.offload_params),
         offload_gradients=small(offload.offload_gradients),
         offload_activations=small(offload.offload_activations),

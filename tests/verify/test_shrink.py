@@ -7,9 +7,12 @@ import pytest
 from megazero.config.layers.kinds import kinds, pattern_items
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
+from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
 from megazero.pipeline.stage_specs import chunk_layers
 from megazero.verify.shrink import shrunk
+from megazero.zero.parts import parts_of
+from megazero.zero.sharding import Column, run_columns
 
 BLOOM = "--preset bloom-176b --tp 4 --pp 12 --zero-stage 1"
 
@@ -101,6 +104,17 @@ def test_small_forms_are_legal(flags: str) -> None:
     for name in ("pipeline_schedule", "virtual_stages", "zero_stage", "micro_batch_order", "late_update", "overlap"):
         assert getattr(small.parallel, name) == getattr(run.parallel, name), name
     assert small.model.hidden_size <= 128 and small.model.num_layers <= 24
+
+
+@pytest.mark.parametrize(
+    ("flags", "apart"), [("--bf16", True), ("--precision fp32", False), ("--bf16 --offload-params cpu", True)]
+)
+def test_master_weights_are_apart_where_they_are_in_the_run(flags: str, apart: bool) -> None:
+    run = small_of(f"{flags} --vocab-size 1000 --zero-stage 1", 2)
+    assert (Column.MASTER in run_columns(run.optimizer, run.parallel, run.offload)) is apart
+    ranges = [(0, 4096), (4096, 5000)]
+    parts = parts_of(ranges, run.offload.offload_optimizer, 512, [frozenset(("embedding",))] * 2, [Tier.DEVICE] * 2)
+    assert parts == [(), ()], "all of the optimizer state stays"
 
 
 def test_what_has_no_small_form_is_said() -> None:
