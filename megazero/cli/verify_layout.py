@@ -14,6 +14,7 @@ from megazero.config.source import ConfigError
 from megazero.system.status import FAILED
 
 if TYPE_CHECKING:
+    from megazero.config.schema import Run
     from megazero.verify.proof import Proof
 
 DESCRIPTION = """
@@ -33,6 +34,7 @@ EXAMPLES = (
 )
 WORLD, RANKS, CERTIFICATE, CHECK = "--world-size", "--ranks", "--certificate", "--check"
 DEFAULT = "layout-certificate.json"
+MOST_RANKS = 1_000_000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +60,10 @@ def work(argv: Sequence[str]) -> int:
             raise ValueError(f"{CHECK} runs the flags of its certificate, and {' '.join(words)} is given too")
         return checked(Path(named(CHECK, check)), None if file is None else writable(Path(named(CERTIFICATE, file))))
     target = writable(Path(DEFAULT if file is None else named(CERTIFICATE, file)))
-    world, words = ranks_of(words)
-    proof, written = proven(words, world)
+    world, problems, words = ranks_of(words)
+    run = parsed(words, world, problems)
+    assert world is not None, "a problem"
+    proof, written = proven(words, run, world)
     write(target, written)
     say_result(proof, world, written["seconds"])
     print(f"certificate: {target}")
@@ -82,30 +86,42 @@ def writable(target: Path) -> Path:
     return target
 
 
-def ranks_of(words: Sequence[str]) -> tuple[int, list[str]]:
-    """(the number of ranks, the other words). Raises ValueError."""
+def ranks_of(words: Sequence[str]) -> tuple[int | None, list[str], list[str]]:
+    """(the number of ranks; None where it is wrong, what is wrong with it, the other words)."""
     world, rest = pop_flag(words, WORLD)
     ranks, rest = pop_flag(rest, RANKS)
     given = {flag: text for flag, text in ((WORLD, world), (RANKS, ranks)) if text is not None}
-    if not given:
-        raise ValueError(f"{WORLD} N is missing: the number of ranks of the run")
-    for flag, text in given.items():
-        if not text.isdecimal() or not 1 <= int(text[:10]) <= 1_000_000:
-            raise ValueError(f"{flag} {text}: a number of ranks from 1 to 1,000,000 is needed")
-    if len({int(text) for text in given.values()}) > 1:
-        raise ValueError(f"{WORLD} {world} and {RANKS} {ranks} say different numbers of ranks")
-    return int(next(iter(given.values()))), rest
+    problems = [f"{WORLD} N is missing: the number of ranks of the run"] * (not given)
+    problems += [
+        f"{flag} {text}: a number of ranks from 1 to {MOST_RANKS:,} is needed"
+        for flag, text in given.items()
+        if not text.isdecimal() or not 1 <= int(text[:10]) <= MOST_RANKS
+    ]
+    if not problems and len({int(text) for text in given.values()}) > 1:
+        problems = [f"{WORLD} {world} and {RANKS} {ranks} say different numbers of ranks"]
+    return (None if problems else int(next(iter(given.values())))), problems, rest
 
 
-def proven(words: Sequence[str], world: int) -> tuple[Proof, dict[str, Any]]:
-    """The proof of a run's flags, and its certificate."""
+def parsed(words: Sequence[str], world: int | None, problems: Sequence[str] = ()) -> Run:
+    """The run of a command line. Raises ConfigError with what is wrong with it, and these problems."""
     from megazero.config.parse import parse_arguments
     from megazero.train.init_from import model_source
+
+    try:
+        run = parse_arguments(words, world, model_source).run
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems], error.notes) from error
+    if problems:
+        raise ConfigError(problems)
+    return run
+
+
+def proven(words: Sequence[str], run: Run, world: int) -> tuple[Proof, dict[str, Any]]:
+    """The proof of a run, and its certificate. words: the flags of the run."""
     from megazero.verify.certificate import certificate
     from megazero.verify.proof import prove
 
     began = time.monotonic()
-    run = parse_arguments(words, world, model_source).run
     proof = prove(run, world)
     return proof, certificate(words, run, world, proof, time.monotonic() - began)
 
@@ -119,7 +135,7 @@ def checked(path: Path, target: Path | None) -> int:
     from megazero.verify.certificate import read_claim
 
     claim = read_claim(path)
-    proof, written = proven(claim.flags, claim.world_size)
+    proof, written = proven(claim.flags, parsed(claim.flags, claim.world_size), claim.world_size)
     if target is not None:
         write(target, written)
     code = written["code"]["sha256"]
