@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megazero.config.schema import OffloadConfig, Run
+from megazero.config.schema import LoraConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.verify.compare import Difference, Errors, Whole, compared, wholes
@@ -128,14 +128,14 @@ class _Legs:
         return self._proof(found, None)
 
     def _proof(self, difference: Difference | None, failure: str | None = None) -> Proof:
+        if difference is not None and not difference.instruction:
+            difference = difference._replace(instruction="resume")
         return Proof(self.small, difference, failure, self.errors, self.slope_error)
 
     def _base(self) -> Path | None:
         """A checkpoint of the model beneath adapters, from the seed; None without adapters."""
         if self.small.run.lora.lora_rank is None:
             return None
-        from megazero.config.schema import LoraConfig
-
         folder = self.folder / "base"
         one, self.one = self.one, replace(self.one, lora=LoraConfig())
         self._alone(Leg("the model beneath adapters", last=0, save=folder))
@@ -195,13 +195,7 @@ class _Legs:
 
 def on_one_process(run: Run) -> Run:
     """The same model, optimizer and samples on one process, in the plainest way."""
-    parallel = replace(
-        type(run.parallel)(),
-        tp=1,
-        pp=1,
-        device="cpu",
-        attention="softmax",
-    )
+    parallel = ParallelConfig(device="cpu", attention="softmax")
     return replace(run, parallel=parallel, offload=OffloadConfig())
 
 

@@ -16,6 +16,10 @@ from typing import TypeVar
 T = TypeVar("T")
 STACK = 16 * 2**20
 """Bytes of a rank's stack. Autograd's backward runs on it."""
+PATIENCE = 300.0
+"""Seconds after which a rank that has the turn and neither ends nor waits for another one is given up: it waits for
+something that is not there, such as a copy that nobody has started.
+"""
 
 
 class RankFailed(RuntimeError):
@@ -33,7 +37,8 @@ class Standstill(RuntimeError):
     def __init__(self, waits: Sequence[tuple[int, str]]) -> None:
         some = "; ".join(f"rank {rank} in {what}" for rank, what in waits[:4])
         rest = f"; and {len(waits) - 4} more" if len(waits) > 4 else ""
-        super().__init__(f"{len(waits)} ranks wait for each other for ever: {some}{rest}")
+        words = f"{len(waits)} ranks wait for each other for ever" if len(waits) > 1 else "a rank waits for ever"
+        super().__init__(f"{words}: {some}{rest}")
         self.waits = tuple(waits)
 
 
@@ -57,7 +62,8 @@ class Turns:
         self._waiting: dict[int, _Waiting] = {}
         self._failure: RankFailed | Standstill | None = None
         self._over = threading.Event()
-        self._running = 0
+        self._running = self._passed = 0
+        self._turn = -1
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """The results of work(rank) on all ranks, in order of rank.
@@ -81,7 +87,7 @@ class Turns:
         finally:
             threading.stack_size(before)
         self._pass_on()
-        self._over.wait()
+        self._wait_for_all()
         for thread in threads:
             thread.join()
         for lock in self._locks:
@@ -89,6 +95,14 @@ class Turns:
         if self._failure is not None:
             raise self._failure
         return [results[rank] for rank in range(self.size)]
+
+    def _wait_for_all(self) -> None:
+        """Return when all ranks have ended. Raises Standstill if a rank keeps the turn; its thread stays behind."""
+        passed = -1
+        while not self._over.wait(PATIENCE):
+            if passed == self._passed:
+                raise Standstill([(self._turn, f"its own work for {PATIENCE:.0f} s")])
+            passed = self._passed
 
     def wait(self, rank: int, key: Hashable, what: str) -> None:
         """Let other ranks run until `wake` is called with this key. what: in words, for a standstill."""
@@ -119,13 +133,15 @@ class Turns:
 
     def _pass_on(self) -> None:
         """Give the turn to the next rank that can run. After a failure the others end, one after the other."""
+        self._passed += 1
         if self._ready:
-            self._locks[self._ready.popleft()].release()
+            self._turn = self._ready.popleft()
+            self._locks[self._turn].release()
         elif not self._running:
             self._over.set()
         else:
             if self._failure is None:
                 self._failure = Standstill([(rank, waiting.what) for rank, waiting in sorted(self._waiting.items())])
-            rank = next(iter(self._waiting))
-            del self._waiting[rank]
-            self._locks[rank].release()
+            self._turn = next(iter(self._waiting))
+            del self._waiting[self._turn]
+            self._locks[self._turn].release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from megazero.verify.turns import RankFailed, Standstill, Turns
@@ -49,3 +51,12 @@ def test_the_first_error_ends_all_ranks() -> None:
         turns.run(work)
     assert failed.value.rank == 1 and "in work" in failed.value.trace and not after
     assert turns.run(lambda rank: rank) == [0, 1, 2], "the turns can be taken again"
+
+
+def test_a_rank_that_keeps_the_turn_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a copy which nobody has started."""
+    monkeypatch.setattr("megazero.verify.turns.PATIENCE", 0.1)
+    for_ever = threading.Event()
+    with pytest.raises(Standstill, match="a rank waits for ever: rank 1 in its own work for 0 s"):
+        Turns(2).run(lambda rank: for_ever.wait() if rank else None)
+    for_ever.set()
