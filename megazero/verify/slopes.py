@@ -37,6 +37,10 @@ class Slopes:
 
     def __call__(self, job: Job, rank: int) -> None:
         """Measure at the weights and on the samples of the first step."""
+        with job.state.model.reading():  # frozen matrices that are codes are there for each use only
+            self._measure(job)
+
+    def _measure(self, job: Job) -> None:
         trainer, (stage,) = job.trainer, job.stages
         batches = trainer.batches.train.micro_batches(0, job.run.schedule.global_batch_size)
         tokens = float(trainer.count(batches))

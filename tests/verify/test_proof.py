@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.parse import parse_run
+from megazero.config.schema import LoraConfig
 from megazero.data.loader import TrainLoader
 from megazero.mpu import collectives, layers
 from megazero.mpu.axes import Axes
@@ -51,9 +52,11 @@ def test_a_legal_layout_is_equal(flags: str, world: int) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_equal_too() -> None:
+@pytest.mark.parametrize("bits", [None, 4])
+def test_adapters_are_equal_too(bits: int | None) -> None:
     """On a base that is saved first. What is frozen has no gradient."""
-    run = replace(parse_run([*ANY.split(), "--tp", "2"], 2), lora=replace(parse_run([], 1).lora, lora_rank=4))
+    adapters = LoraConfig(lora_rank=4, lora_base_bits=bits, lora_dropout=0.1)
+    run = replace(parse_run([*ANY.split(), "--tp", "2"], 2), lora=adapters)
     proof = prove(run, 2)
     assert proof.equal, (proof.difference, proof.failure)
 
