@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megazero.config.derive import ffn_width, head_dim, pipeline_schedule, query_groups
+from megazero.config.derive import ffn_width, gathers_parameters, head_dim, pipeline_schedule, query_groups
 from megazero.config.inventory import parameters_per_layer
 from megazero.config.layers.kinds import pattern_items, rotary_sets
 from megazero.config.layers.pattern import LayerPattern, PatternItem
@@ -29,6 +29,7 @@ from megazero.config.schema import (
 from megazero.config.tiers import Tier, TierShare, plain_unit
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunk_layers
+from megazero.plan.traffic import largest_unit
 from megazero.verify.data import EOD
 
 MOST_LAYERS, MOST_REPLICAS, FEW_RANKS = 2, 3, 64
@@ -66,25 +67,25 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
     batch, micro = min(2, run.schedule.micro_batch_size), _micro_batches(run, real.dp)
     schedule = _schedule(run.schedule, batch, batch * micro * dp)
     numbers = {number: new for new, number in enumerate(number for chunk in kept for number in chunk)}
-    dropped, small = (
-        list[str](),
-        replace(
-            known,
-            model=model,
-            parallel=_parallel(parallel, [len(chunk) for chunk in kept], shard, micro),
-            optimizer=_optimizer(run.optimizer),
-            schedule=schedule,
-            data=DataConfig(eod_id=EOD, eod_mask_loss=True, num_workers=0, seed=run.data.seed),
-            checkpoint=CheckpointConfig(),
-            trainer=TrainerConfig(eval_iters=1, exit_duration_in_mins=None, sample_prompt=None),
-            offload=_offload(run, numbers),
-        ),
+    small = replace(
+        known,
+        model=model,
+        parallel=_parallel(parallel, [len(chunk) for chunk in kept], shard, micro),
+        optimizer=_optimizer(run.optimizer),
+        schedule=schedule,
+        data=DataConfig(eod_id=EOD, eod_mask_loss=True, num_workers=0, seed=run.data.seed),
+        checkpoint=CheckpointConfig(),
+        trainer=TrainerConfig(eval_iters=1, exit_duration_in_mins=None, sample_prompt=None),
+        offload=_offload(run, numbers),
     )
     small = replace(small, parallel=replace(small.parallel, bucket_size=_bucket_size(known, small)))
-    for flag, is_given, why in _LEFT_OUT:
-        if is_given(run):
-            dropped.append(f"{flag}: {why}")
-    return Shrunk(small, axes_of(small, tp * pp * dp), real, tuple(dropped))
+    axes = axes_of(small, tp * pp * dp)
+    if parallel.zero3_gathered_bytes is not None and gathers_parameters(run):
+        small = replace(
+            small, parallel=replace(small.parallel, zero3_gathered_bytes=_gathered(known, real, small, axes))
+        )
+    notes = tuple(f"{flag}: {why}" for flag, is_given, why in _LEFT_OUT if is_given(run))
+    return Shrunk(small, axes, real, notes)
 
 
 def _replicas(real: Axes) -> tuple[int, int | None]:
@@ -276,6 +277,13 @@ def _bucket_size(real: Run, small: Run) -> int:
     if largest > size:
         return max(16, of_layer // 2)
     return of_layer * 3 // 2 if sum(blocks) / real.parallel.pp > size else 8_388_608
+
+
+def _gathered(run: Run, real: Axes, small: Run, axes: Axes) -> int:
+    """Bytes of gathered parameters, which hold as many of the largest units as in the real run."""
+    assert run.parallel.zero3_gathered_bytes is not None
+    largest, small_largest = largest_unit(run, real)[0], largest_unit(small, axes)[0]
+    return max(1, small_largest * run.parallel.zero3_gathered_bytes // max(1, largest))
 
 
 def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:

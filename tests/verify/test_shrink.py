@@ -9,7 +9,9 @@ from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.tiers import Tier
 from megazero.config.validate import problems_of
+from megazero.mpu.axes import axes_of
 from megazero.pipeline.stage_specs import chunk_layers
+from megazero.plan.traffic import largest_unit
 from megazero.verify.shrink import shrunk
 from megazero.zero.parts import parts_of
 from megazero.zero.sharding import Column, run_columns
@@ -115,6 +117,15 @@ def test_master_weights_are_apart_where_they_are_in_the_run(flags: str, apart: b
     ranges = [(0, 4096), (4096, 5000)]
     parts = parts_of(ranges, run.offload.offload_optimizer, 512, [frozenset(("embedding",))] * 2, [Tier.DEVICE] * 2)
     assert parts == [(), ()], "all of the optimizer state stays"
+
+
+@pytest.mark.parametrize("units", [1, 3])
+def test_as_many_units_are_gathered(units: int) -> None:
+    flags = "--zero-stage 3 --vocab-size 1000 --bf16"
+    real = parse_run(flags.split(), 4)
+    budget = units * largest_unit(real, axes_of(real, 4))[0]
+    made = shrunk(parse_run([*flags.split(), "--zero3-gathered-bytes", str(budget)], 4), 4)
+    assert made.run.parallel.zero3_gathered_bytes == units * largest_unit(made.run, made.axes)[0]
 
 
 def test_what_has_no_small_form_is_said() -> None:
