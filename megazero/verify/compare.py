@@ -24,7 +24,7 @@ their column: some gradients are zero but for what is rounded, as those of keys'
 GRADIENT = "gradient"
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """Where ranks and one process differ first.
 
     parameter    its global name; what else differs, as "the loss": no parameter
@@ -128,7 +128,7 @@ Errors = dict[str, float]
 
 def compared(
     ranks: Sequence[Sequence[Values]], one: Mapping[int, Whole], leg: str, decay: float, errors: Errors
-) -> Difference | None:
+) -> FirstDifference | None:
     """The first difference of a leg, in the order in which a step makes its values: gradients, numbers that all ranks
     know, moments, weights, and the parameters of all ranks. Steps that not all ranks have ended are left out.
 
@@ -153,15 +153,17 @@ _ORDER = {"exp_avg": 0, "exp_avg_sq": 1, "weight": 2}
 """The columns that an update makes first."""
 
 
-def _worst(column: str, by_rank: Sequence[Sequence[Held]], whole: Whole, leg: str, errors: Errors) -> Difference | None:
+def _worst(
+    column: str, by_rank: Sequence[Sequence[Held]], whole: Whole, leg: str, errors: Errors
+) -> FirstDifference | None:
     """The largest difference of a column above the tolerance."""
-    found: Difference | None = None
+    found: FirstDifference | None = None
     for rank, parts in enumerate(by_rank):
         for held in parts:
             error = whole.error(column, held, held.columns[column])
             errors[column] = max(errors.get(column, 0.0), error)
             if error > TOLERANCE and (found is None or error > found.error):
-                found = Difference(held.spec.name, column, rank, "", whole.numbers.step, leg, error)
+                found = FirstDifference(held.spec.name, column, rank, "", whole.numbers.step, leg, error)
     if found is not None and column == GRADIENT and _are_multiples(by_rank, whole):
         return found._replace(instruction=Op.NORM.value)
     return found
@@ -177,13 +179,13 @@ def _are_multiples(by_rank: Sequence[Sequence[Held]], whole: Whole) -> bool:
 
 def _first_number(
     ranks: Sequence[Sequence[Values]], at: int, theirs: Values, leg: str, errors: Errors
-) -> Difference | None:
+) -> FirstDifference | None:
     for rank, values in enumerate(ranks):
         for name, mine, true in _numbers(values[at], theirs):
             error = abs(mine - true) / max(abs(true), 1e-300) if mine == mine else math.inf
             errors[name] = max(errors.get(name, 0.0), error)
             if error > TOLERANCE:
-                return Difference(f"the {name}", "", rank, "", theirs.step, leg, error)
+                return FirstDifference(f"the {name}", "", rank, "", theirs.step, leg, error)
     return None
 
 

@@ -24,7 +24,7 @@ from megazero.pipeline.schedule_run import ScheduleRun
 from megazero.pipeline.stage_specs import unit_names
 from megazero.program.instruction import UPDATE, UPDATE_HOST, Instruction, Kind, Op
 from megazero.train.job import Job
-from megazero.verify.compare import FLOOR, TOLERANCE, Difference
+from megazero.verify.compare import FLOOR, TOLERANCE, FirstDifference
 
 INPUT, INPUT_GRADIENT, READ, PART = "input", "gradient of the input", "weights read", "gradient of one micro-batch"
 """The kinds of values. Of a layer: what goes into it, the gradient of that, and its weights. Of a parameter: what a
@@ -42,7 +42,7 @@ _MAKERS: dict[str, tuple[frozenset[Kind], ...]] = {
 class Found(Exception):
     """The first difference has been found. `difference` is it."""
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: FirstDifference) -> None:
         super().__init__(difference.what)
         self.difference = difference
 
@@ -99,7 +99,7 @@ class Probe:
         """Have the jobs' engine and layers tell what they make."""
         self.ranks[rank] = _RankProbe(self, job, rank)
 
-    def instruction_of(self, difference: Difference) -> str:
+    def instruction_of(self, difference: FirstDifference) -> str:
         """The instruction of the rank's list that makes a value which differs after a step; "" if the leg has not begun
         there.
         """
@@ -143,7 +143,7 @@ class _RankProbe:
             samples = run.micro_batches[instruction.micro_batch].samples
             self.samples = () if samples is None else tuple(samples.tolist())
 
-    def maker_of(self, difference: Difference) -> str:
+    def maker_of(self, difference: FirstDifference) -> str:
         """See `Probe.instruction_of`: the last one of the kinds that make a column which has the parameter's bucket, or
         has all buckets.
         """
@@ -240,8 +240,8 @@ class _RankProbe:
         if error > TOLERANCE:
             raise Found(self._difference(name, column, error))
 
-    def _difference(self, name: str, column: str, error: float) -> Difference:
-        return Difference(name, column, self.rank, str(self.now), self.step, self.probe.leg, error)
+    def _difference(self, name: str, column: str, error: float) -> FirstDifference:
+        return FirstDifference(name, column, self.rank, str(self.now), self.step, self.probe.leg, error)
 
 
 def _tied_name(job: Job) -> str:

@@ -20,7 +20,7 @@ import torch
 from megazero.config.schema import LoraConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
-from megazero.verify.compare import Difference, Errors, Whole, compared, wholes
+from megazero.verify.compare import FirstDifference, Errors, Whole, compared, wholes
 from megazero.verify.probe import Found, Probe
 from megazero.verify.session import SAVED, Leg, Values, run_leg
 from megazero.verify.shrink import Shrunk, shrunk
@@ -44,7 +44,7 @@ class Proof:
     """
 
     small: Shrunk
-    difference: Difference | None
+    difference: FirstDifference | None
     failure: str | None
     errors: Errors
     slope_error: float
@@ -127,7 +127,7 @@ class _Legs:
             return self._proof(None, f"{back.name}: {error}")
         return self._proof(found, None)
 
-    def _proof(self, difference: Difference | None, failure: str | None = None) -> Proof:
+    def _proof(self, difference: FirstDifference | None, failure: str | None = None) -> Proof:
         if difference is not None and not difference.instruction:
             difference = difference._replace(instruction="resume")
         return Proof(self.small, difference, failure, self.errors, self.slope_error)

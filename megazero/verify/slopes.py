@@ -18,7 +18,7 @@ from megazero.model.block import Block
 from megazero.model.stage import Stage
 from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
 from megazero.train.job import Job
-from megazero.verify.compare import FLOOR, GRADIENT, Difference, Whole
+from megazero.verify.compare import FLOOR, GRADIENT, FirstDifference, Whole
 
 STEP = 1e-6
 """How far an element moves. The loss rounds to 1e-15, so slopes are good to 1e-9, and bends add less than that."""
@@ -59,7 +59,7 @@ class Slopes:
                 decayed = float(before @ direction) * _decay(job, spec)
                 slopes.append((direction, (sides[0] - sides[1]) / (2 * STEP) + decayed))
 
-    def compared(self, true: Whole) -> tuple[Difference | None, float]:
+    def compared(self, true: Whole) -> tuple[FirstDifference | None, float]:
         """(the parameter whose gradient is furthest from the slopes, if any is too far; the largest relative error).
         true: the values of the first step.
         """
@@ -68,7 +68,7 @@ class Slopes:
             for name, slopes in self.measured.items()
         }
         largest = max((abs(slope) for pairs in expected.values() for _, slope in pairs), default=0.0)
-        wrong: Difference | None = None
+        wrong: FirstDifference | None = None
         worst = 0.0
         for name, pairs in expected.items():
             error = min(
@@ -77,7 +77,7 @@ class Slopes:
             )
             worst = max(worst, error)
             if error > ALLOWED and (wrong is None or error > wrong.error):
-                wrong = Difference(
+                wrong = FirstDifference(
                     name, GRADIENT, 0, "backward", 1, "on one process, which its loss contradicts", error
                 )
         return wrong, worst
