@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     return _plan(args, run_flags, asked)
 
 
-class Asked(NamedTuple):
+class PlanRequest(NamedTuple):
     """The run and the cluster of a command line, what is asked of a training, and the ramp of its global batch."""
 
     run: OpenRun
@@ -73,7 +73,7 @@ class Asked(NamedTuple):
     ramp: tuple[int, ...] | None
 
 
-def asked_of(args: Namespace, run_flags: Sequence[str]) -> Asked:
+def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     """What a command line asks. Raises ConfigError with everything that is wrong."""
     from megazero.plan.cluster.candidates import OpenRun
     from megazero.report.plan_text import Costs
@@ -102,7 +102,7 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> Asked:
     if problems or parsed is None or cluster is None:
         raise ConfigError(problems)
     costs = Costs(_tokens(args, parsed), args.price)
-    return Asked(OpenRun.of(parsed.run, cluster, parsed.explicit), costs, parsed.run.schedule.rampup_batch_size)
+    return PlanRequest(OpenRun.of(parsed.run, cluster, parsed.explicit), costs, parsed.run.schedule.rampup_batch_size)
 
 
 def _cluster(args: Namespace) -> Cluster:
@@ -131,7 +131,7 @@ def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:
     return None if schedule.train_iters is None else float(schedule.train_iters) * schedule.global_batch_size * length
 
 
-def _plan(args: Namespace, run_flags: Sequence[str], asked: Asked) -> int:
+def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
     from megazero.plan.cluster.layout_flags import layout_flags, ramp_flags
     from megazero.plan.cluster.layout_search import LayoutSearch
     from megazero.report.plan_text import plan_json, plan_text

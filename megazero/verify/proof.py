@@ -20,7 +20,7 @@ import torch
 from megazero.config.schema import LoraConfig, OffloadConfig, ParallelConfig, Run
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
-from megazero.verify.compare import FirstDifference, Errors, Whole, compared, wholes
+from megazero.verify.compare import Errors, FirstDifference, Whole, compared, wholes
 from megazero.verify.probe import Found, Probe
 from megazero.verify.session import SAVED, Leg, Values, run_leg
 from megazero.verify.shrink import Shrunk, shrunk

@@ -34,7 +34,7 @@ class Link:
     latency: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tables are no keys, and a device is a key of caches
 class Device:
     """One GPU, or one rank's share of a CPU.
 

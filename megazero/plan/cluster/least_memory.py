@@ -4,7 +4,9 @@ lists: of each stage the model state whose parameters tp divides evenly, and the
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megazero.config.derive import pipeline_schedule
@@ -17,9 +19,13 @@ from megazero.mpu.axes import Axes
 from megazero.pipeline.schedule import stage_schedule
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.plan.activations import Moment, binding, chunk_bytes, moments, places
+from megazero.plan.budgets import shortened
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
+
+SPLIT = frozenset({"zb-h1", "zb-v"})
+"""Schedules that compute the backward of the weights apart."""
 
 
 def least_states(run: Run, axes: Axes) -> list[int]:
@@ -47,6 +53,41 @@ def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
     return most
 
 
+def first_activations(run: Run, axes: Axes, kind: str) -> int:
+    """The same of the first stage, without its schedule: every schedule holds there at one time as many micro-batches
+    of each chunk as there are stages, or all of them. Chunks count as the smallest.
+    """
+    if run.offload.offload_activations:
+        return 0
+    plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
+    kept = [chunk_bytes(plan, spec, table).kept for spec in specs_of_stage(run, 0)]
+    return len(kept) * min(axes.pp, micro_batches_of(run, axes)) * min(kept)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The least activations of a run, whatever its ZeRO stage."""
+
+    run: Run
+    axes: Axes
+    kind: str
+
+    @cached_property
+    def _first(self) -> int:
+        return first_activations(self.run, self.axes, self.kind)
+
+    @cached_property
+    def _all(self) -> list[int]:
+        return least_activations(shortened(self.run, self.axes), self.axes, self.kind)
+
+    def least_tensors(self, states: Sequence[int], room: float) -> int:
+        """Bytes of tensors on the fullest device with these model states (`least_states`), at least. The schedule is
+        asked only where the first stage has room without it.
+        """
+        of_first = states[0] + self._first
+        return of_first if of_first > room else max(map(sum, zip(states, self._all, strict=True)))
+
+
 # A search asks for the same schedule with every micro-batch of the same number, recompute and ZeRO stage.
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage: int) -> tuple[Moment, ...]:
@@ -57,9 +98,11 @@ def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage:
 
 def equal_stages(run: Run) -> dict[int, range]:
     """The first of each set of stages that hold equal layers, and the set. Others of it are reached later, and hold no
-    more micro-batches.
+    more micro-batches. Where a backward is split this does not hold, and each stage stands for itself.
     """
     of_model, first, last = layers(run.model), dict[object, int](), dict[object, int]()
+    if pipeline_schedule(run.parallel) in SPLIT:
+        return {stage: range(stage, stage + 1) for stage in range(run.parallel.pp)}
     for stage in range(run.parallel.pp):
         shape = tuple(
             (tuple(of_model[number] for number in spec.blocks), spec.has_embedding, spec.has_head)

@@ -15,7 +15,7 @@ MOST_TIMES = 64
 
 
 @dataclass(frozen=True)
-class Change:
+class FittingChange:
     """A change, in words and as flags, and the step that fits with it."""
 
     words: str
@@ -42,7 +42,7 @@ def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
     )
 
 
-def cheapest_change(asked: OpenRun) -> Change | None:
+def cheapest_change(asked: OpenRun) -> FittingChange | None:
     """The change after which something fits: one flag of the user's that is given up, all of them, or more devices. Of
     several flags that with the fastest step counts. None if nothing helps.
     """
@@ -51,15 +51,15 @@ def cheapest_change(asked: OpenRun) -> Change | None:
     fitting = [(step.seconds, field, step) for field, step in released if step is not None]
     if fitting:
         _, field, step = min(fitting, key=lambda each: each[0])
-        return Change(f"in place of {setting(asked.run, field)}: {settings_words(step)}", step)
+        return FittingChange(f"in place of {setting(asked.run, field)}: {settings_words(step)}", step)
     if len(given) > 1 and (freed := _fastest(replace(asked, fixed=asked.fixed - {*given}))) is not None:
         flags = ", ".join(setting(asked.run, field) for field in given)
-        return Change(f"in place of {flags}: {settings_words(freed)}", freed)
+        return FittingChange(f"in place of {flags}: {settings_words(freed)}", freed)
     times = 2
     while times <= MOST_TIMES:
         cluster = replace(asked.cluster, gpus=times * asked.cluster.gpus)
         if (larger := _fastest(replace(asked, cluster=cluster))) is not None:
-            return Change(f"--gpus {cluster.gpus}: {settings_words(larger)}", larger)
+            return FittingChange(f"--gpus {cluster.gpus}: {settings_words(larger)}", larger)
         times *= 2
     return None
 
