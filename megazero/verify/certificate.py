@@ -21,7 +21,7 @@ from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.system import extensions
 from megazero.verify.compare import TOLERANCE
 from megazero.verify.proof import Proof
-from megazero.verify.session import CLIPPED
+from megazero.verify.session import SPOILED
 
 FORMAT = 1
 PACKAGES = "megazero", "fused_ops"
@@ -62,7 +62,7 @@ def certificate(flags: Sequence[str], run: Run, world_size: int, proof: Proof, s
         "flags": list(flags),
         "world_size": world_size,
         "settings": changed_settings(run),
-        "small": {"settings": changed_settings(small.run), "ranks": small.axes.world_size, "steps": CLIPPED},
+        "small": {"settings": changed_settings(small.run), "ranks": small.axes.world_size, "steps": SPOILED},
         "roles": roles(run, proof),
         "left_out": list(small.notes),
         "tolerance": TOLERANCE,

@@ -182,7 +182,10 @@ def _first_number(
 ) -> FirstDifference | None:
     for rank, values in enumerate(ranks):
         for name, mine, true in _numbers(values[at], theirs):
-            error = abs(mine - true) / max(abs(true), 1e-300) if mine == mine else math.inf
+            if math.isfinite(mine) and math.isfinite(true):
+                error = abs(mine - true) / max(abs(true), 1e-300)
+            else:  # of a skipped step
+                error = 0.0 if math.isfinite(mine) == math.isfinite(true) else math.inf
             errors[name] = max(errors.get(name, 0.0), error)
             if error > TOLERANCE:
                 return FirstDifference(f"the {name}", "", rank, "", theirs.step, leg, error)

@@ -25,6 +25,7 @@ from megazero.pipeline.stage_specs import unit_names
 from megazero.program.instruction import UPDATE, UPDATE_HOST, Instruction, Kind, Op
 from megazero.train.job import Job
 from megazero.verify.compare import FLOOR, TOLERANCE, FirstDifference
+from megazero.verify.session import SPOILED
 
 INPUT, INPUT_GRADIENT, READ, PART = "input", "gradient of the input", "weights read", "gradient of one micro-batch"
 """The kinds of values. Of a layer: what goes into it, the gradient of that, and its weights. Of a parameter: what a
@@ -135,10 +136,11 @@ class _RankProbe:
 
     def _watch(self, run: ScheduleRun, instruction: Instruction) -> None:
         """Called before each instruction of every pass; only training's own steps are looked at."""
-        if type(run) is not ScheduleRun or run.end is None:
+        self.step = self.job.trainer.position.iteration + 1
+        if type(run) is not ScheduleRun or run.end is None or self.step == SPOILED:
             self.now = None
             return
-        self.now, self.step = instruction, self.job.trainer.position.iteration + 1
+        self.now = instruction
         if instruction.micro_batch >= 0:
             samples = run.micro_batches[instruction.micro_batch].samples
             self.samples = () if samples is None else tuple(samples.tolist())

@@ -22,7 +22,7 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.verify.compare import Errors, FirstDifference, Whole, compared, wholes
 from megazero.verify.probe import Found, Probe
-from megazero.verify.session import SAVED, Leg, Values, run_leg
+from megazero.verify.session import CLIPPED, SAVED, SPOILED, Leg, Values, run_leg
 from megazero.verify.shrink import Shrunk, shrunk
 from megazero.verify.slopes import Slopes
 from megazero.verify.turns import RankFailed, Standstill
@@ -105,22 +105,22 @@ class _Legs:
 
     def prove(self) -> Proof:
         base = self._base()
-        start = Leg("from the seed", save=self.folder / "one", base=base)
+        start = Leg("from the seed", last=SPOILED, save=self.folder / "one", base=base)
         slopes = Slopes()
         numbers = self._alone(start, slopes)
         true = wholes(numbers, self.decay)
         wrong, self.slope_error = slopes.compared(true[1])
         if wrong is not None:
             return self._proof(wrong)
-        clip = numbers[-1].clip
+        clip = numbers[CLIPPED - 1].clip
         ours = replace(start, last=SAVED, looks=self.looks, save=self.folder / "many")
-        later = Leg("resumed from its own checkpoint", clip=clip, load=ours.save, base=base)
-        of_one = replace(later, name="resumed from the checkpoint of one process", load=start.save)
+        later = Leg("resumed from its own checkpoint", last=SPOILED, clip=clip, load=ours.save, base=base)
+        of_one = replace(later, last=CLIPPED, name="resumed from the checkpoint of one process", load=start.save)
         for leg in (ours, later, of_one):
             ended = self._compared(leg, true)
             if ended is not None:
                 return ended
-        back = replace(later, name="resumed on one process from the checkpoint of the ranks")
+        back = replace(of_one, load=ours.save, name="resumed on one process from the checkpoint of the ranks")
         try:
             found = compared([self._alone(back)], true, back.name, self.decay, self.errors)
         except CannotRun as error:

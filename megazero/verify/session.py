@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from megazero.config.schema import Run
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
 from megazero.mpu.axes import Axes
+from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import Prepared, prepare
@@ -66,19 +68,21 @@ class Leg:
     clip: float | None = None
     load: Path | None = None
     save: Path | None = None
-    looks: frozenset[int] = frozenset((1, 2, 3))
+    looks: frozenset[int] = frozenset((1, 2, 3, 4))
     base: Path | None = None
 
 
-SAVED, CLIPPED = 2, 3
-"""The step behind which a run is evaluated and saved, and the one behind it, which clips and may be another start's."""
+SAVED, CLIPPED, SPOILED = 2, 3, 4
+"""The step behind which a run is evaluated and saved, the one behind it, which clips and may be another start's, and a
+step in which a gradient of the last rank is infinite, so that all ranks have to skip it.
+"""
 
 
 def rows_of(run: Run) -> OwnData:
     """The samples of a small run and of its evaluation."""
     length, vocabulary, batch = run.model.seq_length, run.model.vocab_size, run.schedule.global_batch_size
     assert vocabulary is not None
-    train = ProofRows(run.data.seed, length, vocabulary, batch * (CLIPPED + 2))
+    train = ProofRows(run.data.seed, length, vocabulary, batch * SPOILED)
     return OwnData(train, {"valid_loss": ProofRows(run.data.seed + 1, length, vocabulary, batch)})
 
 
@@ -119,6 +123,8 @@ def _leg_on_rank(
             trainer.save_policy.pauses = (0.0,)  # what fails on these folders fails again
         if leg.last == 0:
             trainer.save(last=True)
+        if rank == job.grid.world.ranks[-1]:
+            _spoil(job)
         for number in range(trainer.position.iteration + 1, leg.last + 1):
             clip = 0.0
             if number == CLIPPED:
@@ -133,6 +139,30 @@ def _leg_on_rank(
                 values[-1] = replace(now, valid_loss=trainer.evaluate()["valid_loss"])
                 trainer.save(last=True)
         trainer.batches.close()
+
+
+class _Infinite:
+    """The gradient target of a parameter whose gradient is infinite in step `SPOILED`."""
+
+    def __init__(self, job: Job, target: GradientTarget) -> None:
+        self.job, self.target = job, target
+
+    def add(self, write: Write) -> None:
+        """See `GradientTarget.add`."""
+
+        def write_and_spoil(into: Tensor, add: bool) -> None:
+            write(into, add)
+            if self.job.trainer.position.iteration + 1 == SPOILED:
+                into.fill_(math.inf)
+
+        self.target.add(write_and_spoil)
+
+
+def _spoil(job: Job) -> None:
+    """Have the last matrix of this rank, whose layer writes its gradient itself, be infinite in step `SPOILED`."""
+    parameters = [p for p in nn.ModuleList(job.stages).parameters() if isinstance(p, Parameter)]
+    matrix = [p for p in parameters if p.dim() == 2 and p.gradient_target is not None][-1]
+    matrix.gradient_target = _Infinite(job, matrix.gradient_target)
 
 
 def _owned(job: Job) -> tuple[Held, ...]:

@@ -195,3 +195,13 @@ def test_a_backward_that_is_wrong_on_one_process_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(layers, "embedding_gradient", lambda ids, grad, *rest: gradient(ids, 2 * grad, *rest))
     what, instruction, *_ = found(proof_of("--tp 2 --untie-embeddings-and-output-weights", 2))
     assert (what, instruction) == ("the gradient of embedding.word.weight", "backward")
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's infinite gradient is left out of the norm."""
+    squares = ShardedOptimizer.sum_of_squares
+    finite = lambda self: torch.nan_to_num(squares(self), nan=0.0, posinf=0.0)  # noqa: E731
+    monkeypatch.setattr(ShardedOptimizer, "sum_of_squares", lambda self: (finite if self.grid.at.tp else squares)(self))
+    proof = proof_of("--tp 2", 2)
+    assert proof.difference is not None and proof.difference.step == 4, proof
