@@ -115,12 +115,14 @@ class _Legs:
         clip = numbers[CLIPPED - 1].clip
         ours = replace(start, last=SAVED, looks=self.looks, save=self.folder / "many")
         later = Leg("resumed from its own checkpoint", last=SPOILED, clip=clip, load=ours.save, base=base)
-        of_one = replace(later, last=CLIPPED, name="resumed from the checkpoint of one process", load=start.save)
+        of_one = replace(later, name="resumed from the checkpoint of one process", load=start.save, replica=True)
         for leg in (ours, later, of_one):
             ended = self._compared(leg, true)
             if ended is not None:
                 return ended
-        back = replace(of_one, load=ours.save, name="resumed on one process from the checkpoint of the ranks")
+        back = replace(
+            of_one, last=CLIPPED, load=ours.save, name="resumed on one process from the checkpoint of the ranks"
+        )
         try:
             found = compared([self._alone(back)], true, back.name, self.decay, self.errors)
         except CannotRun as error:

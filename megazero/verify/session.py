@@ -9,14 +9,16 @@ from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from megazero.config.schema import Run
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
-from megazero.mpu.axes import Axes
+from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.gradient import GradientTarget, Write
 from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
+from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import Prepared, prepare
 from megazero.verify.data import ProofRows
@@ -60,6 +62,7 @@ class Leg:
     load       the folder of the checkpoint to begin with; None: from the seed, or from `base`
     save       the folder to save into after step `SAVED`
     looks      the steps after which the state is looked at
+    replica    whether a parameter that all tp ranks have is spoiled in step `SPOILED`, and not the last matrix
     base       the folder of the weights beneath adapters
     """
 
@@ -70,6 +73,7 @@ class Leg:
     save: Path | None = None
     looks: frozenset[int] = frozenset((1, 2, 3, 4))
     base: Path | None = None
+    replica: bool = False
 
 
 SAVED, CLIPPED, SPOILED = 2, 3, 4
@@ -123,8 +127,8 @@ def _leg_on_rank(
             trainer.save_policy.pauses = (0.0,)  # what fails on these folders fails again
         if leg.last == 0:
             trainer.save(last=True)
-        if rank == job.grid.world.ranks[-1]:
-            _spoil(job)
+        if rank == _spoiled_rank(job):
+            _spoil(job, replica=leg.replica)
         for number in range(trainer.position.iteration + 1, leg.last + 1):
             clip = 0.0
             if number == CLIPPED:
@@ -158,11 +162,28 @@ class _Infinite:
         self.target.add(write_and_spoil)
 
 
-def _spoil(job: Job) -> None:
-    """Have the last matrix of this rank, whose layer writes its gradient itself, be infinite in step `SPOILED`."""
-    parameters = [p for p in nn.ModuleList(job.stages).parameters() if isinstance(p, Parameter)]
-    matrix = [p for p in parameters if p.dim() == 2 and p.gradient_target is not None][-1]
-    matrix.gradient_target = _Infinite(job, matrix.gradient_target)
+def _spoiled_rank(job: Job) -> int:
+    """The last rank, or with adapters the last one that has some: a stage may have the head alone."""
+    run, axes = job.run, job.grid.axes
+    stages = [n for n in range(axes.pp) if any(spec.blocks for spec in specs_of_stage(run, n))]
+    stage = axes.pp - 1 if run.lora.lora_rank is None else stages[-1]
+    return axes.rank(Coordinates(stage, axes.dp - 1, axes.cp - 1, axes.tp - 1))
+
+
+def _spoil(job: Job, *, replica: bool) -> None:
+    """Have a gradient of this rank be infinite in step `SPOILED`: of the last matrix, or of the last parameter that all
+    tp ranks have, if there is one. What autograd accumulates and what a layer writes itself is spoiled.
+    """
+    parameters = [p for p in nn.ModuleList(job.stages).parameters() if isinstance(p, Parameter) and p.requires_grad]
+    replicas = [p for p in parameters if not p.spec.tp_sharded] if replica else []
+    chosen = (replicas or [p for p in parameters if p.dim() == 2])[-1]
+    chosen.gradient_target = _Infinite(job, chosen.gradient_target)
+
+    def spoiled(gradient: Tensor | None) -> Tensor | None:
+        now = job.trainer.position.iteration + 1 == SPOILED
+        return torch.full_like(gradient, math.inf) if now and gradient is not None else None
+
+    chosen.register_hook(spoiled)
 
 
 def _owned(job: Job) -> tuple[Held, ...]:
