@@ -138,6 +138,7 @@ OTHER_RUNS = {
     "megazero.train.whole_steps": "two runs that are compared without the sections that may differ",
     "megazero.plan": "runs that a search tries",
     "megazero.convert": "models of other programs",
+    "megazero.verify": "small runs of the same structure, and the same on one process",
 }
 """Modules and rooms that make a run out of another -> which runs these are."""
 

@@ -43,6 +43,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
         "plan": Subcommand("tools/plan.py", "the best layouts of a run on a cluster, and what they take"),
         "plan-schedule": Subcommand("tools/show_schedule.py", "learning rate and batch at any iteration"),
         "draw-schedule": Subcommand("tools/draw_schedule.py", "a pipeline schedule and its bubble"),
+        "verify-layout": Subcommand("tools/verify_layout.py", "proof that a layout computes what one process does"),
         "bench-nvme": Subcommand("tools/bench_nvme.py", "what a step reaches whose state is on a disk"),
         "doctor": Subcommand("python -m megazero.doctor", "what this machine and installation offer"),
     }

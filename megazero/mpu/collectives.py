@@ -112,7 +112,7 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: Group) -> Communication
         return CommunicationHandle()
     assert output.is_contiguous() and whole.is_contiguous() and whole.numel() == group.size * output.numel()
     group.traffic["reduce_scatter", whole.dtype] += whole.nbytes
-    if not group.is_on_host:
+    if not group.is_on_host and group.mail is None:
         return CommunicationHandle(_reduce_scatter_flat(output, whole, group=group.handle, async_op=True))
     source = _staged(whole, group)
     if exchange := _exchange(source, group):

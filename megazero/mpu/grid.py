@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fused_ops.native import library
 from megazero.mpu.axes import Axes, Coordinates
@@ -23,8 +24,20 @@ from megazero.mpu.exchange import Exchange
 from megazero.mpu.parameter import StateGroup
 from megazero.mpu.shared_memory import share_memory
 
-_RanksOf = Callable[[Coordinates], tuple[int, ...]]
+RanksOf = Callable[[Coordinates], tuple[int, ...]]
 """From a rank's coordinates to the ranks of one of its groups."""
+
+
+class Mail(Protocol):
+    """Messages between the members of a group that no backend carries. Ranks are global ones, as with torch, and tags
+    are those of `mpu.p2p`.
+    """
+
+    def send(self, tensor: Tensor, rank: int, tag: Any) -> None:
+        """Hand a tensor to a rank. It must not be written to afterwards."""
+
+    def receive(self, buffer: Tensor, rank: int, tag: Any) -> Callable[[], None]:
+        """Begin to receive from a rank; return a function that waits until the buffer has the message."""
 
 
 @dataclass
@@ -36,6 +49,7 @@ class Group:
     handle    torch's process group; None in a group of one, whose collectives do nothing
     exchange  collectives through shared memory; None where the members are on several hosts, where the backend takes
               device tensors, and where shared memory is off or cannot be had
+    mail      messages between members that are in one process (`megazero.verify`); None: the backend carries them
     traffic   bytes by (operation, dtype): a reduce-scatter's or an all-to-all's input, an all-gather's output, twice
               an all-reduce's tensor, the tensor of a broadcast, a send or a receive
     """
@@ -45,15 +59,21 @@ class Group:
     handle: dist.ProcessGroup | None
     exchange: Exchange | None = None
     traffic: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+    mail: Mail | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     @property
+    def backend(self) -> str:
+        """The name of what carries collectives and messages; "" in a group of one."""
+        return "" if self.handle is None else str(dist.get_backend(self.handle))
+
+    @property
     def is_on_host(self) -> bool:
         """Whether the backend (gloo, MPI) takes host tensors only."""
-        return self.handle is not None and dist.get_backend(self.handle) in ("gloo", "mpi")
+        return self.backend in ("gloo", "mpi")
 
     @property
     def is_on_device(self) -> bool:
@@ -174,23 +194,46 @@ def build_grid(
     if axes.shard_size is not None and axes.dp * axes.cp % axes.shard_size:
         raise ValueError(f"the shard size {axes.shard_size} does not divide dp({axes.dp}) * cp({axes.cp})")
     at = axes.coordinates(rank)
-    made: dict[tuple[int, ...], Group] = {}
     listed: list[dist.ProcessGroup] = []
     world = tuple(range(world_size))
 
-    def handle_of(ranks_of: _RanksOf) -> dist.ProcessGroup | None:
+    def handle_of(ranks_of: RanksOf) -> dist.ProcessGroup | None:
         if guest_backend is not None:
             return _made_by_all(axes, ranks_of, rank, timeout, guest_backend, listed)
         ranks = ranks_of(at)
         return None if len(ranks) == 1 else dist.group.WORLD if ranks == world else join_group(ranks, timeout)
 
-    def group(ranks_of: _RanksOf) -> Group:
+    def group(ranks_of: RanksOf) -> Group:
+        return _group_of(ranks_of(at), rank, handle_of(ranks_of), timeout, shared_memory)
+
+    grid = assembled(axes, rank, device, group, timeout, absent=handle_of if guest_backend is not None else None)
+    grid.made = listed
+    return grid
+
+
+def assembled(
+    axes: Axes,
+    rank: int,
+    device: str | torch.device,
+    make: Callable[[RanksOf], Group],
+    timeout: timedelta | None = None,
+    absent: Callable[[RanksOf], object] | None = None,
+) -> ProcessGrid:
+    """The grid of a rank from its groups, which `make` makes one after the other in the same order on all ranks: each
+    group of ranks once.
+
+    absent: called with the ranks of a group that other stages make, and this one does not
+    """
+    at = axes.coordinates(rank)
+    made: dict[tuple[int, ...], Group] = {}
+
+    def group(ranks_of: RanksOf) -> Group:
         ranks = ranks_of(at)
         if ranks not in made:
-            made[ranks] = _group_of(ranks, rank, handle_of(ranks_of), timeout, shared_memory)
+            made[ranks] = make(ranks_of)
         return made[ranks]
 
-    everybody = group(lambda _: world)
+    everybody = group(lambda _: tuple(range(axes.world_size)))
     tp, dp, pp = group(axes.tensor_ranks), group(axes.data_ranks), group(axes.pipeline_ranks)
     cp, replicas = group(axes.context_ranks), group(axes.replica_ranks)
     shared = {}
@@ -198,16 +241,14 @@ def build_grid(
         inner, across = partial(axes.inner_ranks, kind), partial(axes.across_ranks, kind)
         if kind is StateGroup.REPLICAS or at.pp in (0, axes.pp - 1):
             shared[kind] = StateGroups(group(inner), group(across))
-        elif guest_backend is not None:  # of a tied embedding's two groups, the one that spans stages is new
-            handle_of(inner if axes.shard_size is None else across)
-    return ProcessGrid(
-        axes, rank, at, torch.device(device), everybody, tp, pp, dp, cp, replicas, shared, timeout, listed
-    )
+        elif absent is not None:  # of a tied embedding's two groups, the one that spans stages is new
+            absent(inner if axes.shard_size is None else across)
+    return ProcessGrid(axes, rank, at, torch.device(device), everybody, tp, pp, dp, cp, replicas, shared, timeout)
 
 
 def _made_by_all(
     axes: Axes,
-    ranks_of: _RanksOf,
+    ranks_of: RanksOf,
     rank: int,
     timeout: timedelta | None,
     backend: str,

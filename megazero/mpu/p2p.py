@@ -72,13 +72,17 @@ class Channels:
         self._by_tag = grid.pp.is_on_host
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         self._sent: dict[Channel, _PendingSends] = {}
-        if stages > 1 and not self._by_tag:
+        if stages > 1 and not self._by_tag and grid.pp.mail is None:
             self._create_groups(stages, and_back)
 
     def send(self, tensor: Tensor, stage: int, tag: Tag) -> None:
         """Start to send a contiguous tensor of any shape to a stage. The tensor must not be written to afterwards."""
         assert tensor.is_contiguous() and stage != self._stage
         channel = (self._stage, stage, tag.backward)
+        if self.grid.pp.mail is not None:
+            self.grid.pp.traffic["send", tensor.dtype] += tensor.nbytes
+            self.grid.pp.mail.send(tensor, self.grid.pp.ranks[stage], tag)
+            return
         if channel not in self._sent:
             on_host = dist.get_backend(self._group(channel)) == "gloo"
             self._sent[channel] = _ThreadedSends() if on_host else _PolledSends()
@@ -100,6 +104,8 @@ class Channels:
         channel = (stage, self._stage, tag.backward)
         what = f"receiving {tag} at stage {self._stage} from stage {stage} (rank {self.grid.pp.ranks[stage]})"
         self.grid.pp.traffic["receive", buffer.dtype] += buffer.nbytes
+        if self.grid.pp.mail is not None:
+            return CommunicationHandle(None, self.grid.pp.mail.receive(buffer, self.grid.pp.ranks[stage], tag))
         staged = self._is_staged(buffer)
         target = _pinned_like(buffer) if staged else buffer
         with _blaming(what):

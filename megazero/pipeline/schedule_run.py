@@ -85,6 +85,7 @@ class StageParts:
     reads         which buckets an instruction reads
     host          where activations go that leave the device; None: the lists say of none
     computed      called after each computation
+    watch         called with the pass before each instruction, when the parameters that it reads are there
     """
 
     stages: tuple[nn.Module, ...]
@@ -98,6 +99,7 @@ class StageParts:
     state: StateActions
     host: ActivationActions | None = None
     computed: Callable[[], None] | None = None
+    watch: Callable[[ScheduleRun, Instruction], None] | None = None
 
 
 class ScheduleRun:
@@ -174,6 +176,8 @@ class ScheduleRun:
         for instruction in instructions:
             if read := self.parts.reads(instruction):
                 self.state.ready(read)
+            if self.parts.watch is not None:
+                self.parts.watch(self, instruction)
             self.actions[instruction.op](instruction)
             if self.parts.computed is not None and instruction.is_compute:
                 self.parts.computed()

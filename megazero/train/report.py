@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from fused_ops.attention.trial import choices
 from fused_ops.registry import refusal
@@ -120,7 +119,7 @@ def machine_of(run: Run, grid: ProcessGrid, bodies: Mapping[str, str]) -> Machin
     connected = {axis: group for axis, group in groups.items() if group.handle is not None}
     ways = {
         # Messages between stages go through the backend even where collectives go through shared memory.
-        axis: "shared memory" if group.exchange is not None and axis != "pp" else dist.get_backend(group.handle)
+        axis: "shared memory" if group.exchange is not None and axis != "pp" else group.backend
         for axis, group in connected.items()
     }
     # Shared memory does not overlap: a rank copies its tensors itself, between computations.

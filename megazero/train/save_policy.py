@@ -65,7 +65,7 @@ class SavePolicy:
         pauses: Sequence[float] = PAUSES,
     ) -> None:
         self._checkpoints, self._record, self._note, self._in_background = checkpoints, record, note, in_background
-        self._pauses, self._on_saved = pauses, on_saved
+        self.pauses, self._on_saved = pauses, on_saved
         self.saved_at: int | None = None
         """The iteration that was saved last or is being saved; None if there is none or that save failed."""
         self.superseded = False
@@ -95,8 +95,8 @@ class SavePolicy:
         """Return when this position is saved. A collective of all ranks. Raises the error of the last try."""
         if self._checkpoints.busy:
             self._collect()  # it may be this very position, which then needs no second save
-        tries = len(self._pauses)
-        for number, pause in enumerate(self._pauses, 1):
+        tries = len(self.pauses)
+        for number, pause in enumerate(self.pauses, 1):
             if self.saved_at == position.iteration:
                 return
             time.sleep(pause)

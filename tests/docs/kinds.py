@@ -32,6 +32,10 @@ ELSEWHERE: Mapping[str, str] = {
         "tests/examples/test_hub.py::test_the_planner_prints_what_the_page_states"
     ),
     r"megazero prepare-data .* --tokenizer-path Qwen/": "tests/convert/test_hub_names.py::test_a_tokenizer_by_name",
+    r"megazero verify-layout .* --preset bloom-176b ": "tests/verify/test_large.py::test_bloom_on_384_ranks",
+    r"megazero verify-layout .* --activation swiglu": (
+        "tests/verify/test_example.py::test_a_layer_is_proven_and_a_subtle_fault_is_caught"
+    ),
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
 }
 """Commands, as a regular expression that their beginning matches -> the test that runs them, or their like."""
