@@ -12,11 +12,12 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.planted.faults import Fault
+from tests.planted.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path("fused_ops/_kernels")
@@ -26,19 +27,31 @@ SECONDS = 600
 """The longest that one run of pytest may take. A fault may make ranks wait for each other."""
 OF_THE_PROGRAM = re.compile("/checkout/(megazero|fused_ops)/")
 FRAME = re.compile(r'^ *File "(.+?)", line \d+', re.MULTILINE)
+OF_A_TEST = re.compile(r"^(\w+\.)*(AssertionError|Failed|GradcheckError)\b", re.MULTILINE)
+"""What a test's assertion raises: its own, that of `pytest.raises`, or that of torch's comparison with differences."""
+REFUSED = re.compile(r"^(megazero\.program\.\w+\.)?(ProgramError|IllegalMove): ", re.MULTILINE)
+"""What the checker of a step's list raises."""
+
+
+class Judge(StrEnum):
+    """What has caught a fault: the test itself, or the checker of a step's list, which the test has called."""
+
+    TEST = "test"
+    CHECKER = "checker"
 
 
 class Verdict(NamedTuple):
     """What the tests say.
 
     passed   all of them ran and none failed
-    caught   a test failed, and by an assertion of its own
+    judge    what has caught the fault: a test failed by an assertion of its own, or because the checker refused a list;
+             None: neither
     seconds  processor time
     output   of pytest
     """
 
     passed: bool
-    caught: bool
+    judge: Judge | None
     seconds: float
     output: str
 
@@ -98,8 +111,8 @@ class Copy:
         status, output = _run(words, self.folder, environment)
         seconds = _child_seconds() - before
         failures, errors = _reported(self.report)
-        caught = status == 1 and not errors and any(map(is_of_a_test, failures))
-        return Verdict(status == 0, caught, seconds, output)
+        judges = list(filter(None, map(judge_of, failures))) if status == 1 and not errors else []
+        return Verdict(status == 0, judges[0] if judges else None, seconds, output)
 
 
 def faulty(sound: str, fault: Fault) -> str:
@@ -109,14 +122,18 @@ def faulty(sound: str, fault: Fault) -> str:
     return sound.replace(fault.line, fault.planted)
 
 
-def is_of_a_test(failure: str) -> bool:
-    """Whether a test's assertion has failed, in its own process or on a rank, and not one of the program's.
+def judge_of(failure: str) -> Judge | None:
+    """Whose failure it is: that of a test's assertion, in its own process or on a rank, or of the checker; None: of
+    anything else, such as an assertion of the program.
 
     failure: the traceback. That of a rank comes last.
     """
+    if REFUSED.search(failure):
+        return Judge.CHECKER
     frames = FRAME.findall(failure)
     raised_by_the_program = bool(frames) and OF_THE_PROGRAM.search(frames[-1]) is not None
-    return "AssertionError" in failure[failure.rfind("Traceback") :] and not raised_by_the_program
+    asserted = OF_A_TEST.search(failure[failure.rfind("Traceback") :]) is not None
+    return Judge.TEST if asserted and not raised_by_the_program else None
 
 
 def _run(words: Sequence[str], folder: Path, environment: dict[str, str]) -> tuple[int | None, str]:
