@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megazero.config.derive import GATED, position_rows
 from megazero.config.layers.kinds import ONE_NORM, Layer, kinds, layers
@@ -181,6 +182,7 @@ class LayerCounts:
     output: int
 
 
+@lru_cache(maxsize=16)
 def parameters_per_layer(model: ModelConfig) -> LayerCounts:
     """The counts of a model whose vocabulary is known."""
     return LayerCounts(

@@ -19,7 +19,11 @@ def chunk_layers(run: Run) -> tuple[int, ...]:
     if run.parallel.partition is not None:
         return run.parallel.partition
     embedding, blocks, head = layer_costs(run)
-    return partition(blocks, embedding, head, run.parallel.pp * run.parallel.virtual_stages)
+    return _partition(blocks, embedding, head, run.parallel.pp * run.parallel.virtual_stages)
+
+
+# A search over layouts asks for the same partition with every micro-batch size and every ZeRO stage.
+_partition = lru_cache(maxsize=512)(partition)
 
 
 def layer_costs(run: Run) -> tuple[float, tuple[float, ...], float]:

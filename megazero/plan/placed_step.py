@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megazero.config.placement import applied, as_flags
 from megazero.config.schema import Run
@@ -15,7 +15,6 @@ from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.rank_state import NOTHING, StageBytes, stage_bytes, stage_state
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory
-from megazero.plan.step_times import MachineRates, step_times
 from megazero.plan.traffic import least_moved
 from megazero.program.instruction import Instruction, Lane
 from megazero.program.simulate import step_time
@@ -49,19 +48,33 @@ class Walked(NamedTuple):
     files: int
 
 
+class Rates(Protocol):
+    """What turns a run into seconds."""
+
+    @property
+    def has_disks(self) -> bool:
+        """Whether anything may rest on disks."""
+        ...
+
+    def times(self, run: Run, axes: Axes, kind: str) -> ChunkTimes:
+        """The times of a rank's step in seconds. kind: of device, cpu or cuda."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Machine:
     """What a placement is searched for, and what several placements share: where the device's memory is fullest does
     not depend on how much of the optimizer state is there, which is there all the time.
 
     kind  of device, cpu or cuda
+    rates of one machine, or of a cluster
     nccl  whether the run communicates through NCCL
     """
 
     run: Run
     axes: Axes
     kind: str
-    rates: MachineRates
+    rates: Rates
     nccl: bool = field(kw_only=True)
     _known: dict[tuple[str, Settings], list[Any]] = field(default_factory=dict, init=False, repr=False)
 
@@ -175,7 +188,7 @@ class PlacedStep:
     @cached_property
     def times(self) -> ChunkTimes:
         """The seconds of its computations and messages."""
-        return step_times(self.run, self.machine.axes, self.machine.kind, self.machine.rates)
+        return self.machine.rates.times(self.run, self.machine.axes, self.machine.kind)
 
     @property
     def computing(self) -> list[float]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
 
 from megazero.config.derive import folders_of, whole_steps
 from megazero.config.placement import unplaced
-from megazero.config.schema import ParallelConfig, Run
+from megazero.config.schema import ParallelConfig, Run, ScheduleConfig
 from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.disk.layout import SwapLayout
 from megazero.disk.transports import DiskOptions
@@ -66,11 +66,20 @@ def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) ->
     The stages are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
     rank holds and does not train (with --lora-rank, all but the adapters).
     """
-    return [[[*unit] for unit in chunk] for chunk in _specs(unplaced(run), pp_index, tp_index, trained)]
+    return [[[*unit] for unit in chunk] for chunk in _specs(_read_by_specs(run), pp_index, tp_index, trained)]
+
+
+def _read_by_specs(run: Run) -> Run:
+    """The run with the defaults of what no parameter depends on: placement, batch, ZeRO and recompute. A search over
+    layouts asks for the same specs with all values of these.
+    """
+    bare = unplaced(run)
+    parallel = replace(bare.parallel, zero_stage=0, zero_shard_size=None, recompute_granularity="none")
+    return replace(bare, parallel=parallel, schedule=ScheduleConfig())
 
 
 # Both are of runs without a placement, on which they do not depend: a search asks for them hundreds of times.
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _specs(run: Run, pp_index: int, tp_index: int, trained: bool) -> list[list[list[ParameterSpec]]]:
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
     stages = stages_of(run, pp_index, tp, torch.device("meta"))

@@ -75,6 +75,10 @@ class MachineRates:
         }
         return {lane: 0.0 if rate is None else 1 / rate for lane, rate in of_lanes.items()}
 
+    def times(self, run: Run, axes: Axes, kind: str) -> ChunkTimes:
+        """`step_times` with these rates."""
+        return step_times(run, axes, kind, self)
+
     def plain(self) -> dict[str, float]:
         """The numbers that are known, by name: a file of --placement-rates."""
         return {name: value for name, value in asdict(self).items() if value is not None}

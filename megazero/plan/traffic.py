@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megazero.config.derive import gathers_parameters
+from fused_ops.quantise import bytes_each
+from megazero.config.derive import gathers_parameters, pipeline_schedule, shards_parameters
+from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
+from megazero.pipeline.build import step_options
+from megazero.pipeline.schedule import is_breadth_first
 from megazero.pipeline.stage_specs import specs_of_stage, unit_names
-from megazero.plan.rank_state import stage_state
+from megazero.plan.rank_state import micro_batches_of, stage_state
 from megazero.plan.step_lists import StageLists
 from megazero.program.instruction import READ_LANES, WRITE_LANES, Instruction, Lane, Op
 from megazero.program.passes.gathers import least_bytes, loads_of
 from megazero.program.passes.updates import updates_of
 from megazero.program.shape import RankShape
 from megazero.program.traffic import message_bytes, traffic
+from megazero.zero.messages import BITS
 
 MOVES = (Lane.TO_HOST, Lane.TO_DEVICE, *READ_LANES, *WRITE_LANES, Lane.HOST)
 """The lanes on which state moves between the device, host memory and disks, and that of updates in host memory."""
@@ -80,6 +85,73 @@ def state_traffic(
     inside = 0.0 if shard_size == 1 else times * gradient_bytes + gathered
     return Traffic(
         inside, 0.0 if sets == 1 else (reductions if sums_leave else 1) * (gradient_bytes + summed) / shard_size
+    )
+
+
+@dataclass(frozen=True)
+class ElementWidths:
+    """Bytes of an element of a run's model state on its way.
+
+    parameter         of one that is gathered
+    gradient          of one that is reduced
+    summed            of a sum of gradients that is gathered; None: as of a gradient
+    parameter_blocks  (bytes in blocks, bytes as it is) of a parameter that is gathered in blocks; None: it is not
+    gradient_blocks   the same of a gradient
+    """
+
+    parameter: float
+    gradient: float
+    summed: float | None
+    parameter_blocks: tuple[float, int] | None
+    gradient_blocks: tuple[float, int] | None
+
+
+def element_widths(run: Run) -> ElementWidths:
+    """The widths of a run."""
+    p, precision = run.parallel, run.optimizer.precision
+    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
+    plain = compute_dtype(precision).itemsize
+    gradient = None if bits is None else (bytes_each(bits), reduced)
+    parameter = (bytes_each(8), plain) if p.zero_quantized_weights else None
+    return ElementWidths(
+        parameter[0] if parameter else plain,
+        gradient[0] if gradient else reduced,
+        bytes_each(8) if gradient else None,
+        parameter,
+        gradient,
+    )
+
+
+def run_traffic(run: Run, axes: Axes) -> Traffic:
+    """`state_traffic` of a run's step."""
+    shards = shards_parameters(run.parallel, run.offload)
+    return _traffic(run, axes, run.parallel.zero_stage, shards=shards, leaves=bool(run.offload.offload_gradients))
+
+
+def zero_1_traffic(run: Run, axes: Axes) -> Traffic:
+    """The same if nothing left the device, and only the optimizer's state were sharded."""
+    shards = run.parallel.zero_stage == 1 and shards_parameters(run.parallel, run.offload)
+    return _traffic(run, axes, 1, shards=shards, leaves=False)
+
+
+def _traffic(run: Run, axes: Axes, zero_stage: int, *, shards: bool, leaves: bool) -> Traffic:
+    micro_batches = micro_batches_of(run, axes)
+    groups, replicas, widths = step_options(run).groups(micro_batches), axes.dp * axes.cp, element_widths(run)
+    # a group of micro-batches in vertical order is gathered and reduced as one
+    passes = micro_batches if groups is None else len(groups)
+    once = is_breadth_first(pipeline_schedule(run.parallel), run.parallel.virtual_stages)
+    size = axes.shard_size or replicas
+    return state_traffic(
+        zero_stage,
+        size,
+        replicas // size,
+        micro_batches=passes,
+        reductions=1 if once and not leaves else passes,
+        gradient_bytes=widths.gradient,
+        parameter_bytes=widths.parameter,
+        summed_bytes=widths.summed,
+        shards_parameters=shards,
+        sums_leave=leaves,
     )
 
 

@@ -12,16 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fused_ops.quantise import bytes_each
 from megazero.config.derive import padded_vocab, pipeline_schedule, shards_parameters, tiers
-from megazero.config.dtypes import compute_dtype, grad_reduce_dtype
 from megazero.config.inventory import parameters
 from megazero.config.schema import Run
 from megazero.config.source import Decision
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed
-from megazero.pipeline.schedule import is_breadth_first
 from megazero.plan.budgets import budgets_of, has_budgets
 from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
 from megazero.plan.rank_state import StageBytes
@@ -29,13 +26,20 @@ from megazero.plan.recompute import activation_peaks, activation_plan, gathered_
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks, run_peaks, stage_memories
 from megazero.plan.step_times import chunk_times
-from megazero.plan.traffic import GatheredBytes, Traffic, gathered_bytes, moved_in_step, state_traffic
+from megazero.plan.traffic import (
+    GatheredBytes,
+    Traffic,
+    element_widths,
+    gathered_bytes,
+    moved_in_step,
+    run_traffic,
+    zero_1_traffic,
+)
 from megazero.program.instruction import LEAVE, Lane, Op
 from megazero.program.passes.kept_graphs import kept_graphs
 from megazero.program.simulate import simulate
 from megazero.program.traffic import message_bytes, moved_bytes
 from megazero.system import device as devices
-from megazero.zero.messages import BITS
 
 _AXES = {Lane.SHARDS: "dp", Lane.ACROSS: "dp across sets"}
 """The axis of messages on model state, by their lane."""
@@ -247,33 +251,15 @@ def _leaving(memories: Sequence[StageMemory]) -> LeavingReport:
 
 def _state_messages(steps: StageLists) -> StateMessages:
     """What a rank sends for each element of its model state in a step, beside what ZeRO-1 would send."""
-    run, groups = steps.run, step_options(steps.run).groups(steps.micro_batches)
-    micro_batches = steps.micro_batches if groups is None else len(groups)  # a group is gathered and reduced as one
-    p, precision, replicas = run.parallel, run.optimizer.precision, steps.axes.dp * steps.axes.cp
-    size = steps.axes.shard_size or replicas
-    once = is_breadth_first(pipeline_schedule(p), p.virtual_stages)
-    bits, reduced = BITS[p.zero_quantized_gradients], grad_reduce_dtype(precision, p.grad_reduce_dtype).itemsize
-    plain = compute_dtype(precision).itemsize
-    gradient = None if bits is None else (bytes_each(bits), reduced)
-    parameter = (bytes_each(8), plain) if p.zero_quantized_weights else None
-
-    def traffic(zero_stage: int, *, leaves: bool) -> Traffic:
-        return state_traffic(
-            zero_stage,
-            size,
-            replicas // size,
-            micro_batches=micro_batches,
-            reductions=1 if once and not leaves else micro_batches,
-            gradient_bytes=gradient[0] if gradient else reduced,
-            parameter_bytes=parameter[0] if parameter else plain,
-            summed_bytes=bytes_each(8) if gradient else None,
-            shards_parameters=zero_stage == p.zero_stage and shards_parameters(p, run.offload),
-            sums_leave=leaves,
-        )
-
-    own = traffic(p.zero_stage, leaves=bool(run.offload.offload_gradients))
-    ratio = own.total / (traffic(1, leaves=False).total or 1.0)
-    return StateMessages(own, ratio, parameter if size != 1 else None, gradient if replicas > 1 else None)
+    run, axes = steps.run, steps.axes
+    own, of_zero_1, widths = run_traffic(run, axes), zero_1_traffic(run, axes), element_widths(run)
+    replicas = axes.dp * axes.cp
+    return StateMessages(
+        own,
+        own.total / (of_zero_1.total or 1.0),
+        widths.parameter_blocks if (axes.shard_size or replicas) != 1 else None,
+        widths.gradient_blocks if replicas > 1 else None,
+    )
 
 
 def _messages(steps: StageLists, kind: str) -> Iterator[AxisMessages]:

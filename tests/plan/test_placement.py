@@ -203,7 +203,7 @@ def test_the_hosts_memory_is_a_limit_without_budgets() -> None:
     assert found.disk > 0 and found.device.nbytes + found.host_bytes <= everything * 3 // 4
     assert chosen(of, replace(half, memory=everything)).best.disk == 0
     assert chosen(of, replace(half, is_one=False)).best.disk == 0
-    diskless = replace(of, rates=replace(of.rates, read=None, write=None))
+    diskless = replace(of, rates=replace(CARD, read=None, write=None))
     with pytest.raises(ConfigError, match=rf"memory has {half.memory:,} bytes for a rank, .*--nvme-path DIR for"):
         choose_placement(diskless, half)
 

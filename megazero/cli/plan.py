@@ -1,0 +1,154 @@
+"""`megazero plan`: the best layouts of a run on a cluster that need not exist here, and what they take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megazero.cli.parser import Parser, command_parser, given_path
+from megazero.config.source import ConfigError
+from megazero.system.status import FAILED, MISTAKEN
+
+if TYPE_CHECKING:
+    from megazero.config.parse import ParsedArguments
+    from megazero.plan.cluster.candidates import OpenRun
+    from megazero.plan.cluster.hardware import Cluster
+    from megazero.report.plan_text import Costs
+
+DESCRIPTION = """
+What fits on a cluster, how long a step takes, and which layout is fastest, without the cluster.
+
+The search goes over tensor-parallel and pipeline-parallel ranks, schedule and virtual stages, micro-batch, recompute,
+sequence parallelism, ZeRO and its shards, and offload where nothing fits without. Any flag of `megazero pretrain`
+fixes what it says. Status 0: something fits. 1: nothing does, and the message says what to change. 2: a mistake.
+"""
+EXAMPLES = (
+    "megazero plan --preset bloom-176b --gpus 384 --gpu a100-80gb",
+    "megazero plan --preset llama3-70b --gpus 64 --gpu h100 --tp 8 --seq-length 8192 --json",
+    "python tools/plan.py --preset bloom-7b1 --gpus 8 --gpu a100-40gb --emit-flags",
+)
+
+
+def arguments() -> Parser:
+    parser = command_parser("plan", DESCRIPTION, EXAMPLES, "All flags of `megazero pretrain` are understood, too.")
+    parser.allow_abbrev = False
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="number of devices, which is the number of ranks")
+    add("--gpu", metavar="NAME", help="kind of device: a100-80gb, h100, ... (a wrong name lists all)")
+    add("--nodes-of", type=int, metavar="N", help="devices of a node (default 8)")
+    add("--interconnect", metavar="LINKS", help="links of a node to others, as 8xhdr or 4xeth100 (default: the GPU's)")
+    add("--hardware", metavar="FILE.yaml", help="more devices and links, as --calibrate writes them")
+    add("--tokens", type=float, metavar="N", help="tokens of the whole training (default: of the run's length)")
+    add("--price", type=float, metavar="X", help="price of a device and hour")
+    add("--json", action="store_true", help="print JSON")
+    add(
+        "--emit-flags",
+        nargs="?",
+        const="-",
+        metavar="FILE.yaml",
+        help="print the first layout's command line alone, or write a file that --config reads",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args, run_flags = arguments().parse_known_args(argv)
+    try:
+        asked, costs = asked_of(args, run_flags)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return MISTAKEN
+    return _plan(args, run_flags, asked, costs)
+
+
+def asked_of(args: Namespace, run_flags: Sequence[str]) -> tuple[OpenRun, Costs]:
+    """The run and the cluster of a command line. Raises ConfigError with everything that is wrong."""
+    from megazero.plan.cluster.candidates import OpenRun
+    from megazero.report.plan_text import Costs
+
+    problems, cluster, parsed = list[str](), None, None
+    try:
+        cluster = _cluster(args)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        parsed = _parsed(run_flags, "cuda" if cluster is None else cluster.device.kind)
+    except ConfigError as error:
+        problems += error.problems
+    for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
+        if value is not None and not 0 < value < float("inf"):
+            problems.append(f"{flag} {value:g}: must be more than 0")
+    if parsed is not None:
+        if parsed.run.model.vocab_size is None:
+            problems.append("--vocab-size: is missing; a plan reads no tokenizer")
+        if "global_batch_size" not in parsed.explicit:
+            problems.append("--global-batch-size: is missing; a plan is for one step of this many samples")
+        precision = parsed.run.optimizer.precision
+        if cluster is not None and precision not in cluster.device.flops:
+            known = ", ".join(cluster.device.flops)
+            problems.append(f"--precision {precision}: {cluster.device.name} computes in {known}")
+    if problems or parsed is None or cluster is None:
+        raise ConfigError(problems)
+    # A plan is for steps of the whole batch, which a ramp only reaches.
+    run = replace(parsed.run, schedule=replace(parsed.run.schedule, rampup_batch_size=None))
+    return OpenRun(run, cluster, parsed.explicit), Costs(_tokens(args, parsed), args.price)
+
+
+def _cluster(args: Namespace) -> Cluster:
+    from megazero.plan.cluster.hardware import known_hardware
+
+    missing = [f"{flag}: is missing" for flag, value in (("--gpus", args.gpus), ("--gpu", args.gpu)) if value is None]
+    if missing:
+        raise ConfigError(missing)
+    return known_hardware(args.hardware).cluster(args.gpu, args.gpus, args.nodes_of, args.interconnect)
+
+
+def _parsed(run_flags: Sequence[str], kind: str) -> ParsedArguments:
+    from megazero.config.parse import parse_arguments
+    from megazero.train.init_from import model_source
+
+    return parse_arguments(["--device", kind, *run_flags], None, model_source)
+
+
+def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:
+    schedule, length = parsed.run.schedule, parsed.run.model.seq_length
+    if args.tokens is not None or "train_length" not in parsed.explicit:
+        tokens: float | None = args.tokens
+        return tokens
+    if schedule.train_samples is not None:
+        return float(schedule.train_samples) * length
+    return None if schedule.train_iters is None else float(schedule.train_iters) * schedule.global_batch_size * length
+
+
+def _plan(args: Namespace, run_flags: Sequence[str], asked: OpenRun, costs: Costs) -> int:
+    from megazero.plan.cluster.layout_search import LayoutSearch
+    from megazero.plan.cluster.misfit import cheapest_change, layout_flags, short_words
+    from megazero.report.plan_text import plan_json, plan_text
+
+    layouts = LayoutSearch(asked).run()
+    if not layouts.steps:
+        change = cheapest_change(asked)
+        advice = "no change of these flags fits, nor 64 times the devices" if change is None else change.words
+        short = short_words(layouts, asked)
+        if args.json:
+            print(json.dumps({"best": [], "short": short, "change": None if change is None else change.words}))
+        print(f"Nothing fits {asked.cluster}: {short}.\nFits: {advice}", file=sys.stderr)
+        return FAILED
+    best = layouts.steps[0]
+    if args.emit_flags == "-":
+        print(" ".join([*run_flags, *layout_flags(best).split()]))
+    elif args.emit_flags is not None:
+        from megazero.config.dump import dump
+
+        given_path(args.emit_flags).write_text(dump(best.run))
+        print(f"{Path(args.emit_flags)}: the first layout, for --config")
+    elif args.json:
+        print(json.dumps(plan_json(layouts, costs), indent=2))
+    else:
+        print(plan_text(layouts, costs))
+    return 0

@@ -1,0 +1,283 @@
+"""A run's step on a cluster: its seconds in the simulation, and the bytes of its fullest ranks beside a device's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from megazero.config.derive import gathers_parameters, micro_batch_order
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes, axes_of
+from megazero.pipeline.schedule import ChunkMap
+from megazero.pipeline.stage_specs import chunks_of
+from megazero.plan.cluster.cluster_times import ClusterRates
+from megazero.plan.cluster.hardware import Cluster, Device
+from megazero.plan.cluster.least_memory import equal_stages
+from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
+from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
+from megazero.plan.recompute import recompute_table
+from megazero.plan.search import SearchLimits
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import StageMemory, TierPeaks
+from megazero.plan.traffic import run_traffic
+from megazero.program.instruction import Lane
+from megazero.program.simulate import SimulationReport, simulate
+from megazero.program.times import ChunkTimes
+
+SPLIT = frozenset({"zb-h1", "zb-v"})
+"""Schedules that compute the backward of the weights apart, so that nothing of other stages has to follow it."""
+FILLINGS = 3
+"""So often the micro-batches of a short step fill the pipeline, at least."""
+STEPS_OF_LATE = 3
+"""Steps that are simulated where one leaves updates to the next."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a process takes of a device beside the tensors of its step.
+
+    fixed  bytes of the driver's context, of communicators and of the workspaces of products
+    share  of the tensors: what the allocator cannot use between them
+    """
+
+    fixed: float
+    share: float
+
+    def of(self, tensors: float) -> int:
+        """The bytes of a device with so many bytes of tensors."""
+        return round(tensors * (1 + self.share) + self.fixed)
+
+    def room(self, memory: float) -> int:
+        """The bytes of tensors for which a device with so many bytes has room."""
+        return max(0, int((memory - self.fixed) / (1 + self.share)))
+
+
+def allowance_of(device: Device) -> Allowance:
+    """That of a kind of device: its constants `context` and `fragmentation`."""
+    return Allowance(device.constants.get("context", 0.0), device.constants.get("fragmentation", 0.0))
+
+
+class TakenBytes(NamedTuple):
+    """The most bytes of a rank in every tier."""
+
+    device_bytes: int
+    host_bytes: int
+    disk: int
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterStep:
+    """A step of a run on a cluster. Each number is found when it is first asked for.
+
+    The run knows its vocabulary and its device, and is legal on so many ranks.
+    """
+
+    run: Run
+    cluster: Cluster
+
+    @cached_property
+    def axes(self) -> Axes:
+        return axes_of(self.run, self.cluster.gpus)
+
+    @property
+    def kind(self) -> str:
+        return self.cluster.device.kind
+
+    @property
+    def micro_batches(self) -> int:
+        return micro_batches_of(self.run, self.axes)
+
+    @cached_property
+    def limits(self) -> SearchLimits:
+        """What a rank may take."""
+        device = self.cluster.device
+        room = allowance_of(device).room(device.memory)
+        if self.kind == "cpu":
+            return SearchLimits(memory=room, is_one=True)
+        return SearchLimits(device=room, host=int(device.host_memory))
+
+    @cached_property
+    def _lists(self) -> StageLists:
+        """Of a short step: its micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds
+        more of them in the whole step.
+        """
+        return self._lists_of(self._few)
+
+    def _lists_of(self, micro_batches: int) -> StageLists:
+        schedule = self.run.schedule
+        batch = micro_batches * schedule.micro_batch_size * self.axes.dp
+        run = replace(self.run, schedule=replace(schedule, global_batch_size=batch))
+        return StageLists(run, self.axes, nccl=self._nccl)
+
+    @property
+    def _nccl(self) -> bool:
+        return has_nccl(self.run.parallel, self.axes)
+
+    @cached_property
+    def alike(self) -> Mapping[int, range]:
+        """The stages by the first of equal ones, which holds most."""
+        return equal_stages(self.run)
+
+    @cached_property
+    def _known(self) -> dict[int, StageMemory]:
+        return {}
+
+    def memory(self, stage: int) -> StageMemory:
+        """The memory of a rank of a stage."""
+        if stage not in self._known:
+            state = stage_state(self._lists.run, self.axes, stage).bytes
+            self._known[stage] = StageMemory(self._lists, stage, state, self.kind)
+        return self._known[stage]
+
+    @cached_property
+    def _taken(self) -> dict[int, TakenBytes]:
+        return {}
+
+    def taken(self, stage: int) -> TakenBytes:
+        """The most bytes of a rank of a stage in every tier."""
+        if stage not in self._taken:
+            memory = self.memory(stage)
+            fullest, resting = memory.fullest, memory.resting
+            self._taken[stage] = TakenBytes(fullest.nbytes, fullest.host + resting.host, resting.disk)
+        return self._taken[stage]
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the fullest rank of each tier fits. A step that does not is not looked at to its end."""
+        return all(self.limits.hold(self.taken(stage)) for stage in self.alike)
+
+    @property
+    def peaks(self) -> list[TierPeaks]:
+        """The fullest moment of the first of equal stages, and what is alive then."""
+        return [self.memory(stage).peaks for stage in self.alike]
+
+    @cached_property
+    def tensors(self) -> int:
+        """The most bytes of a step's tensors on a rank, in host memory too where it is the device's."""
+        return max(taken.device_bytes + taken.host_bytes * self.limits.is_one for taken in self._all_taken)
+
+    @property
+    def _all_taken(self) -> list[TakenBytes]:
+        return [self.taken(stage) for stage in self.alike]
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of the fullest rank, with the allowance of the device."""
+        return allowance_of(self.cluster.device).of(self.tensors)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory of the rank that takes most of it."""
+        return max(taken.host_bytes for taken in self._all_taken)
+
+    @cached_property
+    def times(self) -> ChunkTimes:
+        return ClusterRates(self.cluster).times(self.run, self.axes, self.kind)
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """What the step never falls below: `least_step` of its times, and its messages on model state."""
+        split = self.run.parallel.pipeline_schedule in SPLIT
+        computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
+        return max(computed, least_messages(self.run, self.axes, self.times))
+
+    @property
+    def _repeated(self) -> int:
+        """How often the last filling of the pipeline in a short step is repeated in the whole step."""
+        if micro_batch_order(self.run) == "vertical":  # all micro-batches pass a unit together
+            return 0
+        return max(0, self.micro_batches // self.axes.pp - FILLINGS)
+
+    @property
+    def _few(self) -> int:
+        """Micro-batches of a short step."""
+        return self.micro_batches - self._repeated * self.axes.pp
+
+    @cached_property
+    def simulated(self) -> SimulationReport:
+        """All stages through their whole lists."""
+        return self._simulated(self._lists_of(self.micro_batches))
+
+    def _simulated(self, lists: StageLists) -> SimulationReport:
+        stages = [lists.of(stage) for stage in range(self.axes.pp)]
+        border = stages[0].border
+        steps = STEPS_OF_LATE if border.leaves else 1
+        shapes = [stage.shape for stage in stages]
+        return simulate([stage.instructions for stage in stages], self.times, shapes, border=border, steps=steps)
+
+    @cached_property
+    def short(self) -> SimulationReport:
+        """The simulation of a short step, or of the whole one if it has no more micro-batches."""
+        return self._simulated(self._lists)
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time of a step that follows another. Between its first and its last micro-batches a step repeats itself
+        with each filling of the pipeline, so that two short steps say how long the whole one takes.
+        """
+        if not self._repeated:
+            return self.short.step
+        once = self.short.step - self._simulated(self._lists_of(self._few - self.axes.pp)).step
+        return self.short.step + self._repeated * once
+
+    @property
+    def model_flops(self) -> float:
+        """Operations of a step over all ranks, without what is computed again."""
+        return step_flops(self.run) * self.run.schedule.global_batch_size
+
+    @property
+    def hardware_flops(self) -> float:
+        """The same with what is computed again."""
+        table, samples = recompute_table(self.run, self.axes, self.kind), self.run.schedule.global_batch_size
+        return self.model_flops + recomputed_flops(self.run.model, samples, table)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: of what the devices could compute, the share that the model needs."""
+        peak = self.cluster.device.flops[self.run.optimizer.precision] * self.cluster.gpus
+        return self.model_flops / (self.seconds * peak)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.run.schedule.global_batch_size * self.run.model.seq_length / self.seconds
+
+    def with_run(self, run: Run) -> ClusterStep:
+        """Another run on the same cluster."""
+        return replace(self, run=run)
+
+
+def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split: bool) -> float:
+    """A time that no step of these chunks falls below, whatever the order of its computations.
+
+    A stage computes its chunks for all micro-batches one after the other. Before its first computation the chunks in
+    front of its first one have computed a forward, each after the other, and behind its last one these chunks compute a
+    backward, with a message from stage to stage. Where the weights' part of a backward is apart (split), that may be a
+    stage's last computation, and nothing has to follow.
+    """
+
+    def least(stage: int) -> float:
+        numbers = list(chunks.of(stage))
+        work = micro_batches * sum(times.forward[n] + times.backward[n] for n in numbers)
+        before = range(min(numbers))
+        reach = sum(times.forward[n] for n in before) + times.message * len(before)
+        return work + reach + (0.0 if split else sum(times.backward[n] for n in before) + times.message * len(before))
+
+    return max(least(stage) for stage in range(chunks.stages))
+
+
+TURNS = 4
+"""Units that a rank keeps gathered, at most, where a micro-batch turns back, and where the next one follows."""
+
+
+def least_messages(run: Run, axes: Axes, times: ChunkTimes) -> float:
+    """Seconds in which the messages on the model state of some stage pass their lanes, at least: an even share of the
+    parameters that tp divides.
+    """
+    traffic = run_traffic(run, axes)
+    inside, units = traffic.inside, run.model.num_layers / axes.pp
+    if gathers_parameters(run):
+        inside *= max(0.0, 1 - TURNS / (2 * units))
+    share = trained_parameters(run) / (axes.tp * axes.pp)
+    return share * (inside * times.per_byte[Lane.SHARDS] + traffic.across * times.per_byte[Lane.ACROSS])

@@ -1,0 +1,233 @@
+"""Devices and links that plans know, read from `hardware.yaml` and from a user's file of the same form, and a cluster
+of them. Every number there names its source.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megazero.config.options import did_you_mean
+from megazero.config.source import ConfigError
+from megazero.system.reading import Unreadable, shown
+from megazero.system.yaml_file import load_yaml
+
+OUR_FILE = Path(__file__).with_name("hardware.yaml")
+NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
+"""The numbers of a device that are one pair each."""
+_INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link between nodes. rate: bytes in a second, one direction; latency: seconds of the smallest message."""
+
+    name: str
+    rate: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one rank's share of a CPU.
+
+    name          its key in the file
+    kind          of device of a run: cuda or cpu
+    memory        bytes that a program may take
+    flops         operations of products in a second, by precision
+    bandwidth     bytes of its memory in a second, reads and writes together
+    processors    streaming multiprocessors, compute units or cores
+    inside        bytes that it sends to devices of its node in a second, one direction
+    host          bytes that it exchanges with host memory in a second, one direction
+    host_memory   bytes of its share of its node's host memory
+    watts         under load
+    interconnect  links between nodes where none is given, as `8xhdr`
+    constants     what was fitted or measured of this kind beside the data sheet, by name
+    """
+
+    name: str
+    kind: str
+    memory: float
+    flops: Mapping[str, float]
+    bandwidth: float
+    processors: float
+    inside: float
+    host: float
+    host_memory: float
+    watts: float
+    interconnect: str
+    constants: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind on nodes.
+
+    gpus      number of devices, which is the number of ranks
+    nodes_of  devices of a node
+    links     between nodes: of each node so many of a kind
+    """
+
+    device: Device
+    gpus: int
+    nodes_of: int
+    links: int
+    link: Link
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.gpus / self.nodes_of)
+
+    @property
+    def node_rate(self) -> float:
+        """Bytes that a node sends to other nodes in a second."""
+        return self.links * self.link.rate
+
+    def __str__(self) -> str:
+        between = f" of {self.nodes_of}, {self.links} x {self.link.name} between them" if self.nodes > 1 else ""
+        return f"{self.gpus:,} x {self.device.name}, {self.nodes:,} node{'s' * (self.nodes > 1)}{between}"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the files know: devices and links by name."""
+
+    devices: Mapping[str, Device]
+    links: Mapping[str, Link]
+
+    def device(self, name: str) -> Device:
+        """Raises ConfigError with the nearest name for an unknown one."""
+        known = self.devices.get(name.lower())
+        if known is None:
+            raise ConfigError([f"--gpu {name}: {_unknown(name, self.devices, 'GPU')}; --hardware FILE.yaml adds some"])
+        return known
+
+    def cluster(self, gpu: str, gpus: int, nodes_of: int | None, interconnect: str | None) -> Cluster:
+        """The cluster that flags describe. Raises ConfigError with every problem of them."""
+        problems, device = list[str](), None
+        try:
+            device = self.device(gpu)
+        except ConfigError as error:
+            problems += error.problems
+        if gpus < 1:
+            problems.append(f"--gpus {gpus}: must be at least 1")
+        if nodes_of is not None and nodes_of < 1:
+            problems.append(f"--nodes-of {nodes_of}: must be at least 1")
+        links = device.interconnect if interconnect is None and device is not None else interconnect
+        number, link = 0, None
+        if links is not None:
+            match = _INTERCONNECT.fullmatch(links.lower())
+            name = match[2] if match else links
+            if match is None:
+                problems.append(f"--interconnect {links}: give links of a node x their kind, as 8xhdr")
+            elif name not in self.links:
+                problems.append(f"--interconnect {links}: {_unknown(name, self.links, 'link')}")
+            else:
+                number, link = int(match[1]), self.links[name]
+        if problems or device is None or link is None:
+            raise ConfigError(problems)
+        of_node = min(8, gpus) if nodes_of is None else nodes_of
+        if gpus > of_node and gpus % of_node:
+            raise ConfigError([f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full"])
+        return Cluster(device, gpus, of_node, number, link)
+
+
+def _unknown(name: str, known: Mapping[str, Any], what: str) -> str:
+    return f"there is no such {what}{did_you_mean(name.lower(), known) or ': ' + ', '.join(known)}"
+
+
+@cache
+def known_hardware(path: str | None = None) -> Hardware:
+    """What megazero knows, and what a user's file adds or replaces. Raises ConfigError for a file with mistakes."""
+    ours = _read(OUR_FILE)
+    if path is None:
+        return ours
+    theirs = _read(Path(path))
+    return Hardware({**ours.devices, **theirs.devices}, {**ours.links, **theirs.links})
+
+
+def _read(path: Path) -> Hardware:
+    named = f"--hardware {path}"
+    try:
+        content = load_yaml(path, numbers=False)  # YAML 1.1 does not take 25e9 for a number, and people write it
+    except Unreadable as reason:
+        raise ConfigError([f"--hardware {reason}"]) from None
+    if not isinstance(content, dict) or not {*content} <= {"sources", "gpus", "links"}:
+        raise ConfigError([f"{named}: is no table of sources, gpus and links"])
+    sources, problems = content.get("sources") or {}, list[str]()
+    devices, links = dict[str, Device](), dict[str, Link]()
+    for name, entry in (content.get("gpus") or {}).items():
+        reader = _Entry(f"{named}: gpus: {name}", entry, sources)
+        devices[str(name).lower()] = reader.device(str(name).lower())
+        problems += reader.problems
+    for name, entry in (content.get("links") or {}).items():
+        reader = _Entry(f"{named}: links: {name}", entry, sources)
+        links[str(name).lower()] = Link(str(name).lower(), reader.number("bytes"), reader.number("latency"))
+        problems += reader.problems
+    if problems:
+        raise ConfigError(problems)
+    return Hardware(MappingProxyType(devices), MappingProxyType(links))
+
+
+class _Entry:
+    """An entry of a file on its way to a value. Mistakes are collected in `problems`, and stand for 1."""
+
+    def __init__(self, named: str, entry: object, sources: Mapping[str, str]) -> None:
+        self.named, self.sources, self.problems = named, sources, list[str]()
+        self.entry: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
+        if not isinstance(entry, dict):
+            self.problems.append(f"{named}: {shown(entry)} is no table")
+
+    def device(self, name: str) -> Device:
+        numbers = {key: self.number(key) for key in NUMBERS}
+        kind, links = self.entry.get("kind"), self._sourced("interconnect", self.entry.get("interconnect"))
+        if kind not in ("cuda", "cpu"):
+            self.problems.append(f"{self.named}: kind: {shown(kind)} is neither cuda nor cpu")
+        flops = self.entry.get("flops")
+        if not isinstance(flops, dict) or not flops:
+            self.problems.append(f"{self.named}: flops: {shown(flops)} is no table of precisions")
+            flops = {}
+        rates = {str(precision): self._number(f"flops: {precision}", pair) for precision, pair in flops.items()}
+        constants = self.entry.get("constants") or {}
+        fitted = {str(key): self._number(f"constants: {key}", pair, least=-math.inf) for key, pair in constants.items()}
+        for key in {*self.entry} - {*NUMBERS, "kind", "flops", "interconnect", "constants"}:
+            self.problems.append(f"{self.named}: there is no {key}")
+        return Device(
+            name,
+            str(kind),
+            flops=MappingProxyType(rates),
+            interconnect=str(links),
+            constants=MappingProxyType(fitted),
+            **numbers,
+        )
+
+    def number(self, key: str) -> float:
+        """A number above 0."""
+        return self._number(key, self.entry.get(key))
+
+    def _number(self, key: str, pair: object, least: float = 0.0) -> float:
+        value = self._sourced(key, pair)
+        if value is None:
+            return 1.0
+        with suppress(ValueError):
+            if least < (number := float(value)) < math.inf:
+                return number
+        self.problems.append(f"{self.named}: {key}: {shown(value)} is not a number{' above 0' * (least == 0.0)}")
+        return 1.0
+
+    def _sourced(self, key: str, pair: object) -> str | None:
+        """The value of a pair, whose source has to be known; None, with a problem, for what is no pair of words."""
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], str):
+            self.problems.append(f"{self.named}: {key}: {shown(pair)} is no pair of a value and its source")
+            return None
+        value, source = pair
+        if source not in self.sources:
+            self.problems.append(f"{self.named}: {key}: there is no source {shown(source)}")
+        return value
