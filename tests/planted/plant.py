@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib.util import cache_from_source
@@ -24,7 +24,9 @@ KERNELS = Path("fused_ops/_kernels")
 OPTIONS = ("--depth", "test")
 """With the repository's seed, as in `make test`."""
 SECONDS = 600
-"""The longest that one run of pytest may take. A fault may make ranks wait for each other."""
+"""The longest that the tests of one fault may take. A fault may make ranks wait for each other."""
+SOUND_SECONDS = 3600
+"""The longest that all named tests together may take without a fault."""
 OF_THE_PROGRAM = re.compile("/checkout/(megazero|fused_ops)/")
 FRAME = re.compile(r'^ *File "(.+?)", line \d+', re.MULTILINE)
 OF_A_TEST = re.compile(r"^(\w+\.)*(AssertionError|Failed|GradcheckError)\b", re.MULTILINE)
@@ -88,8 +90,12 @@ class Copy:
         path.write_text(text)
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def test(self, tests: Sequence[str]) -> Verdict:
-        """Run these tests in the copy until one fails."""
+    def sound(self, tests: Iterable[str]) -> Verdict:
+        """Run these tests, each once, in the copy without a fault."""
+        return self.test(list(dict.fromkeys(tests)), SOUND_SECONDS)
+
+    def test(self, tests: Sequence[str], seconds: int = SECONDS) -> Verdict:
+        """Run these tests in the copy until one fails. seconds: the longest that they may take together."""
         self.report.unlink(missing_ok=True)
         words = [
             sys.executable,
@@ -108,11 +114,11 @@ class Copy:
             name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))
         }
         before = _child_seconds()
-        status, output = _run(words, self.folder, environment)
-        seconds = _child_seconds() - before
+        status, output = _run(words, self.folder, environment, seconds)
+        used = _child_seconds() - before
         failures, errors = _reported(self.report)
         judges = list(filter(None, map(judge_of, failures))) if status == 1 and not errors else []
-        return Verdict(status == 0, judges[0] if judges else None, seconds, output)
+        return Verdict(status == 0, judges[0] if judges else None, used, output)
 
 
 def faulty(sound: str, fault: Fault) -> str:
@@ -136,7 +142,7 @@ def judge_of(failure: str) -> Judge | None:
     return Judge.TEST if asserted and not raised_by_the_program else None
 
 
-def _run(words: Sequence[str], folder: Path, environment: dict[str, str]) -> tuple[int | None, str]:
+def _run(words: Sequence[str], folder: Path, environment: dict[str, str], seconds: int) -> tuple[int | None, str]:
     """(exit status, output) of a program; no status if it had to be ended with all that it has started."""
     with subprocess.Popen(
         words,
@@ -148,7 +154,7 @@ def _run(words: Sequence[str], folder: Path, environment: dict[str, str]) -> tup
         start_new_session=True,
     ) as program:
         try:
-            output, _ = program.communicate(timeout=SECONDS)
+            output, _ = program.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
             output, _ = program.communicate()

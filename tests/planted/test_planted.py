@@ -24,7 +24,7 @@ SAMPLE = 5
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """A copy in which all named tests pass without a fault."""
     made = Copy(tmp_path_factory.mktemp("planted"))
-    sound = made.test(list(dict.fromkeys(fault.test for fault in FAULTS)))
+    sound = made.sound(fault.test for fault in FAULTS)
     assert sound.passed, sound.output
     return made
 

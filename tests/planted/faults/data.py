@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted.fault import Fault
 
 EVERY_CONVERSATION = "tests/data/test_packing.py::test_every_conversation_is_in_every_epoch_once_and_whole"
+FIRST_TOKEN = "tests/data/test_packing.py::test_the_first_token_of_a_conversation_is_no_label"
 MASKS = "tests/data/test_loader.py::test_masks"
 PLAIN_BLEND = "tests/data/test_orders.py::test_blend_equals_plain_loop"
 SAMPLES_OF_A_BATCH = "tests/data/test_loader.py::test_a_global_batch_is_the_same_for_every_layout"
@@ -75,7 +76,7 @@ FAULTS = (
         "megazero/data/loader.py",
         "begins[:, 1:] = documents[:, 1:] != documents[:, :-1]",
         "begins[:, 1:] = False",
-        "tests/data/test_packing.py::test_the_loader_gives_masks_documents_and_places",
+        FIRST_TOKEN,
         thread="huggingface/nanoVLM#201",
     ),
     Fault(
@@ -188,7 +189,7 @@ FAULTS = (
         "megazero/data/packing.py",
         "documents[place : place + length] = document",
         "documents[place : place + length] = 0",
-        "tests/data/test_packing.py::test_the_first_token_of_a_conversation_is_no_label",
+        FIRST_TOKEN,
         thread="huggingface/nanoVLM#204",
     ),
     Fault(

@@ -282,4 +282,15 @@ FAULTS = (
         LAYOUTS,
         thread="NVIDIA/Megatron-LM#7452",
     ),
+    Fault(
+        None,
+        "a sum overwrites what it is compared with",
+        "The largest logit over tp is taken in place, so that a rank's own one is gone when its sum is corrected "
+        "(Megatron-LM, of a router's counts).",
+        "megazero/mpu/cross_entropy.py",
+        "own = largest.clone()",
+        "own = largest",
+        CROSS_ENTROPY,
+        thread="NVIDIA/Megatron-LM#7452",
+    ),
 )
