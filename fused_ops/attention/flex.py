@@ -170,7 +170,7 @@ def flex_attention(
     The first call with a shape compiles.
     """
     if mixed.is_meta:
-        return joined(declared_flash(*heads_of(mixed, groups, repeats, head_dim)))
+        return joined(declared_flash(*heads_of(mixed, groups, repeats, head_dim), reach))
     length, window = mixed.shape[0], reach.window
     documents = with_chunks(documents, reach.chunk, mixed)
     if documents is None:

@@ -19,6 +19,7 @@ from fused_ops.attention.reference import reference_attention
 from fused_ops.graph import apply_or_forward
 from fused_ops.known import disagreement, known_numbers
 from fused_ops.native.library import Library, suffix
+from fused_ops.native.stand_in import AttentionWork, witness
 from fused_ops.softmax import alibi_slopes
 
 ALLOWED = MappingProxyType({torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2})
@@ -73,6 +74,7 @@ def _context(
     s, b, groups, repeats, head_dim = sizes
     out = mixed.new_empty((s, b, groups * repeats * head_dim))
     norms = mixed.new_empty((b, groups * repeats, s), dtype=torch.float32)
+    _tell(mixed, sizes, 2, numbers)
     library.call(f"attention_forward_{suffix(mixed.dtype)}", mixed, out, norms, slopes, documents, *sizes, *numbers)
     return out, norms
 
@@ -89,9 +91,19 @@ def _gradient(
     numbers: tuple[float | int, ...],
 ) -> Tensor:
     gradient = torch.empty_like(mixed)
+    _tell(mixed, sizes, 5, numbers)
     name, bounds = f"attention_backward_{suffix(mixed.dtype)}", (slopes, documents)
     library.call(name, mixed, out, grad, norms, gradient, *bounds, *sizes, *numbers)
     return gradient
+
+
+def _tell(mixed: Tensor, sizes: tuple[int, ...], products: int, numbers: tuple[float | int, ...]) -> None:
+    """Tell the witness of the meta device what the kernel multiplies."""
+    told = witness()
+    if told is not None and mixed.is_meta:
+        s, b, groups, repeats, head_dim = sizes
+        reach = Reach(int(numbers[1]) or None, int(numbers[2]) or None)
+        told.attended(AttentionWork(b * groups * repeats, s, head_dim, products, reach.seen(s), mixed.dtype))
 
 
 def kernel_attention(

@@ -46,7 +46,7 @@ def package_attention(
     torch's deterministic algorithms are on. Raises ImportError without the package.
     """
     if mixed.is_meta:
-        return joined(declared_flash(*heads_of(mixed, groups, repeats, head_dim)))
+        return joined(declared_flash(*heads_of(mixed, groups, repeats, head_dim), reach))
     attend: Any = import_module(NAME).flash_attn_func
     query, key, value = (part.transpose(1, 2) for part in heads_of(mixed, groups, repeats, head_dim))
     assert reach.chunk is None

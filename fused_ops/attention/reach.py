@@ -39,6 +39,17 @@ class Reach:
         """Most keys that a query sees, which is also the number of positions that a cache has to hold; None: all."""
         return self.chunk if self.window is None else self.window
 
+    def seen(self, length: int) -> float:
+        """The share of the pairs of a query and a key, in a sequence of that many positions, that are in reach."""
+        pairs = length * (length + 1) / 2
+        if self.window is not None and self.window < length:
+            beyond = length - self.window
+            pairs -= beyond * (beyond + 1) / 2
+        elif self.chunk is not None and self.chunk < length:
+            whole, rest = divmod(length, self.chunk)
+            pairs = (whole * self.chunk * (self.chunk + 1) + rest * (rest + 1)) / 2
+        return pairs / length**2
+
     def over(self, length: int) -> Reach:
         """What this reach is in sequences of that many positions: everything where all keys are in reach."""
         return EVERYTHING if self.width is None or self.width >= length else self

@@ -6,9 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megazero.cli.parser import Parser, command_parser, given_path
 from megazero.config.source import ConfigError
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from megazero.config.parse import ParsedArguments
     from megazero.plan.cluster.candidates import OpenRun
     from megazero.plan.cluster.hardware import Cluster
+    from megazero.plan.cluster.layout_search import BestLayouts
     from megazero.report.plan_text import Costs
 
 DESCRIPTION = """
@@ -59,15 +58,23 @@ def arguments() -> Parser:
 def main(argv: Sequence[str]) -> int:
     args, run_flags = arguments().parse_known_args(argv)
     try:
-        asked, costs = asked_of(args, run_flags)
+        asked = asked_of(args, run_flags)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return MISTAKEN
-    return _plan(args, run_flags, asked, costs)
+    return _plan(args, run_flags, asked)
 
 
-def asked_of(args: Namespace, run_flags: Sequence[str]) -> tuple[OpenRun, Costs]:
-    """The run and the cluster of a command line. Raises ConfigError with everything that is wrong."""
+class PlanRequest(NamedTuple):
+    """The run and the cluster of a command line, what is asked of a training, and the ramp of its global batch."""
+
+    run: OpenRun
+    costs: Costs
+    ramp: tuple[int, ...] | None
+
+
+def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
+    """What a command line asks. Raises ConfigError with everything that is wrong."""
     from megazero.plan.cluster.candidates import OpenRun
     from megazero.report.plan_text import Costs
 
@@ -94,9 +101,8 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> tuple[OpenRun, Costs]
             problems.append(f"--precision {precision}: {cluster.device.name} computes in {known}")
     if problems or parsed is None or cluster is None:
         raise ConfigError(problems)
-    # A plan is for steps of the whole batch, which a ramp only reaches.
-    run = replace(parsed.run, schedule=replace(parsed.run.schedule, rampup_batch_size=None))
-    return OpenRun(run, cluster, parsed.explicit), Costs(_tokens(args, parsed), args.price)
+    costs = Costs(_tokens(args, parsed), args.price)
+    return PlanRequest(OpenRun.of(parsed.run, cluster, parsed.explicit), costs, parsed.run.schedule.rampup_batch_size)
 
 
 def _cluster(args: Namespace) -> Cluster:
@@ -125,30 +131,40 @@ def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:
     return None if schedule.train_iters is None else float(schedule.train_iters) * schedule.global_batch_size * length
 
 
-def _plan(args: Namespace, run_flags: Sequence[str], asked: OpenRun, costs: Costs) -> int:
+def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
+    from megazero.plan.cluster.layout_flags import layout_flags, ramp_flags
     from megazero.plan.cluster.layout_search import LayoutSearch
-    from megazero.plan.cluster.misfit import cheapest_change, layout_flags, short_words
     from megazero.report.plan_text import plan_json, plan_text
 
-    layouts = LayoutSearch(asked).run()
+    layouts = LayoutSearch(asked.run).run()
     if not layouts.steps:
-        change = cheapest_change(asked)
-        advice = "no change of these flags fits, nor 64 times the devices" if change is None else change.words
-        short = short_words(layouts, asked)
-        if args.json:
-            print(json.dumps({"best": [], "short": short, "change": None if change is None else change.words}))
-        print(f"Nothing fits {asked.cluster}: {short}.\nFits: {advice}", file=sys.stderr)
-        return FAILED
+        return _refuse(args, asked.run, layouts)
     best = layouts.steps[0]
+    ramp = ramp_flags(best, asked.ramp)
     if args.emit_flags == "-":
-        print(" ".join([*run_flags, *layout_flags(best).split()]))
+        print(" ".join([*run_flags, *layout_flags(best).split(), *ramp.split()]))
     elif args.emit_flags is not None:
         from megazero.config.dump import dump
 
         given_path(args.emit_flags).write_text(dump(best.run))
-        print(f"{Path(args.emit_flags)}: the first layout, for --config")
+        print(f"{args.emit_flags}: the first layout, for --config")
     elif args.json:
-        print(json.dumps(plan_json(layouts, costs), indent=2))
+        print(json.dumps(plan_json(layouts, asked.costs), indent=2))
     else:
-        print(plan_text(layouts, costs))
+        print(plan_text(layouts, asked.costs))
+        if ramp:
+            print(f"\nIts replicas do not share the sizes of the ramp; nearest: {ramp}")
     return 0
+
+
+def _refuse(args: Namespace, asked: OpenRun, layouts: BestLayouts) -> int:
+    """Say what is short, and what fits."""
+    from megazero.plan.cluster.misfit import cheapest_change, short_words
+
+    change = cheapest_change(asked)
+    advice = "no change of these flags fits, nor 64 times the devices" if change is None else change.words
+    short = short_words(layouts, asked)
+    if args.json:
+        print(json.dumps({"best": [], "short": short, "change": None if change is None else change.words}))
+    print(f"Nothing fits {asked.cluster}: {short}.\nFits: {advice}", file=sys.stderr)
+    return FAILED

@@ -1,7 +1,10 @@
-"""A group whose other ranks are not there, for layers on the meta device: its collectives leave results as they are."""
+"""A group whose other ranks are not there, for layers on the meta device: its collectives leave results as they are,
+and can be counted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -20,22 +23,30 @@ class _Done(SharedMemoryWork):
         """Returns at once."""
 
 
-class _Nobody(Exchange):
-    """Takes every tensor, and does nothing with any."""
+Sent = Callable[[str, int], None]
+"""Is told the name of each collective and its bytes, by the convention of `Group.traffic`."""
 
-    def __init__(self) -> None:
+
+class _Nobody(Exchange):
+    """Takes every tensor, and does nothing with any but tell of it."""
+
+    def __init__(self, sent: Sent) -> None:
         """There is no shared memory."""
+        self._sent = sent
 
     def takes(self, tensor: Tensor) -> bool:
         return True
 
     def all_reduce(self, tensor: Tensor, op: str) -> SharedMemoryWork:
+        self._sent("all_reduce", 2 * tensor.nbytes)
         return _Done()
 
     def reduce_scatter(self, output: Tensor, whole: Tensor) -> SharedMemoryWork:
+        self._sent("reduce_scatter", whole.nbytes)
         return _Done()
 
     def all_gather(self, output: Tensor, piece: Tensor) -> SharedMemoryWork:
+        self._sent("all_gather", output.nbytes)
         return _Done()
 
 
@@ -45,7 +56,7 @@ class AbsentGroup(Group):
     is_on_host = True  # so that the exchange is asked for every collective
 
 
-def absent_group(size: int) -> Group:
+def absent_group(size: int, sent: Sent = lambda name, nbytes: None) -> Group:
     """Rank 0 of a group of this size, without the others."""
     handle: Any = object()
-    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Nobody())
+    return AbsentGroup(tuple(range(size)), 0, handle if size > 1 else None, _Nobody(sent))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fused_ops.blocks import opmath_dtype
 from fused_ops.linear import add_weight_gradient, input_gradient, linear, linear_into, write_or_add
-from fused_ops.native.stand_in import kind_of
+from fused_ops.native.stand_in import kind_of, witness
 from megazero.mpu.cross_entropy import VocabularyLoss
 from megazero.mpu.gradient import route_gradient, target_of
 
@@ -123,7 +123,8 @@ class _HeadLoss(torch.autograd.Function):
 def blocks_of(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of x in blocks of nearly equal size, each of which is one product with the weight."""
     blocks = logit_blocks(x.shape[0], weight.shape[0] * x.element_size(), kind_of(x.device))
-    return blocks[-1:] if x.is_meta else blocks  # on the meta device the largest takes the memory of each
+    # on the meta device the largest takes the memory of each
+    return blocks[-1:] if x.is_meta and witness() is None else blocks
 
 
 def logit_blocks(rows: int, row_bytes: int, kind: str) -> list[slice]:

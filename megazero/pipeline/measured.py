@@ -32,7 +32,7 @@ from megazero.model.batch import MicroBatch
 from megazero.model.stage import Stage, StageSpec
 from megazero.mpu.absent import absent_group
 from megazero.mpu.gradient import Write
-from megazero.mpu.grid import single_rank_group
+from megazero.mpu.grid import Group, single_rank_group
 from megazero.mpu.parameter import Parameter, ParameterKind, spec_of
 from megazero.pipeline.build import fp8_state, layout_of
 from megazero.pipeline.schedule_run import GraphEntry
@@ -90,10 +90,10 @@ class MeasuredCase:
 
 def measured(case: MeasuredCase) -> UnitBytes:
     """The bytes of a unit. Cases that compute the same are measured once in a process."""
-    return _measured(replace(case, run=_read_by_a_unit(case.run)), choice(), torch.get_num_threads())
+    return _measured(replace(case, run=read_by_a_unit(case.run)), choice(), torch.get_num_threads())
 
 
-def _read_by_a_unit(run: Run) -> Run:
+def read_by_a_unit(run: Run) -> Run:
     """The run with only those settings that the computation of a unit reads."""
     if run.optimizer.fp8 != "off":
         return run  # where parameters are says which copies in FP8 stay
@@ -111,11 +111,11 @@ def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
     """fused, threads: what else of the process decides how a unit is computed."""
     late: list[Any] = []
     if case.recompute != NONE:
-        _first_checkpoint()
+        first_checkpoint()
     # what a pass leaves in cycles is not freed in the next
     with without_collections(), standing_for(case.kind), torch.enable_grad(), Storages(lone_owners()) as storages:
-        stage = _stage(case)
-        batch, targets = _batch(case.run), list(_taken(stage, late))
+        stage = built_unit(case, absent_group(case.run.parallel.tp))
+        batch, targets = batch_of(case.run), list(taken(stage, late))
         storages.leave_out(stage.parameters())
         storages.leave_out(target.into for target in targets)
         storages.leave_out(tensor for tensor in vars(batch).values() if isinstance(tensor, Tensor))
@@ -129,15 +129,16 @@ def _measured(case: MeasuredCase, fused: str, threads: int) -> UnitBytes:
 
 
 @cache
-def _first_checkpoint() -> None:
+def first_checkpoint() -> None:
     """The first checkpoint in a process imports torch's compiler, and leaves its frame and tensors in a cycle."""
     checkpoint(torch.clone, torch.empty(0), use_reentrant=False)
 
 
-def _stage(case: MeasuredCase) -> Stage:
-    """The stage. Its parameters are in one storage, matrices first, as in buckets: gate and up are adjacent."""
+def built_unit(case: MeasuredCase, tp: Group) -> Stage:
+    """The stage with the unit. Its parameters are in one storage, matrices first, as in buckets: gate and up are
+    adjacent.
+    """
     run = case.run
-    tp = absent_group(run.parallel.tp)
     fp8 = fp8_state(run, tp, single_rank_group(), DEVICE)
     if fp8 is not None:
         fp8.calibrated = True
@@ -153,7 +154,8 @@ def _stage(case: MeasuredCase) -> Stage:
     return stage
 
 
-def _batch(run: Run) -> MicroBatch:
+def batch_of(run: Run) -> MicroBatch:
+    """A micro-batch of the run without numbers."""
     model, samples = run.model, run.schedule.micro_batch_size
     numbers = partial(torch.empty, dtype=torch.int64, device=DEVICE)
     size = samples, model.seq_length
@@ -185,7 +187,8 @@ class _Target:
         parameter.grad = None
 
 
-def _taken(stage: Stage, late: list[Any]) -> Iterator[_Target]:
+def taken(stage: Stage, late: list[Any]) -> Iterator[_Target]:
+    """Give every trained parameter a target that takes its gradient, and these. late: as of `_Target`."""
     for parameter in stage.parameters():
         if parameter.requires_grad:
             assert isinstance(parameter, Parameter)
@@ -212,7 +215,7 @@ def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storage
     """
     before, lent, hidden, entry = storages.alive, list[_Lent](), None, GraphEntry()
     if not case.spec.has_embedding:
-        hidden = _hidden(case.run, stage)
+        hidden = hidden_of(case.run, stage)
         lent.append(_Lent(storages, hidden))
         hidden = entry.enter(hidden) if case.graded else hidden
     storages.most = storages.alive
@@ -238,7 +241,8 @@ def _pass(case: MeasuredCase, stage: Stage, batch: MicroBatch, storages: Storage
     return UnitBytes(of_input, kept, size, forward, backward, deferred)
 
 
-def _hidden(run: Run, stage: Stage) -> Tensor:
+def hidden_of(run: Run, stage: Stage) -> Tensor:
+    """The hidden states with which a unit begins, [s(/t), b, h], without numbers."""
     length = run.model.seq_length // (stage.layout.tp.size if stage.layout.sequence_parallel else 1)
     size = length, run.schedule.micro_batch_size, run.model.hidden_size
     return torch.empty(size, dtype=stage.layout.dtype, device=DEVICE)

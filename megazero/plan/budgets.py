@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.derive import micro_batch_order
+from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.placement import AUTO, applied
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -161,16 +161,22 @@ def shortened(run: Run, axes: Axes) -> Run:
     """The run with as many micro-batches in a step as fill its pipeline and show what one leaves behind for the next.
 
     In horizontal order each micro-batch frees what it took, so that a step's peak is that of its first few. A list of
-    hundreds of micro-batches takes seconds, and a search walks through dozens of lists. In vertical order all
-    micro-batches count, and where a share of activations leaves, which ones do depends on all of them: the run stays
-    as it is.
+    hundreds of micro-batches takes seconds, and a search walks through dozens of lists. Where all micro-batches count
+    (`keeps_all`) the run stays as it is.
     """
     p, rows = run.parallel, run.schedule.micro_batch_size * axes.dp
     enough = max(ENOUGH, 4 * p.pp * p.virtual_stages)
-    depends = micro_batch_order(run) == "vertical" or run.offload.offload_activations.share < 1
-    if depends or micro_batches_of(run, axes) <= enough:
+    if keeps_all(run) or micro_batches_of(run, axes) <= enough:
         return run
     return replace(run, schedule=replace(run.schedule, global_batch_size=enough * rows, rampup_batch_size=None))
+
+
+def keeps_all(run: Run) -> bool:
+    """Whether what a step holds depends on all of its micro-batches: in vertical order and under GPipe all of them live
+    at once, and where a share of activations leaves, which ones do depends on all.
+    """
+    together = micro_batch_order(run) == "vertical" or pipeline_schedule(run.parallel) == "gpipe"
+    return together or run.offload.offload_activations.share < 1
 
 
 def _offered(tried: Tried, budgets: SearchLimits) -> str:

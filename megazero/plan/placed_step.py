@@ -48,7 +48,7 @@ class Walked(NamedTuple):
     files: int
 
 
-class Rates(Protocol):
+class TimeModel(Protocol):
     """What turns a run into seconds."""
 
     @property
@@ -74,7 +74,7 @@ class Machine:
     run: Run
     axes: Axes
     kind: str
-    rates: Rates
+    rates: TimeModel
     nccl: bool = field(kw_only=True)
     _known: dict[tuple[str, Settings], list[Any]] = field(default_factory=dict, init=False, repr=False)
 

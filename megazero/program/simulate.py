@@ -170,6 +170,10 @@ class _Simulation:
     def _advance(self, rank: SimulatedRank, *, one: bool) -> Message | None:
         """Run a rank until it is done or blocked; returns the message that blocks it. one: at most one instruction."""
         while not rank.is_done:
+            if rank.awaited is not None:
+                if rank.awaited.end is None:
+                    return rank.awaited
+                rank.clock, rank.awaited = max(rank.clock, rank.awaited.end), None
             work = rank.work
             start = rank.clock
             for values in (work.does.needs, work.does.takes):
@@ -237,6 +241,7 @@ class _Simulation:
         message = self.meetings.collective(rank.number, rank.next, i, start, duration, rank.messages)
         rank.lanes[work.lane] = message
         rank.last = message if crosses else rank.last
+        rank.awaited = message if self.times.waits else None
         self._write(rank, work.does, message)
         if i.op is Op.REDUCE and shape.buckets[i.buckets[0]].lends_gradient:
             self._limit(rank, i.buckets[0], message)

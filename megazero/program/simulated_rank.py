@@ -116,6 +116,7 @@ class SimulatedRank:
     lanes      when the last message of a lane ends
     in_flight  reductions that have a buffer of their own, with the bucket; one that leaves the device ends with that
     last       its last collective over several stages
+    awaited    the message for which it waits before it goes on (`ChunkTimes.waits`)
     slots      those of the parts that are on their way
     processors those of its host
     works      those of its instructions, as far as it has come
@@ -132,6 +133,7 @@ class SimulatedRank:
     lanes: dict[Lane, Message] = field(default_factory=dict)
     in_flight: deque[tuple[int, Message]] = field(default_factory=deque)
     last: Message | None = None
+    awaited: Message | None = None
     slots: Slots = field(init=False)
     works: list[RankWork] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)

@@ -24,6 +24,7 @@ class ChunkTimes:
     update    of an update, for each byte of gradients that the rank updates
     beside    the share of its speed that work keeps while a lane of the host's processors is at work
               (`program.simulated_rank`): 1 where the computation runs elsewhere
+    waits     whether a rank waits for each message on model state before it goes on (--no-overlap)
     """
 
     forward: tuple[float, ...]
@@ -35,6 +36,7 @@ class ChunkTimes:
     latency: float = 0.0
     update: float = 0.0
     beside: float = 1.0
+    waits: bool = False
 
     def computation(self, i: Instruction, units: Units, count: int) -> float:
         """The time of a computation of the units [first, stop) of a chunk of `count` units."""

@@ -9,8 +9,8 @@ from typing import Any
 from megazero.config.derive import pipeline_schedule
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.explained import is_fragile, memory_words, parts, why_slower
+from megazero.plan.cluster.layout_flags import layout_flags
 from megazero.plan.cluster.layout_search import BestLayouts
-from megazero.plan.cluster.misfit import layout_flags
 from megazero.report import text_blocks as blocks
 from megazero.telemetry.units import count, size
 

@@ -310,7 +310,7 @@ def test_an_empty_path_is_not_the_working_folder(
     assert [*tmp_path.iterdir()] == []
 
 
-OF_RUNS = "pretrain", "plan-schedule"
+OF_RUNS = "pretrain", "plan", "plan-schedule"
 """Commands whose flags are those of a run: `config.flags` reads them."""
 
 

@@ -8,7 +8,7 @@ the device. Of what is equally fast the simpler one comes first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -48,6 +48,13 @@ class Split(NamedTuple):
         return f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
 
 
+class Rooms(NamedTuple):
+    """Bytes of tensors on a device, and in host memory."""
+
+    device: float
+    host: float
+
+
 @dataclass(frozen=True)
 class OpenRun:
     """A run, the cluster, and which of its settings are fixed.
@@ -59,6 +66,11 @@ class OpenRun:
     run: Run
     cluster: Cluster
     fixed: Set[str]
+
+    @classmethod
+    def of(cls, run: Run, cluster: Cluster, fixed: Set[str]) -> OpenRun:
+        """Without a ramp of the global batch: a plan is for steps of the whole batch, which a ramp only reaches."""
+        return cls(replace(run, schedule=replace(run.schedule, rampup_batch_size=None)), cluster, fixed)
 
     def values(self, field: str, values: Iterator[Any] | tuple[Any, ...]) -> tuple[Any, ...]:
         """The values of a field: the user's alone, where there is one."""
@@ -158,9 +170,11 @@ class OpenRun:
         return self.cluster.device.kind
 
     @property
-    def room(self) -> int:
-        """The bytes of tensors for which a device has room."""
-        return allowance_of(self.cluster.device).room(self.cluster.device.memory)
+    def rooms(self) -> Rooms:
+        """What a rank has room for."""
+        device = self.cluster.device
+        tensors = allowance_of(device).room(device.memory)
+        return Rooms(tensors, tensors if device.kind == "cpu" else device.host_memory)
 
     def with_settings(self, settings: Settings) -> Run:
         return applied(self.run, settings)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megazero.config.derive import gathers_parameters, micro_batch_order
+from megazero.config.derive import gathers_parameters
+from megazero.config.inventory import parameters
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster, Device
-from megazero.plan.cluster.least_memory import equal_stages
+from megazero.plan.cluster.least_memory import SPLIT, equal_stages
 from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
 from megazero.plan.recompute import recompute_table
@@ -26,9 +28,7 @@ from megazero.program.instruction import Lane
 from megazero.program.simulate import SimulationReport, simulate
 from megazero.program.times import ChunkTimes
 
-SPLIT = frozenset({"zb-h1", "zb-v"})
-"""Schedules that compute the backward of the weights apart, so that nothing of other stages has to follow it."""
-FILLINGS = 3
+FILLINGS = 2
 """So often the micro-batches of a short step fill the pipeline, at least."""
 STEPS_OF_LATE = 3
 """Steps that are simulated where one leaves updates to the next."""
@@ -186,7 +186,7 @@ class ClusterStep:
     @property
     def _repeated(self) -> int:
         """How often the last filling of the pipeline in a short step is repeated in the whole step."""
-        if micro_batch_order(self.run) == "vertical":  # all micro-batches pass a unit together
+        if keeps_all(self.run):
             return 0
         return max(0, self.micro_batches // self.axes.pp - FILLINGS)
 
@@ -211,6 +211,15 @@ class ClusterStep:
     def short(self) -> SimulationReport:
         """The simulation of a short step, or of the whole one if it has no more micro-batches."""
         return self._simulated(self._lists)
+
+    @property
+    def short_seconds(self) -> float:
+        """What the step never falls below where it repeats itself: a short step, and the work of the busiest stage for
+        the other micro-batches.
+        """
+        chunks, times = chunks_of(self.run), self.times
+        work = max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
+        return self.short.step + self._repeated * self.axes.pp * work
 
     @cached_property
     def seconds(self) -> float:
@@ -279,5 +288,7 @@ def least_messages(run: Run, axes: Axes, times: ChunkTimes) -> float:
     inside, units = traffic.inside, run.model.num_layers / axes.pp
     if gathers_parameters(run):
         inside *= max(0.0, 1 - TURNS / (2 * units))
-    share = trained_parameters(run) / (axes.tp * axes.pp)
+    if run.parallel.virtual_stages > 1:  # a chunk computes as many micro-batches in a row as there are stages
+        inside /= axes.pp
+    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
     return share * (inside * times.per_byte[Lane.SHARDS] + traffic.across * times.per_byte[Lane.ACROSS])

@@ -1,24 +1,36 @@
-"""The seconds of a step's computations and messages on a cluster."""
+"""The seconds of a step's computations and messages on a cluster: units and messages as a simulation takes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
+from megazero.pipeline.stage_specs import stage_specs
 from megazero.plan.cluster.hardware import Cluster
-from megazero.plan.step_times import MachineRates, step_times
+from megazero.plan.cluster.kernels import Constants, Kernels, constants_of
+from megazero.plan.cluster.messages import Messages, place_of
+from megazero.plan.cluster.unit_times import UnitTimer
+from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.program.instruction import Lane
 from megazero.program.times import ChunkTimes
 
-REACHED = 0.5
-"""The share of a device's products in a second that a step reaches."""
-UPDATE = 28 / 4
-"""Bytes of memory that an update moves for each byte of an fp32 gradient."""
+GRADIENT = 4
+"""Bytes of a gradient of which `ChunkTimes.update` counts: it is fp32 where parameters have 16 bits."""
+
+
+class LaneTimes(NamedTuple):
+    """Seconds for each byte on each lane, and those of each message beside its bytes."""
+
+    per_byte: dict[Lane, float]
+    latency: float
 
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """What turns a run into seconds on a cluster, as `plan.placed_step.Rates`."""
+    """What turns a run into seconds on a cluster, as `plan.placed_step.TimeModel`."""
 
     cluster: Cluster
 
@@ -26,16 +38,58 @@ class ClusterRates:
     def has_disks(self) -> bool:
         return False
 
+    @cached_property
+    def _constants(self) -> Constants:
+        return constants_of(self.cluster.device)
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return Messages(self.cluster, self._constants)
+
+    @property
+    def update(self) -> float:
+        """Seconds of an update on the device for each byte of gradients."""
+        return Kernels(self.cluster.device, self._constants).moved(self._constants.update) / GRADIENT
+
     def times(self, run: Run, axes: Axes, kind: str) -> ChunkTimes:
         """The times of a rank's step in seconds. kind: of device, cpu or cuda."""
-        device = self.cluster.device
-        inside = axes.tp * axes.dp * axes.cp <= self.cluster.nodes_of
-        rates = MachineRates(
-            flops=REACHED * device.flops[run.optimizer.precision],
-            to_host=device.host,
-            to_device=device.host,
-            update=device.bandwidth / UPDATE,
-            update_host=5e9,
-            messages=device.inside if inside else self.cluster.node_rate / self.cluster.nodes_of,
+        plan = activation_plan(run, kind)
+        timer, table = UnitTimer(self.cluster, run, plan), recompute_table(run, axes, kind)
+        chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
+        lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
+        # a pass of a chunk in the middle has a message in front and one behind
+        blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
+        return ChunkTimes(
+            tuple(sum(unit.forward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
+            tuple(sum(unit.backward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
+            message - self.blocked(message),
+            units=tuple(tuple(unit.forward + unit.backward for unit in chunk) for chunk in chunks),
+            per_byte=lanes.per_byte,
+            latency=lanes.latency,
+            update=self.update,
+            waits=not run.parallel.overlap,
         )
-        return step_times(run, axes, kind, rates)
+
+    def message(self, axes: Axes, nbytes: int) -> float:
+        """Seconds of hidden states on their way to the next stage."""
+        return self._messages.between_stages(axes.tp * axes.cp * axes.dp, nbytes) if axes.pp > 1 else 0.0
+
+    def blocked(self, message: float) -> float:
+        """Seconds of a message between stages in which neither of the two computes."""
+        return self._constants.blocking * message
+
+    def lanes(self, axes: Axes) -> LaneTimes:
+        """Those of messages on model state, and of copies to the host and back."""
+        nodes_of, replicas = self.cluster.nodes_of, axes.dp * axes.cp
+        shards = axes.shard_size or replicas
+        near = place_of(shards, axes.tp, nodes_of)
+        far = place_of(replicas // shards, axes.tp * shards, nodes_of)
+        host, messages = 1 / self.cluster.device.host, self._messages
+        per_byte = {
+            Lane.SHARDS: messages.per_byte(near),
+            Lane.ACROSS: messages.per_byte(far),
+            Lane.TENSOR: messages.per_byte(place_of(axes.tp, 1, nodes_of)),
+            Lane.TO_HOST: host,
+            Lane.TO_DEVICE: host,
+        }
+        return LaneTimes(per_byte, messages.latency(near))

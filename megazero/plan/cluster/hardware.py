@@ -34,7 +34,7 @@ class Link:
     latency: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tables are no keys, and a device is a key of caches
 class Device:
     """One GPU, or one rank's share of a CPU.
 
@@ -140,7 +140,9 @@ class Hardware:
 
 
 def _unknown(name: str, known: Mapping[str, Any], what: str) -> str:
-    return f"there is no such {what}{did_you_mean(name.lower(), known) or ': ' + ', '.join(known)}"
+    alike = [other for other in known if other.startswith(name.lower())]
+    hint = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(name.lower(), known)
+    return f"there is no such {what}{hint or ': ' + ', '.join(known)}"
 
 
 @cache

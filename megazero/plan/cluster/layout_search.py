@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 from megazero.config.inventory import parameters
 from megazero.mpu.axes import axes_of
-from megazero.plan.budgets import shortened
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
-from megazero.plan.cluster.least_memory import least_activations, least_states, state_width
+from megazero.plan.cluster.least_memory import Activations, least_states, state_width
 from megazero.plan.placement import EQUAL
 from megazero.system.collector import without_collections
 
@@ -126,7 +125,7 @@ class LayoutSearch:
 
     def _try(self, candidate: Candidate, offload: Settings) -> None:
         """Keep the fastest of the candidate's placements, if it is faster than its split's so far."""
-        activations: list[int] | None = None
+        kept: Activations | None = None
         for placement in self.asked.placed(candidate.split, offload):
             if not self._has_room(candidate.split, placement):
                 self.left_out["its model state does not fit"] += 1
@@ -136,25 +135,26 @@ class LayoutSearch:
                 self.left_out["not legal"] += 1
                 continue
             step = ClusterStep(run, self.asked.cluster)
-            if activations is None:  # the same of all placements
-                activations = least_activations(shortened(run, step.axes), step.axes, step.kind)
-            of_stages = zip(least_states(run, step.axes), activations, strict=True)
-            self._look_at(step, candidate.split, max(map(sum, of_stages)))
+            kept = kept or Activations(run, step.axes, step.kind)  # the same of all placements
+            least = kept.least_tensors(least_states(run, step.axes), self.asked.rooms.device)
+            if least > self.asked.rooms.device:
+                self._misfits(step, least)
+            else:
+                self._look_at(step, candidate.split)
 
-    def _look_at(self, step: ClusterStep, split: Split, least_tensors: int) -> None:
+    def _look_at(self, step: ClusterStep, split: Split) -> None:
+        """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
         limit = self._limit(split)
         if step.least_seconds >= limit:
             self.left_out["slower by the work of its stages"] += 1
-        elif least_tensors > self.asked.room:
-            self._misfits(step, least_tensors)
+            return
+        self.simulated += 1
+        if step.short_seconds >= limit or step.seconds >= limit:
+            self.left_out["slower in the simulation"] += 1
+        elif not step.fits:
+            self._misfits(step, step.tensors)
         else:
-            self.simulated += 1
-            if step.seconds >= limit:  # asked before the memory, which takes longer
-                self.left_out["slower in the simulation"] += 1
-            elif not step.fits:
-                self._misfits(step, step.tensors)
-            else:
-                self.best[split] = step
+            self.best[split] = step
 
     def _misfits(self, step: ClusterStep, tensors: int) -> None:
         self.left_out["does not fit"] += 1
@@ -162,7 +162,9 @@ class LayoutSearch:
             self.least = tensors, step
 
     def _has_room(self, split: Split, placement: Settings) -> bool:
-        """Whether an even share of the model state has room on a device."""
+        """Whether an even share of the model state has room on a device and in host memory."""
         run = self.asked.with_settings(placement)
         share = parameters(run.model) / (split.tp * split.pp)
-        return share * state_width(run, placement["zero_shard_size"], split.dp) <= self.asked.room
+        width = state_width(run, placement["zero_shard_size"], split.dp)
+        device, host = self.asked.rooms
+        return share * width.device <= device and share * width.away <= host

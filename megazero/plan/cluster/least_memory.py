@@ -4,30 +4,39 @@ lists: of each stage the model state whose parameters tp divides evenly, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from megazero.config.derive import pipeline_schedule
 from megazero.config.inventory import LayerCounts, parameters_per_layer
 from megazero.config.layers.kinds import layers
 from megazero.config.schema import Run
+from megazero.config.tiers import TierShare
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.schedule import stage_schedule
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.plan.activations import Moment, binding, chunk_bytes, moments, places
+from megazero.plan.budgets import shortened
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
 
+SPLIT = frozenset({"zb-h1", "zb-v"})
+"""Schedules that compute the backward of the weights apart."""
+
 
 def least_states(run: Run, axes: Axes) -> list[int]:
-    """By the first of equal stages, the bytes of its model state on the device, at least."""
-    width = state_width(run, axes.shard_size, axes.dp * axes.cp) / axes.tp
+    """By the first of equal stages, the bytes of its model state on the device, at least, while it computes: of what is
+    sharded a block is whole at a time.
+    """
+    width = state_width(run, axes.shard_size, axes.dp * axes.cp)
     counts = parameters_per_layer(run.model)
-    return [
-        int(sum(_elements(counts, spec) for spec in specs_of_stage(run, stage)) * width) for stage in equal_stages(run)
-    ]
+    whole = min(counts.blocks, default=0) * width.whole
+    stages = (specs_of_stage(run, stage) for stage in equal_stages(run))
+    return [int((sum(_elements(counts, spec) for spec in specs) * width.device + whole) / axes.tp) for specs in stages]
 
 
 def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
@@ -46,6 +55,41 @@ def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
     return most
 
 
+def first_activations(run: Run, axes: Axes, kind: str) -> int:
+    """The same of the first stage, without its schedule: every schedule holds there at one time as many micro-batches
+    of each chunk as there are stages, or all of them. Chunks count as the smallest.
+    """
+    if run.offload.offload_activations:
+        return 0
+    plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
+    kept = [chunk_bytes(plan, spec, table).kept for spec in specs_of_stage(run, 0)]
+    return len(kept) * min(axes.pp, micro_batches_of(run, axes)) * min(kept)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The least activations of a run, whatever its ZeRO stage."""
+
+    run: Run
+    axes: Axes
+    kind: str
+
+    @cached_property
+    def _first(self) -> int:
+        return first_activations(self.run, self.axes, self.kind)
+
+    @cached_property
+    def _all(self) -> list[int]:
+        return least_activations(shortened(self.run, self.axes), self.axes, self.kind)
+
+    def least_tensors(self, states: Sequence[int], room: float) -> int:
+        """Bytes of tensors on the fullest device with these model states (`least_states`), at least. The schedule is
+        asked only where the first stage has room without it.
+        """
+        of_first = states[0] + self._first
+        return of_first if of_first > room else max(map(sum, zip(states, self._all, strict=True)))
+
+
 # A search asks for the same schedule with every micro-batch of the same number, recompute and ZeRO stage.
 @lru_cache(maxsize=4096)
 def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage: int) -> tuple[Moment, ...]:
@@ -56,9 +100,11 @@ def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage:
 
 def equal_stages(run: Run) -> dict[int, range]:
     """The first of each set of stages that hold equal layers, and the set. Others of it are reached later, and hold no
-    more micro-batches.
+    more micro-batches. Where a backward is split this does not hold, and each stage stands for itself.
     """
     of_model, first, last = layers(run.model), dict[object, int](), dict[object, int]()
+    if pipeline_schedule(run.parallel) in SPLIT:
+        return {stage: range(stage, stage + 1) for stage in range(run.parallel.pp)}
     for stage in range(run.parallel.pp):
         shape = tuple(
             (tuple(of_model[number] for number in spec.blocks), spec.has_embedding, spec.has_head)
@@ -74,23 +120,38 @@ def _elements(counts: LayerCounts, spec: StageSpec) -> int:
     return blocks + counts.embedding * spec.has_embedding + counts.head * spec.has_head
 
 
-def state_width(run: Run, shard_size: int | None, replicas: int) -> float:
-    """Bytes of model state for each parameter of a rank, at least, on the device. 0 with adapters, whose base has
-    columns of its own.
+class StateWidth(NamedTuple):
+    """Bytes of model state for each parameter of a rank, at least.
+
+    device  on the device
+    away    in host memory
+    whole   more of a block on the device while it computes its backward, where a rank else has a shard of it
+    """
+
+    device: float
+    away: float
+    whole: float
+
+
+def state_width(run: Run, shard_size: int | None, replicas: int) -> StateWidth:
+    """The widths of a run. 0 with adapters, whose base has columns of its own.
 
     shard_size: ranks that share out sharded columns; None: all. The ranks of two stages share a tied embedding, so all
     are twice the replicas.
     """
-    return 0.0 if run.lora.lora_rank is not None else sum(_widths(run, shard_size or 2 * replicas))
-
-
-def _widths(run: Run, shards: int) -> Iterator[float]:
-    row, off = shardings(run.parallel, run.offload), run.offload
-    leaves: dict[Column, bool] = {
-        **dict.fromkeys(OPTIMIZER, bool(off.offload_optimizer)),
-        Column.GRADIENT: bool(off.offload_gradients),
-        Column.PARAMETER: bool(off.offload_params),
+    if run.lora.lora_rank is not None:
+        return StateWidth(0.0, 0.0, 0.0)
+    row, off, shards = shardings(run.parallel, run.offload), run.offload, shard_size or 2 * replicas
+    leaves: dict[Column, TierShare] = {
+        **dict.fromkeys(OPTIMIZER, off.offload_optimizer),
+        Column.GRADIENT: off.offload_gradients,
+        Column.PARAMETER: off.offload_params,
     }
+    device = away = whole = 0.0
     for column, dtype in run_columns(run.optimizer, run.parallel, run.offload).items():
-        if not leaves[column]:
-            yield dtype.itemsize / (shards if row[column] is Sharding.SHARDED else 1)
+        width = dtype.itemsize / (shards if row[column] is Sharding.SHARDED else 1)
+        share = leaves[column].share if leaves[column] else 0.0
+        away += share * width
+        device += (1 - share) * width
+        whole += (dtype.itemsize - width) * (column in (Column.GRADIENT, Column.PARAMETER))
+    return StateWidth(device, away, whole)

@@ -1,0 +1,50 @@
+"""The flags that give the layout of a planned step."""
+
+from __future__ import annotations
+
+from megazero.config.options import run_options
+from megazero.config.schema import Run
+from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.telemetry.units import size
+
+LAYOUT = (
+    "micro_batch_size recompute_granularity sequence_parallel zero_stage zero_shard_size offload_optimizer "
+    "offload_params offload_gradients offload_activations virtual_stages pipeline_schedule tp pp"
+).split()
+"""The fields that a search sets, in the order in which a user would rather give them up."""
+ALWAYS = ("tp", "pp", "micro_batch_size", "zero_stage")
+"""Fields that are named even where they have their defaults."""
+
+
+def setting(run: Run, field: str) -> str:
+    """A field of a run as a flag."""
+    known = run_options()[field]
+    value = known.value_in(run)
+    return known.flag if value is True else f"{known.flag} {value}"
+
+
+def layout_flags(step: ClusterStep) -> str:
+    """The flags that give the step's layout, where they are not the defaults."""
+    fields = [*ALWAYS, *(field for field in LAYOUT if field not in ALWAYS)]
+    defaults = {field: run_options()[field].default for field in fields if field not in ALWAYS}
+    return " ".join(
+        setting(step.run, field)
+        for field in fields
+        if field in ALWAYS or run_options()[field].value_in(step.run) not in (None, defaults[field])
+    )
+
+
+def ramp_flags(step: ClusterStep, ramp: tuple[int, ...] | None) -> str:
+    """The flag of a ramp of the global batch whose sizes the layout's replicas share; empty where they share those of
+    the user's ramp, or there is none.
+    """
+    rows = step.run.schedule.micro_batch_size * step.axes.dp
+    if ramp is None or not (ramp[0] % rows or ramp[1] % rows):
+        return ""
+    start, increment = (-(-size_ // rows) * rows for size_ in ramp[:2])
+    return f"--rampup-batch-size {start} {increment} {ramp[2]}"
+
+
+def settings_words(step: ClusterStep) -> str:
+    """The flags of a step's layout, and what they take."""
+    return f"{layout_flags(step)} ({step.seconds:.3g} s a step, {size(step.memory_bytes)} a rank)"

@@ -1,0 +1,86 @@
+"""The seconds of messages on a cluster, by their bytes, their group's places on nodes, and what shares their links.
+
+Ranks that are neighbours on the tensor-parallel axis are neighbours on a node (`Axes`). A group is `ranks` ranks that
+are `stride` apart. A ring sends (N - 1)/N of a reduce-scatter's input, an all-gather's output or of twice an
+all-reduce's tensor through each rank (Thakur et al. 2005, "Optimization of collective communication operations in
+MPICH"), and so through each of the node's borders that the ring crosses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megazero.plan.cluster.hardware import Cluster
+from megazero.plan.cluster.kernels import Constants
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a group are.
+
+    ranks    number of them
+    on_node  how many of them are on one node
+    sharing  groups of the same kind that send through the border of a node at once
+    dense    whether those on a node are neighbours
+    """
+
+    ranks: int
+    on_node: int
+    sharing: int
+    dense: bool
+
+    @property
+    def inside(self) -> bool:
+        """Whether all are on one node."""
+        return self.on_node == self.ranks
+
+
+def place_of(ranks: int, stride: int, nodes_of: int) -> Place:
+    """The place of a group of ranks that are `stride` apart, on nodes of so many devices."""
+    on_node = min(ranks, max(1, nodes_of // stride))
+    return Place(ranks, on_node, max(1, nodes_of // on_node), stride == 1)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages of a cluster."""
+
+    cluster: Cluster
+    constants: Constants
+
+    def rate(self, place: Place) -> float:
+        """Bytes in a second that a ring of the group sends through each rank, while its like do the same."""
+        inside = self.cluster.device.inside * self.constants.inside
+        if place.inside:
+            return inside
+        border = self.cluster.node_rate * self.constants.between / place.sharing
+        if place.on_node > 1 and not place.dense:
+            border *= self.constants.strided
+        return min(inside, border)
+
+    def per_byte(self, place: Place) -> float:
+        """Seconds for each byte of a collective, by the convention of `program.traffic.message_bytes`."""
+        return (place.ranks - 1) / place.ranks / self.rate(place)
+
+    def latency(self, place: Place) -> float:
+        """Seconds of a collective beside its bytes: a tree of ranks inside nodes, and a tree of nodes."""
+        if place.ranks == 1:
+            return 0.0
+        nodes = math.ceil(place.ranks / place.on_node)
+        inside = self.constants.latency * math.log2(place.on_node) if place.on_node > 1 else 0.0
+        return inside + self.cluster.link.latency * math.log2(nodes) if nodes > 1 else inside
+
+    def collective(self, place: Place, nbytes: float) -> float:
+        """Seconds of one collective."""
+        return self.latency(place) + nbytes * self.per_byte(place) if place.ranks > 1 else 0.0
+
+    def between_stages(self, stride: int, nbytes: float) -> float:
+        """Seconds of a message to the next stage, whose ranks are `stride` further, while all ranks of a node send.
+
+        Where some stages have their next one on the same node and others do not, this is that of the slower ones.
+        """
+        if self.cluster.gpus <= self.cluster.nodes_of:
+            return self.constants.latency + nbytes / (self.cluster.device.inside * self.constants.inside)
+        crossing = min(stride, self.cluster.nodes_of)
+        return self.cluster.link.latency + nbytes * crossing / (self.cluster.node_rate * self.constants.between)

@@ -1,0 +1,168 @@
+"""A row of a table of measured or published runs as the flags of a run and of a cluster.
+
+Tables name the same things differently, and leave out what their authors took for granted. `COLUMNS` has the names;
+`run_of_row` says what stands for a cell that is missing or empty:
+
+- precision fp16, a vocabulary of 50,257 (GPT-2's) and every block recomputed: of a table without these columns;
+- attention as products and a softmax, whose scores are stored, and dropout of 0.1 in fp16, as in programs from before
+  flash attention: where blocks are recomputed as a whole or in their core. An empty cell in a column of recompute is a
+  program with flash attention, which computes nothing again; its virtual stages are open too;
+- as many layers in every model chunk, the embedding and the head in addition, where that divides;
+- gradients reduced behind the last backward, as one bucket, in the precision of parameters, without ZeRO; bf16 that is
+  accumulated in fp32 is reduced in fp32;
+- a vocabulary padded to a multiple of 128 x tp. vTrain's with tp 1 is not: there the measured head takes 2.7 times as
+  long for an operation as with tp 2 to 8, as products with an odd dimension do;
+- micro-batches of 1 to 16 samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megazero.config.source import ConfigError
+
+COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "layers": ("layers", "num_layers"),
+        "hidden": ("hidden", "hidden_size"),
+        "heads": ("heads", "attention_heads", "num_attention_heads"),
+        "groups": ("kv_heads", "num_query_groups"),
+        "ffn": ("ffn", "ffn_hidden_size"),
+        "vocab": ("vocab", "vocab_size"),
+        "length": ("seq", "sequence_length", "seq_length"),
+        "gpu": ("gpu",),
+        "gpus": ("gpus",),
+        "tp": ("tp", "tensor_parallelism"),
+        "pp": ("pp", "pipeline_parallelism", "stages"),
+        "dp": ("dp", "data_parallelism"),
+        "cp": ("cp",),
+        "virtual": ("virtual_stages",),
+        "samples": ("micro_batch", "micro_batch_size"),
+        "batch": ("global_batch", "global_batch_size"),
+        "precision": ("precision",),
+        "zero": ("zero_stage",),
+        "again": ("recompute",),
+        "sequence": ("sequence_parallel",),
+        "interconnect": ("interconnect",),
+        "nodes_of": ("nodes_of",),
+    }
+)
+"""What a row says -> the columns that say it."""
+NEEDED = ("layers", "hidden", "heads", "length", "gpus", "batch")
+SAMPLES = (1, 2, 4, 8, 16)
+"""Samples of a micro-batch that are tried where a row does not say it."""
+MOST_VIRTUAL = 8
+"""Virtual stages that are tried at most, where a row leaves them and recompute open."""
+DROPOUT = "0.1"
+"""Of hidden states and attention: Megatron-LM's default."""
+GPU = "a100-80gb"
+MEASURED_LINKS = "8xedr"
+"""Between the nodes of vTrain's measurements: 8 x 100 Gbit/s (arXiv 2312.12391)."""
+WHOLE = 10**12
+"""Elements of a bucket that holds all of a stage."""
+PADDED = 128
+"""A vocabulary is padded to a multiple of this x tp, as Megatron-LM does."""
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """What a row says.
+
+    choices       the command lines of runs that a row may be of: one, where it says all. Else the fastest of those that
+                  fit stands for the row
+    gpu, gpus, nodes_of, interconnect  the cluster, as `Hardware.cluster` takes it
+    """
+
+    choices: tuple[tuple[str, ...], ...]
+    gpu: str
+    gpus: int
+    nodes_of: int | None
+    interconnect: str | None
+
+
+def run_of_row(row: Mapping[str, str]) -> RowRun:
+    """The run of a row. Raises ConfigError for one without what `NEEDED` names."""
+    said = {name: value for name, columns in COLUMNS.items() if (value := _cell(row, columns))}
+    missing = [" or ".join(COLUMNS[name]) for name in NEEDED if name not in said]
+    if missing:
+        raise ConfigError([f"a row has no {', no '.join(missing)}"])
+    is_open = "again" not in said and any(column in row for column in COLUMNS["again"])
+    tp, pp, gpus = (int(said.get(name, 1)) for name in ("tp", "pp", "gpus"))
+    share = int(said["batch"]) // max(1, int(said.get("dp", gpus // (tp * pp))))
+    samples = [int(said["samples"])] if "samples" in said else [each for each in SAMPLES if share % each == 0]
+    virtual = [int(said.get("virtual", 1))]
+    if is_open and "virtual" not in said and pp > 1:
+        virtual = [each for each in range(1, MOST_VIRTUAL + 1) if int(said["layers"]) % (pp * each) == 0]
+    said.setdefault("again", "none" if is_open else "full")
+    is_bloom = _cell(row, ("source",)).startswith("bigscience")
+    flags = [*_model(said, tp, is_bloom=is_bloom), *_layout(said, tp, pp), *_numbers(said)]
+    choices = tuple(
+        (*flags, *_chunks(said, pp, chunks), "--micro-batch-size", str(size)) for chunks in virtual for size in samples
+    )
+    nodes_of = int(said["nodes_of"]) if "nodes_of" in said else None
+    return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, said.get("interconnect") or _links(row))
+
+
+def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
+    return next((value for column in columns if (value := (row.get(column) or "").strip())), "")
+
+
+def _gpu(row: Mapping[str, str], name: str) -> str:
+    """The key of a GPU in the file of hardware."""
+    plain = name.lower()
+    if _cell(row, ("source",)).startswith("bigscience"):
+        return f"{plain}-nv4"
+    return plain.removesuffix("-80gb") if plain.startswith("h100") else plain
+
+
+def _links(row: Mapping[str, str]) -> str | None:
+    """The links of a row that names none: those of the machines whose tables these are."""
+    if _cell(row, ("source",)).startswith("bigscience"):
+        return "4xopa"  # Jean Zay
+    return None if row.get("source") else MEASURED_LINKS
+
+
+def _model(said: Mapping[str, str], tp: int, *, is_bloom: bool) -> list[str]:
+    vocabulary = said.get("vocab", "50257")
+    unpadded = "vocab" not in said and tp == 1
+    words = [
+        *("--num-layers", said["layers"], "--hidden-size", said["hidden"], "--num-attention-heads", said["heads"]),
+        *("--seq-length", said["length"], "--vocab-size", vocabulary, "--eod-id", "0", "--data-path", "x"),
+        *("--make-vocab-size-divisible-by", "1" if unpadded else str(PADDED)),
+    ]
+    words += ["--position-embedding", "alibi" if is_bloom else "learned"]
+    if said.get("ffn"):
+        words += ["--ffn-hidden-size", said["ffn"]]
+    if said.get("groups", said["heads"]) != said["heads"]:
+        words += ["--num-query-groups", said["groups"]]
+    return words
+
+
+def _layout(said: Mapping[str, str], tp: int, pp: int) -> list[str]:
+    words = ["--tp", str(tp), "--pp", str(pp), "--recompute-granularity", said["again"]]
+    words += ["--sequence-parallel"] * (said.get("sequence", "0") not in ("0", "") and tp > 1)
+    if said["again"] != "none":
+        words += ["--attention", "softmax"]
+        if not said.get("precision", "").startswith("bf16"):
+            words += ["--hidden-dropout", DROPOUT, "--attention-dropout", DROPOUT]
+    return words
+
+
+def _chunks(said: Mapping[str, str], pp: int, virtual: int) -> list[str]:
+    chunks = pp * virtual
+    words = ["--virtual-stages", str(virtual)]
+    if int(said["layers"]) % chunks == 0:
+        words += ["--partition", *[str(int(said["layers"]) // chunks)] * chunks]
+    return words
+
+
+def _numbers(said: Mapping[str, str]) -> list[str]:
+    precision, zero = said.get("precision", "fp16"), said.get("zero", "0")
+    words = ["--device", "cuda", "--train-iters", "1", "--global-batch-size", said["batch"], "--zero-stage", zero]
+    words.append("--bf16" if precision.startswith("bf16") else f"--{precision.split()[0]}")
+    if said["again"] != "none":
+        reduced = "fp32" if "fp32" in precision.split(maxsplit=1)[-1] else precision.split()[0]
+        words += ["--grad-reduce-dtype", reduced, "--bucket-size", str(WHOLE)]
+    return words

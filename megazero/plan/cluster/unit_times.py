@@ -1,0 +1,79 @@
+"""The seconds of each unit of a run (embedding, block, head) on a rank of a cluster, from its recorded work.
+
+What overlaps in a unit is what its kernels overlap: messages over tp are counted behind the products, because their
+kernels take processors from products beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megazero.config.derive import NONE, RecomputeTable
+from megazero.config.schema import Run
+from megazero.model.stage import StageSpec
+from megazero.pipeline.measured import MeasuredCase, read_by_a_unit
+from megazero.pipeline.recorded import PassWork, recorded
+from megazero.plan.activations import ActivationPlan
+from megazero.plan.cluster.hardware import Cluster
+from megazero.plan.cluster.kernels import Kernels, constants_of
+from megazero.plan.cluster.messages import Messages, place_of
+
+
+class UnitSeconds(NamedTuple):
+    """Of one micro-batch. What backward computes again is in `backward`."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class UnitTimer:
+    """Turns the units of a run into seconds. Equal units of runs are timed once in a process.
+
+    plan  knows the body of attention of each block, and which blocks are equal
+    """
+
+    cluster: Cluster
+    run: Run
+    plan: ActivationPlan
+
+    def chunk(self, spec: StageSpec, table: RecomputeTable) -> tuple[UnitSeconds, ...]:
+        """Those of the units of a chunk, in forward order. table: what backward computes again of every block."""
+        node = replace(self.cluster, gpus=min(self.cluster.gpus, self.cluster.nodes_of))
+        return tuple(unit_seconds(case, node) for case in self.cases(spec, table))
+
+    def cases(self, spec: StageSpec, table: RecomputeTable) -> tuple[MeasuredCase, ...]:
+        """What the units of a chunk are."""
+        return (
+            *[self._case(StageSpec(range(0), True, False), NONE, graded=False)] * spec.has_embedding,
+            *(self._block(number, table[number]) for number in spec.blocks),
+            *[self._case(StageSpec(range(0), False, True), NONE)] * spec.has_head,
+        )
+
+    def _block(self, number: int, again: str) -> MeasuredCase:
+        first = self.plan.first_equal[number]
+        # the gradient of its input is not wanted behind an embedding that is not trained
+        graded = number > 0 or self.run.lora.lora_rank is None
+        return self._case(StageSpec(range(first, first + 1), False, False), again, graded=graded)
+
+    def _case(self, spec: StageSpec, again: str, *, graded: bool = True) -> MeasuredCase:
+        body = self.plan.bodies[spec.blocks.start]
+        return MeasuredCase(read_by_a_unit(self.run), body, self.plan.kind, spec, again, graded)
+
+
+@lru_cache(maxsize=1 << 14)
+def unit_seconds(case: MeasuredCase, cluster: Cluster) -> UnitSeconds:
+    """The seconds of a unit on a cluster, whose number of nodes does not matter."""
+    work = recorded(case)
+    constants = constants_of(cluster.device)
+    kernels, messages = Kernels(cluster.device, constants), Messages(cluster, constants)
+    place = place_of(case.run.parallel.tp, 1, cluster.nodes_of)
+
+    def seconds(of_pass: PassWork) -> float:
+        sent = sum(number * messages.collective(place, each.nbytes) for each, number in of_pass.messages.items())
+        host = kernels.launching(of_pass, place.ranks)
+        return kernels.together(host, kernels.computing(of_pass) + sent)
+
+    return UnitSeconds(seconds(work.forward), seconds(work.backward))

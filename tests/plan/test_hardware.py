@@ -1,0 +1,105 @@
+"""Devices and clusters that plans know: every number has a source, and a mistake is told with the nearest name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megazero.config.source import ConfigError
+from megazero.plan.cluster.hardware import OUR_FILE, known_hardware
+
+ENTRY = """
+sources: {me: "measured on my desk"}
+gpus:
+  desk:
+    kind: cuda
+    memory: [16e9, me]
+    flops: {bf16: [100e12, me]}
+    bandwidth: [900e9, me]
+    processors: [60, me]
+    inside: [25e9, me]
+    host: [12e9, me]
+    host_memory: [64e9, me]
+    watts: [250, me]
+    interconnect: [1xeth25, me]
+"""
+
+
+def test_every_number_names_a_source_that_says_something() -> None:
+    content = yaml.safe_load(OUR_FILE.read_text())
+    entries = [*content["gpus"].values(), *content["links"].values()]
+    assert len(content["gpus"]) >= 8
+    assert all(len(text) > 20 for text in content["sources"].values())
+    used = set()
+    for entry in entries:
+        pairs = [value for value in entry.values() if isinstance(value, list)]
+        pairs += [pair for value in entry.values() if isinstance(value, dict) for pair in value.values()]
+        assert pairs
+        used |= {source for _, source in pairs}
+    assert used == {*content["sources"]}
+
+
+def test_a_cluster_of_nodes() -> None:
+    cluster = known_hardware().cluster("A100-80GB", 384, None, "4xopa")
+    assert (cluster.nodes, cluster.nodes_of, cluster.node_rate) == (48, 8, 50e9)
+    assert cluster.device.flops["bf16"] == 312e12 and 84e9 < cluster.device.memory < 86e9
+    assert str(cluster) == "384 x a100-80gb, 48 nodes of 8, 4 x opa between them"
+    assert known_hardware().cluster("h100", 4, None, None).nodes_of == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a100", 8, None, None), r"--gpu a100: there is no such GPU; did you mean a100-40gb or a100-80gb\?"),
+        (("h100", 0, None, None), r"--gpus 0: must be at least 1"),
+        (("h100", 16, 0, None), r"--nodes-of 0: must be at least 1"),
+        (("h100", 12, 8, None), r"--gpus 12 on nodes of 8 \(--nodes-of\): the last node would not be full"),
+        (("h100", 16, 8, "hdr"), r"--interconnect hdr: give links of a node x their kind, as 8xhdr"),
+        (("h100", 16, 8, "8xhdd"), r"--interconnect 8xhdd: there is no such link; did you mean hdr\?"),
+    ],
+)
+def test_a_mistake_is_told(arguments: tuple[str, int, int | None, str | None], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        known_hardware().cluster(*arguments)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as told:
+        known_hardware().cluster("hal9000", -1, -2, "x")
+    assert len(told.value.problems) == 4
+
+
+def test_a_file_adds_a_device(tmp_path: Path) -> None:
+    file = tmp_path / "desk.yaml"
+    file.write_text(ENTRY)
+    device = known_hardware(str(file)).cluster("desk", 2, None, None).device
+    assert (device.memory, device.host, device.flops["bf16"]) == (16e9, 12e9, 100e12)
+    assert known_hardware(str(file)).device("h100") == known_hardware().device("h100")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[16e9, me]", "16e9", r"desk: memory: '16e9' is no pair of a value and its source"),
+        ("[16e9, me]", "[16 GB, me]", r"desk: memory: '16 GB' is not a number above 0"),
+        ("[16e9, me]", "[-1, me]", r"desk: memory: '-1' is not a number above 0"),
+        ("[250, me]", "[250, you]", r"desk: watts: there is no source 'you'"),
+        ("kind: cuda", "kind: tpu", r"desk: kind: 'tpu' is neither cuda nor cpu"),
+        ("{bf16: [100e12, me]}", "[100e12, me]", r"desk: flops: .* is no table of precisions"),
+        ("    watts", "    wats", r"desk: there is no wats"),
+        ("gpus:", "cards:", r"is no table of sources, gpus and links"),
+    ],
+)
+def test_a_files_mistake_is_told(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "desk.yaml"
+    assert old in ENTRY
+    file.write_text(ENTRY.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        known_hardware(str(file))
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--hardware .*nowhere\.yaml"):
+        known_hardware(str(tmp_path / "nowhere.yaml"))

@@ -1,0 +1,141 @@
+"""The search over layouts against all of them, one by one; and the bounds by which it leaves layouts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from megazero.config.parse import parse_arguments
+from megazero.plan.cluster.candidates import OpenRun, Settings, Split
+from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.plan.cluster.hardware import known_hardware
+from megazero.plan.cluster.layout_search import LayoutSearch
+from megazero.plan.cluster.least_memory import equal_stages, least_activations, least_states
+from megazero.plan.placement import EQUAL
+from megazero.plan.step_lists import StageLists
+from megazero.plan.step_memory import stage_memories
+
+MODEL = (
+    "--num-layers 6 --hidden-size 2048 --num-attention-heads 8 --vocab-size 30003 --seq-length 1024 --precision bf16 "
+    "--global-batch-size 24"
+)
+TIGHT = 3.2e9
+"""Bytes of a device on which some layouts of the model fit and some do not."""
+
+
+def open_run(flags: str, gpus: int, memory: float = 80e9, model: str = MODEL) -> OpenRun:
+    cluster = known_hardware().cluster("a100-80gb", gpus, 4, None)
+    device = replace(cluster.device, memory=memory, constants={**cluster.device.constants, "context": 0.0})
+    parsed = parse_arguments(["--device", "cuda", *model.split(), *flags.split()], None)
+    return OpenRun.of(parsed.run, replace(cluster, device=device), parsed.explicit)
+
+
+def all_steps(asked: OpenRun) -> Iterator[tuple[Split, ClusterStep]]:
+    for split in asked.splits():
+        for settings, placement in product(asked.computed(split), asked.placed(split, {})):
+            run = asked.run_with({**settings, **placement})
+            if run is not None:
+                yield split, ClusterStep(run, asked.cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [80e9, TIGHT], ids=["roomy", "tight"])
+def test_the_search_equals_trying_everything(memory: float) -> None:
+    """On four devices, with sequence parallelism and the schedules of one chunk left out to keep the list short."""
+    asked = open_run("--virtual-stages 1 --pipeline-schedule 1f1b --no-sequence-parallel", 4, memory)
+    fastest, fitting, tried = dict[Split, float](), 0, 0
+    for split, step in all_steps(asked):
+        tried += 1
+        if step.fits:
+            fitting += 1
+            fastest[split] = min(step.seconds, fastest.get(split, float("inf")))
+    assert fitting == tried if memory == 80e9 else 0 < fitting < tried
+    search = LayoutSearch(asked, wanted=3)
+    steps = search.run().steps
+    expected = sorted(fastest.values())[:3]
+    assert [step.seconds for step in steps] == pytest.approx(expected, rel=2 * EQUAL)
+    assert all(step.fits for step in steps)
+    assert search.simulated < tried / 2, "bounds leave most out"
+
+
+LAYOUTS: tuple[Settings, ...] = (
+    {"tp": 1, "pp": 4, "pipeline_schedule": "1f1b", "zero_stage": 1},
+    {"tp": 2, "pp": 2, "pipeline_schedule": "interleaved", "virtual_stages": 3, "zero_stage": 2},
+    {"tp": 2, "pp": 4, "pipeline_schedule": "zb-h1", "zero_stage": 0, "sequence_parallel": True},
+    {"tp": 1, "pp": 2, "pipeline_schedule": "zb-v", "virtual_stages": 2, "zero_stage": 3},
+    {"tp": 4, "pp": 1, "zero_stage": 3, "recompute_granularity": "full"},
+    {"tp": 1, "pp": 4, "pipeline_schedule": "gpipe", "zero_stage": 1, "recompute_granularity": "selective"},
+    {"tp": 1, "pp": 1, "zero_stage": 2, "offload_optimizer": "cpu"},
+    {"tp": 1, "pp": 3, "zero_stage": 1, "late_update": True, "untie_embeddings_and_output_weights": True},
+)
+
+
+def step_of(settings: Settings, micro_batches: int = 26) -> ClusterStep:
+    asked = open_run("", 24 if settings["pp"] == 3 else 16)
+    split = settings["tp"] * settings["pp"]
+    batch = micro_batches * 2 * asked.cluster.gpus // split
+    run = asked.run_with({**settings, "micro_batch_size": 2, "global_batch_size": batch})
+    assert run is not None
+    return ClusterStep(run, asked.cluster)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")
+def test_bounds_hold(settings: Settings) -> None:
+    """No step is faster than the bound of its time, and none takes less memory than the bound of its memory."""
+    step = step_of(settings)
+    assert 0.4 * step.seconds < step.least_seconds <= step.seconds * (1 + 1e-9)
+    states, kept = least_states(step.run, step.axes), least_activations(step.run, step.axes, step.kind)
+    for stage, least in zip(step.alike, map(sum, zip(states, kept, strict=True)), strict=True):
+        assert 0.3 * step.taken(stage).device_bytes < least <= step.taken(stage).device_bytes
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")
+def test_a_short_step_says_how_long_the_whole_one_takes(settings: Settings) -> None:
+    step = step_of(settings)
+    assert step.micro_batches == 26
+    assert step.seconds == pytest.approx(step.simulated.step, rel=0.01)
+    assert step.seconds > 1.5 * step.short.step or step.axes.pp > 1
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")
+def test_the_first_of_equal_stages_holds_most(settings: Settings) -> None:
+    step = step_of(settings)
+    stages = equal_stages(step.run)
+    assert sorted(stage for alike in stages.values() for stage in alike) == [*range(step.axes.pp)]
+    for first, alike in stages.items():
+        assert all(step.taken(stage).device_bytes <= step.taken(first).device_bytes for stage in alike)
+
+
+@pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")
+def test_a_short_step_holds_as_much_as_the_whole_one(settings: Settings) -> None:
+    step = step_of(settings)
+    whole = stage_memories(StageLists(step.run, step.axes, nccl=True), "cuda")
+    for stage in step.alike:
+        assert step.taken(stage).device_bytes == whole[stage].fullest.nbytes
+
+
+def test_what_the_user_says_is_fixed() -> None:
+    asked = open_run("--tp 2 --zero-stage 3 --recompute-granularity full --micro-batch-size 3", 8)
+    steps = LayoutSearch(asked, wanted=2).run().steps
+    assert len(steps) == 2
+    for step in steps:
+        p, schedule = step.run.parallel, step.run.schedule
+        assert (p.tp, p.zero_stage, p.recompute_granularity, schedule.micro_batch_size) == (2, 3, "full", 3)
+
+
+def test_offload_is_for_what_does_not_fit_without() -> None:
+    small = open_run("--tp 1 --pp 1 --micro-batch-size 1", 1, 8e9)
+    whole = LayoutSearch(small, wanted=1).run().steps
+    assert whole and not whole[0].run.offload.offload_optimizer
+    away = LayoutSearch(open_run("--tp 1 --pp 1 --micro-batch-size 1", 1, 4.5e9), wanted=1).run().steps
+    assert away and away[0].run.offload.offload_optimizer and away[0].fits
+
+
+def test_splits_share_heads_and_ranks() -> None:
+    splits = open_run("", 12).splits()
+    assert {split.tp for split in splits} == {1, 2, 4}, "3 does not divide 8 heads, and a node has 4 devices"
+    assert all(split.tp * split.pp * split.dp == 12 and split.pp <= 8 for split in splits)
+    assert Split(2, 3, 2) in splits and Split(1, 12, 1) not in splits
