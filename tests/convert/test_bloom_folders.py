@@ -31,7 +31,7 @@ def values() -> Globals:
     return {column: {name: source.read(name, column) for name in source.entries} for column in EVERYTHING}
 
 
-def same(folder: Path, values: Globals, columns: tuple[str, ...] = EVERYTHING) -> list[str]:
+def same(folder: Path, values: Globals, columns: tuple[str, ...] = EVERYTHING, heads: int = 4) -> list[str]:
     """Every tensor is what it was; gives the notes."""
     assert recognise(folder) == "megatron-deepspeed"
     with open_megatron_deepspeed(folder) as source:
@@ -43,7 +43,7 @@ def same(folder: Path, values: Globals, columns: tuple[str, ...] = EVERYTHING) -
                     name,
                     column,
                 )
-        assert source.model.num_attention_heads == 4 and source.model.num_layers == len(values[WEIGHT]) // 12
+        assert source.model.num_attention_heads == heads and source.model.num_layers == len(values[WEIGHT]) // 12
         return source.report.apart + source.report.notes
 
 
@@ -74,6 +74,19 @@ def test_ranks_and_layers_are_counted_as_numbers(tmp_path: Path) -> None:
     for file in list(inside.iterdir()):
         file.rename(inside / file.name.replace("layer_0", "layer_").replace("mp_rank_0", "mp_rank_"))
     same(tmp_path, many)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [EVERYTHING, (WEIGHT,)], ids=["optimizer", "weights"])
+def test_tensor_parallel_ranks_are_counted_as_numbers(columns: tuple[str, ...], tmp_path: Path) -> None:
+    """Rank 10 comes after 9, also where no optimizer's files contradict."""
+    model = replace(MODEL, num_layers=1, hidden_size=22, num_attention_heads=11)
+    source = made(model, moments=True)
+    many = {column: {name: source.read(name, column) for name in source.entries} for column in columns}
+    inside = save_bloom(many, model, tmp_path, Layout(11, (1,), rows=132))
+    for file in list(inside.iterdir()):
+        file.rename(inside / file.name.replace("-model_0", "-model_").replace("mp_rank_0", "mp_rank_"))
+    same(tmp_path, many, columns, heads=11)
 
 
 def test_arguments_as_a_dictionary(tmp_path: Path, values: Globals) -> None:

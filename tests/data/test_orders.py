@@ -5,7 +5,7 @@ import pytest
 
 from megazero.data.blend import blend_index, normalise_weights, planned_samples, samples_to_build
 from megazero.data.indexed import DataError
-from megazero.data.orders import EpochPlan, build_orders, plan_epochs, split_bounds
+from megazero.data.orders import EpochPlan, build_orders, plan_epochs, sample_index, split_bounds
 
 
 def plain_sample_index(lengths, documents, seq_length, samples):
@@ -80,6 +80,14 @@ def test_both_ways_of_the_last_epoch_are_tried():
     assert plan_epochs(1000, 10, 99 + 78) == EpochPlan(2, 199, 99)
     assert plan_epochs(1000, 10, 99 + 79) == EpochPlan(2, 199, 199)
     assert plan_epochs(1000, 10, 0) == plan_epochs(1000, 10, None) == EpochPlan(1, 99, 99)
+
+
+def test_samples_behind_two_billion_tokens_are_found() -> None:
+    """Numbers of tokens are wider than the index."""
+    lengths, seq_length = np.array([1 << 30] * 4, dtype=np.int32), 1 << 28
+    index = sample_index(lengths, np.array([2, 0, 3, 1], dtype=np.int32), seq_length, 15)
+    assert index.dtype == np.int32
+    assert [place * (1 << 30) + offset for place, offset in index.tolist()] == [row * seq_length for row in range(16)]
 
 
 def test_a_boundary_is_offset_zero_of_the_next_document_and_empty_ones_are_passed():

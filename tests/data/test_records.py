@@ -79,6 +79,14 @@ def test_without_a_template_headings_part_question_and_answer(tmp_path: Path) ->
     assert second == ("### Instruction:\nAdd.\n\n### Response:\n", "4<|endoftext|>")
 
 
+def test_the_first_token_is_no_label_where_nothing_was_asked(tmp_path: Path) -> None:
+    """In a packed sample it follows the last token of another conversation."""
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "", "completion": "cd"}])
+    (conversation,) = _read(path, BYTES)
+    assert conversation.ids.tolist() == [*b"cd", 256]
+    assert conversation.loss_mask.tolist() == [False, True, True]
+
+
 WRONG = {
     "two shapes": (ALPACA | {"messages": []}, "either prompt and completion, or messages, or instruction and output"),
     "none": ({"question": "x"}, r"or conversations \(ShareGPT\); it holds question"),

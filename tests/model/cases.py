@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megazero.config.schema import ModelConfig
 from megazero.convert.stages import copy_box
+from megazero.data.loader import within_documents
 from megazero.model.batch import MicroBatch
 from megazero.model.layout import ModelLayout
 from megazero.model.stage import Stage, initialise, whole_model
@@ -54,7 +55,8 @@ PLAIN = replace(
     untie_embeddings_and_output_weights=True,
     attention_bias=False,
 )
-MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLAMA}
+GPT_DOCUMENTS = replace(GPT, document_mask=True, attention_dropout=0.0)
+MODELS = {"bloom": BLOOM, "documents": BLOOM_DOCUMENTS, "gpt": GPT, "llama": LLAMA, "gpt documents": GPT_DOCUMENTS}
 MODELS |= {"swiglu": SWIGLU_BIASES, "plain": PLAIN}
 
 
@@ -87,7 +89,9 @@ def load(stages: Stage | Iterable[Stage], weights: dict[str, Tensor]) -> None:
 def batch_of(
     model: ModelConfig, samples: int = 2, length: int = LENGTH, first: int = 40, masked: bool = True
 ) -> MicroBatch:
-    """Samples number `first`, ... with several predictions masked out, and documents where the model has them."""
+    """Samples number `first`, ... with several predictions masked out, and documents where the model has them; learned
+    positions are then those of a token in its document.
+    """
     generator = torch.Generator().manual_seed(first)
     assert model.vocab_size is not None
     ids = torch.randint(0, model.vocab_size, (samples, length + 1), generator=generator)
@@ -95,4 +99,7 @@ def batch_of(
     documents = (
         (torch.rand(samples, length, generator=generator) < 0.3).long().cumsum(1) if model.document_mask else None
     )
-    return MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(first, first + samples), documents)
+    positions = None
+    if documents is not None and model.position_embedding == "learned":
+        positions = torch.from_numpy(within_documents(documents.numpy()))
+    return MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(first, first + samples), documents, positions)

@@ -30,6 +30,7 @@ class Layout:
     recompute_num_layers: int = 1
     samples: int = 2
     length: int = 12
+    shared: bool = False
 
 
 def loss_and_gradients(layout: Layout, weights: dict[str, Tensor], tp: object) -> tuple[Tensor, list[Piece]]:
@@ -38,6 +39,7 @@ def loss_and_gradients(layout: Layout, weights: dict[str, Tensor], tp: object) -
         tp,  # type: ignore[arg-type]
         sequence_parallel=layout.sequence_parallel,
         recompute=every_kth(layout.model.num_layers, layout.recompute, layout.recompute_num_layers),
+        shard_recompute_inputs=layout.shared,
         label_smoothing=0.1,
         z_loss=1e-3,
     )
@@ -66,6 +68,8 @@ LAYOUTS = {
 } | {
     "one sample": Layout(MODELS["bloom"], True, "none", samples=1),
     "one token": Layout(MODELS["gpt"], False, "full", samples=1, length=1),
+    "shared inputs": Layout(MODELS["llama"], False, "full", shared=True),
+    "shared inputs that do not divide": Layout(MODELS["bloom"], False, "full", samples=1, length=11, shared=True),
 }
 
 

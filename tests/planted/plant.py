@@ -10,35 +10,50 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.planted.faults import Fault
+from tests.planted.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path("fused_ops/_kernels")
 OPTIONS = ("--depth", "test")
 """With the repository's seed, as in `make test`."""
 SECONDS = 600
-"""The longest that one run of pytest may take. A fault may make ranks wait for each other."""
+"""The longest that the tests of one fault may take. A fault may make ranks wait for each other."""
+SOUND_SECONDS = 3600
+"""The longest that all named tests together may take without a fault."""
 OF_THE_PROGRAM = re.compile("/checkout/(megazero|fused_ops)/")
 FRAME = re.compile(r'^ *File "(.+?)", line \d+', re.MULTILINE)
+OF_A_TEST = re.compile(r"^(\w+\.)*(AssertionError|Failed|GradcheckError)\b", re.MULTILINE)
+"""What a test's assertion raises: its own, that of `pytest.raises`, or that of torch's comparison with differences."""
+REFUSED = re.compile(r"^(megazero\.program\.\w+\.)?(ProgramError|IllegalMove): ", re.MULTILINE)
+"""What the checker of a step's list raises."""
+
+
+class Judge(StrEnum):
+    """What has caught a fault: the test itself, or the checker of a step's list, which the test has called."""
+
+    TEST = "test"
+    CHECKER = "checker"
 
 
 class Verdict(NamedTuple):
     """What the tests say.
 
     passed   all of them ran and none failed
-    caught   a test failed, and by an assertion of its own
+    judge    what has caught the fault: a test failed by an assertion of its own, or because the checker refused a list;
+             None: neither
     seconds  processor time
     output   of pytest
     """
 
     passed: bool
-    caught: bool
+    judge: Judge | None
     seconds: float
     output: str
 
@@ -75,8 +90,12 @@ class Copy:
         path.write_text(text)
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def test(self, tests: Sequence[str]) -> Verdict:
-        """Run these tests in the copy until one fails."""
+    def sound(self, tests: Iterable[str]) -> Verdict:
+        """Run these tests, each once, in the copy without a fault."""
+        return self.test(list(dict.fromkeys(tests)), SOUND_SECONDS)
+
+    def test(self, tests: Sequence[str], seconds: int = SECONDS) -> Verdict:
+        """Run these tests in the copy until one fails. seconds: the longest that they may take together."""
         self.report.unlink(missing_ok=True)
         words = [
             sys.executable,
@@ -95,11 +114,11 @@ class Copy:
             name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))
         }
         before = _child_seconds()
-        status, output = _run(words, self.folder, environment)
-        seconds = _child_seconds() - before
+        status, output = _run(words, self.folder, environment, seconds)
+        used = _child_seconds() - before
         failures, errors = _reported(self.report)
-        caught = status == 1 and not errors and any(map(is_of_a_test, failures))
-        return Verdict(status == 0, caught, seconds, output)
+        judges = list(filter(None, map(judge_of, failures))) if status == 1 and not errors else []
+        return Verdict(status == 0, judges[0] if judges else None, used, output)
 
 
 def faulty(sound: str, fault: Fault) -> str:
@@ -109,17 +128,21 @@ def faulty(sound: str, fault: Fault) -> str:
     return sound.replace(fault.line, fault.planted)
 
 
-def is_of_a_test(failure: str) -> bool:
-    """Whether a test's assertion has failed, in its own process or on a rank, and not one of the program's.
+def judge_of(failure: str) -> Judge | None:
+    """Whose failure it is: that of a test's assertion, in its own process or on a rank, or of the checker; None: of
+    anything else, such as an assertion of the program.
 
     failure: the traceback. That of a rank comes last.
     """
+    if REFUSED.search(failure):
+        return Judge.CHECKER
     frames = FRAME.findall(failure)
     raised_by_the_program = bool(frames) and OF_THE_PROGRAM.search(frames[-1]) is not None
-    return "AssertionError" in failure[failure.rfind("Traceback") :] and not raised_by_the_program
+    asserted = OF_A_TEST.search(failure[failure.rfind("Traceback") :]) is not None
+    return Judge.TEST if asserted and not raised_by_the_program else None
 
 
-def _run(words: Sequence[str], folder: Path, environment: dict[str, str]) -> tuple[int | None, str]:
+def _run(words: Sequence[str], folder: Path, environment: dict[str, str], seconds: int) -> tuple[int | None, str]:
     """(exit status, output) of a program; no status if it had to be ended with all that it has started."""
     with subprocess.Popen(
         words,
@@ -131,7 +154,7 @@ def _run(words: Sequence[str], folder: Path, environment: dict[str, str]) -> tup
         start_new_session=True,
     ) as program:
         try:
-            output, _ = program.communicate(timeout=SECONDS)
+            output, _ = program.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
             output, _ = program.communicate()

@@ -76,6 +76,14 @@ def test_mfu_where_the_peak_is_known(tmp_path: Path) -> None:
     assert lines(tmp_path / "m")[0]["mfu"] == pytest.approx(8 * 2e9 / 0.5 / 4 / 1e12)
 
 
+def test_what_is_computed_again_is_the_hardwares_work_alone(tmp_path: Path) -> None:
+    log = log_to(tmp_path / "m", Rates(2e9, 128, 4, peak_flops=1e12, recomputed_per_sample=1e9))
+    log.step(step(1))
+    (line,) = lines(tmp_path / "m")
+    assert line["mfu"] == pytest.approx(8 * 2e9 / 0.5 / 4 / 1e12)
+    assert line["hardware_tflops_per_rank"] == pytest.approx(8 * 3e9 / 0.5 / 4 / 1e12)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_numbers_are_null(tmp_path: Path, value: float) -> None:
     log = log_to(tmp_path / "m")

@@ -53,6 +53,26 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in timed} for line in lines]
 
 
+def test_each_evaluation_is_the_mean_over_the_tokens_that_count_of_the_same_samples(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Predictions at a separator do not count, so that batches have different numbers of tokens that do."""
+    words = [*FLAGS, *data_flags(corpus, tmp_path / "cache"), "--eval-iters", "2", "--lr", "0"]
+    job, _ = job_on_rank(0, 1, [*words, "--eod-mask-loss", "--eod-id", "0"])
+    trainer, loader = job.trainer, job.trainer.batches.valid["valid_loss"]
+    batches = [loader.micro_batches(first, 4) for first in (0, 4)]
+    counts = [
+        sum(int(batch.loss_mask.sum()) for batch in of_step if batch.loss_mask is not None) for of_step in batches
+    ]
+    losses = [float(trainer.engine.evaluate(of_step)) for of_step in batches]
+    assert counts[0] != counts[1], "else a mean of means is the mean"
+    assert trainer.evaluate()["valid_loss"] == pytest.approx(sum(losses) / sum(counts), rel=1e-13)
+    before = trainer.evaluate()
+    job.fit()
+    assert trainer.evaluate() == before, "with a learning rate of 0 the weights are those of before"
+    job.close()
+
+
 def test_a_run_without_data_to_evaluate_on_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     talks = tmp_path / "talks.jsonl"
     talks.write_text('{"prompt": "ab", "completion": "cd"}\n' * 50)

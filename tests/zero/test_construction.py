@@ -50,6 +50,20 @@ def test_building_with_sharded_parameters_takes_the_shards_alone(rank, precision
     assert taken.peak <= held + CONSTANT
 
 
+def test_master_weights_are_not_those_of_16_bits():
+    """They are drawn as those of a run in fp32, and only the parameters are rounded."""
+    words = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 300 --precision"
+    weights = {}
+    for precision in ("fp32", "bf16"):
+        run = parse_run([*words.split(), precision], 1)
+        grid = single_process_grid()
+        state = ModelState(build_stages(run, grid, allocate=False), grid, run.optimizer, run.parallel)
+        initialise_state(state, 7)
+        weights[precision] = torch.cat([state.weights.held(index) for index in range(len(state.buckets))])
+    assert torch.equal(weights["bf16"], weights["fp32"])
+    assert not torch.equal(weights["bf16"], weights["bf16"].bfloat16().float())
+
+
 @pytest.mark.slow
 def test_state_on_disks_is_initialised_part_by_part(tmp_path):
     """Its embedding alone, in fp32, is larger than the bound leaves room for."""

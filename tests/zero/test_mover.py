@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import current_thread
 
@@ -63,6 +64,30 @@ def test_the_program_goes_on_while_parameters_are_updated_and_loaded(corpus: Pat
     model.actions.ready([1])
     assert waiting[0].startswith("to-device") and 1 not in model.mover._updated
     model.actions.by_kind[kinds.RELEASE](Instruction(kinds.RELEASE, buckets=(1,)))
+    job.close()
+
+
+def test_a_sum_is_stored_over_the_one_before_when_its_update_has_read_that(corpus: Path, tmp_path: Path) -> None:
+    """The lane that copies gradients to the host waits for the updates of the step before, not the program. With one
+    micro-batch nothing passes through slots, whose last parts are waited for as well.
+    """
+    words = "--offload-gradients cpu --offload-optimizer cpu --global-batch-size 1"
+    job, _ = job_on_rank(0, 1, flags_of(words, corpus, tmp_path))
+    mover, waiting = job.state.model.mover, list[str]()
+    updating = mover.updating
+
+    def watched(i: Instruction, changed: Callable[[], bool]) -> None:
+        def named() -> bool:
+            waiting.append(current_thread().name)
+            return changed()
+
+        updating(i, named)
+
+    mover.updating = watched  # type: ignore[method-assign]
+    job.trainer.train_step(stop=False)
+    assert not any(name.startswith("to-host") for name in waiting)
+    job.trainer.train_step(stop=False)
+    assert any(name.startswith("to-host") for name in waiting)
     job.close()
 
 

@@ -49,12 +49,15 @@ def test_an_overflow_is_skipped_everywhere_and_nothing_of_it_is_kept(corpus: Pat
 
 
 def test_the_start_of_a_step_rescales_what_is_kept(corpus: Path, tmp_path: Path) -> None:
-    """Two good steps around one at which the loss scale grows: what is kept grows with it."""
+    """Two good steps around one at which the loss scale grows: what is kept grows with it. The step behind them, whose
+    factor is 1, has what is kept divided by the factor of the last one, which is twice as large with twice the scale.
+    """
     words = f"--zero-stage 1 --precision fp16 --initial-loss-scale 64 {ALL} --train-iters 3"
     steady = run_ranks(2, overflowing, flags(f"{words} --loss-scale-window 100", corpus, tmp_path))
     grown = run_ranks(2, overflowing, flags(f"{words} --loss-scale-window 2", corpus, tmp_path))
-    for (skipped, _, small, _), (_, _, large, _) in zip(steady, grown, strict=True):
+    for (skipped, _, small, of_small), (_, _, large, of_large) in zip(steady, grown, strict=True):
         assert not any(skipped) and large == pytest.approx(2 * small, rel=0.02)
+        assert large / of_large == pytest.approx(2 * small / of_small, rel=1e-5)
 
 
 def own_weights(rank: int, words: list[str]) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -1,0 +1,1 @@
+"""The faults that are planted, a table for each part of the house."""
