@@ -56,6 +56,14 @@ def test_steps_of_bloom() -> None:
 
 
 @pytest.mark.slow
+def test_steps_of_published_runs() -> None:
+    # that of 1.7 billion parameters is not explained: docs/numbers/plan.md
+    seen = published(lambda row: not row.row["source"].startswith("bigscience") and row.row["model"] != "1.7B")
+    assert len(seen) == 11
+    assert max(abs(each.error) for each in seen) < 0.1
+
+
+@pytest.mark.slow
 def test_all_steps_on_one_node() -> None:
     seen = unseen(ONE_NODE, 1)
     assert len(seen) == 432 and mean_error(seen) <= 0.06
@@ -71,5 +79,5 @@ def test_all_steps_on_many_nodes() -> None:
 
 @pytest.mark.slow
 def test_chosen_layouts_are_near_the_best() -> None:
-    lost = chosen(unseen(ONE_NODE, 1))
-    assert len(lost) == 24 and sum(each <= 0.03 for each in lost) >= 0.95 * len(lost)
+    lost = chosen([*unseen(ONE_NODE, 1), *unseen(MANY_NODES, 1)])
+    assert len(lost) == 28 and sum(each <= 0.03 for each in lost) >= 0.95 * len(lost)
