@@ -57,7 +57,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "latency": (5e-6, 2e-4),
         "inside": (0.5, 0.8),
         "between": (0.4, 1.0),
-        "strided": (0.12, 1.0),
+        "strided": (0.13, 1.0),
         "blocking": (0.45, 1.0),
         "update": (28.0, 28.01),
     }

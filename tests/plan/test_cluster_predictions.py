@@ -26,7 +26,7 @@ from tests.reference import REFERENCE, needs_reference
 
 SEED = 1
 """Of the half that the constants in the file of hardware were fitted to."""
-pytestmark = needs_reference
+pytestmark = [needs_reference, pytest.mark.slow]
 
 
 @cache
@@ -55,7 +55,13 @@ def test_steps_of_bloom() -> None:
     assert all(abs(each.error) < 0.05 for each in seen if each.row.row["model"].endswith(("a112", "a128")))
 
 
-@pytest.mark.slow
+def test_steps_of_published_runs() -> None:
+    # that of 1.7 billion parameters is not explained: docs/numbers/plan.md
+    seen = published(lambda row: not row.row["source"].startswith("bigscience") and row.row["model"] != "1.7B")
+    assert len(seen) == 11
+    assert max(abs(each.error) for each in seen) < 0.1
+
+
 def test_all_steps_on_one_node() -> None:
     seen = unseen(ONE_NODE, 1)
     assert len(seen) == 432 and mean_error(seen) <= 0.06
@@ -63,13 +69,11 @@ def test_all_steps_on_one_node() -> None:
         assert rank_correlation([each for each in seen if each.row.model == model]) >= 0.97, model
 
 
-@pytest.mark.slow
 def test_all_steps_on_many_nodes() -> None:
     seen = unseen(MANY_NODES, 1)
     assert len(seen) == 27 and mean_error(seen) <= 0.1
 
 
-@pytest.mark.slow
 def test_chosen_layouts_are_near_the_best() -> None:
-    lost = chosen(unseen(ONE_NODE, 1))
-    assert len(lost) == 24 and sum(each <= 0.03 for each in lost) >= 0.95 * len(lost)
+    lost = chosen([*unseen(ONE_NODE, 1), *unseen(MANY_NODES, 1)])
+    assert len(lost) == 28 and sum(each <= 0.03 for each in lost) >= 0.95 * len(lost)

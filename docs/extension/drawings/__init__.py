@@ -10,6 +10,7 @@ from docs.extension.drawings.buckets import buckets
 from docs.extension.drawings.curves import learning_rates, loss
 from docs.extension.drawings.grid import grid
 from docs.extension.drawings.house import house
+from docs.extension.drawings.plan import plan
 from docs.extension.drawings.samples import packing, windows
 from docs.extension.drawings.schedule import schedule, schedules
 from docs.extension.drawings.shards import boxes, files
@@ -32,6 +33,7 @@ DRAWINGS: Mapping[str, Callable[..., str]] = MappingProxyType(
         "windows": windows,
         "learning-rates": learning_rates,
         "loss": loss,
+        "plan": plan,
     }
 )
 
