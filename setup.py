@@ -75,7 +75,10 @@ class BuildKernels(build_ext):
 
 setup(
     packages=find_packages(include=["megazero", "megazero.*", "fused_ops", "fused_ops.*"]),
-    package_data={"fused_ops": ["csrc/*/*.cpp", "csrc/*/*.cu", "csrc/*/*.h"], "megazero": ["plan/cluster/*.yaml"]},
+    package_data={
+        "fused_ops": ["csrc/*/*.cpp", "csrc/*/*.cu", "csrc/*/*.h"],
+        "megazero": ["plan/cluster/*.yaml", "report/page/static/*"],
+    },
     py_modules=["pretrain_gpt"],
     # Named so that the wheel carries a platform; the sources are compiled by ninja, above.
     ext_modules=[Extension("fused_ops._kernels", sources=[])],

@@ -39,6 +39,7 @@ python tools/generate_text.py --load "$run/hf" --prompt "def __init__(self" --ma
 
 echo
 echo "This log:  $run/log.txt"
+echo "The curves, for a browser: $(python tools/report.py "$run")"
 echo "The model: $run/hf (transformers opens it: AutoModelForCausalLM.from_pretrained)"
 echo "Resume on any layout, for example 2 ranks with tp 1 and pp 2, and train on:"
 echo "  torchrun --nproc-per-node 2 pretrain_gpt.py --config $run/checkpoints/run.yaml \\"

@@ -18,6 +18,7 @@ MAY_BE_MISSING = {
     r"no history of commits": "a whole clone, as of a package of the sources",
     r"no reference data at": "other programs' data, which lie beside the checkout",
     r"no io_uring": "a kernel that lets programs use it",
+    r"no browser is installed": "Chromium, which needs root; .ci/run installs it, and names it so that no test skips",
     r"there is no fio": "fio, which measures a disk without megazero",
     r"this processor has no": "instructions of another processor",
     r"could not import 'bitsandbytes": "bitsandbytes, 40 MB for two tests",

@@ -275,6 +275,31 @@ def test_the_pretraining_script_is_a_valid_run_of_four_ranks(tmp_path: Path) -> 
     tools = [line.removeprefix("tool ") for line in done.stdout.splitlines() if line.startswith("tool ")]
     assert tools[0] == "tools/convert_checkpoint.py" and tools[tools.index("--to") + 1] == "hf" and "--verify" in tools
     assert "tools/generate_text.py" in tools and tools[tools.index("--load") + 1] == f"{tmp_path}/run/hf"
+    told = [line for line in done.stdout.splitlines() if line.startswith("The curves")]
+    assert told == ["The curves, for a browser: tool tools/report.py"] and tools[-1] == f"{tmp_path}/run"
+
+
+@pytest.mark.parametrize("user", ["0", "1000"], ids=["root", "user"])
+@pytest.mark.parametrize("there", [True, False], ids=["installed", "missing"])
+def test_continuous_integration_names_the_browser_that_it_has(tmp_path: Path, there: bool, user: str) -> None:
+    """Root gets one installed, and others need none. Stand-ins for all that it calls."""
+    browser = tmp_path / "chromium"
+    for name in ("bash", "dirname", "touch", "chmod"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    scripts = {
+        "id": f"echo {user}",
+        "make": 'echo "make $*: ${MEGAZERO_BROWSER-none}"',
+        "apt-get": f'echo "apt-get $1" >&2; [ "$1" = update ] || {{ touch {browser}; chmod +x {browser}; }}',
+    } | ({"chromium": "exit"} if there else {})
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!{tmp_path}/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [str(tmp_path / "bash"), str(ROOT / ".ci/run")]
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    installs = user == "0" and not there
+    assert done.stderr == "apt-get update\napt-get install\n" * installs
+    assert done.stdout == f"make test: {browser if there or installs else 'none'}\n"
 
 
 def test_linting_and_the_program_install_no_other_trainers() -> None:

@@ -39,6 +39,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = MappingProxyType(
         "generate": Subcommand("tools/generate_text.py", "text from a trained model"),
         "evaluate": Subcommand("tools/evaluate.py", "loss and perplexity of a model on documents"),
         "harness": Subcommand("python -m megazero.harness", "a model in the LM Evaluation Harness"),
+        "report": Subcommand("tools/report.py", "a run on one page of HTML, or several runs beside each other"),
         "plan": Subcommand("tools/plan.py", "the best layouts of a run on a cluster, and what they take"),
         "plan-schedule": Subcommand("tools/show_schedule.py", "learning rate and batch at any iteration"),
         "draw-schedule": Subcommand("tools/draw_schedule.py", "a pipeline schedule and its bubble"),

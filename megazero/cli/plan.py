@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from megazero.cli.exit_status import status_of
 from megazero.cli.parser import Parser, command_parser, given_path
 from megazero.config.source import ConfigError
 from megazero.system.status import FAILED, MISTAKEN
@@ -29,7 +30,9 @@ fixes what it says. Status 0: something fits. 1: nothing does, and the message s
 EXAMPLES = (
     "megazero plan --preset bloom-176b --gpus 384 --gpu a100-80gb",
     "megazero plan --preset llama3-70b --gpus 64 --gpu h100 --tp 8 --seq-length 8192 --json",
+    "megazero plan --preset bloom-7b1 --gpus 8 --gpu a100-40gb --report plan.html",
     "python tools/plan.py --preset bloom-7b1 --gpus 8 --gpu a100-40gb --emit-flags",
+    "megazero plan --predict measured.csv --json",
 )
 
 
@@ -44,7 +47,10 @@ def arguments() -> Parser:
     add("--hardware", metavar="FILE.yaml", help="more devices and links, as --calibrate writes them")
     add("--tokens", type=float, metavar="N", help="tokens of the whole training (default: of the run's length)")
     add("--price", type=float, metavar="X", help="price of a device and hour")
+    add("--predict", type=given_path, metavar="FILE.csv", help="predict each row of a table of runs, a JSON line each")
     add("--json", action="store_true", help="print JSON")
+    add("--report", type=given_path, metavar="FILE.html", help="write a page with the search, the memory and the step")
+    add("--measured", type=given_path, metavar="FILE", help="with --report: metrics of a run of the first layout")
     add(
         "--emit-flags",
         nargs="?",
@@ -57,6 +63,8 @@ def arguments() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     args, run_flags = arguments().parse_known_args(argv)
+    if args.predict is not None:
+        return status_of(lambda: _predict(args, run_flags), (ConfigError, OSError, UnicodeDecodeError))
     try:
         asked = asked_of(args, run_flags)
     except ConfigError as error:
@@ -73,23 +81,34 @@ class PlanRequest(NamedTuple):
     ramp: tuple[int, ...] | None
 
 
+def _predict(args: Namespace, run_flags: Sequence[str]) -> None:
+    from megazero.plan.cluster.hardware import known_hardware
+    from megazero.plan.cluster.predict import predictions
+
+    if run_flags:
+        raise ConfigError([f"{' '.join(run_flags)}: --predict takes runs from its table alone"])
+    for prediction in predictions(args.predict, known_hardware(args.hardware)):
+        print(json.dumps(prediction), flush=True)
+
+
 def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     """What a command line asks. Raises ConfigError with everything that is wrong."""
-    from megazero.plan.cluster.candidates import OpenRun
-    from megazero.report.plan_text import Costs
+    from megazero.config.flags import read_command_line
 
     problems, cluster, parsed = list[str](), None, None
     try:
         cluster = _cluster(args)
     except ConfigError as error:
         problems += error.problems
+    for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
+        if value is not None and not 0 < value < float("inf"):
+            problems.append(f"{flag} {value:g}: must be more than 0")
+    if mistakes := read_command_line(run_flags).source.problems:  # said before anything imports torch
+        raise ConfigError([*problems, *mistakes])
     try:
         parsed = _parsed(run_flags, "cuda" if cluster is None else cluster.device.kind)
     except ConfigError as error:
         problems += error.problems
-    for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
-        if value is not None and not 0 < value < float("inf"):
-            problems.append(f"{flag} {value:g}: must be more than 0")
     if parsed is not None:
         if parsed.run.model.vocab_size is None:
             problems.append("--vocab-size: is missing; a plan reads no tokenizer")
@@ -101,6 +120,9 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
             problems.append(f"--precision {precision}: {cluster.device.name} computes in {known}")
     if problems or parsed is None or cluster is None:
         raise ConfigError(problems)
+    from megazero.plan.cluster.candidates import OpenRun
+    from megazero.report.plan_text import Costs
+
     costs = Costs(_tokens(args, parsed), args.price)
     return PlanRequest(OpenRun.of(parsed.run, cluster, parsed.explicit), costs, parsed.run.schedule.rampup_batch_size)
 
@@ -141,6 +163,8 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
         return _refuse(args, asked.run, layouts)
     best = layouts.steps[0]
     ramp = ramp_flags(best, asked.ramp)
+    if args.report is not None:
+        _write_page(args, asked, layouts)
     if args.emit_flags == "-":
         print(" ".join([*run_flags, *layout_flags(best).split(), *ramp.split()]))
     elif args.emit_flags is not None:
@@ -155,6 +179,19 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
         if ramp:
             print(f"\nIts replicas do not share the sizes of the ramp; nearest: {ramp}")
     return 0
+
+
+def _write_page(args: Namespace, asked: PlanRequest, layouts: BestLayouts) -> None:
+    """Write the page of --report, and name it on standard error, beside whatever is printed."""
+    from uuid import uuid4
+
+    from megazero.report.plan_report import plan_html
+    from megazero.system.durable import replace_file
+
+    page = plan_html(layouts, asked.costs, args.measured)
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(args.report, page.encode(), uuid4().hex)
+    print(args.report, file=sys.stderr)
 
 
 def _refuse(args: Namespace, asked: OpenRun, layouts: BestLayouts) -> int:

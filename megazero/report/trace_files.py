@@ -91,7 +91,7 @@ def trace_events(process: int, rank: str, step: TimedStep) -> Iterator[dict[str,
 
     yield named("process_name", 0, name=rank)
     yield named("process_sort_index", 0, sort_index=process)
-    rows = [(lane, row) for lane, spans in step.lanes.items() for row in _rows(spans)]
+    rows = [(lane, row) for lane, spans in step.lanes.items() for row in rows_without_overlap(spans)]
     for thread, (lane, row) in enumerate(rows, 1):
         yield named("thread_name", thread, name=LANES[lane])
         yield named("thread_sort_index", thread, sort_index=thread)
@@ -111,7 +111,7 @@ def trace_events(process: int, rank: str, step: TimedStep) -> Iterator[dict[str,
             before = nbytes
 
 
-def _rows(spans: Sequence[Span]) -> list[list[Span]]:
+def rows_without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans of a lane in rows in which none overlaps another: messages to and from two stages are on one lane."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.start):

@@ -51,6 +51,7 @@ SHRUNK: Mapping[str, str] = {
     r"megazero pretrain --ranks 4 ": f"{TINY} {DATA} {STEPS}",
     r"megazero pretrain --ranks 2 --data-path .* --save runs/(mine|calmer) ": f"{TINY} {STEPS} {FOUR}",
     r"megazero pretrain --train-iters 20 --metrics-file": f"{TINY} {DATA} {STEPS}",
+    r"megazero pretrain --train-iters 20 --save runs/watched": f"{TINY} {DATA} {STEPS}",
     r"torchrun .* --init-from models/gpt2 ": STEPS,
     r"torchrun .* --instruction-data ": f"{STEPS} --seq-length 64",
     r"torchrun .* --(offload-optimizer|placement) ": f"{TINY} {STEPS}",

@@ -14,7 +14,7 @@ DOTTED = re.compile(rf"`((?:megazero\.|fused_ops\.|(?:{'|'.join(ROOMS)})\.)[\w.]
 """`mpu.exchange`, `zero.layout.pack`, `megazero.pretrain(run, ...)`: modules, then a name that stands there."""
 CLASS = re.compile(r"`((?:[A-Z][a-z0-9]+){2,}(?:\.\w+)*)`")
 """`ChunkMap`, `SimulationReport.own_bubble`."""
-THEIRS = {"SignalException", "TorchTrainer", "ShardedTensor", "config.json", "model.chat", "model.gguf"}
+THEIRS = {"SignalException", "TorchTrainer", "ShardedTensor", "config.json", "model.chat", "model.gguf", "report.html"}
 THEIRS |= {"megazero.lr_decay_styles", "megazero.sinks"}
 """Names of other programs, of a page's own, and of groups of entry points."""
 

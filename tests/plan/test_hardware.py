@@ -52,7 +52,10 @@ def test_a_cluster_of_nodes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a100", 8, None, None), r"--gpu a100: there is no such GPU; did you mean a100-40gb or a100-80gb\?"),
+        (
+            ("a100", 8, None, None),
+            r"--gpu a100: there is no such GPU; did you mean a100-40gb or a100-80gb or a100-80gb-nv4\?",
+        ),
         (("h100", 0, None, None), r"--gpus 0: must be at least 1"),
         (("h100", 16, 0, None), r"--nodes-of 0: must be at least 1"),
         (("h100", 12, 8, None), r"--gpus 12 on nodes of 8 \(--nodes-of\): the last node would not be full"),

@@ -135,3 +135,26 @@ def test_messages_of_a_tied_embedding_in_another_order_are_found():
     with pytest.raises(ProgramError, match=r"the ranks of a group have different orders") as error:
         simulate([lists[0], other], uniform_times(2), [shape, shape])
     assert error.value.instruction is not None and error.value.instruction.op is Op.REDUCE
+
+
+def test_without_overlap_a_rank_waits_for_each_of_its_messages():
+    """As in `test_reductions_travel_while_backward_goes_on`, but the first all-reduce ends before the other unit's
+    backward begins: that one takes 2 behind 8.
+    """
+    report = run(0, replace(TIMES, waits=True))
+    assert ends(report, Op.REDUCE) == [8.0, 14.0] and report.makespan == 10.0
+    assert report.ends == (14.0,), "the step ends with its last message"
+    staged = replace(uniform_times(2, 1.0, 2.0, 0.5), per_byte={Lane.SHARDS: 0.01})
+    shapes = [two_stages(stage) for stage in range(2)]
+    lists = [
+        training_step(each, shape, StepOptions(False))
+        for each, shape in zip(make_schedule("1f1b", 2, 4), shapes, strict=True)
+    ]
+    waiting, free = (simulate(lists, replace(staged, waits=waits), shapes).step for waits in (True, False))
+    assert waiting > free
+
+
+def two_stages(stage: int) -> RankShape:
+    """A chunk of one unit with a bucket of 200 bytes of gradients, which two ranks hold."""
+    bucket = BucketShape(0, 100, 200, True, False, False, False, 2, 1)
+    return RankShape(((UnitShape((0,), (0,), (0,)),),), (bucket,))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megazero.config.derive import gathers_parameters
+from megazero.config.inventory import parameters
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.schedule import ChunkMap
@@ -29,8 +30,8 @@ from megazero.program.times import ChunkTimes
 
 FILLINGS = 2
 """So often the micro-batches of a short step fill the pipeline, at least."""
-STEPS_OF_LATE = 3
-"""Steps that are simulated where one leaves updates to the next."""
+STEPS = 2
+"""Steps that are simulated: the time of the last one counts, which follows another."""
 
 
 @dataclass(frozen=True)
@@ -196,20 +197,20 @@ class ClusterStep:
 
     @cached_property
     def simulated(self) -> SimulationReport:
-        """All stages through their whole lists."""
-        return self._simulated(self._lists_of(self.micro_batches))
+        """All stages through their whole lists once."""
+        return self._simulated(self._lists_of(self.micro_batches), 1)
 
-    def _simulated(self, lists: StageLists) -> SimulationReport:
+    def _simulated(self, lists: StageLists, steps: int) -> SimulationReport:
         stages = [lists.of(stage) for stage in range(self.axes.pp)]
-        border = stages[0].border
-        steps = STEPS_OF_LATE if border.leaves else 1
-        shapes = [stage.shape for stage in stages]
+        shapes, border = [stage.shape for stage in stages], stages[0].border
         return simulate([stage.instructions for stage in stages], self.times, shapes, border=border, steps=steps)
 
     @cached_property
     def short(self) -> SimulationReport:
-        """The simulation of a short step, or of the whole one if it has no more micro-batches."""
-        return self._simulated(self._lists)
+        """The simulation of short steps, or of whole ones if these have no more micro-batches. The last of them begins
+        with what the one before has left: gathers of updated parameters.
+        """
+        return self._simulated(self._lists, STEPS)
 
     @property
     def short_seconds(self) -> float:
@@ -227,7 +228,8 @@ class ClusterStep:
         """
         if not self._repeated:
             return self.short.step
-        once = self.short.step - self._simulated(self._lists_of(self._few - self.axes.pp)).step
+        fewer = self._simulated(self._lists_of(self._few - self.axes.pp), 1)
+        once = self.short.ends[0] - fewer.ends[0]
         return self.short.step + self._repeated * once
 
     @property
@@ -287,5 +289,7 @@ def least_messages(run: Run, axes: Axes, times: ChunkTimes) -> float:
     inside, units = traffic.inside, run.model.num_layers / axes.pp
     if gathers_parameters(run):
         inside *= max(0.0, 1 - TURNS / (2 * units))
-    share = trained_parameters(run) / (axes.tp * axes.pp)
+    if run.parallel.virtual_stages > 1:  # a chunk computes as many micro-batches in a row as there are stages
+        inside /= axes.pp
+    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
     return share * (inside * times.per_byte[Lane.SHARDS] + traffic.across * times.per_byte[Lane.ACROSS])

@@ -34,7 +34,7 @@ class Link:
     latency: float
 
 
-@dataclass(frozen=True, eq=False)  # tables are no keys, and a device is a key of caches
+@dataclass(frozen=True)
 class Device:
     """One GPU, or one rank's share of a CPU.
 
@@ -64,6 +64,10 @@ class Device:
     watts: float
     interconnect: str
     constants: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __hash__(self) -> int:
+        """Of a key of caches, though its tables are none."""
+        return hash((self.name, *self.constants.values()))
 
 
 @dataclass(frozen=True)

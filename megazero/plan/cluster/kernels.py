@@ -66,7 +66,7 @@ class Constants:
     launch      seconds of the host for each kernel
     hiding      p above: how well the host's work and the device's hide each other
     straggling  by how much the host's work takes longer for each doubling of tp, whose ranks wait for the slowest
-    latency     seconds of a collective inside a node for each doubling of its ranks, beside its bytes
+    latency     seconds of a collective for each doubling of its ranks, beside its bytes: its ranks wait for the slowest
     inside      share of `Device.inside` that collectives reach
     between     share of the links between nodes that messages reach
     strided     share of that which groups reach together that have several ranks on a node, but not neighbours

@@ -29,12 +29,14 @@ SPLIT = frozenset({"zb-h1", "zb-v"})
 
 
 def least_states(run: Run, axes: Axes) -> list[int]:
-    """By the first of equal stages, the bytes of its model state on the device, at least."""
-    width = state_width(run, axes.shard_size, axes.dp * axes.cp).device / axes.tp
+    """By the first of equal stages, the bytes of its model state on the device, at least, while it computes: of what is
+    sharded a block is whole at a time.
+    """
+    width = state_width(run, axes.shard_size, axes.dp * axes.cp)
     counts = parameters_per_layer(run.model)
-    return [
-        int(sum(_elements(counts, spec) for spec in specs_of_stage(run, stage)) * width) for stage in equal_stages(run)
-    ]
+    whole = min(counts.blocks, default=0) * width.whole
+    stages = (specs_of_stage(run, stage) for stage in equal_stages(run))
+    return [int((sum(_elements(counts, spec) for spec in specs) * width.device + whole) / axes.tp) for specs in stages]
 
 
 def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
@@ -119,10 +121,16 @@ def _elements(counts: LayerCounts, spec: StageSpec) -> int:
 
 
 class StateWidth(NamedTuple):
-    """Bytes of model state for each parameter of a rank, at least."""
+    """Bytes of model state for each parameter of a rank, at least.
+
+    device  on the device
+    away    in host memory
+    whole   more of a block on the device while it computes its backward, where a rank else has a shard of it
+    """
 
     device: float
     away: float
+    whole: float
 
 
 def state_width(run: Run, shard_size: int | None, replicas: int) -> StateWidth:
@@ -132,17 +140,18 @@ def state_width(run: Run, shard_size: int | None, replicas: int) -> StateWidth:
     are twice the replicas.
     """
     if run.lora.lora_rank is not None:
-        return StateWidth(0.0, 0.0)
+        return StateWidth(0.0, 0.0, 0.0)
     row, off, shards = shardings(run.parallel, run.offload), run.offload, shard_size or 2 * replicas
     leaves: dict[Column, TierShare] = {
         **dict.fromkeys(OPTIMIZER, off.offload_optimizer),
         Column.GRADIENT: off.offload_gradients,
         Column.PARAMETER: off.offload_params,
     }
-    device = away = 0.0
+    device = away = whole = 0.0
     for column, dtype in run_columns(run.optimizer, run.parallel, run.offload).items():
         width = dtype.itemsize / (shards if row[column] is Sharding.SHARDED else 1)
         share = leaves[column].share if leaves[column] else 0.0
         away += share * width
         device += (1 - share) * width
-    return StateWidth(device, away)
+        whole += (dtype.itemsize - width) * (column in (Column.GRADIENT, Column.PARAMETER))
+    return StateWidth(device, away, whole)

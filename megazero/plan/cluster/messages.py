@@ -64,12 +64,9 @@ class Messages:
         return (place.ranks - 1) / place.ranks / self.rate(place)
 
     def latency(self, place: Place) -> float:
-        """Seconds of a collective beside its bytes: a tree of ranks inside nodes, and a tree of nodes."""
-        if place.ranks == 1:
-            return 0.0
+        """Seconds of a collective beside its bytes: a tree of all ranks, and one of nodes."""
         nodes = math.ceil(place.ranks / place.on_node)
-        inside = self.constants.latency * math.log2(place.on_node) if place.on_node > 1 else 0.0
-        return inside + self.cluster.link.latency * math.log2(nodes) if nodes > 1 else inside
+        return self.constants.latency * math.log2(place.ranks) + self.cluster.link.latency * math.log2(nodes)
 
     def collective(self, place: Place, nbytes: float) -> float:
         """Seconds of one collective."""

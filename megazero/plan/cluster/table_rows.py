@@ -5,8 +5,9 @@ Tables name the same things differently, and leave out what their authors took f
 
 - precision fp16, a vocabulary of 50,257 (GPT-2's) and every block recomputed: of a table without these columns;
 - attention as products and a softmax, whose scores are stored, and dropout of 0.1 in fp16, as in programs from before
-  flash attention: where blocks are recomputed as a whole or in their core. An empty cell in a column of recompute is a
-  program with flash attention, which computes nothing again; its virtual stages are open too;
+  flash attention: where blocks are recomputed as a whole or in their core. An empty cell in a column of recompute means
+  the core on an A100, and on newer kinds a program with flash attention, which computes nothing again; virtual stages
+  are open then too;
 - as many layers in every model chunk, the embedding and the head in addition, where that divides;
 - gradients reduced behind the last backward, as one bucket, in the precision of parameters, without ZeRO; bf16 that is
   accumulated in fp32 is reduced in fp32;
@@ -95,7 +96,7 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     virtual = [int(said.get("virtual", 1))]
     if is_open and "virtual" not in said and pp > 1:
         virtual = [each for each in range(1, MOST_VIRTUAL + 1) if int(said["layers"]) % (pp * each) == 0]
-    said.setdefault("again", "none" if is_open else "full")
+    said.setdefault("again", ("selective" if _before_hopper(said) else "none") if is_open else "full")
     is_bloom = _cell(row, ("source",)).startswith("bigscience")
     flags = [*_model(said, tp, is_bloom=is_bloom), *_layout(said, tp, pp), *_numbers(said)]
     choices = tuple(
@@ -107,6 +108,10 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
 
 def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
     return next((value for column in columns if (value := (row.get(column) or "").strip())), "")
+
+
+def _before_hopper(said: Mapping[str, str]) -> bool:
+    return said.get("gpu", GPU).lower().startswith(("a100", "v100"))
 
 
 def _gpu(row: Mapping[str, str], name: str) -> str:

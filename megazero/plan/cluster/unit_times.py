@@ -7,7 +7,7 @@ kernels take processors from products beside them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megazero.config.derive import NONE, RecomputeTable
@@ -39,10 +39,24 @@ class UnitTimer:
     run: Run
     plan: ActivationPlan
 
+    @cached_property
+    def _read(self) -> Run:
+        """What of the run the computation of a unit reads."""
+        return read_by_a_unit(self.run)
+
+    @cached_property
+    def _node(self) -> Cluster:
+        """The cluster without what does not matter to a unit."""
+        return replace(self.cluster, gpus=min(self.cluster.gpus, self.cluster.nodes_of))
+
     def chunk(self, spec: StageSpec, table: RecomputeTable) -> tuple[UnitSeconds, ...]:
         """Those of the units of a chunk, in forward order. table: what backward computes again of every block."""
-        node = replace(self.cluster, gpus=min(self.cluster.gpus, self.cluster.nodes_of))
-        return tuple(unit_seconds(case, node) for case in self.cases(spec, table))
+        known = dict[tuple[StageSpec, str, bool], UnitSeconds]()
+        for case in (cases := self.cases(spec, table)):
+            key = case.spec, case.recompute, case.graded
+            if key not in known:
+                known[key] = unit_seconds(case, self._node)
+        return tuple(known[case.spec, case.recompute, case.graded] for case in cases)
 
     def cases(self, spec: StageSpec, table: RecomputeTable) -> tuple[MeasuredCase, ...]:
         """What the units of a chunk are."""
@@ -59,8 +73,7 @@ class UnitTimer:
         return self._case(StageSpec(range(first, first + 1), False, False), again, graded=graded)
 
     def _case(self, spec: StageSpec, again: str, *, graded: bool = True) -> MeasuredCase:
-        body = self.plan.bodies[spec.blocks.start]
-        return MeasuredCase(read_by_a_unit(self.run), body, self.plan.kind, spec, again, graded)
+        return MeasuredCase(self._read, self.plan.bodies[spec.blocks.start], self.plan.kind, spec, again, graded)
 
 
 @lru_cache(maxsize=1 << 14)

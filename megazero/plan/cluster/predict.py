@@ -1,0 +1,45 @@
+"""Predictions for the rows of a table of runs: the seconds of a step and the memory of the fullest rank."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megazero.config.parse import parse_run
+from megazero.config.source import ConfigError, ConfigSource
+from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.plan.cluster.hardware import Hardware
+from megazero.plan.cluster.table_rows import run_of_row
+
+
+def predictions(path: Path, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """A dictionary for each row of a CSV file, in its order: `seconds` of a step, `memory_bytes` of the fullest rank,
+    and whether it `fits` a device; or the `error` of a row that says too little, or describes no legal run. Lines that
+    begin with # are comments. Raises OSError and UnicodeDecodeError.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(line for line in file if line.strip() and not line.startswith("#")):
+            try:
+                step = step_of_row(row, hardware)
+            except (ConfigError, ValueError) as error:
+                problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+                yield {"error": "; ".join(problems)}
+            else:
+                yield {"seconds": step.seconds, "memory_bytes": step.memory_bytes, "fits": step.fits}
+
+
+def step_of_row(row: Mapping[str, str], hardware: Hardware) -> ClusterStep:
+    """The step of a row. Where it leaves settings open: the fastest that fits, else that with the least memory. Raises
+    ConfigError.
+    """
+    said = run_of_row(row)
+    cluster = hardware.cluster(said.gpu, said.gpus, said.nodes_of, said.interconnect)
+    steps = [ClusterStep(parse_run(words, said.gpus, _unread), cluster) for words in said.choices]
+    fitting = [step for step in steps if step.fits]
+    return min(fitting, key=lambda step: step.seconds) if fitting else min(steps, key=lambda step: step.tensors)
+
+
+def _unread(path: str) -> ConfigSource:
+    return ConfigSource(path, unread=True)

@@ -1,0 +1,152 @@
+"""Seconds of products, messages and steps on a cluster beside arithmetic by hand, and what more of anything does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
+
+import pytest
+
+from megazero.config.source import ConfigError
+from megazero.mpu.axes import Axes, Coordinates, axes_of
+from megazero.pipeline.recorded import PassWork, Product, Sent
+from megazero.plan.cluster.cluster_times import ClusterRates
+from megazero.plan.cluster.hardware import Cluster, Device, known_hardware
+from megazero.plan.cluster.kernels import Constants, Kernels, constants_of, tiled_flops
+from megazero.plan.cluster.messages import Messages, place_of
+from megazero.program.instruction import Lane
+from megazero.program.times import ChunkTimes
+from tests.plan.test_activations import parsed
+
+PLAIN = Constants(
+    products=0.5, bandwidth=0.5, misaligned=3.0, launch=1e-5, hiding=2.0, straggling=0.1, latency=1e-5, inside=0.5,
+    between=0.5, strided=0.25, blocking=0.25, update=28.0,
+)  # fmt: skip
+DEVICE = Device(
+    "desk", "cuda", 80e9, MappingProxyType({"bf16": 100e12, "fp32": 10e12}), 1e12, 100, 200e9, 25e9, 64e9, 300,
+    "4xlink", MappingProxyType({}),
+)  # fmt: skip
+
+
+def kernels(**changed: float) -> Kernels:
+    return Kernels(DEVICE, replace(PLAIN, **changed))
+
+
+def product(rows: int, columns: int, depth: int, *, batch: int = 1, dtype: str = "bfloat16") -> Product:
+    moved = 2 * batch * (rows * depth + depth * columns), 2 * batch * rows * columns
+    return Product(batch, rows, columns, depth, 1.0, dtype, *moved)
+
+
+def cluster(gpus: int, nodes_of: int = 8) -> Cluster:
+    return replace(known_hardware().cluster("a100-80gb", gpus, nodes_of, "8xhdr"))
+
+
+def test_the_last_wave_of_tiles_leaves_processors_idle() -> None:
+    # 100 processors: tiles of 256 x 128 fill them once, and one tile more takes as long again with this tile
+    full, more = product(2560, 1280, 1024), product(2560, 1281 + 127, 1024)
+    assert tiled_flops(full, 100) == full.flops
+    assert tiled_flops(more, 100) > 1.2 * more.flops
+    assert kernels().product(full) == full.flops / 50e12
+    # a single row of tiles is no faster than a full one
+    assert tiled_flops(product(64, 64, 1024), 100) == tiled_flops(product(64, 6400, 1024), 100)
+
+
+def test_a_product_is_as_slow_as_its_bytes_and_its_alignment() -> None:
+    thin = product(2560, 1280, 8)
+    assert kernels().product(thin) == (thin.read + thin.made) / 0.5e12
+    odd = product(2560, 1279, 1024)
+    assert kernels().product(odd) == pytest.approx(3 * kernels().product(product(2560, 1280, 1024)))
+    assert kernels().product(product(2560, 1280, 1024, dtype="float32")) == product(2560, 1280, 1024).flops / 5e12
+
+
+def test_the_host_and_the_device_hide_each_other_in_part() -> None:
+    k = kernels()
+    assert k.together(3.0, 4.0) == 5.0 and k.together(0.0, 4.0) == 4.0 == k.together(4.0, 0.0) and k.together(0, 0) == 0
+    work = PassWork(MappingProxyType({}), 0, 90, MappingProxyType({Sent("all_reduce", 1): 10}))
+    assert k.launching(work, 1) == pytest.approx(1e-3) and k.launching(work, 8) == pytest.approx(1.3e-3)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "pp", "nodes_of"), [(2, 8, 2, 8), (1, 16, 2, 8), (4, 4, 2, 4), (16, 2, 1, 8), (8, 4, 1, 8)]
+)
+def test_places_are_those_of_the_grid(tp: int, dp: int, pp: int, nodes_of: int) -> None:
+    """Ranks of a group on a node, and groups that share the node's border, counted rank by rank."""
+    axes, at = Axes(pp, dp, 1, tp), Coordinates(0, 0, 0, 0)
+    for ranks, stride in ((axes.data_ranks(at), tp), (axes.tensor_ranks(at), 1)):
+        place = place_of(len(ranks), stride, nodes_of)
+        assert place.on_node == sum(rank // nodes_of == 0 for rank in ranks)
+        assert place.inside == (ranks[-1] < nodes_of)
+    groups = {axes.data_ranks(axes.coordinates(rank)) for rank in range(nodes_of)}
+    if not place_of(dp, tp, nodes_of).inside:
+        assert place_of(dp, tp, nodes_of).sharing == len(groups)
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
+    messages = Messages(replace(cluster(64), device=replace(DEVICE, constants=MappingProxyType({}))), PLAIN)
+    assert messages.rate(place_of(8, 1, 8)) == 100e9
+    # eight groups with a rank each share 8 x 25 GB/s, of which half is reached
+    assert messages.rate(place_of(8, 8, 8)) == 12.5e9
+    # a group of whole nodes has all of it; groups of every other rank reach a quarter together
+    assert messages.rate(place_of(16, 1, 8)) == 100e9 and messages.rate(place_of(32, 2, 8)) == 12.5e9
+    assert messages.per_byte(place_of(8, 1, 8)) == 7 / 8 / 100e9
+    assert messages.collective(place_of(1, 1, 8), 1e9) == 0.0
+    assert messages.latency(place_of(8, 1, 8)) == pytest.approx(3e-5)
+
+
+def test_messages_between_stages_share_the_links_of_a_node() -> None:
+    one, many = Messages(cluster(8), PLAIN), Messages(cluster(64), PLAIN)
+    assert one.between_stages(4, 1e9) == pytest.approx(1e9 / 150e9, rel=1e-2)
+    assert many.between_stages(8, 1e9) == pytest.approx(8e9 / 100e9, rel=1e-3)
+    assert many.between_stages(2, 1e9) == pytest.approx(2e9 / 100e9, rel=1e-3)
+
+
+MODEL = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16 --global-batch-size 256"
+
+
+def times(words: str, ranks: int, cluster_of: Cluster | None = None) -> ChunkTimes:
+    run = parsed(f"{MODEL} {words} --device cuda", ranks)
+    return ClusterRates(cluster_of or cluster(ranks)).times(run, axes_of(run, ranks), "cuda")
+
+
+def test_a_step_takes_the_sum_of_its_units_and_its_messages() -> None:
+    alone, staged = times("--micro-batch-size 4", 8), times("--micro-batch-size 4 --pp 2 --partition 2 2", 8)
+    constants = constants_of(cluster(8).device)
+    nbytes = 256 * 4 * 512 * 2
+    message = Messages(cluster(8), constants).between_stages(4, nbytes)
+    assert staged.message == pytest.approx((1 - constants.blocking) * message)
+    computed = sum(staged.forward) - 2 * constants.blocking * message
+    assert computed == pytest.approx(alone.forward[0])
+    assert alone.per_byte[Lane.SHARDS] == 7 / 8 / (300e9 * constants.inside)
+    assert not alone.waits and times("--micro-batch-size 4 --no-overlap", 8).waits
+
+
+def test_more_work_takes_longer() -> None:
+    base = times("--micro-batch-size 4", 8)
+    for words in (
+        "--micro-batch-size 8",
+        "--micro-batch-size 4 --hidden-size 640",
+        "--micro-batch-size 4 --num-layers 5",
+    ):
+        more = times(words, 8)
+        assert more.forward[0] > base.forward[0] and more.backward[0] > base.backward[0]
+    again = times("--micro-batch-size 4 --recompute-granularity full", 8)
+    assert again.forward == base.forward
+    assert base.backward[0] < again.backward[0] < base.backward[0] + base.forward[0]
+    assert times("--micro-batch-size 4 --recompute-granularity selective", 8).backward[0] < again.backward[0]
+
+
+def test_more_ranks_of_a_layer_divide_its_products_and_add_messages() -> None:
+    words = "--micro-batch-size 16 --hidden-size 2048 --seq-length 1024"
+    seconds = [times(f"{words} --tp {tp}", 16).forward[0] for tp in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert all(2 * after > before for before, after in pairwise(seconds)), seconds
+    across = times(f"{words} --tp 8", 16, known_hardware().cluster("a100-80gb", 16, 4, "1xhdr")).forward[0]
+    assert across > 1.2 * seconds[3], "a group over two nodes"
+
+
+def test_a_device_without_constants_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--gpu desk: its entry has no constants products, bandwidth"):
+        constants_of(DEVICE)
+    assert math.isfinite(constants_of(known_hardware().device("h100")).launch)
