@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import Parser, command_parser, given_path
+from megazero.cli.shared_flags import model_of
 from megazero.config.source import ConfigError
 from megazero.system.status import FAILED, MISTAKEN
 
@@ -93,8 +94,6 @@ def _predict(args: Namespace, run_flags: Sequence[str]) -> None:
 
 def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     """What a command line asks. Raises ConfigError with everything that is wrong."""
-    from megazero.config.flags import read_command_line
-
     problems, cluster, parsed = list[str](), None, None
     try:
         cluster = _cluster(args)
@@ -103,8 +102,6 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
         if value is not None and not 0 < value < float("inf"):
             problems.append(f"{flag} {value:g}: must be more than 0")
-    if mistakes := read_command_line(run_flags).source.problems:  # said before anything imports torch
-        raise ConfigError([*problems, *mistakes])
     try:
         parsed = _parsed(run_flags, "cuda" if cluster is None else cluster.device.kind)
     except ConfigError as error:
@@ -138,9 +135,8 @@ def _cluster(args: Namespace) -> Cluster:
 
 def _parsed(run_flags: Sequence[str], kind: str) -> ParsedArguments:
     from megazero.config.parse import parse_arguments
-    from megazero.train.init_from import model_source
 
-    return parse_arguments(["--device", kind, *run_flags], None, model_source)
+    return parse_arguments(["--device", kind, *run_flags], None, model_of)
 
 
 def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:

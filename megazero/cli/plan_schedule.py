@@ -10,9 +10,9 @@ from itertools import chain
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, pop_flag
+from megazero.cli.shared_flags import model_of
 from megazero.config.parse import ConfigError, parse_run
 from megazero.config.schema import ScheduleConfig
-from megazero.config.source import ConfigSource
 from megazero.optim.step_plan import StepPlan
 from megazero.system.reading import BOUNDS
 from megazero.system.status import MISTAKEN
@@ -63,13 +63,6 @@ def show(schedule: ScheduleConfig, iterations: Sequence[range] | None) -> None:
         print(json.dumps({name: getattr(step, name) for name in PRINTED}), flush=True)
         if total is not None and iteration > total:
             print(f"iteration {iteration} lies behind the end of this run, which has {total}", file=sys.stderr)
-
-
-def model_of(path: str) -> ConfigSource:
-    """The settings of the checkpoint of --init-from. Only a run with that flag waits for torch."""
-    from megazero.train.init_from import model_source
-
-    return model_source(path)
 
 
 def main(argv: Sequence[str]) -> int:

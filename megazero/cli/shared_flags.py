@@ -238,3 +238,10 @@ def model_problems(args: argparse.Namespace, world_size: int, *, replicas: bool)
 def cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def model_of(path: str) -> ConfigSource:
+    """The settings of the checkpoint of --init-from. Only a run with that flag waits for torch."""
+    from megazero.train.init_from import model_source
+
+    return model_source(path)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, pop_flag
+from megazero.cli.shared_flags import model_of
 from megazero.config.source import ConfigError
 from megazero.system.status import FAILED
 
@@ -105,10 +106,9 @@ def ranks_of(words: Sequence[str]) -> tuple[int | None, list[str], list[str]]:
 def parsed(words: Sequence[str], world: int | None, problems: Sequence[str] = ()) -> Run:
     """The run of a command line. Raises ConfigError with what is wrong with it, and these problems."""
     from megazero.config.parse import parse_arguments
-    from megazero.train.init_from import model_source
 
     try:
-        run = parse_arguments(words, world, model_source).run
+        run = parse_arguments(words, world, model_of).run
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems], error.notes) from error
     if problems:

@@ -16,7 +16,7 @@ from megazero.plan.cluster.kernels import Constants
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupPlace:
     """Where the ranks of a group are.
 
     ranks    number of them
@@ -36,10 +36,10 @@ class Place:
         return self.on_node == self.ranks
 
 
-def place_of(ranks: int, stride: int, nodes_of: int) -> Place:
+def place_of(ranks: int, stride: int, nodes_of: int) -> GroupPlace:
     """The place of a group of ranks that are `stride` apart, on nodes of so many devices."""
     on_node = min(ranks, max(1, nodes_of // stride))
-    return Place(ranks, on_node, max(1, nodes_of // on_node), stride == 1)
+    return GroupPlace(ranks, on_node, max(1, nodes_of // on_node), stride == 1)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Messages:
     cluster: Cluster
     constants: Constants
 
-    def rate(self, place: Place) -> float:
+    def rate(self, place: GroupPlace) -> float:
         """Bytes in a second that a ring of the group sends through each rank, while its like do the same."""
         inside = self.cluster.device.inside * self.constants.inside
         if place.inside:
@@ -59,16 +59,16 @@ class Messages:
             border *= self.constants.strided
         return min(inside, border)
 
-    def per_byte(self, place: Place) -> float:
+    def per_byte(self, place: GroupPlace) -> float:
         """Seconds for each byte of a collective, by the convention of `program.traffic.message_bytes`."""
         return (place.ranks - 1) / place.ranks / self.rate(place)
 
-    def latency(self, place: Place) -> float:
+    def latency(self, place: GroupPlace) -> float:
         """Seconds of a collective beside its bytes: a tree of all ranks, and one of nodes."""
         nodes = math.ceil(place.ranks / place.on_node)
         return self.constants.latency * math.log2(place.ranks) + self.cluster.link.latency * math.log2(nodes)
 
-    def collective(self, place: Place, nbytes: float) -> float:
+    def collective(self, place: GroupPlace, nbytes: float) -> float:
         """Seconds of one collective."""
         return self.latency(place) + nbytes * self.per_byte(place) if place.ranks > 1 else 0.0
 
