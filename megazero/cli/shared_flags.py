@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megazero.cli.exit_status import end_rank
 from megazero.cli.parser import Parser, given_path, given_word, not_positive
 from megazero.config.schema import OptimizerConfig, ParallelConfig, Run
+from megazero.config.source import ConfigSource
 from megazero.convert.names import FORMATS, missing_path_message
 from megazero.data.indexed import DataError
 from megazero.data.input_files import JSON_ENDINGS, ReaderOptions

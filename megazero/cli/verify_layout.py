@@ -47,9 +47,7 @@ def main(argv: Sequence[str]) -> int:
         flags.add_argument(CHECK, metavar="FILE", help="run again what a certificate says, and compare")
         flags.print_help()
         return 0
-    from megazero.verify.proof import CannotRun
-
-    return status_of(lambda: work(argv), (ConfigError, CannotRun, ValueError))
+    return status_of(lambda: work(argv), (ConfigError, ValueError))
 
 
 def work(argv: Sequence[str]) -> int:
