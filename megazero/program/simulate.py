@@ -100,13 +100,20 @@ def simulate(
     return simulation.report()
 
 
+def step_ends(
+    lists: Sequence[Sequence[Instruction]], times: ChunkTimes, shapes: Sequence[RankShape], border: Border, steps: int
+) -> tuple[float, ...]:
+    """`SimulationReport.ends` of the same simulation, without a report of everything else."""
+    simulation = _Simulation(lists, times, shapes, border, steps)
+    simulation.run(None)
+    return simulation.ends()
+
+
 def step_time(
     lists: Sequence[Sequence[Instruction]], times: ChunkTimes, shapes: Sequence[RankShape], border: Border, steps: int
 ) -> float:
-    """`SimulationReport.step` of the same simulation, without a report of everything else."""
-    simulation = _Simulation(lists, times, shapes, border, steps)
-    simulation.run(None)
-    ends = simulation.ends()
+    """`SimulationReport.step` of the same simulation."""
+    ends = step_ends(lists, times, shapes, border, steps)
     return ends[-1] - (ends[-2] if len(ends) > 1 else 0.0)
 
 

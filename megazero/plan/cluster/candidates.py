@@ -23,8 +23,8 @@ Settings = dict[str, Any]
 """Field of a run -> value."""
 
 MOST_MICRO_BATCH = 16
-MOST_CHUNKS = 8
-"""Virtual stages at most. More of them send more messages than their smaller bubble is worth."""
+VIRTUAL = (2, 4, 8)
+"""Virtual stages of interleaved schedules. More of them send more messages than their smaller bubble is worth."""
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (1, 0, 2, 3)
 """ZeRO-1 sends what ZeRO-0 sends, and takes less."""
@@ -105,10 +105,10 @@ class OpenRun:
         if split.pp == 1 and not {"pipeline_schedule", "virtual_stages"} & self.fixed:
             yield {"pipeline_schedule": None, "virtual_stages": 1}
             return
-        most = min(MOST_CHUNKS, len(layers(self.run.model)) // split.pp)
+        most = len(layers(self.run.model)) // split.pp
         chunks = {
             "1f1b": (1,),
-            "interleaved": tuple(v for v in range(2, most + 1)),
+            "interleaved": tuple(v for v in VIRTUAL if v <= most),
             "zb-h1": (1,),
             "zb-v": (2,),
             "gpipe": (1,) if "pipeline_schedule" in self.fixed else (),

@@ -24,8 +24,9 @@ from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
 from megazero.plan.traffic import run_traffic
-from megazero.program.instruction import Lane
-from megazero.program.simulate import SimulationReport, simulate
+from megazero.program.instruction import Instruction, Lane
+from megazero.program.shape import RankShape
+from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
 
 FILLINGS = 2
@@ -198,19 +199,31 @@ class ClusterStep:
     @cached_property
     def simulated(self) -> SimulationReport:
         """All stages through their whole lists once."""
-        return self._simulated(self._lists_of(self.micro_batches), 1)
-
-    def _simulated(self, lists: StageLists, steps: int) -> SimulationReport:
-        stages = [lists.of(stage) for stage in range(self.axes.pp)]
-        shapes, border = [stage.shape for stage in stages], stages[0].border
-        return simulate([stage.instructions for stage in stages], self.times, shapes, border=border, steps=steps)
+        lists = self._lists_of(self.micro_batches)
+        return simulate(*self._simulation(lists), border=lists.of(0).border)
 
     @cached_property
     def short(self) -> SimulationReport:
-        """The simulation of short steps, or of whole ones if these have no more micro-batches. The last of them begins
-        with what the one before has left: gathers of updated parameters.
-        """
-        return self._simulated(self._lists, STEPS)
+        """All stages through the lists of a short step, or of the whole one if it has no more micro-batches."""
+        return simulate(*self._simulation(self._lists), border=self._lists.of(0).border)
+
+    def _simulation(self, lists: StageLists) -> tuple[list[tuple[Instruction, ...]], ChunkTimes, list[RankShape]]:
+        """What a simulation takes of lists."""
+        stages = [lists.of(stage) for stage in range(self.axes.pp)]
+        return [stage.instructions for stage in stages], self.times, [stage.shape for stage in stages]
+
+    def _ends(self, lists: StageLists, steps: int) -> tuple[float, ...]:
+        """When each of several steps ends."""
+        return step_ends(*self._simulation(lists), lists.of(0).border, steps)
+
+    @cached_property
+    def _short_ends(self) -> tuple[float, ...]:
+        """Of short steps. The second one begins with what the first has left: gathers of updated parameters."""
+        return self._ends(self._lists, STEPS)
+
+    @property
+    def _short_seconds(self) -> float:
+        return self._short_ends[-1] - self._short_ends[-2]
 
     @property
     def short_seconds(self) -> float:
@@ -219,7 +232,7 @@ class ClusterStep:
         """
         chunks, times = chunks_of(self.run), self.times
         work = max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
-        return self.short.step + self._repeated * self.axes.pp * work
+        return self._short_seconds + self._repeated * self.axes.pp * work
 
     @cached_property
     def seconds(self) -> float:
@@ -227,10 +240,9 @@ class ClusterStep:
         with each filling of the pipeline, so that two short steps say how long the whole one takes.
         """
         if not self._repeated:
-            return self.short.step
-        fewer = self._simulated(self._lists_of(self._few - self.axes.pp), 1)
-        once = self.short.ends[0] - fewer.ends[0]
-        return self.short.step + self._repeated * once
+            return self._short_seconds
+        fewer = self._ends(self._lists_of(self._few - self.axes.pp), 1)
+        return self._short_seconds + self._repeated * (self._short_ends[0] - fewer[0])
 
     @property
     def model_flops(self) -> float:

@@ -28,7 +28,7 @@ def parts(step: ClusterStep) -> dict[str, float]:
     once = sum(times.forward[n] + times.backward[n] for n in chunks.of(busiest))
     report = step.short
     updates = sum(span.end - span.start for span in report.spans[busiest] if span.instruction.op == UPDATE)
-    computing, updating = step.micro_batches * once, updates / max(1, len(report.ends))
+    computing, updating = step.micro_batches * once, updates
     return {COMPUTING: computing, UPDATING: updating, WAITING: max(0.0, step.seconds - computing - updating)}
 
 

@@ -52,6 +52,7 @@ class BestLayouts:
     looked_at  number of candidates
     left_out   number of candidates by the reason for which they were left out
     simulated  number of simulated steps
+    state      bytes of model state that a rank has at least, in all tiers together
     """
 
     steps: list[ClusterStep]
@@ -59,6 +60,7 @@ class BestLayouts:
     looked_at: int
     left_out: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
+    state: float = inf
 
 
 @dataclass
@@ -71,6 +73,7 @@ class LayoutSearch:
     left_out: Counter[str] = field(default_factory=Counter)
     simulated: int = 0
     least: tuple[float, ClusterStep | None] = (inf, None)
+    least_state: float = inf
     _kept: dict[int, Activations] = field(default_factory=dict)
 
     def run(self) -> BestLayouts:
@@ -88,7 +91,9 @@ class LayoutSearch:
                 if self.best:
                     break
         steps = sorted(self.best.values(), key=lambda step: step.seconds)[: self.wanted]
-        return BestLayouts(steps, None if steps else self.least[1], looked_at, self.left_out, self.simulated)
+        return BestLayouts(
+            steps, None if steps else self.least[1], looked_at, self.left_out, self.simulated, self.least_state
+        )
 
     @property
     def _worst(self) -> float:
@@ -167,6 +172,9 @@ class LayoutSearch:
         if step.least_seconds >= limit:
             self.left_out["slower by the work of its stages"] += 1
             return
+        if 2 * len(step.alike) < step.axes.pp and not step.fits:  # a few stages say so, and a simulation takes all
+            self._misfits(step, step.tensors)
+            return
         self.simulated += 1
         if step.short_seconds >= limit or step.seconds >= limit:
             self.left_out["slower in the simulation"] += 1
@@ -186,4 +194,5 @@ class LayoutSearch:
         share = parameters(run.model) / (split.tp * split.pp)
         width = state_width(run, placement["zero_shard_size"], split.dp)
         device, host = self.asked.rooms
+        self.least_state = min(self.least_state, share * (width.device + width.away))
         return share * width.device <= device and share * width.away <= host

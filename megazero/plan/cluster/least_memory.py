@@ -16,7 +16,7 @@ from megazero.config.schema import Run
 from megazero.config.tiers import TierShare
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
-from megazero.pipeline.schedule import stage_schedule
+from megazero.pipeline.schedule import make_schedule
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.plan.activations import Moment, binding, chunk_bytes, moments, places
 from megazero.plan.budgets import shortened
@@ -48,10 +48,10 @@ def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
     plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
     p, micro_batches = run.parallel, micro_batches_of(run, axes)
     most = list[int]()
+    of_stages = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages)
     for stage in equal_stages(run):
-        when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
         chunks = [chunk_bytes(plan, spec, table) for spec in specs_of_stage(run, stage)]
-        most.append(max(max(places(moment, chunks)) for moment in when))
+        most.append(max(max(places(moment, chunks)) for moment in of_stages[stage]))
     return most
 
 
@@ -91,11 +91,11 @@ class Activations:
 
 
 # A search asks for the same schedule with every micro-batch of the same number, recompute and ZeRO stage.
-@lru_cache(maxsize=4096)
-def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage: int) -> tuple[Moment, ...]:
-    """The computations of a stage's schedule at which it may hold most."""
-    instructions = stage_schedule(name, pp, micro_batches, virtual_stages, stage)
-    return tuple(binding(moments(instructions, virtual_stages)))
+@lru_cache(maxsize=256)
+def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[Moment, ...], ...]:
+    """By stage the computations of its schedule at which it may hold most."""
+    lists = make_schedule(name, pp, micro_batches, virtual_stages)
+    return tuple(tuple(binding(moments(instructions, virtual_stages))) for instructions in lists)
 
 
 def equal_stages(run: Run) -> dict[int, range]:

@@ -26,8 +26,11 @@ def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
     """What is short of memory on the layout that is nearest, and by how much."""
     step = layouts.least
     if step is None:
-        width = "the model state alone has no room on any layout"
-        return f"{width}: {asked.cluster.device.name} has {size(asked.cluster.device.memory)}"
+        device = asked.cluster.device
+        return (
+            f"the model state alone takes {size(layouts.state)} of each rank at least, and {device.name} has "
+            f"{size(device.memory)}"
+        )
     limits, device = step.limits, asked.cluster.device
     excess = max((step.taken(stage) for stage in step.alike), key=lambda taken: sum(limits.excess(taken)))
     over = limits.excess(excess)

@@ -1,0 +1,122 @@
+"""`megazero plan`: what it prints is true of the run that its flags give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megazero.cli.main import main
+from megazero.config.parse import parse_run
+
+MODEL = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --vocab-size 30003 --seq-length 512 --precision bf16 "
+    "--global-batch-size 16 --position-embedding learned --data-path x --eod-id 0"
+)
+CLUSTER = "--gpus 4 --gpu a100-40gb"
+ROW = "layers,hidden,heads,seq,gpus,tp,pp,dp,micro_batch,global_batch"
+
+
+def plan(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(["plan", *words.split()])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_json_has_the_best_layouts_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = plan(f"{MODEL} {CLUSTER} --tokens 1e9 --price 2 --json", capsys)
+    best = json.loads(out)["best"]
+    assert status == 0 and len(best) >= 2
+    seconds = [layout["seconds"] for layout in best]
+    assert seconds == sorted(seconds) and all(layout["fits"] for layout in best)
+    first = best[0]
+    assert first["tp"] * first["pp"] * first["dp"] == 4
+    assert sum(first["parts"].values()) == pytest.approx(first["seconds"], rel=1e-6)
+    assert first["tokens_per_second"] == pytest.approx(16 * 512 / first["seconds"])
+    assert first["days"] == pytest.approx(1e9 / first["tokens_per_second"] / 86_400)
+    assert first["kwh"] == pytest.approx(first["days"] * 24 * 4 * 400 / 1000)
+    assert first["price"] == pytest.approx(first["days"] * 24 * 4 * 2)
+    peaks = [sum(stage["device"].values()) for stage in first["stages"]]
+    assert first["memory_bytes"] == max(peaks)
+    assert all("slower" not in layout and "why_slower" in layout for layout in best[1:])
+
+
+def test_its_flags_and_its_file_are_a_run_with_that_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = f"{MODEL} {CLUSTER} --pp 2"
+    status, out, _ = plan(f"{words} --emit-flags", capsys)
+    run = parse_run(out.split(), 4)
+    assert status == 0 and run.parallel.pp == 2 and run.model.hidden_size == 1024
+    file = tmp_path / "plan.yaml"
+    assert plan(f"{words} --emit-flags {file}", capsys)[0] == 0
+    of_file = parse_run(["--config", str(file)], 4)
+    assert of_file.parallel == parse_run(["--device", "cuda", *out.split()], 4).parallel
+    assert of_file.schedule.micro_batch_size == run.schedule.micro_batch_size
+
+
+def test_text_names_the_layout_and_its_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "deep" / "plan.html"
+    status, out, err = plan(f"{MODEL} {CLUSTER} --tp 2 --micro-batch-size 4 --report {page}", capsys)
+    assert status == 0 and str(page) in err
+    assert "4 x a100-40gb, 1 node; global batch 16" in out
+    assert "--tp 2" in out and "--micro-batch-size 4" in out and "optimizer" in out
+    html = page.read_text()
+    assert "The step" in html and "Layouts" in html and "--micro-batch-size 4" in html
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-layers 24 --hidden-size 5120 --tp 1 --pp 1 --zero-stage 0 --offload-optimizer none --gpus 4",
+        "--num-layers 16 --hidden-size 2048 --micro-batch-size 16 --seq-length 4096 --recompute-granularity none "
+        "--gpus 1 --offload-optimizer none --offload-activations none",
+        "--num-layers 16 --hidden-size 8192 --gpus 1",
+    ],
+)
+def test_a_change_that_it_names_fits(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    own = f"{MODEL} --gpu a100-40gb {words}"
+    status, _, err = plan(own, capsys)
+    assert status == 1 and "Nothing fits" in err and "a100-40gb has" in err
+    changed = err.split("\nFits: ")[1]
+    if changed.startswith("in place of "):
+        dropped, flags = changed.removeprefix("in place of ").split(": ", 1)
+        for flag in dropped.split(", "):
+            own = own.replace(f" {flag}", "", 1)
+        status = plan(f"{own} {flags.split(' (')[0]}", capsys)[0]
+    else:
+        more, flags = changed.split(": ", 1)
+        status = plan(f"{own} {more} {flags.split(' (')[0]}", capsys)[0]
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        (
+            "",
+            ["--gpus: is missing", "--gpu: is missing", "--vocab-size: is missing", "--global-batch-size: is missing"],
+        ),
+        (f"{MODEL} --gpus 4 --gpu v100", ["--precision bf16: v100 computes in fp16, fp32, fp64"]),
+        (f"{MODEL} {CLUSTER} --tokens 0 --price -1", ["--tokens 0: must be", "--price -1: must be"]),
+        (f"{MODEL} {CLUSTER} --tp 3x", ["--tp"]),
+        ("--predict nowhere.csv", ["nowhere.csv"]),
+        ("--predict nowhere.csv --tp 2", ["--tp 2: --predict takes runs from its table alone"]),
+    ],
+)
+def test_mistakes_are_told_at_once(words: str, problems: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = plan(words, capsys)
+    assert status == 2 and out == ""
+    assert all(problem in err for problem in problems), err
+
+
+def test_each_row_of_a_table_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    rows = ["# measured by nobody", ROW, "8,1024,16,512,4,1,2,2,2,32", "8,1024,16,512,4,2,1,2,2,32", "8,1024,16,512,4"]
+    table.write_text("\n".join([*rows, "96,12288,96,2048,8,1,1,8,16,1536"]) + "\n")
+    status, out, _ = plan(f"--predict {table} --json", capsys)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and len(lines) == 4
+    assert all(0.01 < line["seconds"] < 1 and line["fits"] for line in lines[:2])
+    assert lines[0]["seconds"] != lines[1]["seconds"] and lines[0]["memory_bytes"] > 1e9
+    assert "no global_batch" in lines[2]["error"]
+    assert lines[3]["fits"] is False and lines[3]["memory_bytes"] > 80e9
