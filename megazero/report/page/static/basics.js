@@ -20,6 +20,18 @@ function button(parent, words, title, action) {
   return made;
 }
 
+// Keys of a picture that has the focus: keys(shift) has an action for each, and `after` follows it.
+function keyed(element, keys, after) {
+  element.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const action = keys(event.shiftKey)[event.key];
+    if (!action) return;
+    event.preventDefault();
+    action();
+    after();
+  });
+}
+
 function dataOf(element) {
   return JSON.parse(document.getElementById(element.dataset.from).textContent);
 }

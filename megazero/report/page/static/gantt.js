@@ -79,14 +79,11 @@ class GanttChart {
         if (x0 !== null) this.show(...[time(x0), time(x1)].sort((a, b) => a - b));
       },
     });
-    this.frame.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const action = this.keys(event.shiftKey)[event.key];
-      if (!action) return;
-      event.preventDefault();
-      action();
-      this.say(this.readout.textContent);
-    });
+    keyed(
+      this.frame,
+      (shift) => this.keys(shift),
+      () => this.say(this.readout.textContent)
+    );
   }
 
   keys(shift) {

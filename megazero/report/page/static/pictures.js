@@ -29,15 +29,14 @@ class Picture {
         else this.select(y0, y1);
       },
     });
-    this.frame.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const action = this.keys(event.shiftKey)[event.key];
-      if (!action) return;
-      event.preventDefault();
-      action();
-      this.charts.point();
-      this.charts.say(this.spoken());
-    });
+    keyed(
+      this.frame,
+      (shift) => this.keys(shift),
+      () => {
+        this.charts.point();
+        this.charts.say(this.spoken());
+      }
+    );
   }
 
   keys(shift) {
