@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def arguments() -> Parser:
     add("--gpu", metavar="NAME", help="kind of device: a100-80gb, h100, ... (a wrong name lists all)")
     add("--nodes-of", type=int, metavar="N", help="devices of a node (default 8)")
     add("--interconnect", metavar="LINKS", help="links of a node to others, as 8xhdr or 4xeth100 (default: the GPU's)")
-    add("--hardware", metavar="FILE.yaml", help="more devices and links, as --calibrate writes them")
+    add("--hardware", metavar="FILE.yaml", help="more devices and links, in the form of plan/cluster/hardware.yaml")
     add("--tokens", type=float, metavar="N", help="tokens of the whole training (default: of the run's length)")
     add("--price", type=float, metavar="X", help="price of a device and hour")
     add("--predict", type=given_path, metavar="FILE.csv", help="predict each row of a table of runs, a JSON line each")
@@ -71,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return MISTAKEN
-    return _plan(args, run_flags, asked)
+    from megazero.report.metrics_lines import UnreadableRun
+
+    return status_of(lambda: _plan(args, run_flags, asked), (UnreadableRun, FileExistsError))
 
 
 class PlanRequest(NamedTuple):
@@ -102,6 +105,8 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
         if value is not None and not 0 < value < float("inf"):
             problems.append(f"{flag} {value:g}: must be more than 0")
+    if args.measured is not None and args.report is None:
+        problems.append(f"--measured {args.measured}: goes with --report FILE.html, whose page shows it")
     try:
         parsed = _parsed(run_flags, "cuda" if cluster is None else cluster.device.kind)
     except ConfigError as error:
@@ -150,10 +155,14 @@ def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:
 
 
 def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
-    from megazero.plan.cluster.layout_flags import layout_flags, ramp_flags
+    from megazero.plan.cluster.layout_flags import layout_flags, ramp_flags, with_ramp
     from megazero.plan.cluster.layout_search import LayoutSearch
     from megazero.report.plan_text import plan_json, plan_text
 
+    if args.report is not None:  # before a search, which may take minutes
+        from megazero.report.page.document import require_place
+
+        require_place(args.report, "--report")
     layouts = LayoutSearch(asked.run).run()
     if not layouts.steps:
         return _refuse(args, asked.run, layouts)
@@ -162,11 +171,11 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
     if args.report is not None:
         _write_page(args, asked, layouts)
     if args.emit_flags == "-":
-        print(" ".join([*run_flags, *layout_flags(best).split(), *ramp.split()]))
+        print(shlex.join([*run_flags, *layout_flags(best).split(), *ramp.split()]))
     elif args.emit_flags is not None:
         from megazero.config.dump import dump
 
-        given_path(args.emit_flags).write_text(dump(best.run))
+        given_path(args.emit_flags).write_text(dump(with_ramp(best, asked.ramp)))
         print(f"{args.emit_flags}: the first layout, for --config")
     elif args.json:
         print(json.dumps(plan_json(layouts, asked.costs), indent=2))
@@ -179,14 +188,10 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
 
 def _write_page(args: Namespace, asked: PlanRequest, layouts: BestLayouts) -> None:
     """Write the page of --report, and name it on standard error, beside whatever is printed."""
-    from uuid import uuid4
-
+    from megazero.report.page.document import write_page
     from megazero.report.plan_report import plan_html
-    from megazero.system.durable import replace_file
 
-    page = plan_html(layouts, asked.costs, args.measured)
-    args.report.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(args.report, page.encode(), uuid4().hex)
+    write_page(args.report, "--report", plan_html(layouts, asked.costs, args.measured))
     print(args.report, file=sys.stderr)
 
 

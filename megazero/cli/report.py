@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from uuid import uuid4
 
 from megazero.cli.exit_status import status_of
 from megazero.cli.parser import command_parser, given_path
@@ -47,17 +45,12 @@ def main(argv: Sequence[str]) -> int:
 
 def write(paths: Sequence[Path], output: Path | None) -> None:
     """Write the page and print its path. Raises UnreadableRun, FileExistsError for another file, and OSError."""
-    from megazero.report.page.document import HEAD, KIND
+    from megazero.report.page.document import require_place, write_page
     from megazero.report.run_folder import read_runs
     from megazero.report.run_page import run_page
-    from megazero.system.durable import replace_file
-    from megazero.system.writable import why_not_replaced
 
     runs = read_runs(paths)
     output = output or runs[0].metrics.path.parent / NAME
-    if (wrong := why_not_replaced(output, KIND, HEAD, "page of megazero")) is not None:
-        raise FileExistsError(f"--output {output}: {wrong}")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    page = run_page(runs, datetime.now(timezone.utc))
-    replace_file(Path(os.path.realpath(output)), page.encode(), uuid4().hex)
+    require_place(output, "--output")  # before the page is made, which takes seconds of long runs
+    write_page(output, "--output", run_page(runs, datetime.now(timezone.utc)))
     print(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,36 @@ def test_its_flags_and_its_file_are_a_run_with_that_layout(capsys: pytest.Captur
     assert of_file.schedule.micro_batch_size == run.schedule.micro_batch_size
 
 
+def test_flags_with_blanks_are_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = "window:64 x3, full"
+    words = [*f"{MODEL} {CLUSTER} --tp 2 --pp 1".split(), "--layer-pattern", pattern, "--emit-flags"]
+    assert main(["plan", *words]) == 0
+    run = parse_run(shlex.split(capsys.readouterr().out), 4)
+    assert str(run.model.layer_pattern) == pattern
+
+
+def test_a_ramp_is_kept_with_sizes_that_the_layout_shares(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two replicas with micro-batches of 4 share no 4 samples. From 8 in steps of 8 the batch of 32 is met."""
+    model = MODEL.replace("--global-batch-size 16", "--global-batch-size 32")
+    words = f"{model} {CLUSTER} --tp 2 --pp 1 --micro-batch-size 4 --rampup-batch-size 4 4 640"
+    file = tmp_path / "plan.yaml"
+    assert plan(f"{words} --emit-flags {file}", capsys)[0] == 0
+    assert parse_run(["--config", str(file)], 4).schedule.rampup_batch_size == (8, 8, 640)
+    assert "--rampup-batch-size 8 8 640" in plan(f"{words} --emit-flags", capsys)[1]
+
+
+def test_a_page_replaces_pages_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words, notes = f"{MODEL} {CLUSTER} --tp 2 --pp 1 --micro-batch-size 4", tmp_path / "notes.txt"
+    notes.write_text("mine\n")
+    status, out, err = plan(f"{words} --report {notes}", capsys)
+    assert (status, out, notes.read_text()) == (2, "", "mine\n")
+    assert f"--report {notes}: is there already and is no page of megazero" in err
+    page = tmp_path / "plan.html"
+    assert plan(f"{words} --report {page}", capsys)[0] == plan(f"{words} --report {page}", capsys)[0] == 0
+    status, _, err = plan(f"{words} --report {page} --measured {notes}", capsys)
+    assert status == 2 and str(notes) in err
+
+
 def test_text_names_the_layout_and_its_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "deep" / "plan.html"
     status, out, err = plan(f"{MODEL} {CLUSTER} --tp 2 --micro-batch-size 4 --report {page}", capsys)
@@ -99,6 +130,7 @@ def test_a_change_that_it_names_fits(words: str, capsys: pytest.CaptureFixture[s
         (f"{MODEL} --gpus 4 --gpu v100", ["--precision bf16: v100 computes in fp16, fp32, fp64"]),
         (f"{MODEL} {CLUSTER} --tokens 0 --price -1", ["--tokens 0: must be", "--price -1: must be"]),
         (f"{MODEL} {CLUSTER} --tp 3x", ["--tp"]),
+        (f"{MODEL} {CLUSTER} --measured runs/x", ["--measured runs/x: goes with --report FILE.html"]),
         ("--predict nowhere.csv", ["nowhere.csv"]),
         ("--predict nowhere.csv --tp 2", ["--tp 2: --predict takes runs from its table alone"]),
     ],

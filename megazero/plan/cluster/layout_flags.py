@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megazero.config.options import run_options
 from megazero.config.schema import Run
 from megazero.plan.cluster.cluster_step import ClusterStep
@@ -34,15 +36,30 @@ def layout_flags(step: ClusterStep) -> str:
     )
 
 
+def shared_ramp(step: ClusterStep, ramp: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The ramp of the user's global batch with the nearest sizes, upwards, that the layout's replicas share, and whose
+    steps meet the whole batch.
+    """
+    if ramp is None:
+        return None
+    batch, rows = step.run.schedule.global_batch_size, step.run.schedule.micro_batch_size * step.axes.dp
+    start, increment = (-(-samples // rows) * rows for samples in ramp[:2])
+    while start < batch and (batch - start) % increment:
+        increment += rows
+    return start, increment, ramp[2]
+
+
+def with_ramp(step: ClusterStep, ramp: tuple[int, ...] | None) -> Run:
+    """The run of a step with its ramp, which a plan leaves out."""
+    return replace(step.run, schedule=replace(step.run.schedule, rampup_batch_size=shared_ramp(step, ramp)))
+
+
 def ramp_flags(step: ClusterStep, ramp: tuple[int, ...] | None) -> str:
     """The flag of a ramp of the global batch whose sizes the layout's replicas share; empty where they share those of
     the user's ramp, or there is none.
     """
-    rows = step.run.schedule.micro_batch_size * step.axes.dp
-    if ramp is None or not (ramp[0] % rows or ramp[1] % rows):
-        return ""
-    start, increment = (-(-size_ // rows) * rows for size_ in ramp[:2])
-    return f"--rampup-batch-size {start} {increment} {ramp[2]}"
+    shared = shared_ramp(step, ramp)
+    return "" if shared is None or shared == ramp else f"--rampup-batch-size {' '.join(map(str, shared))}"
 
 
 def settings_words(step: ClusterStep) -> str:

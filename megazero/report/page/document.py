@@ -5,15 +5,20 @@ needs nothing else and asks no server for anything; the page's own policy forbid
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import count
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from megazero.report.page.parts import Fact
+from megazero.system.durable import replace_file
+from megazero.system.writable import why_not_replaced
 
 KIND = "megazero page"
 """Stands in the first line of every page: such a file may be written again."""
@@ -112,3 +117,16 @@ def _data(name: str, value: Any) -> str:
 def _static(names: tuple[str, ...]) -> str:
     folder = files("megazero.report.page") / "static"
     return "\n".join((folder / name).read_text("utf-8") for name in names)
+
+
+def require_place(output: Path, flag: str) -> None:
+    """Raise FileExistsError if a page may not be written there: something else than an earlier page is there."""
+    if (wrong := why_not_replaced(output, KIND, HEAD, "page of megazero")) is not None:
+        raise FileExistsError(f"{flag} {output}: {wrong}")
+
+
+def write_page(output: Path, flag: str, page: str) -> None:
+    """Write a page, in the place of an earlier one; its folder is made. Raises FileExistsError as `require_place`."""
+    require_place(output, flag)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(Path(os.path.realpath(output)), page.encode(), uuid4().hex)
