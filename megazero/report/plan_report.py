@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megazero.config.derive import pipeline_schedule
 from megazero.plan.cluster.cluster_step import ClusterStep
-from megazero.plan.cluster.explained import is_fragile, parts, why_slower
+from megazero.plan.cluster.explained import is_fragile, parts, schedule_words, why_slower
 from megazero.plan.cluster.layout_flags import layout_flags
 from megazero.plan.cluster.layout_search import BestLayouts
 from megazero.report import text_blocks as blocks
@@ -81,12 +80,11 @@ def _search(steps: Sequence[ClusterStep]) -> Table:
 
 def _row(step: ClusterStep, best: ClusterStep) -> list[Cell]:
     p = step.run.parallel
-    virtual = f" x{p.virtual_stages}" * (p.virtual_stages > 1)
     return [
         p.tp,
         p.pp,
         step.axes.dp,
-        pipeline_schedule(p) + virtual if p.pp > 1 else None,
+        schedule_words(step.run),
         step.run.schedule.micro_batch_size,
         p.recompute_granularity,
         "yes" if p.sequence_parallel else "no",

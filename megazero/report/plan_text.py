@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.config.derive import pipeline_schedule
 from megazero.plan.cluster.cluster_step import ClusterStep
-from megazero.plan.cluster.explained import is_fragile, memory_words, parts, why_slower
+from megazero.plan.cluster.explained import is_fragile, memory_words, parts, schedule_words, why_slower
 from megazero.plan.cluster.layout_flags import layout_flags
 from megazero.plan.cluster.layout_search import BestLayouts
 from megazero.report import text_blocks as blocks
@@ -59,7 +58,6 @@ def layouts_table(steps: Sequence[ClusterStep]) -> str:
 
 def _row(step: ClusterStep) -> tuple[str, ...]:
     p, off = step.run.parallel, step.run.offload
-    schedule = pipeline_schedule(p) + (f" x{p.virtual_stages}" if p.virtual_stages > 1 else "")
     away = "".join(
         letter
         for letter, column in (
@@ -72,7 +70,7 @@ def _row(step: ClusterStep) -> tuple[str, ...]:
     )
     zero = str(p.zero_stage) + (f"/{p.zero_shard_size}" if p.zero_shard_size else "")
     return (
-        *map(str, (p.tp, p.pp, step.axes.dp, schedule if p.pp > 1 else "-", step.run.schedule.micro_batch_size)),
+        *map(str, (p.tp, p.pp, step.axes.dp, schedule_words(step.run) or "-", step.run.schedule.micro_batch_size)),
         p.recompute_granularity,
         "yes" if p.sequence_parallel else "no",
         zero,

@@ -216,6 +216,12 @@ class ClusterStep:
         """When each of several steps ends."""
         return step_ends(*self._simulation(lists), lists.of(0).border, steps)
 
+    @property
+    def work(self) -> list[float]:
+        """By stage the seconds in which it computes a micro-batch."""
+        chunks, times = chunks_of(self.run), self.times
+        return [sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp)]
+
     @cached_property
     def _short_ends(self) -> tuple[float, ...]:
         """Of short steps. The second one begins with what the first has left: gathers of updated parameters."""
@@ -230,19 +236,18 @@ class ClusterStep:
         """What the step never falls below where it repeats itself: a short step, and the work of the busiest stage for
         the other micro-batches.
         """
-        chunks, times = chunks_of(self.run), self.times
-        work = max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
-        return self._short_seconds + self._repeated * self.axes.pp * work
+        return self._short_seconds + self._repeated * self.axes.pp * max(self.work)
 
     @cached_property
     def seconds(self) -> float:
         """The time of a step that follows another. Between its first and its last micro-batches a step repeats itself
-        with each filling of the pipeline, so that two short steps say how long the whole one takes.
+        with each filling of the pipeline, so that two short steps say how long the whole one takes. Where it hardly
+        waits, the shorter one may wait more than its share.
         """
         if not self._repeated:
             return self._short_seconds
         fewer = self._ends(self._lists_of(self._few - self.axes.pp), 1)
-        return self._short_seconds + self._repeated * (self._short_ends[0] - fewer[0])
+        return max(self.short_seconds, self._short_seconds + self._repeated * (self._short_ends[0] - fewer[0]))
 
     @property
     def model_flops(self) -> float:
@@ -264,10 +269,6 @@ class ClusterStep:
     @property
     def tokens_per_second(self) -> float:
         return self.run.schedule.global_batch_size * self.run.model.seq_length / self.seconds
-
-    def with_run(self, run: Run) -> ClusterStep:
-        """Another run on the same cluster."""
-        return replace(self, run=run)
 
 
 def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split: bool) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from megazero.config.derive import pipeline_schedule
 from megazero.config.schema import Run
-from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.program.instruction import UPDATE
 from megazero.telemetry.units import size
@@ -20,21 +19,17 @@ def parts(step: ClusterStep) -> dict[str, float]:
     """The seconds of the stage that computes longest: its computations with their tensor-parallel messages, its
     updates, and its waiting for other stages and for messages on the model state.
     """
-    chunks, times = chunks_of(step.run), step.times
-    busiest = max(
-        range(step.axes.pp),
-        key=lambda stage: sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)),
-    )
-    once = sum(times.forward[n] + times.backward[n] for n in chunks.of(busiest))
-    report = step.short
-    updates = sum(span.end - span.start for span in report.spans[busiest] if span.instruction.op == UPDATE)
-    computing, updating = step.micro_batches * once, updates
-    return {COMPUTING: computing, UPDATING: updating, WAITING: max(0.0, step.seconds - computing - updating)}
+    work = step.work
+    busiest = work.index(max(work))
+    updates = sum(span.end - span.start for span in step.short.spans[busiest] if span.instruction.op == UPDATE)
+    computing = step.micro_batches * work[busiest]
+    return {COMPUTING: computing, UPDATING: updates, WAITING: max(0.0, step.seconds - computing - updates)}
 
 
-def bubble(step: ClusterStep) -> float:
-    """The share of the step in which the stage that computes longest waits."""
-    return parts(step)[WAITING] / step.seconds
+def schedule_words(run: Run) -> str | None:
+    """The schedule of a run with its virtual stages; None for a run without a pipeline."""
+    p = run.parallel
+    return pipeline_schedule(p) + f" x{p.virtual_stages}" * (p.virtual_stages > 1) if p.pp > 1 else None
 
 
 def is_fragile(step: ClusterStep) -> bool:
@@ -53,8 +48,8 @@ def why_slower(step: ClusterStep, best: ClusterStep) -> str:
 def _because(part: str, run: Run, of_best: Run, step: ClusterStep, best: ClusterStep) -> str:
     p, other = run.parallel, of_best.parallel
     if part == WAITING:
-        name = pipeline_schedule(p)
-        return f": {step.micro_batches} micro-batches over {p.pp} stages ({name}), {step.axes.dp} replicas"
+        stages = f"over {p.pp} stages ({schedule_words(run)})" if p.pp > 1 else "on one stage"
+        return f": {step.micro_batches} micro-batches {stages}, {step.axes.dp} replicas"
     reasons = []
     if p.recompute_granularity != other.recompute_granularity and step.hardware_flops > best.hardware_flops:
         reasons.append(f"{p.recompute_granularity} recompute")
