@@ -13,6 +13,7 @@ from megazero.cli.parser import command_parser, pop_flag
 from megazero.cli.shared_flags import model_of
 from megazero.config.source import ConfigError
 from megazero.system.status import FAILED
+from megazero.system.writable import why_not_replaced
 
 if TYPE_CHECKING:
     from megazero.config.schema import Run
@@ -35,6 +36,8 @@ EXAMPLES = (
 )
 WORLD, RANKS, CERTIFICATE, CHECK = "--world-size", "--ranks", "--certificate", "--check"
 DEFAULT = "layout-certificate.json"
+HEAD = '{\n "format": '
+"""The beginning of every certificate."""
 MOST_RANKS = 1_000_000
 
 
@@ -82,6 +85,8 @@ def writable(target: Path) -> Path:
         raise ValueError(
             f"{CERTIFICATE} {target}: {'this is a folder' if target.is_dir() else 'there is no such folder'}"
         )
+    if (wrong := why_not_replaced(target, HEAD, len(HEAD), "certificate")) is not None:
+        raise ValueError(f"{CERTIFICATE} {target}: {wrong}")
     return target
 
 

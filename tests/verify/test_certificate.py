@@ -109,3 +109,11 @@ def test_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-layout", "--help"]) == 0
     text = capsys.readouterr().out
     assert "--check FILE" in text and "Status 0: equal. 1: differs. 2: it cannot be run" in text
+
+
+def test_a_certificate_replaces_certificates_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    status, lines, said = command(capsys, *FLAGS, "--world-size", "2", "--certificate", str(notes))
+    assert (status, lines, notes.read_text()) == (2, [], "mine")
+    assert f"--certificate {notes}: is there already and is no certificate; name another file" in said
