@@ -7,10 +7,11 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megazero.cli.exit_status import status_of
-from megazero.cli.parser import Parser, command_parser, given_path
+from megazero.cli.parser import Parser, command_parser, flag_of, given_path
 from megazero.cli.shared_flags import model_of
 from megazero.config.source import ConfigError
 from megazero.system.status import FAILED, MISTAKEN
@@ -36,6 +37,10 @@ EXAMPLES = (
     "python tools/plan.py --preset bloom-7b1 --gpus 8 --gpu a100-40gb --emit-flags",
     "megazero plan --predict measured.csv --json",
 )
+
+
+SEARCHED = "gpus gpu nodes_of interconnect tokens price report measured emit_flags".split()
+"""The fields of flags that are of a search."""
 
 
 def arguments() -> Parser:
@@ -66,7 +71,7 @@ def arguments() -> Parser:
 def main(argv: Sequence[str]) -> int:
     args, run_flags = arguments().parse_known_args(argv)
     if args.predict is not None:
-        return status_of(lambda: _predict(args, run_flags), (ConfigError, OSError, UnicodeDecodeError))
+        return status_of(lambda: _predict(args, run_flags), (ConfigError,))
     try:
         asked = asked_of(args, run_flags)
     except ConfigError as error:
@@ -89,8 +94,10 @@ def _predict(args: Namespace, run_flags: Sequence[str]) -> None:
     from megazero.plan.cluster.hardware import known_hardware
     from megazero.plan.cluster.predict import predictions
 
-    if run_flags:
-        raise ConfigError([f"{' '.join(run_flags)}: --predict takes runs from its table alone"])
+    ignored = [flag for flag in SEARCHED if getattr(args, flag) is not None]
+    words = [*(flag_of(flag) for flag in ignored), *run_flags]
+    if words:
+        raise ConfigError([f"{' '.join(words)}: --predict takes runs from its table alone"])
     for prediction in predictions(args.predict, known_hardware(args.hardware)):
         print(json.dumps(prediction), flush=True)
 
@@ -104,7 +111,9 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
         problems += error.problems
     for flag, value in (("--tokens", args.tokens), ("--price", args.price)):
         if value is not None and not 0 < value < float("inf"):
-            problems.append(f"{flag} {value:g}: must be more than 0")
+            problems.append(f"{flag} {value:g}: must be a finite number above 0")
+    if args.json and args.emit_flags is not None:
+        problems.append("--json and --emit-flags print different things: give one of them")
     if args.measured is not None and args.report is None:
         problems.append(f"--measured {args.measured}: goes with --report FILE.html, whose page shows it")
     try:
@@ -120,6 +129,8 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
         if cluster is not None and precision not in cluster.device.flops:
             known = ", ".join(cluster.device.flops)
             problems.append(f"--precision {precision}: {cluster.device.name} computes in {known}")
+        if cluster is not None and parsed.run.parallel.device != cluster.device.kind:
+            problems.append(f"--device {parsed.run.parallel.device}: {cluster.device.name} is a device of another kind")
     if problems or parsed is None or cluster is None:
         raise ConfigError(problems)
     from megazero.plan.cluster.candidates import OpenRun
@@ -159,10 +170,7 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
     from megazero.plan.cluster.layout_search import LayoutSearch
     from megazero.report.plan_text import plan_json, plan_text
 
-    if args.report is not None:  # before a search, which may take minutes
-        from megazero.report.page.document import require_place
-
-        require_place(args.report, "--report")
+    _look_at_files(args)
     layouts = LayoutSearch(asked.run).run()
     if not layouts.steps:
         return _refuse(args, asked.run, layouts)
@@ -171,11 +179,11 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
     if args.report is not None:
         _write_page(args, asked, layouts)
     if args.emit_flags == "-":
-        print(shlex.join([*run_flags, *layout_flags(best).split(), *ramp.split()]))
+        print(shlex.join([*run_flags, *layout_flags(best, asked.run.fixed).split(), *ramp.split()]))
     elif args.emit_flags is not None:
         from megazero.config.dump import dump
 
-        given_path(args.emit_flags).write_text(dump(with_ramp(best, asked.ramp)))
+        Path(args.emit_flags).write_text(dump(with_ramp(best, asked.ramp)))
         print(f"{args.emit_flags}: the first layout, for --config")
     elif args.json:
         print(json.dumps(plan_json(layouts, asked.costs), indent=2))
@@ -184,6 +192,29 @@ def _plan(args: Namespace, run_flags: Sequence[str], asked: PlanRequest) -> int:
         if ramp:
             print(f"\nIts replicas do not share the sizes of the ramp; nearest: {ramp}")
     return 0
+
+
+def _look_at_files(args: Namespace) -> None:
+    """Refuse files that cannot be read or may not be replaced, before a search, which may take minutes."""
+    from megazero.config.dump import HEAD
+    from megazero.report.page.document import require_place
+    from megazero.report.run_folder import read_runs
+    from megazero.system.writable import why_not_replaced
+
+    if args.report is not None:
+        require_place(args.report, "--report")
+    if args.measured is not None:
+        read_runs([args.measured])
+    if args.emit_flags in (None, "-"):
+        return
+    file = Path(args.emit_flags)
+    wrong = "names no file" if not args.emit_flags else why_not_replaced(file, HEAD, len(HEAD), "file of a run")
+    if wrong is None and not file.parent.is_dir():
+        wrong = "there is no such folder"
+    if wrong is None and args.report is not None and file.resolve() == args.report.resolve():
+        wrong = "is the page of --report, too"
+    if wrong is not None:
+        raise FileExistsError(f"--emit-flags {args.emit_flags}: {wrong}")
 
 
 def _write_page(args: Namespace, asked: PlanRequest, layouts: BestLayouts) -> None:

@@ -21,6 +21,8 @@ from megazero.system.yaml_file import load_yaml
 
 NAMED = 3
 """Fields of a section that a message names."""
+HEAD = "# A resolved run: --config with this file reproduces it; flags have precedence over it.\n"
+"""The first line of a file of a run."""
 RUN_FILE = "run.yaml"
 """Name of the file of a run in the folder of its checkpoints."""
 RESOLVED = "resolved"
@@ -60,8 +62,7 @@ def changed_settings(run: Run, among: Collection[str] | None = None) -> dict[str
 
 def dump(run: Run) -> str:
     """YAML that gives the same run when passed by --config."""
-    head = "# A resolved run: --config with this file reproduces it; flags have precedence over it.\n"
-    return head + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
+    return HEAD + yaml.safe_dump({RESOLVED: True, **run_dict(run)}, sort_keys=False, allow_unicode=True, width=120)
 
 
 def read_yaml(path: str | Path, named_by: str = "--config") -> ConfigSource:

@@ -85,6 +85,26 @@ def test_a_page_replaces_pages_only(capsys: pytest.CaptureFixture[str], tmp_path
     assert status == 2 and str(notes) in err
 
 
+def test_a_file_of_flags_replaces_files_of_runs_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words, notes = f"{MODEL} {CLUSTER} --tp 2 --pp 1 --micro-batch-size 4", tmp_path / "notes.yaml"
+    notes.write_text("mine: 1")
+    status, _, err = plan(f"{words} --emit-flags {notes}", capsys)
+    assert (status, notes.read_text()) == (2, "mine: 1") and "is there already and is no file of a run" in err
+    file = tmp_path / "plan.yaml"
+    assert plan(f"{words} --emit-flags {file}", capsys)[0] == plan(f"{words} --emit-flags {file}", capsys)[0] == 0
+
+
+def test_what_is_fixed_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(f"{MODEL} {CLUSTER} --tp 2 --pp 1 --emit-flags", capsys)[1]
+    assert out.count("--tp 2") == out.count("--pp 1") == out.count("--micro-batch-size") == 1
+
+
+def test_arithmetic_that_leaves_no_layout_is_no_want_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("--gpus 4 --pp 3", "--gpus 7"):
+        status, _, err = plan(f"{MODEL} --gpu a100-40gb {words}", capsys)
+        assert status == 1 and "divide the global batch of 16" in err and "model state" not in err
+
+
 def test_text_names_the_layout_and_its_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "deep" / "plan.html"
     status, out, err = plan(f"{MODEL} {CLUSTER} --tp 2 --micro-batch-size 4 --report {page}", capsys)
@@ -131,7 +151,20 @@ def test_a_change_that_it_names_fits(words: str, capsys: pytest.CaptureFixture[s
         (f"{MODEL} {CLUSTER} --tokens 0 --price -1", ["--tokens 0: must be", "--price -1: must be"]),
         (f"{MODEL} {CLUSTER} --tp 3x", ["--tp"]),
         (f"{MODEL} {CLUSTER} --measured runs/x", ["--measured runs/x: goes with --report FILE.html"]),
-        ("--predict nowhere.csv", ["nowhere.csv"]),
+        (f"{MODEL} {CLUSTER} --price nan", ["--price nan: must be a finite number above 0"]),
+        (f"{MODEL} {CLUSTER} --device cpu", ["--device cpu: a100-40gb is a device of another kind"]),
+        (f"{MODEL} {CLUSTER} --json --emit-flags", ["--json and --emit-flags print different things"]),
+        (f"{MODEL} {CLUSTER} --emit-flags=", ["--emit-flags : names no file"]),
+        (
+            f"{MODEL} {CLUSTER} --emit-flags nowhere/plan.yaml",
+            ["--emit-flags nowhere/plan.yaml: there is no such folder"],
+        ),
+        (
+            f"{MODEL} {CLUSTER} --report x.html --emit-flags x.html",
+            ["--emit-flags x.html: is the page of --report, too"],
+        ),
+        ("--predict nowhere.csv", ["--predict nowhere.csv: No such file or directory"]),
+        ("--predict nowhere.csv --gpus 4 --report x.html", ["--gpus --report: --predict takes runs"]),
         ("--predict nowhere.csv --tp 2", ["--tp 2: --predict takes runs from its table alone"]),
     ],
 )
@@ -144,11 +177,16 @@ def test_mistakes_are_told_at_once(words: str, problems: list[str], capsys: pyte
 def test_each_row_of_a_table_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table = tmp_path / "runs.csv"
     rows = ["# measured by nobody", ROW, "8,1024,16,512,4,1,2,2,2,32", "8,1024,16,512,4,2,1,2,2,32", "8,1024,16,512,4"]
-    table.write_text("\n".join([*rows, "96,12288,96,2048,8,1,1,8,16,1536"]) + "\n")
+    rows += ["96,12288,96,2048,8,1,1,8,16,1536", "8,1024,16,512,4,0,2,2,2,32", "8,1024,16,512,4,two,2,2,2,32"]
+    table.write_text("\n".join([*rows, "8,1024,16,512,4,1,1,4,,3"]) + "\n", encoding="utf-8-sig")
     status, out, _ = plan(f"--predict {table} --json", capsys)
     lines = [json.loads(line) for line in out.splitlines()]
-    assert status == 0 and len(lines) == 4
+    assert status == 0 and len(lines) == 7
     assert all(0.01 < line["seconds"] < 1 and line["fits"] for line in lines[:2])
     assert lines[0]["seconds"] != lines[1]["seconds"] and lines[0]["memory_bytes"] > 1e9
     assert "no global_batch" in lines[2]["error"]
     assert lines[3]["fits"] is False and lines[3]["memory_bytes"] > 80e9
+    assert [line["error"] for line in lines[4:6]] == [f"tp {tp}: is not a whole number above 0" for tp in ("0", "two")]
+    assert "no micro-batch" in lines[6]["error"] or "not a multiple" in lines[6]["error"]
+    table.write_text("a,b\n")
+    assert plan(f"--predict {table}", capsys)[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from megazero.config.options import run_options
@@ -25,9 +26,9 @@ def setting(run: Run, field: str) -> str:
     return known.flag if value is True else f"{known.flag} {value}"
 
 
-def layout_flags(step: ClusterStep) -> str:
-    """The flags that give the step's layout, where they are not the defaults."""
-    fields = [*ALWAYS, *(field for field in LAYOUT if field not in ALWAYS)]
+def layout_flags(step: ClusterStep, given: Set[str] = frozenset()) -> str:
+    """The flags that give the step's layout, where they are not the defaults. given: fields that are left out."""
+    fields = [field for field in (*ALWAYS, *(field for field in LAYOUT if field not in ALWAYS)) if field not in given]
     defaults = {field: run_options()[field].default for field in fields if field not in ALWAYS}
     return " ".join(
         setting(step.run, field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from megazero.plan.cluster.candidates import OpenRun
 from megazero.plan.cluster.cluster_step import ClusterStep
@@ -27,6 +28,12 @@ def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
     step = layouts.least
     if step is None:
         device = asked.cluster.device
+        if not asked.rooms.device < layouts.state < inf:  # it has room: then it is arithmetic that leaves no layout
+            batch = asked.run.schedule.global_batch_size
+            return (
+                f"no layout of {asked.cluster.gpus} ranks has tp x pp that divides them, stages with a layer each, and "
+                f"replicas x micro-batch that divide the global batch of {batch}"
+            )
         return (
             f"the model state alone takes {size(layouts.state)} of each rank at least, and {device.name} has "
             f"{size(device.memory)}"

@@ -17,17 +17,27 @@ from megazero.plan.cluster.table_rows import run_of_row
 def predictions(path: Path, hardware: Hardware) -> Iterator[dict[str, Any]]:
     """A dictionary for each row of a CSV file, in its order: `seconds` of a step, `memory_bytes` of the fullest rank,
     and whether it `fits` a device; or the `error` of a row that says too little, or describes no legal run. Lines that
-    begin with # are comments. Raises OSError and UnicodeDecodeError.
+    begin with # are comments. Raises ConfigError for what is no table, or one without rows.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(line for line in file if line.strip() and not line.startswith("#")):
-            try:
-                step = step_of_row(row, hardware)
-            except (ConfigError, ValueError) as error:
-                problems = error.problems if isinstance(error, ConfigError) else (str(error),)
-                yield {"error": "; ".join(problems)}
-            else:
-                yield {"seconds": step.seconds, "memory_bytes": step.memory_bytes, "fits": step.fits}
+    for row in _rows(path):
+        try:
+            step = step_of_row(row, hardware)
+        except (ConfigError, ValueError) as error:
+            problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+            yield {"error": "; ".join(problems)}
+        else:
+            yield {"seconds": step.seconds, "memory_bytes": step.memory_bytes, "fits": step.fits}
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets put a mark in front
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--predict {path}: {getattr(error, 'strerror', None) or 'is no text'}"]) from None
+    rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
+    if not rows:
+        raise ConfigError([f"--predict {path}: has no rows below a line of names"])
+    return rows
 
 
 def step_of_row(row: Mapping[str, str], hardware: Hardware) -> ClusterStep:

@@ -52,6 +52,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """What a row says -> the columns that say it."""
 NEEDED = ("layers", "hidden", "heads", "length", "gpus", "batch")
+COUNTS = (*NEEDED, *"groups ffn vocab tp pp dp cp virtual samples nodes_of".split())
+"""What is a number from 1."""
 SAMPLES = (1, 2, 4, 8, 16)
 """Samples of a micro-batch that are tried where a row does not say it."""
 MOST_VIRTUAL = 8
@@ -89,6 +91,13 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     missing = [" or ".join(COLUMNS[name]) for name in NEEDED if name not in said]
     if missing:
         raise ConfigError([f"a row has no {', no '.join(missing)}"])
+    wrong = [
+        f"{COLUMNS[name][0]} {said[name]}: is not a whole number above 0"
+        for name in COUNTS
+        if name in said and not (said[name].isdecimal() and int(said[name]))
+    ]
+    if wrong:
+        raise ConfigError(wrong)
     is_open = "again" not in said and any(column in row for column in COLUMNS["again"])
     tp, pp, gpus = (int(said.get(name, 1)) for name in ("tp", "pp", "gpus"))
     share = int(said["batch"]) // max(1, int(said.get("dp", gpus // (tp * pp))))
@@ -102,6 +111,9 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     choices = tuple(
         (*flags, *_chunks(said, pp, chunks), "--micro-batch-size", str(size)) for chunks in virtual for size in samples
     )
+    if not choices:
+        each = f"{said['layers']} layers, {gpus} GPUs, tp {tp}, pp {pp} and a batch of {said['batch']}"
+        raise ConfigError([f"no virtual stages and no micro-batch divide {each}"])
     nodes_of = int(said["nodes_of"]) if "nodes_of" in said else None
     return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, said.get("interconnect") or _links(row))
 
