@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megazero.config.derive import gathers_parameters
+from megazero.config.derive import gathers_parameters, micro_batch_order, pipeline_schedule
 from megazero.config.inventory import parameters
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
-from megazero.pipeline.schedule import ChunkMap
+from megazero.pipeline.schedule import ChunkMap, make_orders
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.cluster_times import ClusterRates
@@ -25,14 +25,17 @@ from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
 from megazero.plan.traffic import run_traffic
 from megazero.program.instruction import Instruction, Lane
+from megazero.program.schedule_time import ScheduleGraph
 from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
 
 FILLINGS = 2
-"""So often the micro-batches of a short step fill the pipeline, at least."""
+"""So often the micro-batches of a step whose memory is looked at fill the pipeline, at least."""
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
+LONG = 60_000
+"""Computations of all stages up to which the schedule of a step is looked at to its end."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class Allowance:
 def allowance_of(device: Device) -> Allowance:
     """That of a kind of device: its constants `context` and `fragmentation`."""
     return Allowance(device.constants.get("context", 0.0), device.constants.get("fragmentation", 0.0))
+
+
+@lru_cache(maxsize=512)
+def schedule_graph(name: str, stages: int, micro_batches: int, virtual_stages: int) -> ScheduleGraph:
+    """The computations of a schedule: many layouts of a search have the same."""
+    orders, chunks = make_orders(name, stages, micro_batches, virtual_stages)
+    return ScheduleGraph.of(orders, [chunks.of(stage) for stage in range(stages)])
 
 
 class TakenBytes(NamedTuple):
@@ -101,10 +111,10 @@ class ClusterStep:
 
     @cached_property
     def _lists(self) -> StageLists:
-        """Of a short step: its micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds
-        more of them in the whole step.
+        """Of a step whose micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds more
+        of them in the whole step.
         """
-        return self._lists_of(self._few)
+        return self._lists_of(self._short(FILLINGS))
 
     def _lists_of(self, micro_batches: int) -> StageLists:
         schedule = self.run.schedule
@@ -143,6 +153,11 @@ class ClusterStep:
             fullest, resting = memory.fullest, memory.resting
             self._taken[stage] = TakenBytes(fullest.nbytes, fullest.host + resting.host, resting.disk)
         return self._taken[stage]
+
+    @property
+    def first_fits(self) -> bool:
+        """Whether a rank of the first stage, which holds the activations of most micro-batches, fits."""
+        return self.limits.hold(self.taken(0))
 
     @cached_property
     def fits(self) -> bool:
@@ -184,37 +199,13 @@ class ClusterStep:
         computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
         return max(computed, least_messages(self.run, self.axes, self.times.per_byte))
 
-    @property
-    def _repeated(self) -> int:
-        """How often the last filling of the pipeline in a short step is repeated in the whole step."""
+    def _short(self, fillings: int) -> int:
+        """Micro-batches of a step that fill the pipeline so often at least, and leave as many over as the whole step
+        does; all of them where all count.
+        """
         if keeps_all(self.run):
-            return 0
-        return max(0, self.micro_batches // self.axes.pp - FILLINGS)
-
-    @property
-    def _few(self) -> int:
-        """Micro-batches of a short step."""
-        return self.micro_batches - self._repeated * self.axes.pp
-
-    @cached_property
-    def simulated(self) -> SimulationReport:
-        """All stages through their whole lists once."""
-        lists = self._lists_of(self.micro_batches)
-        return simulate(*self._simulation(lists), border=lists.of(0).border)
-
-    @cached_property
-    def short(self) -> SimulationReport:
-        """All stages through the lists of a short step, or of the whole one if it has no more micro-batches."""
-        return simulate(*self._simulation(self._lists), border=self._lists.of(0).border)
-
-    def _simulation(self, lists: StageLists) -> tuple[list[tuple[Instruction, ...]], ChunkTimes, list[RankShape]]:
-        """What a simulation takes of lists."""
-        stages = [lists.of(stage) for stage in range(self.axes.pp)]
-        return [stage.instructions for stage in stages], self.times, [stage.shape for stage in stages]
-
-    def _ends(self, lists: StageLists, steps: int) -> tuple[float, ...]:
-        """When each of several steps ends."""
-        return step_ends(*self._simulation(lists), lists.of(0).border, steps)
+            return self.micro_batches
+        return self.micro_batches - max(0, self.micro_batches // self.axes.pp - fillings) * self.axes.pp
 
     @property
     def work(self) -> list[float]:
@@ -223,31 +214,93 @@ class ClusterStep:
         return [sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp)]
 
     @cached_property
-    def _short_ends(self) -> tuple[float, ...]:
-        """Of short steps. The second one begins with what the first has left: gathers of updated parameters."""
-        return self._ends(self._lists, STEPS)
-
-    @property
-    def _short_seconds(self) -> float:
-        return self._short_ends[-1] - self._short_ends[-2]
-
-    @property
-    def short_seconds(self) -> float:
-        """What the step never falls below where it repeats itself: a short step, and the work of the busiest stage for
-        the other micro-batches.
+    def scheduled_least(self) -> float:
+        """What the step never falls below: its schedule with few micro-batches, and the work of the busiest stage for
+        the others.
         """
-        return self._short_seconds + self._repeated * self.axes.pp * max(self.work)
+        few = self._short(FILLINGS)
+        return self._scheduled(few) + (self.micro_batches - few) * max(self.work)
+
+    @cached_property
+    def scheduled(self) -> float:
+        """Seconds of the schedule of all micro-batches, without messages on model state. The middle of a long step
+        repeats itself with each filling of the pipeline.
+        """
+        p = self.run.parallel
+        many = self._short(max(FILLINGS, LONG // (2 * p.pp * p.pp * p.virtual_stages)))
+        seconds = self._scheduled(many)
+        if many == self.micro_batches:
+            return seconds
+        return seconds + (self.micro_batches - many) / p.pp * (seconds - self._scheduled(many - p.pp))
+
+    def _scheduled(self, micro_batches: int) -> float:
+        """The same of so many micro-batches; 0 in an order that is not the schedule's own."""
+        p = self.run.parallel
+        if micro_batch_order(self.run) == "vertical":
+            return 0.0
+        return schedule_graph(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages).seconds(self.times)
+
+    @cached_property
+    def simulated(self) -> SimulationReport:
+        """All stages through their whole lists once."""
+        return self._simulated(self.micro_batches)
+
+    @cached_property
+    def short(self) -> SimulationReport:
+        """All stages through the lists of a short step, or of the whole one if it has no more micro-batches."""
+        return self._simulated(self._short(FILLINGS))
+
+    def _simulated(self, micro_batches: int) -> SimulationReport:
+        lists = self._lists_of(micro_batches)
+        return simulate(*self._simulation(lists), border=lists.of(0).border)
+
+    def _simulation(self, lists: StageLists) -> tuple[list[tuple[Instruction, ...]], ChunkTimes, list[RankShape]]:
+        """What a simulation takes of lists."""
+        stages = [lists.of(stage) for stage in range(self.axes.pp)]
+        return [stage.instructions for stage in stages], self.times, [stage.shape for stage in stages]
+
+    def _ends(self, lists: StageLists, steps: int) -> tuple[float, ...]:
+        """When each of several steps with these lists ends."""
+        return step_ends(*self._simulation(lists), lists.of(0).border, steps)
+
+    @cached_property
+    def _shortest(self) -> StageLists:
+        """Of a step whose micro-batches fill the pipeline once."""
+        return self._lists_of(self._short(1))
+
+    @cached_property
+    def _shortest_scheduled(self) -> float:
+        return self._scheduled(self._shortest.micro_batches)
+
+    @cached_property
+    def begun_least(self) -> float:
+        """What the step never falls below: its schedule, and what messages on model state add to a short step before
+        which there is none.
+        """
+        (first,) = self._ends(self._shortest, 1)
+        return self.scheduled + first - self._shortest_scheduled
 
     @cached_property
     def seconds(self) -> float:
-        """The time of a step that follows another. Between its first and its last micro-batches a step repeats itself
-        with each filling of the pipeline, so that two short steps say how long the whole one takes. Where it hardly
-        waits, the shorter one may wait more than its share.
+        """The time of a step that follows another: that of its schedule, and what messages on model state add. They add
+        as much to a short step, of which the second begins with what the first has left: gathers of updated parameters.
+        What they add for each filling of the pipeline is the difference between two short steps.
         """
-        if not self._repeated:
-            return self._short_seconds
-        fewer = self._ends(self._lists_of(self._few - self.axes.pp), 1)
-        return max(self.short_seconds, self._short_seconds + self._repeated * (self._short_ends[0] - fewer[0]))
+        few, pp = self._shortest.micro_batches, self.axes.pp
+        first, second = self._ends(self._shortest, STEPS)
+        seconds = self.scheduled + second - first - self._shortest_scheduled
+        if few == self.micro_batches or not self._sends_inside:
+            return seconds
+        (more,) = self._ends(self._lists_of(few + pp), 1)
+        added = more - first - (self._scheduled(few + pp) - self._shortest_scheduled)
+        return max(seconds, seconds + (self.micro_batches - few) / pp * added)
+
+    @property
+    def _sends_inside(self) -> bool:
+        """Whether messages on model state, or copies of it, come with each micro-batch."""
+        off = self.run.offload
+        copied = off.offload_gradients, off.offload_params, off.offload_activations
+        return self.run.parallel.zero_stage > 1 or any(map(bool, copied))
 
     @property
     def model_flops(self) -> float:
