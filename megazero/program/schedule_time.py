@@ -7,8 +7,9 @@ stages can run is found once for a schedule, and each set of times is one pass o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megazero.program.instruction import Instruction, Kind, Op, ProgramError
@@ -33,18 +34,37 @@ class Computation(NamedTuple):
     channel: int
 
 
+@dataclass(frozen=True)
+class StateMessages:
+    """Messages on model state that no order of them avoids.
+
+    gathers     by model chunk the time before which its first forward cannot end
+    reductions  by stage the time of reductions that come behind the begin of its first last backward
+    """
+
+    gathers: Mapping[int, float] = field(default_factory=dict)
+    reductions: Sequence[float] = ()
+
+
+NONE = StateMessages()
+
+
 @dataclass(frozen=True, eq=False)
 class ScheduleGraph:
     """The computations of all stages, in an order in which they can run.
 
     kinds     kind and model chunk, by number of duration
     channels  number of channels between stages
+    firsts    the number of each model chunk's first forward -> the chunk
+    lasts     the numbers of the computations that make the last gradients of a chunk
     """
 
     stages: int
     computations: tuple[Computation, ...]
     kinds: tuple[tuple[Kind, int], ...]
     channels: int
+    firsts: Mapping[int, int]
+    lasts: tuple[int, ...]
 
     @classmethod
     def of(cls, orders: Sequence[Sequence[Instruction]], chunks: Sequence[Sequence[int]]) -> ScheduleGraph:
@@ -54,23 +74,37 @@ class ScheduleGraph:
         """
         return _Ordering(orders, chunks).graph()
 
-    def seconds(self, times: ChunkTimes) -> float:
-        """From the start of the first computation to the end of the last, in the unit of the times.
+    def seconds(self, times: ChunkTimes, state: StateMessages = NONE) -> float:
+        """From the start of the first computation to the end of the last, in the unit of the times, and to the end of
+        the messages on model state.
 
         A message starts when its sender and the computation before the last one of its receiver are done, which posts
         a receive one computation ahead, and the channel is free.
         """
-        durations = [times.of(*kind) for kind in self.kinds]
+        durations, gathers = [times.of(*kind) for kind in self.kinds], state.gathers
         clocks, posted, free = [0.0] * self.stages, [0.0] * self.stages, [0.0] * self.channels
-        ends, message = [0.0] * len(self.computations), times.message
+        starts, ends, message = [0.0] * len(self.computations), [0.0] * len(self.computations), times.message
         for number, (stage, duration, made, channel) in enumerate(self.computations):
             clock = start = clocks[stage]
             if channel >= 0:
                 free[channel] = arrival = max(free[channel], ends[made], posted[stage]) + message
                 start = max(start, arrival)
             posted[stage] = clock
-            ends[number] = clocks[stage] = start + durations[duration]
-        return max(clocks)
+            end = start + durations[duration]
+            if gathers and number in self.firsts:
+                end = max(end, gathers[self.firsts[number]])
+            starts[number], ends[number], clocks[stage] = start, end, end
+        return max([*clocks, *self._reduced(starts, state.reductions)])
+
+    def _reduced(self, starts: Sequence[float], reductions: Sequence[float]) -> list[float]:
+        """By stage when its last reductions are over, at least."""
+        if not reductions:
+            return []
+        first = dict[int, float]()
+        for number in self.lasts:
+            stage = self.computations[number].stage
+            first[stage] = min(starts[number], first.get(stage, math.inf))
+        return [start + reductions[stage] for stage, start in first.items()]
 
 
 class _Ordering:
@@ -84,6 +118,7 @@ class _Ordering:
         self._kinds = dict[tuple[Kind, int], int]()
         self._channels = dict[tuple[int, int, bool], int]()
         self._order = list[Computation]()
+        self._firsts, self._lasts = dict[int, int](), dict[int, int]()
 
     def graph(self) -> ScheduleGraph:
         at, moved = [0] * len(self._orders), True
@@ -95,7 +130,15 @@ class _Ordering:
         for stage, instructions in enumerate(self._orders):
             if at[stage] < len(instructions):
                 raise ProgramError("never runs", f"stage {stage}", at[stage], instructions[at[stage]])
-        return ScheduleGraph(len(self._orders), tuple(self._order), tuple(self._kinds), len(self._channels))
+        of_chunks = {number: chunk for chunk, number in self._firsts.items()}
+        return ScheduleGraph(
+            len(self._orders),
+            tuple(self._order),
+            tuple(self._kinds),
+            len(self._channels),
+            of_chunks,
+            tuple(self._lasts.values()),
+        )
 
     def _add(self, stage: int, i: Instruction) -> bool:
         """Put a computation behind all others, if its input is made."""
@@ -112,6 +155,10 @@ class _Ordering:
             channel = self._channels.setdefault((source, stage, is_backward), len(self._channels))
         if op is not Op.BACKWARD_WEIGHT:
             self._made[is_backward, i.micro_batch, chunk] = len(self._order), stage
+        if op is Op.FORWARD:
+            self._firsts.setdefault(chunk, len(self._order))
+        elif op is not Op.BACKWARD_INPUT:
+            self._lasts[chunk] = len(self._order)
         duration = self._kinds.setdefault((op, chunk), len(self._kinds))
         self._order.append(Computation(stage, duration, made, channel))
         return True

@@ -87,7 +87,11 @@ def step_of(settings: Settings, micro_batches: int = 26) -> ClusterStep:
 def test_bounds_hold(settings: Settings) -> None:
     """No step is faster than the bound of its time, and none takes less memory than the bound of its memory."""
     step = step_of(settings)
-    assert 0.4 * step.seconds < step.least_seconds <= step.seconds * (1 + 1e-9)
+    exact = 1 + 1e-9
+    assert 0.4 * step.seconds < step.least_seconds <= step.seconds * exact
+    assert step.least_seconds <= step.scheduled_least * exact or step.run.parallel.zero_stage > 1
+    assert 0.4 * step.seconds < step.scheduled_least <= step.seconds * exact
+    assert step.scheduled <= step.begun_least * exact <= step.seconds * exact * exact
     states, kept = least_states(step.run, step.axes), least_activations(step.run, step.axes, step.kind)
     for stage, least in zip(step.alike, map(sum, zip(states, kept, strict=True)), strict=True):
         assert 0.3 * step.taken(stage).device_bytes < least <= step.taken(stage).device_bytes

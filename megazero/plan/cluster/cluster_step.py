@@ -7,25 +7,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megazero.config.derive import gathers_parameters, micro_batch_order, pipeline_schedule
-from megazero.config.inventory import parameters
+from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
-from megazero.pipeline.schedule import ChunkMap, make_orders
+from megazero.pipeline.schedule import make_orders
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster, Device
 from megazero.plan.cluster.least_memory import SPLIT, equal_stages
-from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
+from megazero.plan.cluster.least_seconds import least_messages, least_step, state_messages
+from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
 from megazero.plan.recompute import recompute_table
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
-from megazero.plan.traffic import run_traffic
-from megazero.program.instruction import Instruction, Lane
-from megazero.program.schedule_time import ScheduleGraph
+from megazero.program.instruction import Instruction
+from megazero.program.schedule_time import NONE, ScheduleGraph, StateMessages
 from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
@@ -195,7 +194,7 @@ class ClusterStep:
     @cached_property
     def least_seconds(self) -> float:
         """What the step never falls below: `least_step` of its times, and its messages on model state."""
-        split = self.run.parallel.pipeline_schedule in SPLIT
+        split = pipeline_schedule(self.run.parallel) in SPLIT
         computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
         return max(computed, least_messages(self.run, self.axes, self.times.per_byte))
 
@@ -218,8 +217,8 @@ class ClusterStep:
         """What the step never falls below: its schedule with few micro-batches, and the work of the busiest stage for
         the others.
         """
-        few = self._short(FILLINGS)
-        return self._scheduled(few) + (self.micro_batches - few) * max(self.work)
+        few, state = self._short(FILLINGS), state_messages(self.run, self.axes, self.times)
+        return self._scheduled(few, state) + (self.micro_batches - few) * max(self.work)
 
     @cached_property
     def scheduled(self) -> float:
@@ -233,12 +232,12 @@ class ClusterStep:
             return seconds
         return seconds + (self.micro_batches - many) / p.pp * (seconds - self._scheduled(many - p.pp))
 
-    def _scheduled(self, micro_batches: int) -> float:
-        """The same of so many micro-batches; 0 in an order that is not the schedule's own."""
+    def _scheduled(self, micro_batches: int, state: StateMessages = NONE) -> float:
+        """The same of so many micro-batches, with these messages; 0 in an order that is not the schedule's own."""
         p = self.run.parallel
         if micro_batch_order(self.run) == "vertical":
             return 0.0
-        return schedule_graph(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages).seconds(self.times)
+        return schedule_graph(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages).seconds(self.times, state)
 
     @cached_property
     def simulated(self) -> SimulationReport:
@@ -322,46 +321,3 @@ class ClusterStep:
     @property
     def tokens_per_second(self) -> float:
         return self.run.schedule.global_batch_size * self.run.model.seq_length / self.seconds
-
-
-def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split: bool) -> float:
-    """A time that no step of these chunks falls below, whatever the order of its computations.
-
-    A stage computes its chunks for all micro-batches one after the other. Before its first computation the chunks in
-    front of its first one have computed a forward, each after the other, and behind its last one these chunks compute a
-    backward, with a message from stage to stage. Where the weights' part of a backward is apart (split), that may be a
-    stage's last computation, and nothing has to follow.
-    """
-
-    def least(stage: int) -> float:
-        numbers = list(chunks.of(stage))
-        work = micro_batches * sum(times.forward[n] + times.backward[n] for n in numbers)
-        before = range(min(numbers))
-        reach = sum(times.forward[n] for n in before) + times.message * len(before)
-        return work + reach + (0.0 if split else sum(times.backward[n] for n in before) + times.message * len(before))
-
-    return max(least(stage) for stage in range(chunks.stages))
-
-
-TURNS = 4
-"""Units that a rank keeps gathered, at most, where a micro-batch turns back, and where the next one follows."""
-
-
-IN_CHUNKS = 0.75
-"""The share of its messages that a list with several chunks on a rank sends at least: some of them bring a bucket for
-two chunks.
-"""
-
-
-def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> float:
-    """Seconds in which the messages on the model state of some stage pass their lanes, at least: an even share of the
-    parameters that tp divides.
-    """
-    traffic = run_traffic(run, axes)
-    inside, units = traffic.inside, run.model.num_layers / axes.pp
-    if gathers_parameters(run):
-        inside *= max(0.0, 1 - TURNS / (2 * units))
-    if run.parallel.virtual_stages > 1:
-        inside *= IN_CHUNKS
-    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
-    return share * (inside * per_byte[Lane.SHARDS] + traffic.across * per_byte[Lane.ACROSS])

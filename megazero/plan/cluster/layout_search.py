@@ -21,9 +21,10 @@ from typing import NamedTuple
 from megazero.config.inventory import parameters
 from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
-from megazero.plan.cluster.cluster_step import ClusterStep, least_messages
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.least_memory import Activations, least_states, state_width
+from megazero.plan.cluster.least_seconds import least_messages
 from megazero.plan.placement import EQUAL
 from megazero.system.collector import without_collections
 
