@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
-from megazero.pipeline.schedule import make_orders
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster, Device
-from megazero.plan.cluster.least_memory import SPLIT, equal_stages
+from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, equal_stages, schedule_orders, short_step
 from megazero.plan.cluster.least_seconds import least_messages, least_step, state_messages
 from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
@@ -29,8 +27,6 @@ from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
 
-FILLINGS = 2
-"""So often the micro-batches of a step whose memory is looked at fill the pipeline, at least."""
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
 LONG = 60_000
@@ -65,7 +61,7 @@ def allowance_of(device: Device) -> Allowance:
 @lru_cache(maxsize=512)
 def schedule_graph(name: str, stages: int, micro_batches: int, virtual_stages: int) -> ScheduleGraph:
     """The computations of a schedule: many layouts of a search have the same."""
-    orders, chunks = make_orders(name, stages, micro_batches, virtual_stages)
+    orders, chunks = schedule_orders(name, stages, micro_batches, virtual_stages)
     return ScheduleGraph.of(orders, [chunks.of(stage) for stage in range(stages)])
 
 
@@ -116,14 +112,11 @@ class ClusterStep:
         return self._lists_of(self._short(FILLINGS))
 
     def _lists_of(self, micro_batches: int) -> StageLists:
-        schedule = self.run.schedule
-        batch = micro_batches * schedule.micro_batch_size * self.axes.dp
-        run = replace(self.run, schedule=replace(schedule, global_batch_size=batch))
-        return StageLists(run, self.axes, nccl=self._nccl)
+        return self._whole_lists.with_micro_batches(micro_batches)
 
-    @property
-    def _nccl(self) -> bool:
-        return has_nccl(self.run.parallel, self.axes)
+    @cached_property
+    def _whole_lists(self) -> StageLists:
+        return StageLists(self.run, self.axes, nccl=has_nccl(self.run.parallel, self.axes))
 
     @cached_property
     def alike(self) -> Mapping[int, range]:
@@ -199,12 +192,7 @@ class ClusterStep:
         return max(computed, least_messages(self.run, self.axes, self.times.per_byte))
 
     def _short(self, fillings: int) -> int:
-        """Micro-batches of a step that fill the pipeline so often at least, and leave as many over as the whole step
-        does; all of them where all count.
-        """
-        if keeps_all(self.run):
-            return self.micro_batches
-        return self.micro_batches - max(0, self.micro_batches // self.axes.pp - fillings) * self.axes.pp
+        return short_step(self.run, self.axes, fillings)
 
     @property
     def work(self) -> list[float]:
@@ -274,8 +262,10 @@ class ClusterStep:
     @cached_property
     def begun_least(self) -> float:
         """What the step never falls below: its schedule, and what messages on model state add to a short step before
-        which there is none.
+        which there is none. Worth its time where they come with each micro-batch.
         """
+        if not self._sends_inside:
+            return self.scheduled
         (first,) = self._ends(self._shortest, 1)
         return self.scheduled + first - self._shortest_scheduled
 
