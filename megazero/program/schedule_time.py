@@ -40,10 +40,14 @@ class StateMessages:
 
     gathers     by model chunk the time before which its first forward cannot end
     reductions  by stage the time of reductions that come behind the begin of its first last backward
+    every       by model chunk the time of reductions that come behind the begin of each backward
+    spared      of these, the time of those for whose end nobody waits, at most
     """
 
     gathers: Mapping[int, float] = field(default_factory=dict)
     reductions: Sequence[float] = ()
+    every: Mapping[int, float] = field(default_factory=dict)
+    spared: float = 0.0
 
 
 NONE = StateMessages()
@@ -83,6 +87,7 @@ class ScheduleGraph:
         """
         durations, gathers = [times.of(*kind) for kind in self.kinds], state.gathers
         clocks, posted, free = [0.0] * self.stages, [0.0] * self.stages, [0.0] * self.channels
+        lanes, every, spared = [0.0] * self.stages, self._every(state), state.spared
         starts, ends, message = [0.0] * len(self.computations), [0.0] * len(self.computations), times.message
         for number, (stage, duration, made, channel) in enumerate(self.computations):
             clock = start = clocks[stage]
@@ -93,8 +98,16 @@ class ScheduleGraph:
             end = start + durations[duration]
             if gathers and number in self.firsts:
                 end = max(end, gathers[self.firsts[number]])
+            if reduced := every[duration]:
+                lanes[stage] = over = max(lanes[stage], start) + reduced
+                end = max(end, over - spared)
             starts[number], ends[number], clocks[stage] = start, end, end
         return max([*clocks, *self._reduced(starts, state.reductions)])
+
+    def _every(self, state: StateMessages) -> list[float]:
+        """By kind of computation the time of reductions behind each."""
+        last = {chunk: kind for kind, chunk in self.kinds if kind in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+        return [state.every.get(chunk, 0.0) * (last[chunk] is kind) for kind, chunk in self.kinds]
 
     def _reduced(self, starts: Sequence[float], reductions: Sequence[float]) -> list[float]:
         """By stage when its last reductions are over, at least."""

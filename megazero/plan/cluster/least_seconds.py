@@ -6,17 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megazero.config.derive import gathers_parameters, micro_batch_order
+from megazero.config.derive import bucket_size, gathers_parameters, micro_batch_order
 from megazero.config.inventory import parameters, parameters_per_layer
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
+from megazero.plan.cluster.least_memory import equal_stages
 from megazero.plan.flops import trained_parameters
+from megazero.plan.rank_state import has_nccl, specs_of
 from megazero.plan.traffic import element_widths, run_traffic
 from megazero.program.instruction import Lane
 from megazero.program.schedule_time import NONE, StateMessages
+from megazero.program.shape import IN_FLIGHT
 from megazero.program.times import ChunkTimes
 
 GRADIENT = 4
@@ -84,13 +87,24 @@ def state_messages(run: Run, axes: Axes, times: ChunkTimes) -> StateMessages:
     if run.parallel.zero_stage == 0:
         reduced, gathered = widths.gradient + (widths.summed or widths.gradient), 0.0
     byte, chunks = times.per_byte[Lane.SHARDS] / axes.tp, chunks_of(run)
-    gathers, reductions, updated = dict[int, float](), list[float](), 0.0
+    gathers, every, reductions, updated = dict[int, float](), dict[int, float](), list[float](), 0.0
     for stage in range(axes.pp):
         elements = 0
         for chunk, spec in zip(chunks.of(stage), specs_of_stage(run, stage), strict=True):
-            elements += sum(blocks[number] for number in spec.blocks)
-            gathers[chunk] = elements * gathered * byte
+            of_chunk = sum(blocks[number] for number in spec.blocks)
+            elements += of_chunk
+            gathers[chunk], every[chunk] = elements * gathered * byte, of_chunk * reduced * byte
         reductions.append(elements * reduced * byte)
         updated = max(updated, elements / axes.tp * GRADIENT / shards * times.update)
     # the gathers of one stage may begin while another one still updates
-    return StateMessages({chunk: max(0.0, seconds - updated) for chunk, seconds in gathers.items()}, reductions)
+    waits = {chunk: max(0.0, seconds - updated) for chunk, seconds in gathers.items()}
+    if not options.reduce_every:
+        return StateMessages(waits, reductions)
+    return StateMessages(waits, reductions, every, IN_FLIGHT * _largest_bucket(run, axes) * reduced * byte * axes.tp)
+
+
+def _largest_bucket(run: Run, axes: Axes) -> int:
+    """Elements that a bucket has at most: a parameter is never split."""
+    most = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
+    stages = (specs_of(run, stage, 0) for stage in equal_stages(run))
+    return max(most, *(spec.local_numel for stage in stages for chunk in stage for unit in chunk for spec in unit))
