@@ -4,18 +4,19 @@ state, and those of them that stand at the two ends of a step, where nothing is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megazero.config.derive import bucket_size, gathers_parameters, micro_batch_order
-from megazero.config.inventory import parameters, parameters_per_layer
+from megazero.config.inventory import block_shapes, parameters, parameters_per_layer
+from megazero.config.layers.kinds import kinds
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
-from megazero.plan.cluster.least_memory import equal_stages
 from megazero.plan.flops import trained_parameters
-from megazero.plan.rank_state import has_nccl, specs_of
+from megazero.plan.rank_state import has_nccl
 from megazero.plan.traffic import element_widths, run_traffic
 from megazero.program.instruction import Lane
 from megazero.program.schedule_time import NONE, StateMessages
@@ -103,8 +104,8 @@ def state_messages(run: Run, axes: Axes, times: ChunkTimes) -> StateMessages:
     return StateMessages(waits, reductions, every, IN_FLIGHT * _largest_bucket(run, axes) * reduced * byte * axes.tp)
 
 
-def _largest_bucket(run: Run, axes: Axes) -> int:
-    """Elements that a bucket has at most: a parameter is never split."""
+def _largest_bucket(run: Run, axes: Axes) -> float:
+    """Elements of blocks that a bucket has at most: a parameter is never split."""
     most = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
-    stages = (specs_of(run, stage, 0) for stage in equal_stages(run))
-    return max(most, *(spec.local_numel for stage in stages for chunk in stage for unit in chunk for spec in unit))
+    largest = max(math.prod(shape) for layer in kinds(run.model) for shape in block_shapes(layer).values())
+    return max(most, largest / axes.tp)
