@@ -29,7 +29,9 @@ TIGHT = 3.2e9
 
 def open_run(flags: str, gpus: int, memory: float = 80e9, model: str = MODEL) -> OpenRun:
     cluster = known_hardware().cluster("a100-80gb", gpus, 4, None)
-    device = replace(cluster.device, memory=memory, constants={**cluster.device.constants, "context": 0.0})
+    device = replace(
+        cluster.device, memory=memory, constants={**cluster.device.constants, "context": 0.0, "communicators": 0.0}
+    )
     parsed = parse_arguments(["--device", "cuda", *model.split(), *flags.split()], None)
     return OpenRun.of(parsed.run, replace(cluster, device=device), parsed.explicit)
 
@@ -129,6 +131,12 @@ def test_what_the_user_says_is_fixed() -> None:
     for step in steps:
         p, schedule = step.run.parallel, step.run.schedule
         assert (p.tp, p.zero_stage, p.recompute_granularity, schedule.micro_batch_size) == (2, 3, "full", 3)
+
+
+def test_shards_that_the_user_says_are_fixed() -> None:
+    asked = open_run("--tp 2 --pp 1 --zero-stage 1 --zero-shard-size 2 --micro-batch-size 3 --no-sequence-parallel", 8)
+    (step,) = LayoutSearch(asked, wanted=1).run().steps
+    assert (step.run.parallel.zero_shard_size, step.axes.shard_size, step.axes.dp) == (2, 2, 4)
 
 
 def test_offload_is_for_what_does_not_fit_without() -> None:

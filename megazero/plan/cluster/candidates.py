@@ -16,7 +16,7 @@ from megazero.config.layers.kinds import layers
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.validate import problems_of
-from megazero.plan.cluster.cluster_step import allowance_of
+from megazero.plan.cluster.allowance import allowance_of
 from megazero.plan.cluster.hardware import Cluster
 
 Settings = dict[str, Any]
@@ -173,7 +173,7 @@ class OpenRun:
     def rooms(self) -> Rooms:
         """What a rank has room for."""
         device = self.cluster.device
-        tensors = allowance_of(device).room(device.memory)
+        tensors = allowance_of(self.cluster).room(device.memory)
         return Rooms(tensors, tensors if device.kind == "cpu" else device.host_memory)
 
     def with_settings(self, settings: Settings) -> Run:
