@@ -78,10 +78,12 @@ class ProgramSettings:
 
     settings  its settings, which flags override
     has_data  whether it passes the training data itself
+    defaults  what it has in place of the defaults of this package, which files override too
     """
 
     settings: ConfigSource
     has_data: bool
+    defaults: ConfigSource | None = None
 
 
 def parse_run(
@@ -130,6 +132,7 @@ def parse_arguments(
     problems += contradicted
     own_data = program is not None and program.has_data
     explicit = frozenset(name for source in sources for name in source.settings)  # before defaults join the sources
+    sources[:0] = [program.defaults] if program and program.defaults else []
     notes = [*placed, *_deepspeed_defaults(sources)]
     for source in sources:
         problems += [*(source.problems if source is not line.source else ()), *source.length_problems()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
 
+from megazero.config.options import run_options
 from megazero.plan.cluster.candidates import OpenRun
 from megazero.plan.cluster.cluster_step import ClusterStep
+from megazero.plan.cluster.hardware import USUAL_NODE, Cluster
 from megazero.plan.cluster.layout_flags import LAYOUT, setting, settings_words
 from megazero.plan.cluster.layout_search import BestLayouts, LayoutSearch
 from megazero.telemetry.units import size
@@ -25,20 +27,18 @@ class FittingChange:
 
 def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
     """What is short of memory on the layout that is nearest, and by how much."""
-    step = layouts.least
+    step, device = layouts.least, asked.cluster.device
+    if step is None and not _has_layout(asked):
+        return (
+            f"no layout of {asked.cluster.gpus} ranks has tp x pp that divides them, stages with a layer each, and "
+            f"replicas x micro-batch that divide the global batch of {asked.run.schedule.global_batch_size}"
+        )
     if step is None:
-        device = asked.cluster.device
-        if not asked.rooms.device < layouts.state < inf:  # it has room: then it is arithmetic that leaves no layout
-            batch = asked.run.schedule.global_batch_size
-            return (
-                f"no layout of {asked.cluster.gpus} ranks has tp x pp that divides them, stages with a layer each, and "
-                f"replicas x micro-batch that divide the global batch of {batch}"
-            )
         return (
             f"the model state alone takes {size(layouts.state)} of each rank at least, and {device.name} has "
-            f"{size(device.memory)}"
+            f"{size(device.memory)}{f' beside {size(device.host_memory)} of host memory' * _may_leave(asked)}"
         )
-    limits, device = step.limits, asked.cluster.device
+    limits = step.limits
     excess = max((step.taken(stage) for stage in step.alike), key=lambda taken: sum(limits.excess(taken)))
     over = limits.excess(excess)
     p = step.run.parallel
@@ -52,26 +52,61 @@ def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
     )
 
 
+def _has_layout(asked: OpenRun) -> bool:
+    """Whether arithmetic leaves a layout, whatever it takes."""
+    return any(True for split in asked.splits() for _ in asked.computed(split))
+
+
+def _may_leave(asked: OpenRun) -> bool:
+    """Whether model state may rest in host memory, apart from the device's."""
+    off = asked.run.offload
+    leaves = off.offload_optimizer or off.offload_params or off.offload_gradients or any(asked.offloads)
+    return bool(leaves) and asked.cluster.device.kind != "cpu"
+
+
 def cheapest_change(asked: OpenRun) -> FittingChange | None:
-    """The change after which something fits: one flag of the user's that is given up, all of them, or more devices. Of
-    several flags that with the fastest step counts. None if nothing helps.
+    """The change after which something fits: one flag of the user's that is given up, all of them, other devices, or
+    all of these. Of several flags that with the fastest step counts. None if nothing helps.
     """
     given = [field for field in LAYOUT if field in asked.fixed]
-    released = [(field, _fastest(replace(asked, fixed=asked.fixed - {field}))) for field in given]
+    released = [(field, _fastest(_without(asked, [field]))) for field in given]
     fitting = [(step.seconds, field, step) for field, step in released if step is not None]
     if fitting:
         _, field, step = min(fitting, key=lambda each: each[0])
         return FittingChange(f"in place of {setting(asked.run, field)}: {settings_words(step)}", step)
-    if len(given) > 1 and (freed := _fastest(replace(asked, fixed=asked.fixed - {*given}))) is not None:
-        flags = ", ".join(setting(asked.run, field) for field in given)
-        return FittingChange(f"in place of {flags}: {settings_words(freed)}", freed)
-    times = 2
-    while times <= MOST_TIMES:
-        cluster = replace(asked.cluster, gpus=times * asked.cluster.gpus)
-        if (larger := _fastest(replace(asked, cluster=cluster))) is not None:
-            return FittingChange(f"--gpus {cluster.gpus}: {settings_words(larger)}", larger)
-        times *= 2
+    free = _without(asked, given)
+    instead = f"in place of {', '.join(setting(asked.run, field) for field in given)}: "
+    if len(given) > 1 and (freed := _fastest(free)) is not None:
+        return FittingChange(instead + settings_words(freed), freed)
+    return _with_devices(asked, "") or (_with_devices(free, instead) if given else None)
+
+
+def _with_devices(asked: OpenRun, before: str) -> FittingChange | None:
+    """The least of the numbers of devices that are tried with which something fits, behind words."""
+    for cluster in _clusters(asked):
+        if (step := _fastest(replace(asked, cluster=cluster))) is not None:
+            return FittingChange(f"{before}--gpus {cluster.gpus}: {settings_words(step)}", step)
     return None
+
+
+def _clusters(asked: OpenRun) -> Iterator[Cluster]:
+    """Clusters of other numbers of devices: twice as many, and so on; and first a few less, where it is no memory that
+    is short. Nodes are as large as they usually are, if the user does not say it, and the last one is full.
+    """
+    gpus = asked.cluster.gpus
+    fewer = () if _has_layout(asked) else range(gpus - 1, max(0, gpus - USUAL_NODE), -1)
+    for number in (*fewer, *(gpus << doubled for doubled in range(1, MOST_TIMES.bit_length()))):
+        nodes_of = asked.cluster.nodes_of if "nodes_of" in asked.fixed else min(USUAL_NODE, number)
+        if number <= nodes_of or number % nodes_of == 0:
+            yield replace(asked.cluster, gpus=number, nodes_of=nodes_of)
+
+
+def _without(asked: OpenRun, fields: list[str]) -> OpenRun:
+    """The same where these fields are open. Their values are those of nobody: what a search leaves alone has them."""
+    defaults = {field: run_options()[field].default for field in fields}
+    if "micro_batch_size" in defaults:
+        defaults["micro_batch_size"] = 1  # divides every batch
+    return replace(asked, run=asked.with_settings(defaults), fixed=asked.fixed - {*fields})
 
 
 def _fastest(asked: OpenRun) -> ClusterStep | None:
