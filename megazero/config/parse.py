@@ -132,7 +132,6 @@ def parse_arguments(
     problems += contradicted
     own_data = program is not None and program.has_data
     explicit = frozenset(name for source in sources for name in source.settings)  # before defaults join the sources
-    sources[:0] = [program.defaults] if program and program.defaults else []
     notes = [*placed, *_deepspeed_defaults(sources)]
     for source in sources:
         problems += [*(source.problems if source is not line.source else ()), *source.length_problems()]
@@ -140,7 +139,7 @@ def parse_arguments(
     if model is not None:
         problems += model.problems
         sources.insert(0, model)
-    settings = merge(sources)
+    settings = merge([program.defaults, *sources] if program and program.defaults else sources)
     settings |= _with_commits(settings, model, line.command)
     for source in sources:
         if isinstance(source, DeepSpeedSource):

@@ -151,9 +151,10 @@ class OpenRun:
     @property
     def offloads(self) -> list[Settings]:
         """What may leave the device, from the least to the most: what moves more is for a run that does not fit with
-        less on any layout.
+        less on any layout. Nothing leaves a CPU for the host's memory, which is its own.
         """
-        return [offload for offload in OFFLOADS if not {*offload} & self.fixed]
+        offloads = OFFLOADS[: 1 if self.kind == "cpu" else None]
+        return [offload for offload in offloads if not {*offload} & self.fixed]
 
     def _shards(self, split: Split, stage: int) -> tuple[int | None, ...]:
         """All replicas; or those of one node, where there are others."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from megazero.config.options import run_options
 from megazero.plan.cluster.candidates import OpenRun
@@ -15,6 +17,19 @@ from megazero.telemetry.units import size
 
 MOST_TIMES = 64
 """So many times the devices are tried at most."""
+FRUGAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "micro_batch_size": 1,
+        "recompute_granularity": "full",
+        "pipeline_schedule": "1f1b",
+        "virtual_stages": 1,
+    }
+)
+"""Settings with which a layout takes little memory. With these a search for one that fits is short."""
+PLACES = (
+    "tp pp zero_stage zero_shard_size offload_optimizer offload_params offload_gradients offload_activations".split()
+)
+"""Settings that say what lies where."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +90,27 @@ def cheapest_change(asked: OpenRun) -> FittingChange | None:
         _, field, step = min(fitting, key=lambda each: each[0])
         return FittingChange(f"in place of {setting(asked.run, field)}: {settings_words(step)}", step)
     free = _without(asked, given)
-    instead = f"in place of {', '.join(setting(asked.run, field) for field in given)}: "
-    if len(given) > 1 and (freed := _fastest(free)) is not None:
-        return FittingChange(instead + settings_words(freed), freed)
-    return _with_devices(asked, "") or (_with_devices(free, instead) if given else None)
-
-
-def _with_devices(asked: OpenRun, before: str) -> FittingChange | None:
-    """The least of the numbers of devices that are tried with which something fits, behind words."""
-    for cluster in _clusters(asked):
-        if (step := _fastest(replace(asked, cluster=cluster))) is not None:
-            return FittingChange(f"{before}--gpus {cluster.gpus}: {settings_words(step)}", step)
+    if len(given) > 1 and (freed := _fitting(free)) is not None:
+        return FittingChange(_instead(asked, given, freed) + settings_words(freed), freed)
+    if (larger := _with_devices(asked)) is not None:
+        return FittingChange(f"--gpus {larger.cluster.gpus}: {settings_words(larger)}", larger)
+    if given and (larger := _with_devices(free)) is not None:
+        words = f"{_instead(asked, given, larger)}--gpus {larger.cluster.gpus} {settings_words(larger)}"
+        return FittingChange(words, larger)
     return None
+
+
+def _instead(asked: OpenRun, given: list[str], step: ClusterStep) -> str:
+    """The user's flags that a step has not, in words."""
+    values = run_options()
+    changed = [field for field in given if values[field].value_in(asked.run) != values[field].value_in(step.run)]
+    return f"in place of {', '.join(setting(asked.run, field) for field in changed)}: "
+
+
+def _with_devices(asked: OpenRun) -> ClusterStep | None:
+    """The step with the least of the numbers of devices that are tried with which something fits."""
+    fitting = (_fitting(replace(asked, cluster=cluster)) for cluster in _clusters(asked))
+    return next((step for step in fitting if step is not None), None)
 
 
 def _clusters(asked: OpenRun) -> Iterator[Cluster]:
@@ -107,6 +131,23 @@ def _without(asked: OpenRun, fields: list[str]) -> OpenRun:
     if "micro_batch_size" in defaults:
         defaults["micro_batch_size"] = 1  # divides every batch
     return replace(asked, run=asked.with_settings(defaults), fixed=asked.fixed - {*fields})
+
+
+def _fitting(asked: OpenRun) -> ClusterStep | None:
+    """A step that fits, where more is open than a search for the fastest can try in time: one with a frugal layout, and
+    then the fastest that lies as that does.
+    """
+    step = _fastest(_with(asked, FRUGAL))
+    if step is None:
+        return None
+    known = {field: run_options()[field].value_in(step.run) for field in PLACES}
+    return _fastest(_with(asked, known)) or step
+
+
+def _with(asked: OpenRun, settings: Mapping[str, Any]) -> OpenRun:
+    """The same with these settings as if the user had said those that are open."""
+    more = {field: value for field, value in settings.items() if field not in asked.fixed}
+    return replace(asked, run=asked.with_settings(more), fixed=asked.fixed | {*more})
 
 
 def _fastest(asked: OpenRun) -> ClusterStep | None:
