@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 from megazero.config.layers.kinds import layers
 from megazero.config.placement import applied
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
+from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.allowance import allowance_of
 from megazero.plan.cluster.hardware import Cluster
+from megazero.plan.recompute import recompute_table
 
 Settings = dict[str, Any]
 """Field of a run -> value."""
@@ -133,7 +136,7 @@ class OpenRun:
         ):
             if order["pipeline_schedule"] == "interleaved" and order["virtual_stages"] < 2:
                 continue
-            yield {
+            settings = {
                 "tp": split.tp,
                 "pp": split.pp,
                 **order,
@@ -141,6 +144,23 @@ class OpenRun:
                 "recompute_granularity": again,
                 "sequence_parallel": shared,
             }
+            if self._keeps_activations(settings):
+                yield settings
+
+    def _keeps_activations(self, settings: Settings) -> bool:
+        """Whether something can be computed again with which the user's budget of activations is kept, if there is
+        one.
+        """
+        if self.run.parallel.activation_memory_budget is None:
+            return True
+        run = self.run_with(settings)
+        if run is None:
+            return False
+        try:
+            recompute_table(run, axes_of(run, self.cluster.gpus), self.kind)
+        except ConfigError:
+            return False
+        return True
 
     def placed(self, split: Split, offload: Settings) -> Iterator[Settings]:
         """What decides where the model state lies: ZeRO and its shards, with what leaves the device."""

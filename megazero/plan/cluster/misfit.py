@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.options import run_options
+from megazero.config.validate import problems_of
 from megazero.plan.cluster.candidates import OpenRun
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import USUAL_NODE, Cluster
@@ -26,6 +27,8 @@ FRUGAL: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Settings with which a layout takes little memory. With these a search for one that fits is short."""
+BUDGET = "activation_memory_budget"
+"""A field that no search sets, and that may be in the way."""
 PLACES = (
     "tp pp zero_stage zero_shard_size offload_optimizer offload_params offload_gradients offload_activations".split()
 )
@@ -44,10 +47,14 @@ def short_words(layouts: BestLayouts, asked: OpenRun) -> str:
     """What is short of memory on the layout that is nearest, and by how much."""
     step, device = layouts.least, asked.cluster.device
     if step is None and not _has_layout(asked):
+        budget = asked.run.parallel.activation_memory_budget
         return (
             f"no layout of {asked.cluster.gpus} ranks has tp x pp that divides them, stages with a layer each, and "
             f"replicas x micro-batch that divide the global batch of {asked.run.schedule.global_batch_size}"
+            + (f", and keeps --activation-memory-budget {budget:,}" if budget is not None else "")
         )
+    if step is None and asked.rooms.device >= layouts.state:
+        return f"no layout of {asked.cluster.gpus} ranks is legal: {next(_wrong(asked), 'none keeps its budget')}"
     if step is None:
         return (
             f"the model state alone takes {size(layouts.state)} of each rank at least, and {device.name} has "
@@ -72,6 +79,16 @@ def _has_layout(asked: OpenRun) -> bool:
     return any(True for split in asked.splits() for _ in asked.computed(split))
 
 
+def _wrong(asked: OpenRun) -> Iterator[str]:
+    """What is wrong with layouts."""
+    for split in asked.splits():
+        for settings in asked.computed(split):
+            for placement in asked.placed(split, {}):
+                yield from problems_of(
+                    asked.with_settings({**settings, **placement}), asked.cluster.gpus, own_data=True
+                )
+
+
 def _may_leave(asked: OpenRun) -> bool:
     """Whether model state may rest in host memory, apart from the device's."""
     off = asked.run.offload
@@ -83,7 +100,7 @@ def cheapest_change(asked: OpenRun) -> FittingChange | None:
     """The change after which something fits: one flag of the user's that is given up, all of them, other devices, or
     all of these. Of several flags that with the fastest step counts. None if nothing helps.
     """
-    given = [field for field in LAYOUT if field in asked.fixed]
+    given = [field for field in (BUDGET, *LAYOUT) if field in asked.fixed]
     released = [(field, _fastest(_without(asked, [field]))) for field in given]
     fitting = [(step.seconds, field, step) for field, step in released if step is not None]
     if fitting:
