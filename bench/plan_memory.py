@@ -1,5 +1,5 @@
 """Predicted memory of published runs beside what their authors say of it, and the fit of what DeepSpeed's optimizer for
-bf16 takes beside what is known of it (`plan.cluster.allowance.DEEPSPEED_BF16`).
+bf16 takes beside what is known of it (`plan.cluster.programs.DEEPSPEED_BF16`).
 
     python -m bench.plan_memory [--reference ../shared/reference]
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fit_plan import PUBLISHED
-from megazero.plan.cluster.allowance import DEEPSPEED_BF16, allowance_of
 from megazero.plan.cluster.hardware import known_hardware
 from megazero.plan.cluster.predict import RowStep, step_of_row
+from megazero.plan.cluster.programs import DEEPSPEED_BF16
 
 GB = math.sqrt(1e9 * 2**30)
 TRIALS = """
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--reference", type=Path, default=Path("../shared/reference"))
     args = parser.parse_args(argv)
     tried = trials()
-    print(f"fixed: {allowance_of(tried[0].step.cluster).fixed:.3g} bytes")
+    print(f"fixed: {tried[0].step.allowance.fixed:.3g} bytes")
     print(f"bytes of a parameter: {DEEPSPEED_BF16.parameter + fitted_bytes(tried):.1f}", *table(tried), "", sep="\n")
     print(*table(published(args.reference)), sep="\n")
 

@@ -10,10 +10,11 @@ import pytest
 
 from bench.plan_memory import MemoryRow, fitted_bytes, published, trials
 from megazero.config.parse import parse_run
-from megazero.plan.cluster.allowance import DEEPSPEED_BF16, MEGATRON, Allowance, allowance_of
+from megazero.plan.cluster.beside_tensors import Allowance, allowance_of
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
 from megazero.plan.cluster.predict import RowStep
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON
 from tests.reference import REFERENCE, needs_reference
 
 RUN = (

@@ -7,7 +7,7 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError, ConfigSource
-from megazero.plan.cluster.allowance import DEEPSPEED_BF16, MEGATRON
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON
 from megazero.plan.cluster.table_rows import COLUMNS, NEEDED, RowRun, run_of_row
 
 PLAIN = {

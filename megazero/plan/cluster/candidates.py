@@ -18,7 +18,7 @@ from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
 from megazero.mpu.axes import axes_of
-from megazero.plan.cluster.allowance import allowance_of
+from megazero.plan.cluster.beside_tensors import allowance_of
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.recompute import recompute_table
 

@@ -14,7 +14,7 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.budgets import keeps_all
-from megazero.plan.cluster.allowance import BESIDE, allowance_of
+from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.least_memory import SPLIT, equal_stages
@@ -67,10 +67,14 @@ class ClusterStep:
         return micro_batches_of(self.run, self.axes)
 
     @cached_property
+    def allowance(self) -> Allowance:
+        return allowance_of(self.cluster)
+
+    @cached_property
     def limits(self) -> SearchLimits:
         """What a rank may take."""
         device = self.cluster.device
-        room = allowance_of(self.cluster).room(device.memory)
+        room = self.allowance.room(device.memory)
         if self.kind == "cpu":
             return SearchLimits(memory=room, is_one=True)
         return SearchLimits(device=room, host=int(device.host_memory))
@@ -132,7 +136,7 @@ class ClusterStep:
 
     def _with_allowance(self, peaks: TierPeaks) -> TierPeaks:
         tensors = peaks.total_bytes if self.limits.is_one else peaks.device_bytes
-        beside = allowance_of(self.cluster).of(tensors) - tensors
+        beside = self.allowance.of(tensors) - tensors
         return replace(peaks, device={**peaks.device, BESIDE: beside}) if beside else peaks
 
     @cached_property
@@ -146,8 +150,8 @@ class ClusterStep:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of the fullest rank, with the allowance of the cluster."""
-        return allowance_of(self.cluster).of(self.tensors)
+        """The bytes of the fullest rank, with the allowance of the device."""
+        return self.allowance.of(self.tensors)
 
     @property
     def host_bytes(self) -> int:

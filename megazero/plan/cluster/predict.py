@@ -14,9 +14,9 @@ from megazero.config.parse import parse_run
 from megazero.config.source import ConfigError, ConfigSource
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.plan.activations import moments
-from megazero.plan.cluster.allowance import MEGATRON, Program
 from megazero.plan.cluster.cluster_step import ClusterStep, TakenBytes
 from megazero.plan.cluster.hardware import Hardware
+from megazero.plan.cluster.programs import MEGATRON, Program
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.recompute import activation_plan, instructions_of, recompute_table
 

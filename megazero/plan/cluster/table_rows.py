@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.config.source import ConfigError
-from megazero.plan.cluster.allowance import DEEPSPEED_BF16, MEGATRON, Program
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON, Program
 
 COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
