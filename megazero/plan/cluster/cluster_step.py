@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunks_of
+from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of
 from megazero.plan.cluster.cluster_times import ClusterRates
-from megazero.plan.cluster.hardware import Cluster, Device
+from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, equal_stages, schedule_orders, short_step
 from megazero.plan.cluster.least_seconds import least_messages, least_step, state_messages
 from megazero.plan.flops import recomputed_flops, step_flops
@@ -31,31 +32,6 @@ STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
 LONG = 60_000
 """Computations of all stages up to which the schedule of a step is looked at to its end."""
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """What a process takes of a device beside the tensors of its step.
-
-    fixed  bytes of the driver's context, of communicators and of the workspaces of products
-    share  of the tensors: what the allocator cannot use between them
-    """
-
-    fixed: float
-    share: float
-
-    def of(self, tensors: float) -> int:
-        """The bytes of a device with so many bytes of tensors."""
-        return round(tensors * (1 + self.share) + self.fixed)
-
-    def room(self, memory: float) -> int:
-        """The bytes of tensors for which a device with so many bytes has room."""
-        return max(0, int((memory - self.fixed) / (1 + self.share)))
-
-
-def allowance_of(device: Device) -> Allowance:
-    """That of a kind of device: its constants `context` and `fragmentation`."""
-    return Allowance(device.constants.get("context", 0.0), device.constants.get("fragmentation", 0.0))
 
 
 @lru_cache(maxsize=512)
@@ -96,10 +72,14 @@ class ClusterStep:
         return micro_batches_of(self.run, self.axes)
 
     @cached_property
+    def allowance(self) -> Allowance:
+        return allowance_of(self.cluster)
+
+    @cached_property
     def limits(self) -> SearchLimits:
         """What a rank may take."""
         device = self.cluster.device
-        room = allowance_of(device).room(device.memory)
+        room = self.allowance.room(device.memory)
         if self.kind == "cpu":
             return SearchLimits(memory=room, is_one=True)
         return SearchLimits(device=room, host=int(device.host_memory))
@@ -158,8 +138,13 @@ class ClusterStep:
 
     @property
     def peaks(self) -> list[TierPeaks]:
-        """The fullest moment of the first of equal stages, and what is alive then."""
-        return [self.memory(stage).peaks for stage in self.alike]
+        """The fullest moment of the first of equal stages, and what is alive then, with what is beside tensors."""
+        return [self._with_allowance(self.memory(stage).peaks) for stage in self.alike]
+
+    def _with_allowance(self, peaks: TierPeaks) -> TierPeaks:
+        tensors = peaks.total_bytes if self.limits.is_one else peaks.device_bytes
+        beside = self.allowance.of(tensors) - tensors
+        return replace(peaks, device={**peaks.device, BESIDE: beside}) if beside else peaks
 
     @cached_property
     def tensors(self) -> int:
@@ -173,7 +158,7 @@ class ClusterStep:
     @property
     def memory_bytes(self) -> int:
         """The bytes of the fullest rank, with the allowance of the device."""
-        return allowance_of(self.cluster.device).of(self.tensors)
+        return self.allowance.of(self.tensors)
 
     @property
     def host_bytes(self) -> int:

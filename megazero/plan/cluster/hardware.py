@@ -22,6 +22,8 @@ from megazero.system.yaml_file import load_yaml
 OUR_FILE = Path(__file__).with_name("hardware.yaml")
 NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
 """The numbers of a device that are one pair each."""
+USUAL_NODE = 8
+"""Devices of a node where nobody says it, and there are as many."""
 _INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
 
 
@@ -137,7 +139,7 @@ class Hardware:
                 number, link = int(match[1]), self.links[name]
         if problems or device is None or link is None:
             raise ConfigError(problems)
-        of_node = min(8, gpus) if nodes_of is None else nodes_of
+        of_node = min(USUAL_NODE, gpus) if nodes_of is None else nodes_of
         if gpus > of_node and gpus % of_node:
             raise ConfigError([f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full"])
         return Cluster(device, gpus, of_node, number, link)

@@ -166,7 +166,7 @@ class LayoutSearch:
         key = tuple(settings[name] for name in names)
         if key not in self._known:
             whole = {name: settings[name] for name in names} | {"pp": 1, "virtual_stages": 1, "pipeline_schedule": None}
-            run = self.asked.with_settings(whole)
+            run = self.asked.with_settings(whole | {"activation_memory_budget": None})
             times = ClusterRates(self.asked.cluster).times(run, axes_of(run, run.parallel.tp), self.asked.kind)
             self._known[key] = sum(times.forward) + sum(times.backward)
         return self._known[key]
