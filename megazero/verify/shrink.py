@@ -6,7 +6,7 @@ between ranks stays; widths, lengths and numbers of equal things become small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megazero.config.derive import ffn_width, gathers_parameters, head_dim, pipeline_schedule, query_groups
@@ -31,6 +31,7 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunk_layers
 from megazero.plan.traffic import largest_unit
 from megazero.verify.data import EOD
+from megazero.verify.left_out import notes
 
 MOST_LAYERS, MOST_REPLICAS, FEW_RANKS = 2, 3, 64
 """Equal blocks of a chunk that are kept; replicas that are kept, and ranks up to which there are so many: else two."""
@@ -47,7 +48,7 @@ class Shrunk:
     run       it, for `axes.world_size` ranks
     axes      of the small run
     real      of the run that it stands for
-    notes     what of the flags it does not have, a sentence each
+    notes     flags of the run that take no part in the proof, with the reason (`left_out.notes`)
     """
 
     run: Run
@@ -84,8 +85,7 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
         small = replace(
             small, parallel=replace(small.parallel, zero3_gathered_bytes=_gathered(known, real, small, axes))
         )
-    notes = tuple(f"{flag}: {why}" for flag, is_given, why in _LEFT_OUT if is_given(run))
-    return Shrunk(small, axes, real, notes)
+    return Shrunk(small, axes, real, notes(run))
 
 
 def _replicas(real: Axes) -> tuple[int, int | None]:
@@ -331,37 +331,3 @@ def _unit(word: str, numbers: dict[int, int]) -> list[str]:
     share = TierShare(units=(word,))
     blocks = [f"block {new}" for old, new in numbers.items() if share.names([f"block {old}"])]
     return blocks or [plain_unit(word) if word in ("embedding", "head") else "block 0"]
-
-
-Given = Callable[[Run], bool]
-_LEFT_OUT: tuple[tuple[str, Given, str], ...] = (
-    ("--rampup-batch-size", lambda run: run.schedule.rampup_batch_size is not None, "each step has a whole batch"),
-    ("--fp8", lambda run: run.optimizer.fp8 != "off", "8-bit products round; in fp64 nothing does"),
-    (
-        "--zero-quantized-weights",
-        lambda run: run.parallel.zero_quantized_weights,
-        "blocks of int8 round, other ones on each layout",
-    ),
-    (
-        "--zero-quantized-gradients",
-        lambda run: run.parallel.zero_quantized_gradients != "none",
-        "blocks of integers round, other ones on each layout",
-    ),
-    ("--compile", lambda run: run.parallel.compile, "what torch.compile makes is for the device"),
-    ("--cuda-graphs", lambda run: run.parallel.cuda_graphs, "there is no card"),
-    (
-        "--activation-memory-budget",
-        lambda run: run.parallel.activation_memory_budget is not None,
-        "every second block is computed again as a whole instead",
-    ),
-    ("--optimizer-impl", lambda run: run.optimizer.optimizer_impl != "megazero", "it computes in fp32"),
-    ("--placement", lambda run: run.offload.placement != "flags", "what lies where is as the other flags say"),
-    ("--nvme-checkpoint", lambda run: run.offload.nvme_checkpoint, "no process is killed"),
-    (
-        "memory budgets",
-        lambda run: run.offload.device_memory_budget is not None or run.offload.host_memory_budget is not None,
-        "they refuse a run, and change no number",
-    ),
-    ("--async-save", lambda run: run.checkpoint.async_save, "checkpoints are written while the step waits"),
-)
-"""(flag, whether a run has it, why the small run has not)."""

@@ -131,4 +131,10 @@ def test_as_many_units_are_gathered(units: int) -> None:
 def test_what_has_no_small_form_is_said() -> None:
     words = "--fp8 --bf16 --compile --zero-quantized-weights --zero-stage 1 --vocab-size 1000".split()
     notes = shrunk(parse_run(words, 2), 2).notes
-    assert [note.partition(":")[0] for note in notes] == ["--fp8", "--zero-quantized-weights", "--compile"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "--precision bf16",
+        "--fp8",
+        "--zero-quantized-weights",
+        "--compile",
+        "--exit-duration-in-mins",
+    ]
