@@ -5,11 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.system.streams import WaitedCopies
+
+
+class Result(Protocol):
+    """Of work that is under way."""
+
+    def result(self) -> object:
+        """Return once it is done. Raises what has gone wrong."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies one after the other, as a `CopyThread` makes them."""
+
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Callable[[], object]] = (),
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> Result:
+        """See `CopyThread.copy`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Copied:

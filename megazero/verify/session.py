@@ -21,7 +21,8 @@ from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import Prepared, prepare
-from megazero.verify.data import ProofRows
+from megazero.verify.data import ProofRows, packed
+from megazero.verify.lanes import ALL_LATE, Late, put_in_order
 from megazero.verify.local import LocalWorld
 
 
@@ -64,6 +65,8 @@ class Leg:
     looks      the steps after which the state is looked at
     replica    whether a parameter that all tp ranks have is spoiled in step `SPOILED`, and not the last matrix
     base       the folder of the weights beneath adapters
+    late       which lanes beside the program are late ones
+    packed     whether samples are packed, as conversations are
     """
 
     name: str
@@ -74,6 +77,8 @@ class Leg:
     looks: frozenset[int] = frozenset((1, 2, 3, 4))
     base: Path | None = None
     replica: bool = False
+    late: Late = ALL_LATE
+    packed: bool = False
 
 
 SAVED, CLIPPED, SPOILED = 2, 3, 4
@@ -94,7 +99,8 @@ def prepared_leg(run: Run, axes: Axes, leg: Leg) -> Prepared:
     """The run of a leg, resolved and checked. Raises ConfigError."""
     save, load, base = (None if folder is None else str(folder) for folder in (leg.save, leg.load, leg.base))
     checkpoint = replace(run.checkpoint, save=save, load=load, init_from=base)
-    return prepare(replace(run, checkpoint=checkpoint), axes.world_size, silent, rows_of(run))
+    prepared = prepare(replace(run, checkpoint=checkpoint), axes.world_size, silent, rows_of(run))
+    return replace(prepared, datasets=packed(prepared.datasets)) if leg.packed else prepared
 
 
 Prober = Callable[[Job, int], None]
@@ -120,6 +126,7 @@ def _leg_on_rank(
     prepared: Prepared, world: LocalWorld, rank: int, leg: Leg, values: list[Values], prober: Prober | None
 ) -> None:
     with closing(build_job(prepared, world.grid(rank))) as job:
+        put_in_order(job, leg.late)
         if prober is not None:
             prober(job, rank)
         trainer = job.trainer

@@ -48,12 +48,14 @@ class Shrunk:
     run       it, for `axes.world_size` ranks
     axes      of the small run
     real      of the run that it stands for
+    packed    whether its samples are packed, as conversations are
     notes     flags of the run that take no part in the proof, with the reason (`left_out.notes`)
     """
 
     run: Run
     axes: Axes
     real: Axes
+    packed: bool
     notes: tuple[str, ...]
 
 
@@ -85,7 +87,7 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
         small = replace(
             small, parallel=replace(small.parallel, zero3_gathered_bytes=_gathered(known, real, small, axes))
         )
-    return Shrunk(small, axes, real, notes(run))
+    return Shrunk(small, axes, real, bool(run.data.instruction_data), notes(run))
 
 
 def _replicas(real: Axes) -> tuple[int, int | None]:
