@@ -22,8 +22,8 @@ from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.verify.compare import Errors, FirstDifference, Whole, compared, wholes
 from megazero.verify.lanes import Late
-from megazero.verify.probe import Found, Probe
-from megazero.verify.session import CLIPPED, SAVED, SPOILED, Leg, Values, run_leg
+from megazero.verify.probe import Found, Probe, Recorded
+from megazero.verify.session import CLIPPED, EVERY_STEP, SAVED, SPOILED, Leg, Values, run_leg
 from megazero.verify.shrink import Shrunk, shrunk
 from megazero.verify.slopes import Slopes
 from megazero.verify.turns import RankFailed, Standstill
@@ -188,18 +188,28 @@ class _Legs:
         if found is None and failed is None:
             return None
         try:
-            probe = self._recorded(leg)
+            recorded = self._recorded(leg)
         except CannotRun:  # what differs may be in the way of one process too, as of a checkpoint that it cannot read
             return self._proof(found, None if failed is None else _words(leg, failed, Probe(leg.name)))
-        # The folder that it saves into has a checkpoint of the same run, which the second pass must not meet.
-        failed_again, again = self._together(replace(leg, save=None), probe)
-        first = compared(again, true, leg.name, self.decay, {}) or found
-        if isinstance(failed_again, RankFailed) and isinstance(failed_again.error, Found):
-            event = failed_again.error.difference
-            first = event if first is None or event.step <= first.step else first
+        first, probe = self._watched(leg, true, recorded)
+        if leg.looks < EVERY_STEP and (first is None or not first.column):  # a look at each step may see what it is of
+            closer, by = self._watched(replace(leg, looks=EVERY_STEP), true, recorded)
+            first, probe = (first, probe) if closer is None else (closer, by)
+        first = first or found
         if first is not None:
             first = first._replace(instruction=probe.instruction_of(first))
         return self._proof(first, None if failed is None else _words(leg, failed, probe))
+
+    def _watched(self, leg: Leg, true: dict[int, Whole], recorded: Recorded) -> tuple[FirstDifference | None, Probe]:
+        """Run a leg on all ranks again, and compare what each instruction makes."""
+        probe = Probe(leg.name, recorded)
+        # The folder that it saves into has a checkpoint of the same run, which this pass must not meet.
+        failed, ranks = self._together(replace(leg, save=None), probe)
+        first = compared(ranks, true, leg.name, self.decay, {})
+        if isinstance(failed, RankFailed) and isinstance(failed.error, Found):
+            event = failed.error.difference
+            first = event if first is None or event.step <= first.step else first
+        return first, probe
 
     def _together(self, leg: Leg, prober: Probe | None = None) -> tuple[Exception | None, list[list[Values]]]:
         """Run a leg on all ranks. Returns its error, and what they had by then."""
@@ -210,12 +220,12 @@ class _Legs:
             return error, collected
         return None, collected
 
-    def _recorded(self, leg: Leg) -> Probe:
-        """A probe that compares with what one process makes of the same micro-batches."""
+    def _recorded(self, leg: Leg) -> Recorded:
+        """What one process makes of the same micro-batches."""
         load = None if leg.load is None else self.folder / "one"
         probe = Probe(leg.name)
         self._alone(replace(leg, load=load, save=None, looks=frozenset[int]()), prober=probe)
-        return Probe(leg.name, probe.recorded)
+        return probe.recorded
 
 
 def on_one_process(run: Run) -> Run:

@@ -53,6 +53,9 @@ class Values:
     valid_loss: float | None = None
 
 
+EVERY_STEP = frozenset((1, 2, 3, 4))
+
+
 @dataclass(frozen=True)
 class Leg:
     """A part of a proof: steps from a start.
@@ -74,7 +77,7 @@ class Leg:
     clip: float | None = None
     load: Path | None = None
     save: Path | None = None
-    looks: frozenset[int] = frozenset((1, 2, 3, 4))
+    looks: frozenset[int] = EVERY_STEP
     base: Path | None = None
     replica: bool = False
     late: Late = ALL_LATE
@@ -146,6 +149,7 @@ def _leg_on_rank(
             if number in leg.looks:
                 now = replace(now, owned=_owned(job), whole=_whole(job))
             values.append(now)
+            trainer.after_step()  # which evaluates and saves at intervals, of which the small run has none
             if number == SAVED:
                 values[-1] = replace(now, valid_loss=trainer.evaluate()["valid_loss"])
                 trainer.save(last=True)

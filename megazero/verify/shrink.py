@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megazero.config.checks_layout import least_buffer
 from megazero.config.derive import ffn_width, gathers_parameters, head_dim, pipeline_schedule, query_groups
 from megazero.config.inventory import parameters_per_layer
 from megazero.config.layers.kinds import pattern_items, rotary_sets
@@ -82,6 +83,7 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
         offload=_offload(run, numbers),
     )
     small = replace(small, parallel=replace(small.parallel, bucket_size=_bucket_size(known, small)))
+    small = replace(small, offload=replace(small.offload, nvme_buffer_bytes=_buffer_bytes(small)))
     axes = axes_of(small, tp * pp * dp)
     if parallel.zero3_gathered_bytes is not None and gathers_parameters(run):
         small = replace(
@@ -134,7 +136,7 @@ def _model(model: ModelConfig, tp: int, kept: Sequence[int], sequence_parallel: 
     multiple = min(model.make_vocab_size_divisible_by, 2)
     rows = model.vocab_size or VOCABULARY
     whole = rows % (model.make_vocab_size_divisible_by * tp) == 0
-    vocabulary = -(-40 // (multiple * tp)) * multiple * tp
+    vocabulary = -(-_vocabulary_rows(model, len(kept)) // (multiple * tp)) * multiple * tp
     positions = model.max_position_embeddings
     return replace(
         model,
@@ -155,6 +157,15 @@ def _model(model: ModelConfig, tp: int, kept: Sequence[int], sequence_parallel: 
         else length,
         init_method_std=0.2,
     )
+
+
+def _vocabulary_rows(model: ModelConfig, layers: int) -> int:
+    """Rows of the embedding, about: 40, or so many that it is larger than a block if the run's is. A gather of the
+    largest unit starts earlier than others.
+    """
+    sizes = parameters_per_layer(model)
+    block = max(sizes.blocks, default=0)
+    return 400 if layers and sizes.embedding > block else 40
 
 
 def _heads(model: ModelConfig, tp: int) -> tuple[int, int, int]:
@@ -320,12 +331,18 @@ def _offload(run: Run, numbers: dict[int, int]) -> OffloadConfig:
         offload_gradients=small(offload.offload_gradients),
         offload_activations=small(offload.offload_activations),
         nvme_checkpoint=False,
-        nvme_buffer_bytes=1 << 20,
         device_memory_budget=None,
         host_memory_budget=None,
         placement="flags",
         placement_rates=None,
     )
+
+
+def _buffer_bytes(small: Run) -> int:
+    """Bytes through which parts pass: the least, so that many parts take turns in few slots, as large ones do. What is
+    kept of a micro-batch has to fit into them too.
+    """
+    return 1 << 20 if small.offload.offload_activations.in_files else least_buffer(small)
 
 
 def _unit(word: str, numbers: dict[int, int]) -> list[str]:
