@@ -36,7 +36,9 @@ def line_of(one: Judged) -> str:
     if proof is not None:
         said = f"({proof.layouts[-1]}) {proof.told}" if proof.judge else f"MISSED {' '.join(proof.refused)}"
         line += f"\n{'':14}proof {said.strip()}, {proof.seconds:.1f} s"
-    return line
+    elif reason := why_unseen(fault):
+        line += f"\n{'':14}no proof: {reason}"
+    return line.rstrip()
 
 
 def table_of(judged: Sequence[Judged]) -> str:

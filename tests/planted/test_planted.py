@@ -183,4 +183,4 @@ def test_the_report_says_why_a_proof_cannot_see_a_fault() -> None:
     assert "1 of 2 faults caught; missed: adjoint divided by tp" in words
     assert "1 of 1 faults that lie in what it runs, of 0 the value" in words
     assert "1 not in what it runs, another function" in words
-    assert "proof" not in line_of(both[0]) and line_of(both[1]).endswith("proof (grid) x, 2.0 s")
+    assert "no proof: another function" in line_of(both[0]) and line_of(both[1]).endswith("proof (grid) x, 2.0 s")
