@@ -177,7 +177,7 @@ class _Legs:
         except ConfigError as error:
             raise CannotRun(f"the small run on one process: {error}") from error
         except RankFailed as error:
-            raise CannotRun(f"one process does not run it: {_last_line(error)}") from error
+            raise CannotRun(f"one process does not run it: {_in_a_line(error)}") from error
 
     def _compared(self, leg: Leg, true: dict[int, Whole]) -> Proof | None:
         """Run a leg on all ranks; a proof if it differs."""
@@ -234,13 +234,15 @@ def on_one_process(run: Run) -> Run:
     return replace(run, parallel=parallel, offload=OffloadConfig())
 
 
-def _last_line(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _in_a_line(error: Exception) -> str:
+    """An error in one line, with the first line of a list that it announces."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _words(leg: Leg, error: Exception, probe: Probe) -> str:
     """The error with which a leg has ended, with the rank and its instruction, in one line."""
-    at = probe.under_way(error.rank) if isinstance(error, RankFailed) else ""
-    return f"{leg.name}: {_last_line(error)}{f' ({at})' if at else ''}"
+    ranks = [rank for rank, _ in error.waits] if isinstance(error, Standstill) else []
+    ranks += [error.rank] if isinstance(error, RankFailed) else []
+    at = probe.under_way(ranks[0]) if ranks else ""
+    return f"{leg.name}: {_in_a_line(error)}{f' ({at})' if at else ''}"

@@ -35,7 +35,7 @@ OF_A_TEST = re.compile(r"^(\w+\.)*(AssertionError|Failed|GradcheckError)\b", re.
 REFUSED = re.compile(r"^(megazero\.program\.\w+\.)?(ProgramError|IllegalMove): ", re.MULTILINE)
 """What the checker of a step's list raises."""
 
-NAMED = re.compile(r"^differs: the .+ at [a-z].+, step \d|: number \d+ of its list, ")
+NAMED = re.compile(r"^differs: the .+ at [a-z].+, step \d|number \d+ of its list| \([a-z][a-z ]*( \([^()]*\))?\)$")
 """What `megazero verify-layout` says of a value that differs, or of an instruction."""
 
 

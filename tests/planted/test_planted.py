@@ -152,6 +152,27 @@ def test_what_counts_as_caught(raised: str, path: str, judge: Judge | None) -> N
     assert judge_of(f"{pool}RuntimeError: rank 1 of 2 failed:\n{here}") is judge
 
 
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        (
+            "the gradient of head.norm.weight at backward (micro-batch 0, chunk 0), step 1 from the seed, on rank 1",
+            True,
+        ),
+        ("the loss at norm, step 4 resumed from its own checkpoint, on rank 0 (stage 0, dp 0, tp 0)", True),
+        ("from the seed: rank 0: ProgramError: stage 0: number 72 of its list, norm, reads the gradient", True),
+        (
+            "from the seed: 8 ranks wait for each other for ever: rank 0 in all-reduce of ranks 1; and 4 more (norm)",
+            True,
+        ),
+        ("from the seed: rank 1: RuntimeError: it is small (reduce gradients (bucket 0))", True),
+        ("from the seed: rank 2: ValueError: tuple.index(x): x not in tuple", False),
+    ],
+)
+def test_what_is_named(told: str, named: bool) -> None:
+    assert Proven(Judge.PROOF, ("grid",), f"differs: {told}", (), 1.0, "").is_named is named
+
+
 def judged(name: str, test: Judge | None, proof: Judge | None, told: str = "") -> Judged:
     """Of a fault that was planted, what two judges have said."""
     fault = next(fault for fault in FAULTS if fault.name == name)
