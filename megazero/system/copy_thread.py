@@ -13,8 +13,8 @@ from torch import Tensor
 from megazero.system.streams import WaitedCopies
 
 
-class Result(Protocol):
-    """Of work that is under way."""
+class CopyUnderWay(Protocol):
+    """A copy that has been asked for."""
 
     def result(self) -> object:
         """Return once it is done. Raises what has gone wrong."""
@@ -31,7 +31,7 @@ class Copies(Protocol):
         after: Sequence[Callable[[], object]] = (),
         *,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> Result:
+    ) -> CopyUnderWay:
         """See `CopyThread.copy`."""
         ...
 

@@ -69,7 +69,7 @@ class HostBuffers:
         self.free.append(buffer)
 
 
-class Lane(Protocol):
+class PairCopier(Protocol):
     """Copies one behind the other, as a `CopyLane` makes them."""
 
     def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
