@@ -41,6 +41,7 @@ from megazero.config.source import ConfigError
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.pipeline.build import attention_support, attention_workload, schedules, step_options
+from megazero.pipeline.measured import read_by_a_unit
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
 from megazero.plan.activations import (
     ActivationPlan,
@@ -124,7 +125,8 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
     without a card, with those that `ASSUMED` has.
     """
     bodies = {layer: _body_of(attention_workload(run, layer), run, kind) for layer in kinds(run.model)}
-    return _plan(unplaced(run), tuple(bodies[layer] for layer in layers(run.model)), kind)
+    read = read_by_a_unit(unplaced(run) if run.optimizer.fp8 != "off" else run)
+    return _plan(read, tuple(bodies[layer] for layer in layers(run.model)), kind)
 
 
 def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:
@@ -135,9 +137,9 @@ def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:
     return choose(workload.case(device), attention_support(run, device)).body
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _plan(run: Run, bodies: tuple[Body, ...], kind: str) -> ActivationPlan:
-    """One for all placements of a run, on which no size depends: it computes the bytes of each unit once."""
+    """One for all runs whose units read the same: it computes the bytes of each unit once."""
     return ActivationPlan(run, bodies, kind)
 
 

@@ -20,7 +20,7 @@ the device. So no backward can come before they are copied back, and nothing can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -51,10 +51,10 @@ class Effects(NamedTuple):
     made, or grow where they are there already.
     """
 
-    needs: list[Value]
-    takes: list[Value]
-    makes: list[Value]
-    adds: list[Value]
+    needs: Sequence[Value]
+    takes: Sequence[Value]
+    makes: Sequence[Value]
+    adds: Sequence[Value]
 
 
 def _position(thing: Thing, i: Instruction, scope: Scope, unit: int) -> Value:
@@ -332,9 +332,15 @@ EFFECTS: Mapping[Kind, EffectRow] = MappingProxyType(
 def effects(i: Instruction, scope: Scope) -> Effects:
     """What an instruction of this rank reads and writes."""
     row = EFFECTS[i.op]  # most columns of a row are empty, and a loop over nothing takes time in long lists
-    return Effects(
-        [value for which in row.needs for value in which(i, scope)] if row.needs else [],
-        [value for which in row.takes for value in which(i, scope)] if row.takes else [],
-        [value for which in row.makes for value in which(i, scope)] if row.makes else [],
-        [value for which in row.adds for value in which(i, scope)] if row.adds else [],
-    )
+    if not i.is_compute:
+        return Effects(*(_values(column, i, scope) for column in (row.needs, row.takes, row.makes, row.adds)))
+    # a micro-batch changes what a computation takes and makes, and not the buckets that it reads and adds to
+    key = i.op, i.chunk, i.units
+    if key not in scope.computed:
+        scope.computed[key] = tuple(_values(row.needs, i, scope)), tuple(_values(row.adds, i, scope))
+    needs, adds = scope.computed[key]
+    return Effects(needs, _values(row.takes, i, scope), _values(row.makes, i, scope), adds)
+
+
+def _values(column: tuple[Which, ...], i: Instruction, scope: Scope) -> Sequence[Value]:
+    return [value for which in column for value in which(i, scope)] if column else ()

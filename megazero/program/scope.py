@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megazero.config.tiers import Tier
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import Instruction, Kind, Units
 from megazero.program.shape import PartKey, RankShape
 from megazero.program.values import LAST_NORM, NORM, Thing, Value, of_bucket
 
@@ -114,6 +114,13 @@ class Scope:
         missing = {value[1:3] for value in owed} | {(value[1], -1) for value in owed}
         fresh = [value for value in self.settled() if value[1:3] not in missing]
         return (*fresh, *owed, *self._read_ahead(), LAST_NORM)
+
+    @cached_property
+    def computed(self) -> dict[tuple[Kind, int, Units | None], tuple[tuple[Value, ...], tuple[Value, ...]]]:
+        """By kind, chunk and units of computations what all micro-batches read and add to, as far as somebody asked
+        (`program.effects`).
+        """
+        return {}
 
     @cached_property
     def early_parts(self) -> frozenset[PartKey]:

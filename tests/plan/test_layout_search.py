@@ -13,7 +13,7 @@ from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
 from megazero.plan.cluster.layout_search import LayoutSearch
-from megazero.plan.cluster.least_memory import equal_stages, least_activations, least_states
+from megazero.plan.cluster.least_memory import LeastMemory, fullest_stages, state_width
 from megazero.plan.cluster.misfit import cheapest_change, short_words
 from megazero.plan.placement import EQUAL
 from megazero.plan.recompute import activation_peaks
@@ -71,6 +71,9 @@ LAYOUTS: tuple[Settings, ...] = (
     {"tp": 2, "pp": 2, "pipeline_schedule": "interleaved", "virtual_stages": 3, "zero_stage": 2},
     {"tp": 2, "pp": 4, "pipeline_schedule": "zb-h1", "zero_stage": 0, "sequence_parallel": True},
     {"tp": 1, "pp": 2, "pipeline_schedule": "zb-v", "virtual_stages": 2, "zero_stage": 3},
+    {"tp": 1, "pp": 8, "pipeline_schedule": "zb-h1", "zero_stage": 1, "num_layers": 14},
+    {"tp": 1, "pp": 4, "pipeline_schedule": "zb-v", "virtual_stages": 2, "zero_stage": 1},
+    {"tp": 1, "pp": 8, "pipeline_schedule": "interleaved", "virtual_stages": 2, "zero_stage": 1, "num_layers": 14},
     {"tp": 4, "pp": 1, "zero_stage": 3, "recompute_granularity": "full"},
     {"tp": 1, "pp": 4, "pipeline_schedule": "gpipe", "zero_stage": 1, "recompute_granularity": "selective"},
     {"tp": 1, "pp": 1, "zero_stage": 2, "offload_optimizer": "cpu"},
@@ -96,8 +99,10 @@ def test_bounds_hold(settings: Settings) -> None:
     assert step.least_seconds <= step.scheduled_least * exact or step.run.parallel.zero_stage > 1
     assert 0.4 * step.seconds < step.scheduled_least <= step.seconds * exact
     assert step.scheduled <= step.begun_least * exact <= step.seconds * exact * exact
-    states, kept = least_states(step.run, step.axes), least_activations(step.run, step.axes, step.kind)
-    for stage, least in zip(step.alike, map(sum, zip(states, kept, strict=True)), strict=True):
+    bounds = LeastMemory(step.run, step.axes, step.kind)
+    states = bounds.states(state_width(step.run, step.axes.shard_size, step.axes.dp))
+    assert 0 < bounds.first_activations <= bounds.activations[0]
+    for stage, least in zip(bounds.stages, map(sum, zip(states, bounds.activations, strict=True)), strict=True):
         assert 0.3 * step.taken(stage).device_bytes < least <= step.taken(stage).device_bytes
 
 
@@ -116,10 +121,10 @@ def test_a_short_step_says_how_long_the_whole_one_takes(settings: Settings) -> N
 @pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")
 def test_the_first_of_equal_stages_holds_most(settings: Settings) -> None:
     step = step_of(settings)
-    stages = equal_stages(step.run)
-    assert sorted(stage for alike in stages.values() for stage in alike) == [*range(step.axes.pp)]
-    for first, alike in stages.items():
-        assert all(step.taken(stage).device_bytes <= step.taken(first).device_bytes for stage in alike)
+    stages = fullest_stages(step.run)
+    assert sorted(stage for equal in stages.values() for stage in equal) == [*range(step.axes.pp)]
+    for fullest, equal in stages.items():
+        assert all(step.taken(stage).device_bytes <= step.taken(fullest).device_bytes for stage in equal)
 
 
 @pytest.mark.parametrize("settings", LAYOUTS, ids=lambda settings: f"{settings.get('pipeline_schedule')}")

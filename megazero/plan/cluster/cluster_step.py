@@ -14,7 +14,7 @@ from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
-from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, equal_stages, schedule_orders, short_step
+from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, fullest_stages, schedule_orders, short_step
 from megazero.plan.cluster.least_seconds import least_messages, least_step, state_messages
 from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
@@ -101,7 +101,7 @@ class ClusterStep:
     @cached_property
     def alike(self) -> Mapping[int, range]:
         """The stages by the first of equal ones, which holds most."""
-        return equal_stages(self.run)
+        return fullest_stages(self.run)
 
     @cached_property
     def _known(self) -> dict[int, StageMemory]:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes
+from megazero.pipeline.measured import read_by_a_unit
 from megazero.pipeline.stage_specs import stage_specs
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.kernels import Constants, Kernels, constants_of
 from megazero.plan.cluster.messages import Messages, place_of
-from megazero.plan.cluster.unit_times import UnitTimer
+from megazero.plan.cluster.unit_times import unit_timer
 from megazero.plan.recompute import activation_plan, recompute_table
 from megazero.program.instruction import Lane
 from megazero.program.times import ChunkTimes
@@ -54,7 +55,7 @@ class ClusterRates:
     def times(self, run: Run, axes: Axes, kind: str) -> ChunkTimes:
         """The times of a rank's step in seconds. kind: of device, cpu or cuda."""
         plan = activation_plan(run, kind)
-        timer, table = UnitTimer(self.cluster, run, plan), recompute_table(run, axes, kind)
+        timer, table = unit_timer(self.cluster, read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
         lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind

@@ -23,7 +23,7 @@ from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
-from megazero.plan.cluster.least_memory import Activations, least_states, state_width
+from megazero.plan.cluster.least_memory import LeastMemory, state_width
 from megazero.plan.cluster.least_seconds import least_messages
 from megazero.plan.placement import EQUAL
 from megazero.system.collector import without_collections
@@ -97,7 +97,7 @@ class LayoutSearch:
     simulated: int = 0
     least: tuple[float, ClusterStep | None] = (inf, None)
     least_state: float = inf
-    _kept: dict[int, Activations] = field(default_factory=dict)
+    _kept: dict[int, LeastMemory] = field(default_factory=dict)
     _turns: list[Turn] = field(default_factory=list)
     _fitting: dict[tuple[object, ...], int] = field(default_factory=dict)
     """By what rivals share the least ZeRO stage that fits."""
@@ -194,8 +194,9 @@ class LayoutSearch:
             self.left_out["not legal"] += 1
             return None
         step = ClusterStep(run, self.asked.cluster)
-        kept = self._kept.setdefault(candidate.computed, Activations(run, step.axes, step.kind))
-        least = kept.least_tensors(least_states(run, step.axes), self.asked.rooms.device)
+        kept = self._kept.setdefault(candidate.computed, LeastMemory(run, step.axes, step.kind))
+        width = state_width(run, step.axes.shard_size, step.axes.dp * step.axes.cp)
+        least = kept.tensors(width, self.asked.rooms.device)
         if least <= self.asked.rooms.device:
             return step
         self._misfits(step, least)

@@ -4,12 +4,11 @@ lists: of each stage the model state whose parameters tp divides evenly, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megazero.config.derive import pipeline_schedule
+from megazero.config.derive import RecomputeTable, pipeline_schedule
 from megazero.config.inventory import LayerCounts, parameters_per_layer
 from megazero.config.layers.kinds import layers
 from megazero.config.schema import Run
@@ -19,7 +18,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.chunks import ChunkMap
 from megazero.pipeline.schedule import make_orders
 from megazero.pipeline.stage_specs import specs_of_stage
-from megazero.plan.activations import Moment, binding, chunk_bytes, moments, places
+from megazero.plan.activations import ActivationPlan, ChunkBytes, Moment, binding, chunk_bytes, moments, places
 from megazero.plan.budgets import keeps_all
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
@@ -32,66 +31,86 @@ FILLINGS = 2
 """So often the micro-batches of a step whose memory is looked at fill the pipeline, at least."""
 
 
-def least_states(run: Run, axes: Axes) -> list[int]:
-    """By the first of equal stages, the bytes of its model state on the device, at least, while it computes: of what is
-    sharded a block is whole at a time.
-    """
-    width = state_width(run, axes.shard_size, axes.dp * axes.cp)
-    counts = parameters_per_layer(run.model)
-    whole = min(counts.blocks, default=0) * width.whole
-    stages = (specs_of_stage(run, stage) for stage in equal_stages(run))
-    return [int((sum(_elements(counts, spec) for spec in specs) * width.device + whole) / axes.tp) for specs in stages]
-
-
-def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
-    """The same of activations, whatever ZeRO shards. Those that leave the device do not count, and which ones do is not
-    asked.
-    """
-    if run.offload.offload_activations:
-        return [0 for _ in equal_stages(run)]
-    plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
-    p, micro_batches = run.parallel, short_step(run, axes, FILLINGS)
-    most = list[int]()
-    for stage in equal_stages(run):
-        chunks = [chunk_bytes(plan, spec, table) for spec in specs_of_stage(run, stage)]
-        when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
-        most.append(max(max(places(moment, chunks)) for moment in when))
-    return most
-
-
-def first_activations(run: Run, axes: Axes, kind: str) -> int:
-    """The same of the first stage, without its schedule: every schedule holds there at one time as many micro-batches
-    of each chunk as there are stages, or all of them. Chunks count as the smallest.
-    """
-    if run.offload.offload_activations:
-        return 0
-    plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
-    kept = [chunk_bytes(plan, spec, table).kept for spec in specs_of_stage(run, 0)]
-    return len(kept) * min(axes.pp, micro_batches_of(run, axes)) * min(kept)
-
-
 @dataclass(frozen=True)
-class Activations:
-    """The least activations of a run, whatever its ZeRO stage."""
+class LeastMemory:
+    """The least bytes of the devices of a run, whatever its ZeRO stage: by stage, or by the first of equal ones where
+    that holds most (`fullest_stages`).
+
+    Activations that leave the device do not count, and which ones do is not asked.
+    """
 
     run: Run
     axes: Axes
     kind: str
 
     @cached_property
-    def _first(self) -> int:
-        return first_activations(self.run, self.axes, self.kind)
+    def stages(self) -> list[int]:
+        """The stages that are looked at."""
+        return [*fullest_stages(self.run)]
+
+    def states(self, width: StateWidth) -> list[int]:
+        """The bytes of model state on the device, at least, while it computes: of what is sharded a block is whole at a
+        time.
+        """
+        elements, block = self._elements
+        return [int((number * width.device + block * width.whole) / self.axes.tp) for number in elements]
 
     @cached_property
-    def _all(self) -> list[int]:
-        return least_activations(self.run, self.axes, self.kind)
+    def _elements(self) -> tuple[list[int], int]:
+        """The parameters of each stage, and those of the smallest block."""
+        counts = parameters_per_layer(self.run.model)
+        of_stages = [sum(_elements(counts, spec) for spec in specs_of_stage(self.run, stage)) for stage in self.stages]
+        return of_stages, min(counts.blocks, default=0)
 
-    def least_tensors(self, states: Sequence[int], room: float) -> int:
-        """Bytes of tensors on the fullest device with these model states (`least_states`), at least. The schedule is
-        asked only where the first stage has room without it.
+    @cached_property
+    def activations(self) -> list[int]:
+        """The most bytes of activations, without messages on their way."""
+        if self.run.offload.offload_activations:
+            return [0 for _ in self.stages]
+        p, micro_batches = self.run.parallel, short_step(self.run, self.axes, FILLINGS)
+        most = list[int]()
+        for stage in self.stages:
+            when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
+            most.append(max(max(places(moment, self._chunks(stage))) for moment in when))
+        return most
+
+    @cached_property
+    def first_activations(self) -> int:
+        """The same of the first stage, without its schedule: every schedule holds there at one time as many
+        micro-batches of each chunk as there are stages, or all of them. Chunks count as the smallest.
         """
-        of_first = states[0] + self._first
-        return of_first if of_first > room else max(map(sum, zip(states, self._all, strict=True)))
+        if self.run.offload.offload_activations:
+            return 0
+        kept = [chunk.kept for chunk in self._chunks(0)]
+        return len(kept) * min(self.axes.pp, micro_batches_of(self.run, self.axes)) * min(kept)
+
+    @cached_property
+    def _known(self) -> dict[object, ChunkBytes]:
+        """By what tells the chunks of a model apart."""
+        return {}
+
+    @cached_property
+    def _unit_bytes(self) -> tuple[ActivationPlan, RecomputeTable]:
+        return activation_plan(self.run, self.kind), recompute_table(self.run, self.axes, self.kind)
+
+    def _chunks(self, stage: int) -> list[ChunkBytes]:
+        plan, table = self._unit_bytes
+        chunks = list[ChunkBytes]()
+        for spec in specs_of_stage(self.run, stage):
+            units = tuple((plan.first_equal[number], table[number], number == 0) for number in spec.blocks)
+            key = units, spec.has_embedding, spec.has_head
+            if key not in self._known:
+                self._known[key] = chunk_bytes(plan, spec, table)
+            chunks.append(self._known[key])
+        return chunks
+
+    def tensors(self, width: StateWidth, room: float) -> int:
+        """Bytes of tensors on the fullest device with model state of this width, at least. The schedule is asked only
+        where the first stage has room without it.
+        """
+        states = self.states(width)
+        of_first = states[0] + self.first_activations
+        return of_first if of_first > room else max(map(sum, zip(states, self.activations, strict=True)))
 
 
 def short_step(run: Run, axes: Axes, fillings: int) -> int:
@@ -120,21 +139,21 @@ def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage:
     return tuple(binding(moments(orders[stage], virtual_stages)))
 
 
-def equal_stages(run: Run) -> dict[int, range]:
-    """The first of each set of stages that hold equal layers, and the set. Others of it are reached later, and hold no
-    more micro-batches. Where a backward is split this does not hold, and each stage stands for itself.
+def fullest_stages(run: Run) -> dict[int, range]:
+    """Of each set of stages that hold equal layers the first, which holds most, and the stages from the first to the
+    last of the set: others are reached later, and hold no more micro-batches. Where a backward is split this does not
+    hold, and each stage stands for itself.
     """
-    of_model, first, last = layers(run.model), dict[object, int](), dict[object, int]()
     if pipeline_schedule(run.parallel) in SPLIT:
         return {stage: range(stage, stage + 1) for stage in range(run.parallel.pp)}
+    of_model, stages = layers(run.model), dict[object, list[int]]()
     for stage in range(run.parallel.pp):
         shape = tuple(
             (tuple(of_model[number] for number in spec.blocks), spec.has_embedding, spec.has_head)
             for spec in specs_of_stage(run, stage)
         )
-        first.setdefault(shape, stage)
-        last[shape] = stage
-    return {stage: range(stage, last[shape] + 1) for shape, stage in first.items()}
+        stages.setdefault(shape, []).append(stage)
+    return {equal[0]: range(equal[0], equal[-1] + 1) for equal in stages.values()}
 
 
 def _elements(counts: LayerCounts, spec: StageSpec) -> int:

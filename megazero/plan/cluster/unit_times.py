@@ -50,26 +50,38 @@ class UnitTimer:
         return replace(self.cluster, gpus=min(self.cluster.gpus, self.cluster.nodes_of))
 
     @cached_property
-    def _timed(self) -> dict[tuple[StageSpec, str, bool], UnitSeconds]:
-        """By what tells units of this run apart. Its hundreds of fields make a case a slow key of a cache."""
+    def _timed(self) -> dict[tuple[int, str], UnitSeconds]:
+        """By number of a block, and what of it is computed again. A case is a slow key: it has a run's many fields."""
         return {}
+
+    @cached_property
+    def _ends(self) -> tuple[UnitSeconds, UnitSeconds]:
+        """Those of the embedding and of the head."""
+        return unit_seconds(self._embedding, self._node), unit_seconds(self._head, self._node)
 
     def chunk(self, spec: StageSpec, table: RecomputeTable) -> tuple[UnitSeconds, ...]:
         """Those of the units of a chunk, in forward order. table: what backward computes again of every block."""
-        known = self._timed
-        for case in (cases := self.cases(spec, table)):
-            key = case.spec, case.recompute, case.graded
-            if key not in known:
-                known[key] = unit_seconds(case, self._node)
-        return tuple(known[case.spec, case.recompute, case.graded] for case in cases)
+        for key in ((number, table[number]) for number in spec.blocks):
+            if key not in self._timed:
+                self._timed[key] = unit_seconds(self._block(*key), self._node)
+        blocks = tuple(self._timed[number, table[number]] for number in spec.blocks)
+        return self._ends[:1] * spec.has_embedding + blocks + self._ends[1:] * spec.has_head
 
     def cases(self, spec: StageSpec, table: RecomputeTable) -> tuple[MeasuredCase, ...]:
         """What the units of a chunk are."""
         return (
-            *[self._case(StageSpec(range(0), True, False), NONE, graded=False)] * spec.has_embedding,
+            *[self._embedding] * spec.has_embedding,
             *(self._block(number, table[number]) for number in spec.blocks),
-            *[self._case(StageSpec(range(0), False, True), NONE)] * spec.has_head,
+            *[self._head] * spec.has_head,
         )
+
+    @property
+    def _embedding(self) -> MeasuredCase:
+        return self._case(StageSpec(range(0), True, False), NONE, graded=False)
+
+    @property
+    def _head(self) -> MeasuredCase:
+        return self._case(StageSpec(range(0), False, True), NONE)
 
     def _block(self, number: int, again: str) -> MeasuredCase:
         first = self.plan.first_equal[number]
@@ -79,6 +91,12 @@ class UnitTimer:
 
     def _case(self, spec: StageSpec, again: str, *, graded: bool = True) -> MeasuredCase:
         return MeasuredCase(self._read, self.plan.bodies[spec.blocks.start], self.plan.kind, spec, again, graded)
+
+
+@lru_cache(maxsize=512)
+def unit_timer(cluster: Cluster, run: Run, plan: ActivationPlan) -> UnitTimer:
+    """The timer of all runs whose units read the same (`pipeline.measured.read_by_a_unit`)."""
+    return UnitTimer(cluster, run, plan)
 
 
 @lru_cache(maxsize=1 << 14)
