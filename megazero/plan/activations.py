@@ -114,17 +114,17 @@ class ChunkBytes:
     entering: int
     group: ChunkGroup | None = None
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """From the end of forward to the start of backward."""
         return self._together * sum(unit.saved for unit in self.units)
 
-    @property
+    @cached_property
     def deferred(self) -> int:
         """From the input's half of a split backward to the weights' half."""
         return self._together * sum(unit.deferred for unit in self.units)
 
-    @property
+    @cached_property
     def forward(self) -> list[int]:
         """The most that forward holds while it works on each unit."""
         return [
@@ -132,7 +132,7 @@ class ChunkBytes:
             for unit, before, entering, passed in self._rows()
         ]
 
-    @property
+    @cached_property
     def backward(self) -> list[int]:
         """The same of backward. The gradient of the output of a graph lives to the graph's end."""
         gradients = [unit.output for unit in self.units]

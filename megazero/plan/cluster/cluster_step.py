@@ -126,15 +126,14 @@ class ClusterStep:
             self._taken[stage] = TakenBytes(fullest.nbytes, fullest.host + resting.host, resting.disk)
         return self._taken[stage]
 
-    @property
-    def first_fits(self) -> bool:
-        """Whether a rank of the first stage, which holds the activations of most micro-batches, fits."""
-        return self.limits.hold(self.taken(0))
+    def has_room(self, stage: int) -> bool:
+        """Whether a rank of a stage fits."""
+        return self.limits.hold(self.taken(stage))
 
     @cached_property
     def fits(self) -> bool:
         """Whether the fullest rank of each tier fits. A step that does not is not looked at to its end."""
-        return all(self.limits.hold(self.taken(stage)) for stage in self.alike)
+        return all(map(self.has_room, self.alike))
 
     @property
     def peaks(self) -> list[TierPeaks]:
@@ -148,8 +147,13 @@ class ClusterStep:
 
     @cached_property
     def tensors(self) -> int:
-        """The most bytes of a step's tensors on a rank, in host memory too where it is the device's."""
-        return max(taken.device_bytes + taken.host_bytes * self.limits.is_one for taken in self._all_taken)
+        """The most bytes of a step's tensors on a rank."""
+        return max(map(self.tensors_of, self.alike))
+
+    def tensors_of(self, stage: int) -> int:
+        """The same of a rank of a stage, in host memory too where it is the device's."""
+        taken = self.taken(stage)
+        return taken.device_bytes + taken.host_bytes * self.limits.is_one
 
     @property
     def _all_taken(self) -> list[TakenBytes]:

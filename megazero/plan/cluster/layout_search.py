@@ -23,7 +23,7 @@ from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
-from megazero.plan.cluster.least_memory import LeastMemory, state_width
+from megazero.plan.cluster.least_memory import LeastMemory, StateWidth, state_width
 from megazero.plan.cluster.least_seconds import least_messages
 from megazero.plan.placement import EQUAL
 from megazero.system.collector import without_collections
@@ -195,8 +195,7 @@ class LayoutSearch:
             return None
         step = ClusterStep(run, self.asked.cluster)
         kept = self._kept.setdefault(candidate.computed, LeastMemory(run, step.axes, step.kind))
-        width = state_width(run, step.axes.shard_size, step.axes.dp * step.axes.cp)
-        least = kept.tensors(width, self.asked.rooms.device)
+        least = kept.tensors(_width(step), self.asked.rooms.device)
         if least <= self.asked.rooms.device:
             return step
         self._misfits(step, least)
@@ -213,11 +212,11 @@ class LayoutSearch:
 
     def _simulate(self, step: ClusterStep, candidate: Candidate) -> None:
         """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
-        limit = self._limit(candidate.split)
+        limit, fullest = self._limit(candidate.split), self._kept[candidate.computed].fullest(_width(step))
         if step.scheduled >= limit:
             self.left_out[BY_SCHEDULE] += 1
-        elif not step.first_fits:
-            self._misfits(step, step.taken(0).device_bytes)
+        elif not step.has_room(fullest):
+            self._misfits(step, step.tensors_of(fullest))
         elif self._is_slow(step, limit):
             self.left_out["slower in the simulation"] += 1
             self._note(candidate)
@@ -248,3 +247,7 @@ class LayoutSearch:
         device, host = self.asked.rooms
         self.least_state = min(self.least_state, share * (width.device + width.away))
         return share * width.device <= device and share * width.away <= host
+
+
+def _width(step: ClusterStep) -> StateWidth:
+    return state_width(step.run, step.axes.shard_size, step.axes.dp * step.axes.cp)

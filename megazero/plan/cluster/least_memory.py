@@ -108,9 +108,16 @@ class LeastMemory:
         """Bytes of tensors on the fullest device with model state of this width, at least. The schedule is asked only
         where the first stage has room without it.
         """
-        states = self.states(width)
-        of_first = states[0] + self.first_activations
-        return of_first if of_first > room else max(map(sum, zip(states, self.activations, strict=True)))
+        of_first = self.states(width)[0] + self.first_activations
+        return of_first if of_first > room else max(self._tensors(width))
+
+    def _tensors(self, width: StateWidth) -> list[int]:
+        return [state + kept for state, kept in zip(self.states(width), self.activations, strict=True)]
+
+    def fullest(self, width: StateWidth) -> int:
+        """The stage that holds most by these bounds."""
+        tensors = self._tensors(width)
+        return self.stages[tensors.index(max(tensors))]
 
 
 def short_step(run: Run, axes: Axes, fillings: int) -> int:
