@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -150,6 +151,12 @@ def _in_turn(stages: int, m: int, chunks: int) -> Order:
     return lambda stage: _interleaved(stages, m, chunks, stage)
 
 
+# Each stage asks for its own order, and all are made together.
+@lru_cache(maxsize=16)
+def _zb_v(m: int, stages: int) -> list[list[Instruction]]:
+    return zb_v(m, stages)
+
+
 @dataclass(frozen=True)
 class ScheduleKind:
     """A schedule.
@@ -172,7 +179,7 @@ KINDS: Mapping[str, ScheduleKind] = MappingProxyType(
         "1f1b": ScheduleKind(_in_turn),
         "interleaved": ScheduleKind(_in_turn),
         "zb-h1": ScheduleKind(lambda stages, m, chunks: lambda stage: zb_h1(m, stages, stage), chunks=1),
-        "zb-v": ScheduleKind(lambda stages, m, chunks: zb_v(m, stages).__getitem__, chunks=2, and_back=True),
+        "zb-v": ScheduleKind(lambda stages, m, chunks: _zb_v(m, stages).__getitem__, chunks=2, and_back=True),
     }
 )
 """Choices of --pipeline-schedule."""

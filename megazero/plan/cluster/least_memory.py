@@ -71,7 +71,8 @@ class LeastMemory:
         most = list[int]()
         for stage in self.stages:
             when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
-            most.append(max(max(places(moment, self._chunks(stage))) for moment in when))
+            chunks = self._chunks(stage)
+            most.append(max(max(places(moment, chunks)) for moment in when))
         return most
 
     @cached_property
