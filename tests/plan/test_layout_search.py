@@ -81,6 +81,14 @@ LAYOUTS: tuple[Settings, ...] = (
 )
 
 
+ORDERS: tuple[Settings, ...] = (
+    {"pp": 2, "pipeline_schedule": "1f1b"},
+    {"pp": 2, "pipeline_schedule": "interleaved", "virtual_stages": 2},
+    {"pp": 4, "pipeline_schedule": "zb-h1"},
+    {"pp": 2, "pipeline_schedule": "zb-v", "virtual_stages": 2},
+)
+
+
 def step_of(settings: Settings, micro_batches: int = 26) -> ClusterStep:
     asked = open_run("", 24 if settings["pp"] == 3 else 16)
     split = settings["tp"] * settings["pp"]
@@ -133,6 +141,16 @@ def test_a_short_step_holds_as_much_as_the_whole_one(settings: Settings) -> None
     whole = stage_memories(StageLists(step.run, step.axes, nccl=True), "cuda")
     for stage in step.alike:
         assert step.taken(stage).device_bytes == whole[stage].fullest.nbytes
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: f"{order['pipeline_schedule']}")
+@pytest.mark.parametrize("shard", [None, 4])
+def test_a_higher_zero_stage_is_never_faster(order: Settings, shard: int | None) -> None:
+    """A search leaves out what differs in a higher ZeRO stage from something that fits."""
+    steps = [step_of({"tp": 1, **order, "zero_shard_size": shard, "zero_stage": stage}, 10) for stage in (1, 2, 3)]
+    first, second, third = (step.seconds for step in steps)
+    assert first * (1 - EQUAL) <= second and second * (1 - EQUAL) <= third
+    assert first < third, "messages of each micro-batch take time"
 
 
 def test_what_the_user_says_is_fixed() -> None:
