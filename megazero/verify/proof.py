@@ -191,21 +191,25 @@ class _Legs:
             recorded = self._recorded(leg)
         except CannotRun:  # what differs may be in the way of one process too, as of a checkpoint that it cannot read
             return self._proof(found, None if failed is None else _words(leg, failed, Probe(leg.name)))
-        first, probe = self._watched(leg, true, recorded)
+        first, probe = self._watched(leg, true, recorded, found)
         if leg.looks < EVERY_STEP and (first is None or not first.column):  # a look at each step may see what it is of
             closer, by = self._watched(replace(leg, looks=EVERY_STEP), true, recorded)
-            first, probe = (first, probe) if closer is None else (closer, by)
-        first = first or found
+            if closer is not None and (first is None or closer.step <= first.step):
+                first, probe = closer, by
         if first is not None:
             first = first._replace(instruction=probe.instruction_of(first))
         return self._proof(first, None if failed is None else _words(leg, failed, probe))
 
-    def _watched(self, leg: Leg, true: dict[int, Whole], recorded: Recorded) -> tuple[FirstDifference | None, Probe]:
-        """Run a leg on all ranks again, and compare what each instruction makes."""
+    def _watched(
+        self, leg: Leg, true: dict[int, Whole], recorded: Recorded, found: FirstDifference | None = None
+    ) -> tuple[FirstDifference | None, Probe]:
+        """Run a leg on all ranks again, and compare what each instruction makes. found: behind the steps before, where
+        ranks may have ended more of them.
+        """
         probe = Probe(leg.name, recorded)
         # The folder that it saves into has a checkpoint of the same run, which this pass must not meet.
         failed, ranks = self._together(replace(leg, save=None), probe)
-        first = compared(ranks, true, leg.name, self.decay, {})
+        first = compared(ranks, true, leg.name, self.decay, {}) or found
         if isinstance(failed, RankFailed) and isinstance(failed.error, Found):
             event = failed.error.difference
             first = event if first is None or event.step <= first.step else first

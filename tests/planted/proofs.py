@@ -18,6 +18,7 @@ LOOKED_AT = (
     ("megazero/zero/mover.py", "tiers host"),
     ("megazero/zero/", "grid sharded tiers hybrid gathered host"),
     ("megazero/data/", "grid sequence"),
+    ("megazero/checkpoint/", "grid late"),
     ("megazero/", "grid sharded"),
 )
 """(the beginning of a path, names of layouts), the first that fits. They are proven in this order until one differs."""
