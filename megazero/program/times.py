@@ -25,6 +25,8 @@ class ChunkTimes:
     beside    the share of its speed that work keeps while a lane of the host's processors is at work
               (`program.simulated_rank`): 1 where the computation runs elsewhere
     waits     whether a rank waits for each message on model state before it goes on (--no-overlap)
+    at_once   where stages share processors: how many of them compute at a time. Times are those of a stage while all of
+              them compute, so that so many alone are faster; None: none waits for the processors of another
     """
 
     forward: tuple[float, ...]
@@ -37,6 +39,11 @@ class ChunkTimes:
     update: float = 0.0
     beside: float = 1.0
     waits: bool = False
+    at_once: int | None = None
+
+    def alone(self, stages: int) -> float:
+        """The share of its time that a stage takes while no more than `at_once` of so many compute."""
+        return 1.0 if self.at_once is None else min(1.0, self.at_once / stages)
 
     def computation(self, i: Instruction, units: Units, count: int) -> float:
         """The time of a computation of the units [first, stop) of a chunk of `count` units."""

@@ -141,7 +141,9 @@ class ClusterStep:
         if stage not in self._taken:
             memory = self.memory(stage)
             fullest, resting = memory.fullest, memory.resting
-            self._taken[stage] = TakenBytes(fullest.nbytes, fullest.host + resting.host, resting.disk)
+            # where the two are one memory, the walk has counted what rests in the host's as well
+            device = fullest.nbytes - resting.host * self.limits.is_one
+            self._taken[stage] = TakenBytes(device, fullest.host + resting.host, resting.disk)
         return self._taken[stage]
 
     @cached_property
@@ -236,7 +238,12 @@ class ClusterStep:
         """What the step never falls below where it repeats itself: a short step, and the work of the busiest stage for
         the other micro-batches.
         """
-        return self._short_seconds + self._repeated * self.axes.pp * max(self.work)
+        return self._short_seconds + self._repeated * self.axes.pp * self._busiest
+
+    @property
+    def _busiest(self) -> float:
+        """Seconds of a micro-batch on the busiest stage; of the mean of stages that share processors, at least."""
+        return max(max(self.work) * self.times.alone(self.axes.pp), sum(self.work) / self.axes.pp)
 
     @cached_property
     def seconds(self) -> float:
@@ -280,12 +287,16 @@ def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split
     stage's last computation, and nothing has to follow.
     """
 
+    alone = times.alone(chunks.stages)
+
     def least(stage: int) -> float:
         numbers = list(chunks.of(stage))
         work = micro_batches * sum(times.forward[n] + times.backward[n] for n in numbers)
         before = range(min(numbers))
-        reach = sum(times.forward[n] for n in before) + times.message * len(before)
-        return work + reach + (0.0 if split else sum(times.backward[n] for n in before) + times.message * len(before))
+        reach = sum(times.forward[n] for n in before)
+        back = 0.0 if split else sum(times.backward[n] for n in before)
+        messages = times.message * len(before) * (1 if split else 2)
+        return alone * (work + reach + back) + messages
 
     return max(least(stage) for stage in range(chunks.stages))
 
