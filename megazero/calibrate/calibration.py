@@ -26,7 +26,9 @@ DEFAULT_NAME = "here"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 MEASURED, FITTED, SYSTEM, ASSUMED = "ranks", "fit", "system", "assumed"
 _OF_SYSTEM = frozenset({"memory", "host_memory", "processors"})
-_ASSUMED = frozenset({"watts", "interconnect", "misaligned", "hiding", "straggling", "between", "strided", "blocking"})
+_ASSUMED = frozenset(
+    {"watts", "interconnect", "products", "misaligned", "hiding", "straggling", "between", "strided", "blocking"}
+)
 """Numbers that are not measured: by design of the model, or because one machine does not show them."""
 
 
@@ -55,8 +57,12 @@ def os_cores() -> int:
     return threads.threads_per_rank(1)
 
 
-def numbers_of_ranks(ranks: int | None) -> tuple[int, ...]:
-    """The numbers of ranks that are measured: 1 and its doublings up to this, or up to twice the cores, 4 at most."""
+def numbers_of_ranks(ranks: int | None, kind: str = "cpu") -> tuple[int, ...]:
+    """The numbers of ranks that are measured: 1 and doublings of it up to this, or to twice the cores, 4 at most. Ranks
+    of GPUs share nothing, and are measured together.
+    """
+    if kind == "cuda":
+        return (ranks or devices.device_count(devices.resolve(kind, 0)),)
     most = min(4, 2 * os_cores()) if ranks is None else ranks
     return tuple(sorted({*(1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most), most}))
 
@@ -109,7 +115,8 @@ def entry_lines(machine: Machine, fitted: Sequence[FittedDevice], effort: Effort
     yield "# Each number of ranks was measured by itself, while all ranks did the same; the slowest rank counts."
     yield "# Rates: the fastest of 3 trials of 0.05 s. Messages: the median of 9."
     yield f"# Steps of runs: the median of {effort.steps}, behind {UNTIMED} that make what later ones find."
-    yield "# constants: fitted to the steps of the runs, by the arithmetic that predicts steps."
+    yield "# constants, flops in bf16 and fp32: fitted to the steps of the runs, by the arithmetic that predicts steps."
+    yield "# flops in other precisions: of a large product, with the mean share that these two reach in steps."
     yield "# ranks: what each rank has where so many share the machine; of other numbers a part of the nearest."
     yield "sources:"
     yield from (f"  {name}: {quoted(text)}" for name, text in sources(machine, fitted).items())
@@ -155,7 +162,8 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
         return f"[{value if isinstance(value, str) else f'{value:.4g}'}, {source}]"
 
     yield f"{indent}kind: {device.kind}"
-    yield f"{indent}flops: {{{', '.join(f'{name}: {pair(name, rate)}' for name, rate in device.flops.items())}}}"
+    rates = (f"{precision}: [{rate:.4g}, {FITTED}-{ranks}]" for precision, rate in device.flops.items())
+    yield f"{indent}flops: {{{', '.join(rates)}}}"
     for name in (*NUMBERS, *OPTIONAL):
         if (value := getattr(device, name)) is not None:
             yield f"{indent}{name}: {pair(name, value)}"
@@ -166,5 +174,6 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
 
 def _constant_lines(device: Device, ranks: int, indent: str) -> Iterator[str]:
     for name, value in device.constants.items():
-        source = ASSUMED if name in _ASSUMED else f"{FITTED}-{ranks}"
+        of_ranks = MEASURED if name in ("group", "compiler") else FITTED
+        source = ASSUMED if name in _ASSUMED else f"{of_ranks}-{ranks}"
         yield f"{indent}{name}: [{value:.4g}, {source}]"

@@ -10,6 +10,8 @@ from typing import Any
 Flags = tuple[str, ...]
 UNTIMED = 3
 """First steps of a run, which make what later ones find."""
+GROUPS = 2
+"""Groups that the ranks of the first process make before its runs, to see what one takes."""
 
 
 def _job(layers: int, hidden: int, length: int, vocabulary: int, precision: str, others: str = "") -> Flags:
@@ -40,7 +42,7 @@ class Effort:
     """How much is measured.
 
     ranks       numbers of ranks that share the machine, each measured by itself
-    runs        the runs of a process, by process
+    runs        the runs of a process, by process. The first one has all ranks as its replicas
     steps       steps of a run that are timed
     precisions  of products
     largest     bytes of the largest message, and of what is copied
@@ -65,11 +67,15 @@ class Effort:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run of which steps were timed. seconds: the median of a step; memory: the most bytes of its fullest process,
-    where the process had made no run before; None: it had.
+    """A run of which steps were timed.
+
+    ranks    its own: all of the machine are its replicas, or each makes such a run by itself, at the same time
+    seconds  the median of a step, of the slowest rank
+    memory   the most bytes of the fullest process, where it had made no run before; None: it had
     """
 
     flags: Flags
+    ranks: int
     seconds: float
     memory: int | None
 
@@ -81,6 +87,7 @@ class RankMeasurements:
     ranks, threads  of the machine, and with which each computes
     flops           operations of products in a second, by precision
     rates           amounts in a second by name: bandwidth, host, update_host, read, write; and the share `beside`
+    memory          bytes beside tensors by name: of a `group`, and of the `compiler`; {} where they were not measured
     collectives     (bytes by the convention of `Group.traffic`, seconds) over all ranks
     stages          (bytes, seconds) of messages between two ranks, while all ranks send
     runs            the runs that were timed
@@ -90,6 +97,7 @@ class RankMeasurements:
     threads: int
     flops: Mapping[str, float]
     rates: Mapping[str, float]
+    memory: Mapping[str, float]
     collectives: tuple[tuple[float, float], ...]
     stages: tuple[tuple[float, float], ...]
     runs: tuple[MeasuredRun, ...]
@@ -101,6 +109,10 @@ class RankMeasurements:
     def read(cls, text: str) -> RankMeasurements:
         """What `text` has written."""
         given: dict[str, Any] = json.loads(text)
-        runs = tuple(MeasuredRun(tuple(run["flags"]), run["seconds"], run["memory"]) for run in given["runs"])
+        runs = tuple(
+            MeasuredRun(tuple(run["flags"]), run["ranks"], run["seconds"], run["memory"]) for run in given["runs"]
+        )
         collectives, stages = (tuple(map(tuple, given[name])) for name in ("collectives", "stages"))
-        return cls(given["ranks"], given["threads"], given["flops"], given["rates"], collectives, stages, runs)
+        return cls(
+            given["ranks"], given["threads"], given["flops"], given["rates"], given["memory"], collectives, stages, runs
+        )

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megazero.calibrate.effort import RankMeasurements
+from megazero.calibrate.effort import GROUPS, RankMeasurements
 from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
 from megazero.plan.cluster.cluster_step import ClusterStep
@@ -20,18 +20,20 @@ from megazero.plan.cluster.kernels import Constants
 
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
-        "products": (0.05, 2.0),
-        "attention": (0.05, 2.0),
-        "bandwidth": (0.05, 8.0),
+        "attention": (0.2, 1.0),
+        "bandwidth": (0.02, 4.0),
         "launch": (5e-7, 1e-3),
         "update": (4.0, 400.0),
     }
 )
-"""What a step's time says of each constant that is fitted to it. Kernels whose bytes are in a cache exceed the rate of
-memory, and small products stay below that of large ones.
+"""What each constant may be that is fitted to steps. Kernels whose bytes are in a cache may exceed the rate of memory,
+and those that compute much stay below it. No kernel of attention multiplies faster than products do.
 """
+SHARES = (0.25, 1.3)
+"""What products may reach in steps, of what a large one reaches alone, in each precision that is in the runs."""
+START_SHARE = 0.8
 START = Constants(
-    products=0.8, bandwidth=1.0, misaligned=1.0, launch=1e-5, hiding=1.0, straggling=0.0, latency=1e-5, inside=1.0,
+    products=1.0, bandwidth=1.0, misaligned=1.0, launch=1e-5, hiding=1.0, straggling=0.0, latency=1e-5, inside=1.0,
     between=1.0, strided=1.0, blocking=1.0, update=28.0, stages=1.0, attention=0.7,
 )  # fmt: skip
 """Where a fit begins. A processor launches its kernels and carries its messages itself, so that nothing of these hides
@@ -95,10 +97,10 @@ def fitted_device(name: str, machine: Machine, measurements: RankMeasurements) -
         start = replace(start, stages=message_times(measurements.stages, 2, halves=False)[1] / device.inside)
     if machine.kind == "cuda":
         start = replace(start, hiding=4.0, misaligned=ALIGNED_ON_CARDS)
-    constants, errors = fit_steps(device, start, measurements)
-    device = replace(device, constants=MappingProxyType(asdict(constants)))
+    device, errors = fit_steps(device, start, measurements)
     context, fragmentation, memory_errors = fit_memory(device, measurements)
-    known = {**device.constants, "context": context, "fragmentation": fragmentation}
+    beside = {**measurements.memory, "context": context, "fragmentation": fragmentation}
+    known = {**device.constants, **beside}
     return FittedDevice(
         replace(device, constants=MappingProxyType(known)), measurements, tuple(errors), tuple(memory_errors)
     )
@@ -131,47 +133,61 @@ def update_bytes(rates: Mapping[str, float], measurements: RankMeasurements) -> 
 
 def steps_of(device: Device, measurements: RankMeasurements) -> list[Run]:
     """The runs of the measurements."""
-    return [run_of(each.flags, measurements.ranks, device.kind) for each in measurements.runs]
+    return [run_of(each.flags, each.ranks, device.kind) for each in measurements.runs]
 
 
 def planned(run: Run, device: Device, ranks: int) -> ClusterStep:
+    """The step of a run with so many ranks, each of which has a device's part of the machine."""
     return ClusterStep(run, Cluster(device, ranks, ranks, 1, NO_LINK))
 
 
-def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) -> tuple[Constants, list[float]]:
-    """(the constants, the errors of the runs)."""
-    names, runs = list(BOUNDS), steps_of(device, measurements)
+def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) -> tuple[Device, list[float]]:
+    """(the device with what its products reach in steps, and its constants, the errors of the runs)."""
+    runs = steps_of(device, measurements)
+    precisions = sorted({run.optimizer.precision for run in runs} & {*device.flops})
     seconds = np.array([each.seconds for each in measurements.runs])
 
-    def constants_of(logarithms: Floats) -> Constants:
-        return replace(start, **dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
+    def known(logarithms: Floats) -> Device:
+        values = np.exp(logarithms).tolist()
+        shares, constants = values[: len(precisions)], dict(zip(BOUNDS, values[len(precisions) :], strict=True))
+        of_runs = dict(zip(precisions, shares, strict=True))
+        others = float(np.exp(np.mean(np.log(shares)))) if shares else 1.0
+        flops = {name: rate * of_runs.get(name, others) for name, rate in device.flops.items()}
+        fitted_constants = MappingProxyType(asdict(replace(start, **constants)))
+        return replace(device, flops=MappingProxyType(flops), constants=fitted_constants)
 
     def errors(logarithms: Floats) -> Floats:
-        known = replace(device, constants=MappingProxyType(asdict(constants_of(logarithms))))
-        predicted = [planned(run, known, measurements.ranks).seconds for run in runs]
-        return np.asarray(np.log(np.array(predicted) / seconds))
+        pairs = zip(runs, measurements.runs, strict=True)
+        steps = [planned(run, known(logarithms), each.ranks) for run, each in pairs]
+        return np.asarray(np.log(np.array([step.seconds for step in steps]) / seconds))
 
-    low, high = (np.log([BOUNDS[name][side] for name in names]) for side in (0, 1))
-    first = np.clip(np.log([getattr(start, name) for name in names]), low, high)
-    values = fitted(errors, first, (low, high), np.ones(len(runs)))
-    return constants_of(values), np.expm1(errors(values)).tolist()
+    bounds = [SHARES] * len(precisions) + [*BOUNDS.values()]
+    low, high = (np.log([bound[side] for bound in bounds]) for side in (0, 1))
+    first = [START_SHARE] * len(precisions) + [getattr(start, name) for name in BOUNDS]
+    values = fitted(errors, np.clip(np.log(first), low, high), (low, high), np.ones(len(runs)))
+    return known(values), np.expm1(errors(values)).tolist()
 
 
 def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, float, list[float]]:
-    """(bytes that a process takes beside its tensors, share of these that it takes beside them, relative errors), of
-    the runs that were the first of their processes.
+    """(bytes that every process takes beside its tensors, share of these that it takes beside them, relative errors),
+    of the runs that were the first of their processes. What only some runs take is left out (`beside_tensors`), and in
+    the first process what was measured before.
     """
-    known = [
-        (each, run)
+    first = [
+        (float(each.memory), planned(run, device, each.ranks))
         for each, run in zip(measurements.runs, steps_of(device, measurements), strict=True)
         if each.memory is not None
     ]
-    taken = np.array([float(each.memory or 0) for each, _ in known])
-    tensors = np.array([float(planned(run, device, measurements.ranks).tensors) for _, run in known])
+    others = np.array([float(step.allowance.fixed) for _, step in first])
+    others[:1] += measurements.memory.get("compiler", 0.0)
+    if measurements.ranks > 1:
+        others[:1] += measurements.memory.get("group", 0.0) * GROUPS
+    taken = np.array([memory for memory, _ in first])
+    tensors, own = np.array([float(step.tensors) for _, step in first]), taken - others
     columns = np.stack([np.ones(len(taken)), tensors], 1) / taken[:, None]
-    context, whole = np.linalg.lstsq(columns, np.ones(len(taken)), rcond=None)[0] if len(taken) > 1 else (0.0, 0.0)
+    context, whole = np.linalg.lstsq(columns, own / taken, rcond=None)[0] if len(taken) > 1 else (0.0, 0.0)
     if whole < 1.0:  # what is less than the tensors is noise
         whole = 1.0
-        context = float(np.median(taken - tensors))
-    errors = (context + whole * tensors) / taken - 1
+        context = float(np.median(own - tensors))
+    errors = (context + whole * tensors + others) / taken - 1
     return max(0.0, float(context)), float(whole) - 1.0, errors.tolist()

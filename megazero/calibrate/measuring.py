@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megazero.calibrate.effort import UNTIMED, Effort, Flags, MeasuredRun, RankMeasurements
+from megazero.calibrate.effort import GROUPS, UNTIMED, Effort, Flags, MeasuredRun, RankMeasurements
 from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
 from megazero.launch import launch
 from megazero.mpu.collectives import all_gather, all_reduce, barrier, reduce_scatter
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.grid import ProcessGrid, join_group, single_process_grid
 from megazero.mpu.meeting import Environment
+from megazero.pipeline.measured import first_checkpoint
 from megazero.system import device as devices
 from megazero.train.job import Job, build_job
 from megazero.train.measured_rates import Work, measured_rates, per_second
@@ -35,8 +37,8 @@ from megazero.train.prepare import prepare
 
 TIMES = 9
 """A message is timed so often; the median counts."""
-SMALLEST = 1 << 10
-"""Bytes of the smallest message."""
+SMALLEST, LARGER = 1 << 12, 16
+"""Bytes of the smallest message, and times the bytes of the next larger one."""
 COPIED = ("to_host", "update", "update_host", "read", "write", "beside")
 """Rates that a placement is chosen by, and a plan too."""
 DISKS = "--offload-optimizer", "nvme", "--nvme-path"
@@ -60,12 +62,16 @@ class RandomRows:
 def measurements(environment: Environment, process: int, folder: Path, effort: Effort) -> RankMeasurements:
     """What this process of each rank measures. A collective of all ranks. folder: for the trial of a disk."""
     ranks, kind = environment.world_size, devices.kind("auto")
-    runs = [(words, run_of(words, ranks, kind)) for words in effort.runs[process]]
-    with launch(runs[0][1], environment) as grid:
-        timed = [_timed(words, run, grid, effort.steps) for words, run in runs]
-        # what was there before is in the memory of the others
-        timed[1:] = [replace(each, memory=None) for each in timed[1:]]
-        known = RankMeasurements(ranks, torch.get_num_threads(), {}, {}, (), (), tuple(timed))
+    first, *others = effort.runs[process]
+    together = run_of(first, ranks, kind)
+    with launch(together, environment) as grid:
+        memory = {} if process else _beside_tensors(grid)
+        timed = [_timed(first, together, grid, grid, effort.steps)]
+        alone = single_process_grid(grid.device)
+        for words in others:
+            of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort.steps)
+            timed.append(replace(of_others, memory=None))  # it has what was there before, too
+        known = RankMeasurements(ranks, torch.get_num_threads(), {}, {}, memory, (), (), tuple(timed))
         if process:
             return known
         flops, rates = _rates(grid, folder, effort)
@@ -73,18 +79,34 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
     return replace(known, flops=flops, rates=rates, collectives=messages[0], stages=messages[1])
 
 
-def _timed(words: Flags, run: Run, grid: ProcessGrid, steps: int) -> MeasuredRun:
-    """The steps of a run."""
+def _beside_tensors(grid: ProcessGrid) -> dict[str, float]:
+    """Bytes that a process takes of a CPU's memory for what some runs have, beside tensors: torch's compiler, which the
+    first recomputation imports, and each group of ranks beside the world. They stay.
+    """
+    resident = [devices.memory_bytes(grid.device)]
+    first_checkpoint()
+    resident.append(devices.memory_bytes(grid.device))
+    if grid.world.handle is not None and grid.world.is_on_host:
+        for _ in range(GROUPS):
+            dist.barrier(group=join_group(grid.world.ranks, grid.timeout))
+    resident.append(devices.memory_bytes(grid.device))
+    compiler, groups = _largest([after - before for before, after in pairwise(resident)], grid)
+    return {"compiler": compiler, "group": groups / GROUPS}
+
+
+def _timed(words: Flags, run: Run, grid: ProcessGrid, machine: ProcessGrid, steps: int) -> MeasuredRun:
+    """The steps of a run on a grid, which is that of all ranks of the machine or this rank alone."""
     prepared = prepare(run, grid.axes.world_size, silent, OwnData(RandomRows(run)))
     with closing(build_job(prepared, grid)) as job:
         for _ in range(UNTIMED):
             _step(job)
-        barrier(grid.world)
+        barrier(machine.world)
         seconds = statistics.median(_step(job) for _ in range(steps))
         memory = devices.peak_memory_bytes(grid.device)
         job.trainer.batches.close()
-    slowest, most = _largest([seconds, float(memory)], grid)
-    return MeasuredRun(words, slowest, int(most))
+        barrier(machine.world)  # until all have ended, none goes on
+    slowest, most = _largest([seconds, float(memory)], machine)
+    return MeasuredRun(words, grid.axes.world_size, slowest, int(most))
 
 
 def _step(job: Job) -> float:
@@ -130,7 +152,7 @@ def _collectives(grid: ProcessGrid, effort: Effort) -> Iterator[tuple[float, flo
         yield 2.0 * whole.nbytes, _seconds(lambda: all_reduce(whole, grid.world).wait(), grid)  # noqa: B023
         yield float(whole.nbytes), _seconds(lambda: reduce_scatter(piece, whole, grid.world).wait(), grid)  # noqa: B023
         yield float(whole.nbytes), _seconds(lambda: all_gather(whole, piece, grid.world).wait(), grid)  # noqa: B023
-        nbytes *= 32
+        nbytes *= LARGER
 
 
 def _stages(grid: ProcessGrid, effort: Effort) -> Iterator[tuple[float, float]]:
@@ -147,7 +169,7 @@ def _stages(grid: ProcessGrid, effort: Effort) -> Iterator[tuple[float, float]]:
                     work.wait()
 
         yield float(nbytes), _seconds(exchange, grid)
-        nbytes *= 32
+        nbytes *= LARGER
 
 
 def _seconds(call: Callable[[], object], grid: ProcessGrid) -> float:

@@ -96,6 +96,7 @@ def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None 
     from megazero.calibrate.calibration import DEFAULT_NAME, calibrate, numbers_of_ranks, require_calibration
     from megazero.calibrate.effort import Effort
     from megazero.calibrate.ranks import NotMeasured
+    from megazero.system.device import kind
 
     name = (args.gpu or DEFAULT_NAME).lower()
 
@@ -104,7 +105,7 @@ def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None 
         if words := [*map(flag_of, given), *run_flags]:
             raise ConfigError([f"{' '.join(words)}: --calibrate takes --gpu NAME, of its entry, and --gpus N alone"])
         require_calibration(args.calibrate, name, args.gpus)
-        much = Effort(ranks=numbers_of_ranks(args.gpus)) if effort is None else effort
+        much = Effort(ranks=numbers_of_ranks(args.gpus, kind("auto"))) if effort is None else effort
         calibrate(args.calibrate, name, much, lambda line: print(line, flush=True))
         print(f"{args.calibrate}: megazero plan --hardware {args.calibrate} --gpu {name} --gpus N ...")
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from types import MappingProxyType
 
 import pytest
 
-from megazero.calibrate.effort import FIRST, SECOND, MeasuredRun, RankMeasurements
+from megazero.calibrate.effort import FIRST, GROUPS, SECOND, MeasuredRun, RankMeasurements
 from megazero.calibrate.entry import START, Machine, fitted_device, message_times, planned
 from megazero.calibrate.runs import run_of
+from megazero.plan.cluster.beside_tensors import shared_bytes
 from megazero.plan.cluster.hardware import Device
 
-TRUE: Mapping[str, float] = MappingProxyType(
-    {"products": 0.62, "attention": 0.5, "bandwidth": 1.7, "launch": 2.3e-5, "update": 34.0}
-)
+TRUE: Mapping[str, float] = MappingProxyType({"attention": 0.5, "bandwidth": 1.7, "launch": 2.3e-5, "update": 34.0})
+LARGE = {"bf16": 2e11, "fp32": 8e10, "fp64": 4e10}
+SHARES = {"bf16": 0.5, "fp32": 0.9}
 CONTEXT, FRAGMENTATION = 3.3e8, 0.07
+COMPILER, GROUP = 5e7, 2e7
+BESIDE = {"compiler": COMPILER, "group": GROUP}
 LATENCY, RATE = 2e-5, 3e9
 RATES = {
     "to_host": 6e9,
@@ -33,20 +37,22 @@ MACHINE = Machine("cpu", "a processor", 16e9, 16e9, 2.0)
 def measured(ranks: int = 1) -> RankMeasurements:
     """What a machine with these constants measures."""
     constants = replace(START, **TRUE, latency=LATENCY)
-    flops = MappingProxyType({"bf16": 2e11, "fp32": 8e10})
+    flops = MappingProxyType({precision: share * LARGE[precision] for precision, share in SHARES.items()})
     inside = RATE if ranks > 1 else RATES["bandwidth"]
     device = Device("x", "cpu", 16e9, flops, 2e10, 2.0, inside, 6e9, 16e9, 30.0, "1xeth10")
     device = replace(device, constants=MappingProxyType(asdict(constants)))
     runs = list[MeasuredRun]()
     for words in (*FIRST, *SECOND):
-        step = planned(run_of(words, ranks, "cpu"), device, ranks)
         is_first = words in (FIRST[0], SECOND[0])
-        memory = round(step.tensors * (1 + FRAGMENTATION) + CONTEXT) if is_first else None
-        runs.append(MeasuredRun(words, step.seconds, memory))
+        together = ranks if is_first else 1
+        step = planned(run_of(words, together, "cpu"), device, together)
+        memory = round(step.tensors * (1 + FRAGMENTATION) + CONTEXT + shared_bytes(step.run, step.axes))
+        memory += round(COMPILER + GROUPS * (GROUP if ranks > 1 else 0)) * (words == FIRST[0])
+        runs.append(MeasuredRun(words, together, step.seconds, memory if is_first else None))
     sizes = (1e3, 1e5, 1e7) if ranks > 1 else ()
     messages = tuple((size, LATENCY + size / 2 / RATE) for size in sizes)
     stages = tuple((size, LATENCY + size / RATE) for size in sizes)
-    return RankMeasurements(ranks, 2 // ranks, dict(flops), RATES, messages, stages, tuple(runs))
+    return RankMeasurements(ranks, 2 // ranks, LARGE, RATES, BESIDE, messages, stages, tuple(runs))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -55,6 +61,8 @@ def test_a_fit_finds_the_constants_by_which_the_seconds_were_made(ranks: int) ->
     known = fitted.device.constants
     assert {name: known[name] for name in TRUE} == pytest.approx(dict(TRUE), rel=0.02)
     assert max(map(abs, fitted.errors)) < 0.005
+    reached = {precision: rate / LARGE[precision] for precision, rate in fitted.device.flops.items()}
+    assert reached == pytest.approx({**SHARES, "fp64": math.sqrt(0.5 * 0.9)}, rel=0.02)
     assert known["context"] == pytest.approx(CONTEXT, rel=1e-3)
     assert known["fragmentation"] == pytest.approx(FRAGMENTATION, rel=1e-2)
     assert fitted.device.memory == 16e9 / ranks and fitted.device.read == 2e9
@@ -66,7 +74,7 @@ def test_a_run_that_took_too_long_is_seen_and_moves_no_constant() -> None:
     fitted = fitted_device("here", MACHINE, replace(true, runs=(*true.runs[:at], slow, *true.runs[at + 1 :])))
     assert fitted.errors[at] == pytest.approx(-0.5, abs=0.02)
     assert max(abs(error) for number, error in enumerate(fitted.errors) if number != at) < 0.02
-    assert fitted.device.constants["products"] == pytest.approx(TRUE["products"], rel=0.05)
+    assert fitted.device.constants["launch"] == pytest.approx(TRUE["launch"], rel=0.05)
 
 
 def test_latency_and_rate_of_messages_are_found() -> None:

@@ -16,7 +16,7 @@ from megazero.config.layers.kinds import layers
 from megazero.config.placement import applied
 from megazero.config.schema import Run
 from megazero.config.validate import problems_of
-from megazero.plan.cluster.cluster_step import allowance_of
+from megazero.plan.cluster.beside_tensors import allowance_of
 from megazero.plan.cluster.hardware import Cluster
 
 Settings = dict[str, Any]

@@ -14,8 +14,9 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.budgets import keeps_all
+from megazero.plan.cluster.beside_tensors import Allowance, allowance_of_run
 from megazero.plan.cluster.cluster_times import ClusterRates
-from megazero.plan.cluster.hardware import Cluster, Device
+from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.least_memory import SPLIT, equal_stages
 from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
@@ -33,31 +34,6 @@ FILLINGS = 2
 """So often the micro-batches of a short step fill the pipeline, at least."""
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """What a process takes of a device beside the tensors of its step.
-
-    fixed  bytes of the driver's context, of communicators and of the workspaces of products
-    share  of the tensors: what the allocator cannot use between them
-    """
-
-    fixed: float
-    share: float
-
-    def of(self, tensors: float) -> int:
-        """The bytes of a device with so many bytes of tensors."""
-        return round(tensors * (1 + self.share) + self.fixed)
-
-    def room(self, memory: float) -> int:
-        """The bytes of tensors for which a device with so many bytes has room."""
-        return max(0, int((memory - self.fixed) / (1 + self.share)))
-
-
-def allowance_of(device: Device) -> Allowance:
-    """That of a kind of device: its constants `context` and `fragmentation`."""
-    return Allowance(device.constants.get("context", 0.0), device.constants.get("fragmentation", 0.0))
 
 
 class TakenBytes(NamedTuple):
@@ -91,10 +67,14 @@ class ClusterStep:
         return micro_batches_of(self.run, self.axes)
 
     @cached_property
+    def allowance(self) -> Allowance:
+        return allowance_of_run(self.cluster.device, self.run, self.axes)
+
+    @cached_property
     def limits(self) -> SearchLimits:
         """What a rank may take."""
         device = self.cluster.device
-        room = allowance_of(device).room(device.memory)
+        room = self.allowance.room(device.memory)
         if self.kind == "cpu":
             return SearchLimits(memory=room, is_one=True)
         return SearchLimits(device=room, host=int(device.host_memory))
@@ -168,7 +148,7 @@ class ClusterStep:
     @property
     def memory_bytes(self) -> int:
         """The bytes of the fullest rank, with the allowance of the device."""
-        return allowance_of(self.cluster.device).of(self.tensors)
+        return self.allowance.of(self.tensors)
 
     @property
     def host_bytes(self) -> int:

@@ -1,0 +1,79 @@
+"""What a process takes of memory beside the tensors of its step: the allowance of a kind of device, and on a CPU what
+depends on the run, since there everything that a process has is in the same memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.parameter import StateGroup
+from megazero.mpu.shared_memory import SLOT, SLOTS
+from megazero.plan.cluster.hardware import Device
+from megazero.plan.recompute import activation_plan
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a process takes of a device beside the tensors of its step.
+
+    fixed  bytes of the driver's context, of communicators and of the workspaces of products
+    share  of the tensors: what the allocator cannot use between them
+    """
+
+    fixed: float
+    share: float
+
+    def of(self, tensors: float) -> int:
+        """The bytes of a device with so many bytes of tensors."""
+        return round(tensors * (1 + self.share) + self.fixed)
+
+    def room(self, memory: float) -> int:
+        """The bytes of tensors for which a device with so many bytes has room."""
+        return max(0, int((memory - self.fixed) / (1 + self.share)))
+
+
+def allowance_of(device: Device) -> Allowance:
+    """That of a kind of device: its constants `context` and `fragmentation`."""
+    return Allowance(device.constants.get("context", 0.0), device.constants.get("fragmentation", 0.0))
+
+
+def allowance_of_run(device: Device, run: Run, axes: Axes) -> Allowance:
+    """That of a run: on a CPU with its groups, their shared memory, and the compiler that recomputation imports.
+
+    The constants `group` and `compiler` are bytes of a group of ranks beside the world, and of torch's compiler.
+    """
+    known = allowance_of(device)
+    if device.kind != "cpu":
+        return known
+    groups = len(groups_of(axes)) * device.constants.get("group", 0.0)
+    compiler = device.constants.get("compiler", 0.0) * (run.parallel.recompute_granularity != "none")
+    return Allowance(known.fixed + groups + shared_bytes(run, axes) + compiler, known.share)
+
+
+def groups_of(axes: Axes) -> set[tuple[int, ...]]:
+    """The groups of the first rank that are neither one rank nor the world."""
+    at = Coordinates(0, 0, 0, 0)
+    sets = [axes.tensor_ranks(at), axes.data_ranks(at), axes.pipeline_ranks(at), axes.context_ranks(at)]
+    return {ranks for ranks in (*sets, *_state_groups(axes)) if 1 < len(ranks) < axes.world_size}
+
+
+def _state_groups(axes: Axes) -> set[tuple[int, ...]]:
+    at = Coordinates(0, 0, 0, 0)
+    kinds = [axes.inner_ranks, axes.across_ranks]
+    return {ranks for kind in StateGroup for of_kind in kinds if len(ranks := of_kind(kind, at)) > 1}
+
+
+def shared_bytes(run: Run, axes: Axes) -> int:
+    """Bytes of the memory through which the groups of the first rank exchange tensors (`mpu.exchange`), as far as it is
+    touched: a slot of each rank as far as a message fills it.
+    """
+    if not run.parallel.shared_memory:
+        return 0
+    filled = dict.fromkeys(_state_groups(axes), SLOT)
+    tensor = axes.tensor_ranks(Coordinates(0, 0, 0, 0))
+    if len(tensor) > 1:
+        hidden = min(SLOT, activation_plan(run, "cpu").hidden_bytes)
+        filled[tensor] = max(filled.get(tensor, 0), hidden)
+    return sum(SLOTS * len(ranks) * nbytes for ranks, nbytes in filled.items())
