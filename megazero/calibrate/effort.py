@@ -11,7 +11,7 @@ Flags = tuple[str, ...]
 UNTIMED = 3
 """First steps of a run, which make what later ones find."""
 GROUPS = 2
-"""Groups that the ranks of the first process make before its runs, to see what one takes."""
+"""Groups that the ranks of the first process make, to see what one takes."""
 
 
 def _job(layers: int, hidden: int, length: int, vocabulary: int, precision: str, others: str = "") -> Flags:

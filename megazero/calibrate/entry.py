@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megazero.calibrate.effort import GROUPS, RankMeasurements
+from megazero.calibrate.effort import RankMeasurements
 from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
 from megazero.plan.cluster.cluster_step import ClusterStep
@@ -90,6 +90,7 @@ def fitted_device(name: str, machine: Machine, measurements: RankMeasurements) -
         update_host=rates["update_host"],
         read=rates.get("read"),
         write=rates.get("write"),
+        carried=rates.get("carried") if machine.kind == "cpu" else None,
         beside=rates.get("beside"),
     )
     start = replace(START, latency=latency, update=update_bytes(rates, measurements))
@@ -170,8 +171,7 @@ def fit_steps(device: Device, start: Constants, measurements: RankMeasurements) 
 
 def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, float, list[float]]:
     """(bytes that every process takes beside its tensors, share of these that it takes beside them, relative errors),
-    of the runs that were the first of their processes. What only some runs take is left out (`beside_tensors`), and in
-    the first process what was measured before.
+    of the runs that were the first of their processes. What only some runs take is left out (`beside_tensors`).
     """
     first = [
         (float(each.memory), planned(run, device, each.ranks))
@@ -179,9 +179,6 @@ def fit_memory(device: Device, measurements: RankMeasurements) -> tuple[float, f
         if each.memory is not None
     ]
     others = np.array([float(step.allowance.fixed) for _, step in first])
-    others[:1] += measurements.memory.get("compiler", 0.0)
-    if measurements.ranks > 1:
-        others[:1] += measurements.memory.get("group", 0.0) * GROUPS
     taken = np.array([memory for memory, _ in first])
     tensors, own = np.array([float(step.tensors) for _, step in first]), taken - others
     columns = np.stack([np.ones(len(taken)), tensors], 1) / taken[:, None]

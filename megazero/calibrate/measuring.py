@@ -25,6 +25,8 @@ from megazero.calibrate.runs import run_of
 from megazero.config.schema import Run
 from megazero.data.own import OwnData
 from megazero.data.progress import silent
+from megazero.disk.measure import DiskTrial
+from megazero.disk.transports import DiskOptions
 from megazero.launch import launch
 from megazero.mpu.collectives import all_gather, all_reduce, barrier, reduce_scatter
 from megazero.mpu.grid import ProcessGrid, join_group, single_process_grid
@@ -41,6 +43,8 @@ SMALLEST, LARGER = 1 << 12, 16
 """Bytes of the smallest message, and times the bytes of the next larger one."""
 COPIED = ("to_host", "update", "update_host", "read", "write", "beside")
 """Rates that a placement is chosen by, and a plan too."""
+DISK_BYTES, DISK_SECONDS = 64 << 20, 0.2
+"""Of the file that is written and read, and for how long."""
 DISKS = "--offload-optimizer", "nvme", "--nvme-path"
 PRODUCT = "--num-layers 1 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 1024"
 """The run whose product is timed, and whose model state is updated."""
@@ -65,8 +69,8 @@ def measurements(environment: Environment, process: int, folder: Path, effort: E
     first, *others = effort.runs[process]
     together = run_of(first, ranks, kind)
     with launch(together, environment) as grid:
-        memory = {} if process else _beside_tensors(grid)
         timed = [_timed(first, together, grid, grid, effort.steps)]
+        memory = {} if process else _beside_tensors(grid)
         alone = single_process_grid(grid.device)
         for words in others:
             of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort.steps)
@@ -83,6 +87,7 @@ def _beside_tensors(grid: ProcessGrid) -> dict[str, float]:
     """Bytes that a process takes of a CPU's memory for what some runs have, beside tensors: torch's compiler, which the
     first recomputation imports, and each group of ranks beside the world. They stay.
     """
+    devices.return_free_memory(grid.device)  # what is there already is not what they take
     resident = [devices.memory_bytes(grid.device)]
     first_checkpoint()
     resident.append(devices.memory_bytes(grid.device))
@@ -139,8 +144,19 @@ def _rates(grid: ProcessGrid, folder: Path, effort: Effort) -> tuple[dict[str, f
     source = torch.ones(effort.largest // 4, device=grid.device)
     target = torch.empty_like(source)
     own = per_second(Work(lambda: target.copy_(source), 2.0 * source.nbytes), grid.device)
-    rates["bandwidth"] = -_largest([-own], grid)[0]
+    barrier(grid.world)
+    rates["bandwidth"], rates["carried"] = (-slowest for slowest in _largest([-own, -_carried(folder)], grid))
     return flops, rates
+
+
+def _carried(folder: Path) -> float:
+    """Bytes that a disk reads and writes while processors work on them for a second: they copy and sum them."""
+    with DiskTrial(folder, DiskOptions(), DISK_BYTES, DISK_BYTES // 8) as trial:
+        trial.fill()
+        began, worked = time.perf_counter(), time.process_time()
+        rates = [trial.rates(writes, seconds=DISK_SECONDS)[0] for writes in (True, False)]
+        seconds, worked = time.perf_counter() - began, time.process_time() - worked
+    return statistics.fmean(rates) * seconds / max(worked, 1e-6)
 
 
 def _collectives(grid: ProcessGrid, effort: Effort) -> Iterator[tuple[float, float]]:

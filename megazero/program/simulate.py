@@ -27,7 +27,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from megazero.program.effects import Effects
-from megazero.program.instruction import GRADIENTS_LEAVE, LOCAL_LANES, UPDATE, Instruction, Lane, Op, ProgramError
+from megazero.program.instruction import (
+    DISK_LANES,
+    GRADIENTS_LEAVE,
+    LOCAL_LANES,
+    UPDATE,
+    Instruction,
+    Lane,
+    Op,
+    ProgramError,
+)
 from megazero.program.meetings import Meetings, Message
 from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.scope import ON_TIME, Border, Scope
@@ -275,6 +284,10 @@ class _Simulation:
         if work.lane in SHARED_LANES:
             end = rank.processors.end(start, alone)
             rank.processors.take(start, end)
+        elif work.lane in DISK_LANES and self.times.carrying:
+            carried = rank.processors.end(start, self.times.carrying * work.moved)
+            rank.processors.take(start, carried)
+            end = max(end, carried)
         rank.slots.ran(i, end)
         rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))

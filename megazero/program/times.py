@@ -24,6 +24,7 @@ class ChunkTimes:
     update    of an update, for each byte of gradients that the rank updates
     beside    the share of its speed that work keeps while a lane of the host's processors is at work
               (`program.simulated_rank`): 1 where the computation runs elsewhere
+    carrying  of the host's processors for each byte that disks read or write: 0 where a disk moves them by itself
     waits     whether a rank waits for each message on model state before it goes on (--no-overlap)
     at_once   where stages share processors: how many of them compute at a time. Times are those of a stage while all of
               them compute, so that so many alone are faster; None: none waits for the processors of another
@@ -38,6 +39,7 @@ class ChunkTimes:
     latency: float = 0.0
     update: float = 0.0
     beside: float = 1.0
+    carrying: float = 0.0
     waits: bool = False
     at_once: int | None = None
 

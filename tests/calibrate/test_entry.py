@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import pytest
 
-from megazero.calibrate.effort import FIRST, GROUPS, SECOND, MeasuredRun, RankMeasurements
+from megazero.calibrate.effort import FIRST, SECOND, MeasuredRun, RankMeasurements
 from megazero.calibrate.entry import START, Machine, fitted_device, message_times, planned
 from megazero.calibrate.runs import run_of
 from megazero.plan.cluster.beside_tensors import shared_bytes
@@ -29,6 +29,7 @@ RATES = {
     "read": 2e9,
     "write": 1e9,
     "beside": 0.1,
+    "carried": 3e9,
     "bandwidth": 2e10,
 }
 MACHINE = Machine("cpu", "a processor", 16e9, 16e9, 2.0)
@@ -47,7 +48,6 @@ def measured(ranks: int = 1) -> RankMeasurements:
         together = ranks if is_first else 1
         step = planned(run_of(words, together, "cpu"), device, together)
         memory = round(step.tensors * (1 + FRAGMENTATION) + CONTEXT + shared_bytes(step.run, step.axes))
-        memory += round(COMPILER + GROUPS * (GROUP if ranks > 1 else 0)) * (words == FIRST[0])
         runs.append(MeasuredRun(words, together, step.seconds, memory if is_first else None))
     sizes = (1e3, 1e5, 1e7) if ranks > 1 else ()
     messages = tuple((size, LATENCY + size / 2 / RATE) for size in sizes)

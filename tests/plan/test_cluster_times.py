@@ -158,6 +158,7 @@ DESK = replace(
     update_host=1e9,
     read=2e9,
     write=1e9,
+    carried=4e9,
     beside=0.1,
     constants=MappingProxyType(asdict(replace(PLAIN, hiding=1.0, blocking=1.0, stages=0.25, attention=0.5))),
 )
@@ -185,7 +186,7 @@ def test_ranks_of_a_processor_carry_their_messages_and_share_its_cores() -> None
     alone, staged = cpu_times("--micro-batch-size 4", 1), cpu_times("--micro-batch-size 4 --pp 2", 2)
     assert alone.waits and alone.beside == 0.1 and alone.at_once is None is staged.at_once
     assert (alone.per_byte[Lane.HOST], alone.per_byte[Lane.FROM_DISK]) == (1e-9, 0.5e-9)
-    assert alone.per_byte[Lane.TO_DISK] == 1e-9
+    assert alone.per_byte[Lane.TO_DISK] == 1e-9 and alone.carrying == 0.25e-9
     # a message of 1 MiB by its own rate, which both stages carry and nothing hides
     message = 1e-5 + 256 * 4 * 512 * 2 / 0.5e9
     assert staged.message == 0.0

@@ -69,6 +69,7 @@ class ClusterRates:
             latency=lanes.latency,
             update=self.update,
             beside=1.0 if device.beside is None else device.beside,
+            carrying=1 / device.carried if device.carried else 0.0,
             # a CPU carries its messages itself
             waits=not run.parallel.overlap or kind == "cpu",
             at_once=self.stages_at_once(axes) if kind == "cpu" else None,

@@ -22,9 +22,9 @@ from megazero.system.yaml_file import load_yaml
 OUR_FILE = Path(__file__).with_name("hardware.yaml")
 NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
 """The numbers of a device that are one pair each."""
-OPTIONAL = "update_host read write beside".split()
+OPTIONAL = "update_host read write carried beside".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
-PER_RANK = "memory bandwidth inside host host_memory watts update_host read write".split()
+PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
 """Numbers of which ranks that share a CPU have a part each."""
 _INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
 
@@ -56,6 +56,7 @@ class Device:
     constants     what was fitted or measured of this kind beside the data sheet, by name
     update_host   bytes of gradients whose parameters the host's processors update in a second
     read, write   bytes that it reads from disks, and writes there, in a second
+    carried       bytes that disks read or write while the host's processors work on them for a second
     beside        as in `program.times.ChunkTimes`
     shared        of a CPU: what a rank has where so many ranks share it, as measured
     """
@@ -75,6 +76,7 @@ class Device:
     update_host: float | None = None
     read: float | None = None
     write: float | None = None
+    carried: float | None = None
     beside: float | None = None
     shared: Mapping[int, Device] = field(default_factory=lambda: MappingProxyType({}))
 
