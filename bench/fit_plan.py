@@ -31,6 +31,7 @@ from megazero.plan.cluster.fit import Floats
 from megazero.plan.cluster.fit import fitted as least_errors
 from megazero.plan.cluster.hardware import Cluster, known_hardware
 from megazero.plan.cluster.kernels import Constants, constants_of
+from megazero.plan.cluster.predict import RowStep
 from megazero.plan.cluster.table_rows import run_of_row
 from megazero.plan.cluster.unit_times import UnitTimer, unit_seconds
 from megazero.plan.rank_state import has_nccl, micro_batches_of
@@ -90,8 +91,13 @@ class MeasuredRow:
         """The row on devices with these constants, if they are of the kind of GPU that is fitted."""
         if not self.cluster.device.name.startswith("a100"):
             return self
-        device = replace(self.cluster.device, constants=MappingProxyType(asdict(constants)))
+        device = self.cluster.device
+        device = replace(device, constants=MappingProxyType({**device.constants, **asdict(constants)}))
         return replace(self, cluster=replace(self.cluster, device=device))
+
+    @property
+    def fits(self) -> bool:
+        return RowStep(self.run, self.cluster, run_of_row(self.row).program).fits
 
 
 def measured_rows(folder: Path, table: str) -> list[MeasuredRow]:
@@ -225,14 +231,12 @@ class Judged:
 
 
 def judged(rows: Iterable[MeasuredRow], constants: Constants) -> list[Judged]:
-    """Of each row the fastest of the runs that it may be of."""
-    best = dict[tuple[str, str], Judged]()
+    """Of each row the fastest of the runs that it may be of, and that fit."""
+    choices = dict[tuple[str, str], list[MeasuredRow]]()
     for row in rows:
-        seen = Judged(row, predicted(row.on(constants)))
-        key = row.table, str(row.row)
-        if key not in best or seen.predicted < best[key].predicted:
-            best[key] = seen
-    return list(best.values())
+        choices.setdefault((row.table, str(row.row)), []).append(row.on(constants))
+    fitting = (runs if len(runs) == 1 else [row for row in runs if row.fits] for runs in choices.values())
+    return [min((Judged(row, predicted(row)) for row in runs), key=lambda seen: seen.predicted) for runs in fitting]
 
 
 def rank_correlation(seen: Sequence[Judged]) -> float:

@@ -14,7 +14,7 @@ from tests.corpus import write_corpus
 from tests.costs import Costs
 from tests.ranks import seed_global_generators
 from tests.repeats import Repeats, fix_examples, fix_the_order_of_sets, seed_of_the_repository
-from tests.sampling import thinned
+from tests.sampling import part, thinned
 from tests.skips import SkipsAreFailures, in_ci
 
 LONGEST = "parity e2e checkpoint fused_ops convert lora pipeline zero".split()
@@ -42,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--layouts", type=int, metavar="N", help="how many generated layouts each test of tests/parity tries"
+    )
+    group.addoption(
+        "--part", type=part, metavar="K/N", help="run the K-th of N parts of what would run, so that days can share it"
     )
     group.addoption(
         "--failures", type=Path, metavar="FILE", help="add the commands that repeat the failures to this file"
@@ -88,6 +91,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:], out = thinned(items, config.option.depth, config.option.seed)
+    if config.option.part is not None:
+        items[:], others = config.option.part.of(items)
+        out += others
     config.hook.pytest_deselected(items=out)
     order = {f"tests/{room}": number for number, room in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get("/".join(item.nodeid.split("/")[:2]), len(LONGEST)))

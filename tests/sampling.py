@@ -68,6 +68,27 @@ def sample(cases: Sequence[Case], strength: int, random_: random.Random) -> list
     return sorted(chosen)
 
 
+class Part(NamedTuple):
+    """The part of a number, from 1, of so many: neighbours of a list, as equal in number as it goes."""
+
+    number: int
+    parts: int
+
+    def of(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """(those of this part, the others)."""
+        start, stop = ((self.number - 1 + end) * len(items) // self.parts for end in (0, 1))
+        return [*items[start:stop]], [*items[:start], *items[stop:]]
+
+
+def part(text: str) -> Part:
+    """Read "2/20". Raises ValueError."""
+    number, _, parts = text.partition("/")
+    made = Part(int(number), int(parts))
+    if not 1 <= made.number <= made.parts:
+        raise ValueError(f"{text}: there is no such part")
+    return made
+
+
 def thinned(items: list[pytest.Item], depth: str, seed: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """(tests that run, tests that do not) at this depth."""
     grids: dict[tuple[str, Share], list[pytest.Function]] = {}

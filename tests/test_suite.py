@@ -16,7 +16,7 @@ import pytest
 
 from tests.costs import Costs, tree_seconds
 from tests.ranks import run_ranks
-from tests.sampling import levels_left_out, sample, thinned
+from tests.sampling import Part, levels_left_out, part, sample, thinned
 from tests.skips import SkipsAreFailures, in_ci
 
 pytest_plugins = "pytester"
@@ -95,6 +95,21 @@ def test_what_runs_at_each_depth(pytester: pytest.Pytester) -> None:
     assert counts("all") == every | once and counts("test") == sampled | once
     few = dict(zip(names[:-1], (3, 3, 2, 2, 2), strict=True))
     assert counts("check") == few | {"test_plain": 1, "test_lint": 1}
+
+
+def test_parts_have_each_test_once(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems("import pytest\n@pytest.mark.parametrize('n', range(23))\ndef test(n): ...")
+    parts = [Part(number, 5).of(items) for number in range(1, 6)]
+    assert [item for inside, _ in parts for item in inside] == items
+    assert {len(inside) for inside, _ in parts} == {4, 5}
+    assert all(len(inside) + len(outside) == 23 for inside, outside in parts)
+
+
+@pytest.mark.parametrize("text", ["0/5", "6/5", "1", "one/5", "1/0"])
+def test_a_part_that_does_not_exist(text: str) -> None:
+    assert part("5/5") == Part(5, 5)
+    with pytest.raises(ValueError):
+        part(text)
 
 
 def test_one_lower_level_of_kernels_runs_beside_the_processors_own() -> None:

@@ -58,6 +58,7 @@ class Recorder:
         ShardedOptimizer.update_part = self.timed(UPDATES, UPDATE_HOST.value, adam)  # type: ignore[method-assign]
         BucketActions.ready = self.timed(MAIN, WAIT, BucketActions.ready)  # type: ignore[method-assign]
         for thread in (tiers.to_host, tiers.to_device):
+            assert isinstance(thread, CopyThread)
             self._wrap_copies(thread)
         if tiers.swap is not None:
             submit = tiers.swap._lanes.submit

@@ -167,7 +167,8 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     from megazero.report.plan_text import Costs
 
     costs = Costs(_tokens(args, parsed), args.price)
-    return PlanRequest(OpenRun.of(parsed.run, cluster, parsed.explicit), costs, parsed.run.schedule.rampup_batch_size)
+    fixed = parsed.explicit | ({"nodes_of"} if args.nodes_of is not None else set())
+    return PlanRequest(OpenRun.of(parsed.run, cluster, fixed), costs, parsed.run.schedule.rampup_batch_size)
 
 
 def _cluster(args: Namespace) -> Cluster:
@@ -180,9 +181,13 @@ def _cluster(args: Namespace) -> Cluster:
 
 
 def _parsed(run_flags: Sequence[str], kind: str) -> ParsedArguments:
-    from megazero.config.parse import parse_arguments
+    from megazero.config.parse import ProgramSettings, parse_arguments
+    from megazero.config.source import ConfigSource
 
-    return parse_arguments(["--device", kind, *run_flags], None, model_of)
+    # an open micro-batch is searched for, and its default is no reason to refuse a global batch
+    smallest = ConfigSource("a plan", {"micro_batch_size": 1})
+    program = ProgramSettings(ConfigSource("a plan"), has_data=False, defaults=smallest)
+    return parse_arguments(["--device", kind, *run_flags], None, model_of, program=program)
 
 
 def _tokens(args: Namespace, parsed: ParsedArguments) -> float | None:

@@ -78,10 +78,12 @@ class ProgramSettings:
 
     settings  its settings, which flags override
     has_data  whether it passes the training data itself
+    defaults  what it has in place of the defaults of this package, which files override too
     """
 
     settings: ConfigSource
     has_data: bool
+    defaults: ConfigSource | None = None
 
 
 def parse_run(
@@ -137,7 +139,7 @@ def parse_arguments(
     if model is not None:
         problems += model.problems
         sources.insert(0, model)
-    settings = merge(sources)
+    settings = merge([program.defaults, *sources] if program and program.defaults else sources)
     settings |= _with_commits(settings, model, line.command)
     for source in sources:
         if isinstance(source, DeepSpeedSource):

@@ -132,6 +132,8 @@ class ProcessGrid:
     """How long a collective may take; None: torch's default."""
     made: list[dist.ProcessGroup] = field(default_factory=list)
     """Groups made next to a caller's default group. They have to be destroyed one by one."""
+    memory_apart: bool = False
+    """Whether model state is copied between device and host memory as on a GPU, also where a CPU has one memory."""
 
     def state_groups(self, group: StateGroup) -> StateGroups:
         """The groups over which parameters of this kind are reduced and sharded. This rank must hold such ones."""

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megazero.config.tiers import Tier
 from megazero.pipeline.kept_disks import FLAG, ActivationDisks, WrittenGraph
 from megazero.program.instruction import ACTIVATION_READS, ACTIVATION_WRITES, LEAVE, Free, Kind, Piece, TierMove
-from megazero.system.host_copies import CopyError, CopyLane, HostBuffers
+from megazero.system.host_copies import CopyError, CopyLane, HostBuffers, PairCopier
 
 ALIGNMENT = 64
 """Each piece begins at a multiple of it in a host buffer: a cache line."""
@@ -82,7 +82,8 @@ class HostActivations:
     def __init__(self, device: torch.device, disks: ActivationDisks | None = None) -> None:
         self.device, self.disks = device, disks
         self.buffers = HostBuffers(device, FLAG) if disks is None else HostBuffers(device, FLAG, disks.store.allocate)
-        self.to_host, self.to_device = CopyLane(device, "to host memory"), CopyLane(device, "to the device")
+        self.to_host: PairCopier = CopyLane(device, "to host memory")
+        self.to_device: PairCopier = CopyLane(device, "to the device")
 
     def graph(self, name: str) -> KeptTensors:
         """What one graph keeps. name: in words, for errors."""

@@ -57,6 +57,16 @@ def make_schedule(
     return tuple(_with_transfers(order_of(stage), stage, chunks) for stage in range(stages))
 
 
+def make_orders(
+    name: str, stages: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[list[list[Instruction]], ChunkMap]:
+    """The computations of every stage in order, with the stage's own numbers of its chunks, and the map of these.
+    Arguments and errors as in `make_schedule`.
+    """
+    order_of, chunks = _orders(name, stages, micro_batches, virtual_stages)
+    return [order_of(stage) for stage in range(stages)], chunks
+
+
 def stage_schedule(
     name: str, stages: int, micro_batches: int, virtual_stages: int, stage: int
 ) -> tuple[Instruction, ...]:

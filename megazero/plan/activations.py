@@ -194,15 +194,15 @@ _PASSES: Mapping[Kind, tuple[int, int]] = MappingProxyType(
 
 def moments(instructions: Sequence[Instruction], chunks: int) -> list[Moment]:
     """The computations of a list, each kind of moment once. A pass without backward keeps nothing."""
-    live, late, met = [0] * chunks, [0] * chunks, dict[Moment, None]()
+    live, late, met = [0] * chunks, [0] * chunks, dict[tuple[Kind, int, tuple[int, ...], tuple[int, ...]], None]()
     for i in instructions:
-        if not i.is_compute:
+        if i.op not in _PASSES:
             continue
-        met[Moment(i.op, i.chunk, tuple(live), tuple(late))] = None
+        met[i.op, i.chunk, tuple(live), tuple(late)] = None
         begins, waits = _PASSES[i.op]
         live[i.chunk] += begins
         late[i.chunk] += waits
-    return list(met)
+    return [Moment(*key) for key in met]
 
 
 def binding(when: Sequence[Moment]) -> list[Moment]:

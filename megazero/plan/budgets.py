@@ -144,6 +144,14 @@ def _largest(parts: Mapping[str, int]) -> str:
     return ", ".join([*words, f"{rest:,} of all else"] if rest else words)
 
 
+def what_fits(run: Run, world_size: int, kind: str, room: int, first: int) -> str:
+    """What to change of a run so that its tensors take no more than `room` bytes of a device, in words. first: a stage
+    that takes more. kind: of device, cpu or cuda. A search, which walks through the steps of some other runs.
+    """
+    limits = SearchLimits(memory=room, is_one=True) if kind == "cpu" else SearchLimits(device=room)
+    return _what_fits(run, world_size, kind, limits, first)
+
+
 def _what_fits(run: Run, world_size: int, kind: str, budgets: SearchLimits, first: int) -> str:
     """What to change, in words. The search looks at a step of few micro-batches (`shortened`)."""
     changes = BudgetSearch(shortened(run, axes_of(run, world_size)), world_size, kind, budgets, first)

@@ -79,14 +79,14 @@ def _read_by_specs(run: Run) -> Run:
 
 
 # Both are of runs without a placement, on which they do not depend: a search asks for them hundreds of times.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def _specs(run: Run, pp_index: int, tp_index: int, trained: bool) -> list[list[list[ParameterSpec]]]:
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
     stages = stages_of(run, pp_index, tp, torch.device("meta"))
     return specs_by_unit([stage.units() for stage in stages], trained=trained)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _packed(
     run: Run, sizes: tuple[tuple[StateGroup, int], ...], pp_index: int, tp_index: int, packing: Packing
 ) -> tuple[BucketLayout, ...]:

@@ -122,6 +122,15 @@ class StageLists:
         self.run, self.axes, self.nccl = run, axes, nccl
         self.micro_batches = micro_batches_of(run, axes)
         self._made: dict[int, StageStep] = {}
+        self._shapes: dict[int, RankShape] = {}
+
+    def with_micro_batches(self, number: int) -> StageLists:
+        """The lists of a step of so many micro-batches."""
+        batch = number * self.run.schedule.micro_batch_size * self.axes.dp
+        run = replace(self.run, schedule=replace(self.run.schedule, global_batch_size=batch))
+        other = StageLists(run, self.axes, nccl=self.nccl)
+        other._shapes = self._shapes  # model state does not depend on the batch
+        return other
 
     def of(self, stage: int) -> StageStep:
         """The step of a stage that follows another one, with the run's whole global batch."""
@@ -183,5 +192,7 @@ class StageLists:
         )
 
     def _shape(self, stage: int) -> RankShape:
-        shape = RankState(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl).shape
-        return with_kept(shape, self.run, self.axes, stage)
+        if stage not in self._shapes:
+            shape = RankState(self.run, self.axes, Coordinates(stage, 0, 0, 0), nccl=self.nccl).shape
+            self._shapes[stage] = with_kept(shape, self.run, self.axes, stage)
+        return self._shapes[stage]

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from megazero.config.tiers import FILE_TIERS, Tier
 from megazero.program import state_values as state
@@ -45,8 +46,7 @@ from megazero.program.state_values import Which
 from megazero.program.values import NORM, Thing, Value, of_bucket
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(NamedTuple):
     """needs: values that are read and stay. takes: read, and gone afterwards. makes: new ones. adds: values that are
     made, or grow where they are there already.
     """

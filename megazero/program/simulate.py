@@ -245,7 +245,7 @@ class _Simulation:
         if self.queue is None:
             return work
         self.queue.forget(min(rank.clock for rank in self.ranks if not rank.is_done))
-        return self.queue.end(start, work * self.times.alone(len(self.ranks))) - start
+        return self.queue.end(start, work * self.times.share(len(self.ranks))) - start
 
     def _transfer(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         """Post one end of a message between stages."""

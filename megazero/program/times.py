@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megazero.program.instruction import Instruction, Kind, Lane, Op, Units
 from megazero.system.given import given_count, given_time
@@ -43,7 +43,16 @@ class ChunkTimes:
     waits: bool = False
     at_once: int | None = None
 
-    def alone(self, stages: int) -> float:
+    def alone(self, stages: int) -> ChunkTimes:
+        """The times of a stage while no more than `at_once` of so many compute."""
+        share = self.share(stages)
+        if share == 1:
+            return self
+        forward, backward = (tuple(seconds * share for seconds in of) for of in (self.forward, self.backward))
+        weight = None if self.weight is None else tuple(seconds * share for seconds in self.weight)
+        return replace(self, forward=forward, backward=backward, weight=weight)
+
+    def share(self, stages: int) -> float:
         """The share of its time that a stage takes while no more than `at_once` of so many compute."""
         return 1.0 if self.at_once is None else min(1.0, self.at_once / stages)
 

@@ -5,11 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.system.streams import WaitedCopies
+
+
+class CopyUnderWay(Protocol):
+    """A copy that has been asked for."""
+
+    def result(self) -> object:
+        """Return once it is done. Raises what has gone wrong."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies one after the other, as a `CopyThread` makes them."""
+
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Callable[[], object]] = (),
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> CopyUnderWay:
+        """See `CopyThread.copy`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Copied:

@@ -164,6 +164,15 @@ def total_memory_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_bytes("MemTotal")
 
 
+def room_bytes(device: torch.device) -> int | None:
+    """Bytes that tensors of this process may take of a device: what torch's allocator has of it, and what is free. On a
+    CPU the machine's memory; None if it is not known.
+    """
+    if device.type != "cuda":
+        return total_memory_bytes(device)
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
 def limit_memory(device: torch.device, nbytes: int) -> None:
     """Let torch's allocator take no more than this of a CUDA device in this process: it raises torch.OutOfMemoryError.
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,16 @@ class HostBuffers:
     def give(self, buffer: Tensor) -> None:
         """Return a buffer. What has used it must be over for the current stream."""
         self.free.append(buffer)
+
+
+class PairCopier(Protocol):
+    """Copies one behind the other, as a `CopyLane` makes them."""
+
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """See `CopyLane.start`."""
+        ...
+
+    def close(self) -> object: ...
 
 
 class CopyLane:

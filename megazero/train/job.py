@@ -32,7 +32,13 @@ from megazero.train.logs import Callbacks, CallbackSink, sinks_of, step_log
 from megazero.train.prepare import Prepared, validation_samples
 from megazero.train.report import announce_kernels, introduce, report, sample_text
 from megazero.train.resume import StartPoint, resume, stored_probe
-from megazero.train.run_memory import HostMemory, host_memory_of, keep_budgets, trace_of_run
+from megazero.train.run_memory import (
+    HostMemory,
+    explained_out_of_memory,
+    host_memory_of,
+    keep_budgets,
+    trace_of_run,
+)
 from megazero.train.save_policy import SavePolicy, claim_checkpoints
 from megazero.train.standstill import require_finite_weights
 from megazero.train.state import TrainingPosition, TrainState, build_state
@@ -59,7 +65,7 @@ class Job:
 
     def fit(self) -> None:
         """Train, evaluate and save until the run ends. Called by all ranks."""
-        with self.disks.counted():
+        with self.disks.counted(), explained_out_of_memory(self.run, self.grid):
             self.trainer.fit()
 
     def close(self) -> None:
@@ -102,6 +108,7 @@ def build_job(
     memory = host_memory_of(run, grid)  # before anything of the model is allocated
     keep_budgets(run, grid)
     with ExitStack() as opened:  # swap files, which are removed if a later part fails
+        opened.enter_context(explained_out_of_memory(run, grid))
         files = opened.enter_context(state_files(run, grid, prepared, signals))
         activation_files = opened.enter_context(activation_files_of(run, grid, signals))
         # On the meta device: the model state allocates its columns, and parameters are views of these.

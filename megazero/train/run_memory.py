@@ -1,5 +1,6 @@
 """The memory of a run. Before the first step it is predicted, for the budgets of a card and the file of --memory-trace.
-While the run trains, the host's heap is kept small.
+While the run trains, the host's heap is kept small. Where a device has no memory left, the error says what was
+predicted, what was reached and what fits.
 
 Memory that a step frees is kept for the next one, because new pages are slow. But a heap has holes: a tensor that is
 freed between two that live leaves room that a larger tensor cannot use. glibc's aligned allocations do not even use the
@@ -10,7 +11,8 @@ returns its free memory as soon as it holds more than its account says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +23,9 @@ from megazero.config.derive import uses_files, writes_activations
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
 from megazero.mpu.grid import ProcessGrid
-from megazero.plan.budgets import has_budgets, memory_problems
+from megazero.plan.budgets import has_budgets, memory_problems, what_fits
 from megazero.plan.step_lists import StageLists
-from megazero.plan.step_memory import run_memories
+from megazero.plan.step_memory import rank_words, run_memories
 from megazero.plan.step_times import ASSUMED, read_rates, timed_traces
 from megazero.report.trace_files import write
 from megazero.system import device as devices
@@ -130,3 +132,41 @@ def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:
         return_large()
     peaks = run_memories(run, grid.axes, grid.device.type)[grid.at.pp].peaks
     return HostMemory(grid.device, peaks.total_bytes)
+
+
+MARGIN = 0.96
+"""Of the predicted bytes: a change has to take less, where the prediction had room and the run had not."""
+
+
+class OutOfMemory(torch.OutOfMemoryError):
+    """torch's error, with what was predicted of this rank, what was reached, and a change that fits."""
+
+
+@contextmanager
+def explained_out_of_memory(run: Run, grid: ProcessGrid) -> Iterator[None]:
+    """A context in which a device that has no memory left is an OutOfMemory. Communicates nothing: other ranks may wait
+    for this one.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        words = None
+        with suppress(Exception):  # what is said of an error must not hide it
+            words = out_of_memory_text(run, grid)
+        if words is None:
+            raise
+        raise OutOfMemory(words) from error
+
+
+def out_of_memory_text(run: Run, grid: ProcessGrid) -> str:
+    """What was predicted of this rank's memory, what was reached, and what fits."""
+    kind, stage = grid.device.type, grid.at.pp
+    peaks = run_memories(run, grid.axes, kind)[stage].peaks
+    predicted = peaks.total_bytes if kind == "cpu" else peaks.device_bytes
+    reached, room = devices.peak_memory_bytes(grid.device), devices.room_bytes(grid.device) or predicted
+    fitting = what_fits(run, grid.world.size, kind, min(room, round(MARGIN * predicted)), stage)
+    return (
+        f"rank {grid.rank}, {rank_words(stage, grid.axes)}, has no memory left. Predicted: its tensors take "
+        f"{size(predicted)} at most, at {peaks.moment}. Reached: {size(reached)}, and the device has room for "
+        f"{size(room)}. Take less; {fitting}"
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megazero.data.build import Datasets
+from megazero.data.dataset import PackedSample, Samples
 
 EOD = 0
 """The token that ends a document. With --eod-mask-loss its prediction does not count, so that micro-batches have
@@ -34,3 +37,26 @@ class ProofRows:
         ends[0] = False
         row[ends] = EOD
         return row
+
+
+class PackedRows:
+    """Samples as conversations are: each has the mask of its labels and the numbers of its documents. A document ends
+    with `EOD`, whose prediction does not count.
+    """
+
+    def __init__(self, rows: Samples) -> None:
+        self.rows, self.plans = rows, rows.plans
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> PackedSample:
+        row = self.rows[index]
+        assert isinstance(row, np.ndarray)
+        ends = row[:-1] == EOD
+        return PackedSample(row, ~ends, np.cumsum(ends) - ends)
+
+
+def packed(sets: Datasets) -> Datasets:
+    """The samples of a small run, packed."""
+    return replace(sets, train=PackedRows(sets.train), valid=PackedRows(sets.valid))

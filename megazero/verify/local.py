@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ class LocalWorld:
     """All ranks of a world in one process.
 
     as_nccl  groups say of themselves what those of NCCL say: the program then warms up, fills its buckets and orders
-             its messages as on GPUs
+             its messages as on GPUs, and copies between the device's memory and the host's as if these were two
     """
 
     def __init__(self, axes: Axes, *, as_nccl: bool) -> None:
@@ -92,7 +92,7 @@ class LocalWorld:
             kind = AsNcclGroup if self.as_nccl else LocalGroup
             return kind(ranks, ranks.index(rank), handle, exchange, mail=mail)
 
-        return assembled(self.axes, rank, "cpu", make)
+        return replace(assembled(self.axes, rank, "cpu", make), memory_apart=self.as_nccl)
 
 
 class LocalGroup(Group):

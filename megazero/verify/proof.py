@@ -21,8 +21,9 @@ from megazero.config.schema import LoraConfig, OffloadConfig, ParallelConfig, Ru
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes
 from megazero.verify.compare import Errors, FirstDifference, Whole, compared, wholes
-from megazero.verify.probe import Found, Probe
-from megazero.verify.session import CLIPPED, SAVED, SPOILED, Leg, Values, run_leg
+from megazero.verify.lanes import Late
+from megazero.verify.probe import Found, Probe, Recorded
+from megazero.verify.session import CLIPPED, EVERY_STEP, SAVED, SPOILED, Leg, Values, run_leg
 from megazero.verify.shrink import Shrunk, shrunk
 from megazero.verify.slopes import Slopes
 from megazero.verify.turns import RankFailed, Standstill
@@ -105,7 +106,7 @@ class _Legs:
 
     def prove(self) -> Proof:
         base = self._base()
-        start = Leg("from the seed", last=SPOILED, save=self.folder / "one", base=base)
+        start = Leg("from the seed", last=SPOILED, save=self.folder / "one", base=base, packed=self.small.packed)
         slopes = Slopes()
         numbers = self._alone(start, slopes)
         true = wholes(numbers, self.decay)
@@ -113,9 +114,28 @@ class _Legs:
         if wrong is not None:
             return self._proof(wrong)
         clip = numbers[CLIPPED - 1].clip
-        ours = replace(start, last=SAVED, looks=self.looks, save=self.folder / "many")
-        later = Leg("resumed from its own checkpoint", last=SPOILED, clip=clip, load=ours.save, base=base)
-        of_one = replace(later, name="resumed from the checkpoint of one process", load=start.save, replica=True)
+        ours = replace(
+            start, last=SAVED, looks=self.looks, save=self.folder / "many", late=Late(copies=True, updates=False)
+        )
+        of_one = Leg(
+            "resumed from the checkpoint of one process",
+            last=SPOILED,
+            clip=clip,
+            load=start.save,
+            base=base,
+            replica=True,
+            packed=self.small.packed,
+        )
+        # A look waits for all that is on its way, so without one each step meets what the one before has begun. The
+        # last step is skipped and changes nothing: behind it are the values of the step before.
+        later = replace(
+            of_one,
+            name="resumed from its own checkpoint",
+            load=ours.save,
+            replica=False,
+            looks=frozenset((SPOILED,)),
+            late=Late(copies=False, updates=True),
+        )
         for leg in (ours, later, of_one):
             ended = self._compared(leg, true)
             if ended is not None:
@@ -157,7 +177,7 @@ class _Legs:
         except ConfigError as error:
             raise CannotRun(f"the small run on one process: {error}") from error
         except RankFailed as error:
-            raise CannotRun(f"one process does not run it: {_last_line(error)}") from error
+            raise CannotRun(f"one process does not run it: {_in_a_line(error)}") from error
 
     def _compared(self, leg: Leg, true: dict[int, Whole]) -> Proof | None:
         """Run a leg on all ranks; a proof if it differs."""
@@ -167,16 +187,29 @@ class _Legs:
         found = compared(ranks, true, leg.name, self.decay, self.errors)
         if found is None and failed is None:
             return None
-        probe = self._recorded(leg)
-        # The folder that it saves into has a checkpoint of the same run, which the second pass must not meet.
-        failed_again, again = self._together(replace(leg, save=None), probe)
-        first = compared(again, true, leg.name, self.decay, {}) or found
-        if isinstance(failed_again, RankFailed) and isinstance(failed_again.error, Found):
-            event = failed_again.error.difference
-            first = event if first is None or event.step <= first.step else first
+        try:
+            recorded = self._recorded(leg)
+        except CannotRun:  # what differs may be in the way of one process too, as of a checkpoint that it cannot read
+            return self._proof(found, None if failed is None else _words(leg, failed, Probe(leg.name)))
+        first, probe = self._watched(leg, true, recorded)
+        if leg.looks < EVERY_STEP and (first is None or not first.column):  # a look at each step may see what it is of
+            closer, by = self._watched(replace(leg, looks=EVERY_STEP), true, recorded)
+            first, probe = (first, probe) if closer is None else (closer, by)
+        first = first or found
         if first is not None:
             first = first._replace(instruction=probe.instruction_of(first))
         return self._proof(first, None if failed is None else _words(leg, failed, probe))
+
+    def _watched(self, leg: Leg, true: dict[int, Whole], recorded: Recorded) -> tuple[FirstDifference | None, Probe]:
+        """Run a leg on all ranks again, and compare what each instruction makes."""
+        probe = Probe(leg.name, recorded)
+        # The folder that it saves into has a checkpoint of the same run, which this pass must not meet.
+        failed, ranks = self._together(replace(leg, save=None), probe)
+        first = compared(ranks, true, leg.name, self.decay, {})
+        if isinstance(failed, RankFailed) and isinstance(failed.error, Found):
+            event = failed.error.difference
+            first = event if first is None or event.step <= first.step else first
+        return first, probe
 
     def _together(self, leg: Leg, prober: Probe | None = None) -> tuple[Exception | None, list[list[Values]]]:
         """Run a leg on all ranks. Returns its error, and what they had by then."""
@@ -187,12 +220,12 @@ class _Legs:
             return error, collected
         return None, collected
 
-    def _recorded(self, leg: Leg) -> Probe:
-        """A probe that compares with what one process makes of the same micro-batches."""
+    def _recorded(self, leg: Leg) -> Recorded:
+        """What one process makes of the same micro-batches."""
         load = None if leg.load is None else self.folder / "one"
         probe = Probe(leg.name)
         self._alone(replace(leg, load=load, save=None, looks=frozenset[int]()), prober=probe)
-        return Probe(leg.name, probe.recorded)
+        return probe.recorded
 
 
 def on_one_process(run: Run) -> Run:
@@ -201,13 +234,15 @@ def on_one_process(run: Run) -> Run:
     return replace(run, parallel=parallel, offload=OffloadConfig())
 
 
-def _last_line(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _in_a_line(error: Exception) -> str:
+    """An error in one line, with the first line of a list that it announces."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _words(leg: Leg, error: Exception, probe: Probe) -> str:
     """The error with which a leg has ended, with the rank and its instruction, in one line."""
-    at = probe.under_way(error.rank) if isinstance(error, RankFailed) else ""
-    return f"{leg.name}: {_last_line(error)}{f' ({at})' if at else ''}"
+    ranks = [rank for rank, _ in error.waits] if isinstance(error, Standstill) else []
+    ranks += [error.rank] if isinstance(error, RankFailed) else []
+    at = probe.under_way(ranks[0]) if ranks else ""
+    return f"{leg.name}: {_in_a_line(error)}{f' ({at})' if at else ''}"

@@ -21,7 +21,8 @@ from megazero.mpu.parameter import Parameter, ParameterSpec, spec_of
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.train.job import Job, build_job
 from megazero.train.prepare import Prepared, prepare
-from megazero.verify.data import ProofRows
+from megazero.verify.data import ProofRows, packed
+from megazero.verify.lanes import ALL_LATE, Late, put_in_order
 from megazero.verify.local import LocalWorld
 
 
@@ -52,6 +53,9 @@ class Values:
     valid_loss: float | None = None
 
 
+EVERY_STEP = frozenset((1, 2, 3, 4))
+
+
 @dataclass(frozen=True)
 class Leg:
     """A part of a proof: steps from a start.
@@ -64,6 +68,8 @@ class Leg:
     looks      the steps after which the state is looked at
     replica    whether a parameter that all tp ranks have is spoiled in step `SPOILED`, and not the last matrix
     base       the folder of the weights beneath adapters
+    late       which lanes beside the program are late ones
+    packed     whether samples are packed, as conversations are
     """
 
     name: str
@@ -71,9 +77,11 @@ class Leg:
     clip: float | None = None
     load: Path | None = None
     save: Path | None = None
-    looks: frozenset[int] = frozenset((1, 2, 3, 4))
+    looks: frozenset[int] = EVERY_STEP
     base: Path | None = None
     replica: bool = False
+    late: Late = ALL_LATE
+    packed: bool = False
 
 
 SAVED, CLIPPED, SPOILED = 2, 3, 4
@@ -94,7 +102,8 @@ def prepared_leg(run: Run, axes: Axes, leg: Leg) -> Prepared:
     """The run of a leg, resolved and checked. Raises ConfigError."""
     save, load, base = (None if folder is None else str(folder) for folder in (leg.save, leg.load, leg.base))
     checkpoint = replace(run.checkpoint, save=save, load=load, init_from=base)
-    return prepare(replace(run, checkpoint=checkpoint), axes.world_size, silent, rows_of(run))
+    prepared = prepare(replace(run, checkpoint=checkpoint), axes.world_size, silent, rows_of(run))
+    return replace(prepared, datasets=packed(prepared.datasets)) if leg.packed else prepared
 
 
 Prober = Callable[[Job, int], None]
@@ -120,6 +129,7 @@ def _leg_on_rank(
     prepared: Prepared, world: LocalWorld, rank: int, leg: Leg, values: list[Values], prober: Prober | None
 ) -> None:
     with closing(build_job(prepared, world.grid(rank))) as job:
+        put_in_order(job, leg.late)
         if prober is not None:
             prober(job, rank)
         trainer = job.trainer
@@ -139,6 +149,7 @@ def _leg_on_rank(
             if number in leg.looks:
                 now = replace(now, owned=_owned(job), whole=_whole(job))
             values.append(now)
+            trainer.after_step()  # which evaluates and saves at intervals, of which the small run has none
             if number == SAVED:
                 values[-1] = replace(now, valid_loss=trainer.evaluate()["valid_loss"])
                 trainer.save(last=True)

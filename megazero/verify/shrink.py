@@ -6,9 +6,10 @@ between ranks stays; widths, lengths and numbers of equal things become small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megazero.config.checks_layout import least_buffer
 from megazero.config.derive import ffn_width, gathers_parameters, head_dim, pipeline_schedule, query_groups
 from megazero.config.inventory import parameters_per_layer
 from megazero.config.layers.kinds import pattern_items, rotary_sets
@@ -31,6 +32,7 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunk_layers
 from megazero.plan.traffic import largest_unit
 from megazero.verify.data import EOD
+from megazero.verify.left_out import notes
 
 MOST_LAYERS, MOST_REPLICAS, FEW_RANKS = 2, 3, 64
 """Equal blocks of a chunk that are kept; replicas that are kept, and ranks up to which there are so many: else two."""
@@ -47,12 +49,14 @@ class Shrunk:
     run       it, for `axes.world_size` ranks
     axes      of the small run
     real      of the run that it stands for
-    notes     what of the flags it does not have, a sentence each
+    packed    whether its samples are packed, as conversations are
+    notes     flags of the run that take no part in the proof, with the reason (`left_out.notes`)
     """
 
     run: Run
     axes: Axes
     real: Axes
+    packed: bool
     notes: tuple[str, ...]
 
 
@@ -79,13 +83,13 @@ def shrunk(run: Run, world_size: int) -> Shrunk:
         offload=_offload(run, numbers),
     )
     small = replace(small, parallel=replace(small.parallel, bucket_size=_bucket_size(known, small)))
+    small = replace(small, offload=replace(small.offload, nvme_buffer_bytes=_buffer_bytes(small)))
     axes = axes_of(small, tp * pp * dp)
     if parallel.zero3_gathered_bytes is not None and gathers_parameters(run):
         small = replace(
             small, parallel=replace(small.parallel, zero3_gathered_bytes=_gathered(known, real, small, axes))
         )
-    notes = tuple(f"{flag}: {why}" for flag, is_given, why in _LEFT_OUT if is_given(run))
-    return Shrunk(small, axes, real, notes)
+    return Shrunk(small, axes, real, bool(run.data.instruction_data), notes(run))
 
 
 def _replicas(real: Axes) -> tuple[int, int | None]:
@@ -132,7 +136,7 @@ def _model(model: ModelConfig, tp: int, kept: Sequence[int], sequence_parallel: 
     multiple = min(model.make_vocab_size_divisible_by, 2)
     rows = model.vocab_size or VOCABULARY
     whole = rows % (model.make_vocab_size_divisible_by * tp) == 0
-    vocabulary = -(-40 // (multiple * tp)) * multiple * tp
+    vocabulary = -(-_vocabulary_rows(model, len(kept)) // (multiple * tp)) * multiple * tp
     positions = model.max_position_embeddings
     return replace(
         model,
@@ -153,6 +157,15 @@ def _model(model: ModelConfig, tp: int, kept: Sequence[int], sequence_parallel: 
         else length,
         init_method_std=0.2,
     )
+
+
+def _vocabulary_rows(model: ModelConfig, layers: int) -> int:
+    """Rows of the embedding, about: 40, or so many that it is larger than a block if the run's is. A gather of the
+    largest unit starts earlier than others.
+    """
+    sizes = parameters_per_layer(model)
+    block = max(sizes.blocks, default=0)
+    return 400 if layers and sizes.embedding > block else 40
 
 
 def _heads(model: ModelConfig, tp: int) -> tuple[int, int, int]:
@@ -318,7 +331,6 @@ def _offload(run: Run, numbers: dict[int, int]) -> OffloadConfig:
         offload_gradients=small(offload.offload_gradients),
         offload_activations=small(offload.offload_activations),
         nvme_checkpoint=False,
-        nvme_buffer_bytes=1 << 20,
         device_memory_budget=None,
         host_memory_budget=None,
         placement="flags",
@@ -326,42 +338,15 @@ def _offload(run: Run, numbers: dict[int, int]) -> OffloadConfig:
     )
 
 
+def _buffer_bytes(small: Run) -> int:
+    """Bytes through which parts pass: the least, so that many parts take turns in few slots, as large ones do. What is
+    kept of a micro-batch has to fit into them too.
+    """
+    return 1 << 20 if small.offload.offload_activations.in_files else least_buffer(small)
+
+
 def _unit(word: str, numbers: dict[int, int]) -> list[str]:
     """The units of the small model for a word such as "blocks 0-5"."""
     share = TierShare(units=(word,))
     blocks = [f"block {new}" for old, new in numbers.items() if share.names([f"block {old}"])]
     return blocks or [plain_unit(word) if word in ("embedding", "head") else "block 0"]
-
-
-Given = Callable[[Run], bool]
-_LEFT_OUT: tuple[tuple[str, Given, str], ...] = (
-    ("--rampup-batch-size", lambda run: run.schedule.rampup_batch_size is not None, "each step has a whole batch"),
-    ("--fp8", lambda run: run.optimizer.fp8 != "off", "8-bit products round; in fp64 nothing does"),
-    (
-        "--zero-quantized-weights",
-        lambda run: run.parallel.zero_quantized_weights,
-        "blocks of int8 round, other ones on each layout",
-    ),
-    (
-        "--zero-quantized-gradients",
-        lambda run: run.parallel.zero_quantized_gradients != "none",
-        "blocks of integers round, other ones on each layout",
-    ),
-    ("--compile", lambda run: run.parallel.compile, "what torch.compile makes is for the device"),
-    ("--cuda-graphs", lambda run: run.parallel.cuda_graphs, "there is no card"),
-    (
-        "--activation-memory-budget",
-        lambda run: run.parallel.activation_memory_budget is not None,
-        "every second block is computed again as a whole instead",
-    ),
-    ("--optimizer-impl", lambda run: run.optimizer.optimizer_impl != "megazero", "it computes in fp32"),
-    ("--placement", lambda run: run.offload.placement != "flags", "what lies where is as the other flags say"),
-    ("--nvme-checkpoint", lambda run: run.offload.nvme_checkpoint, "no process is killed"),
-    (
-        "memory budgets",
-        lambda run: run.offload.device_memory_budget is not None or run.offload.host_memory_budget is not None,
-        "they refuse a run, and change no number",
-    ),
-    ("--async-save", lambda run: run.checkpoint.async_save, "checkpoints are written while the step waits"),
-)
-"""(flag, whether a run has it, why the small run has not)."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,7 @@ from megazero.disk.store import Store
 from megazero.disk.swap import SwapSpace
 from megazero.program.instruction import Instruction, Piece
 from megazero.program.passes.slots import Tenant, tenant_of
-from megazero.system.copy_thread import CopyThread
+from megazero.system.copy_thread import Copies, CopyThread
 from megazero.system.streams import host_tensor
 
 
@@ -83,8 +83,9 @@ class Tiers:
 
     def __init__(self, device: DeviceMemory, stores: Mapping[Tier, Store]) -> None:
         self.device, self.stores = device, stores
-        self.to_host, self.to_device = CopyThread(device.device, "to-host"), CopyThread(device.device, "to-device")
-        self.host_updates = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-updates")
+        self.to_host: Copies = CopyThread(device.device, "to-host")
+        self.to_device: Copies = CopyThread(device.device, "to-device")
+        self.host_updates: Executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host-updates")
 
     @property
     def swap(self) -> SwapSpace | None:

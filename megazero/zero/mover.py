@@ -30,7 +30,7 @@ from megazero.disk.lanes import Need
 from megazero.program.instruction import Instruction, Op, Piece, TierMove
 from megazero.program.passes.slots import slot_bytes
 from megazero.program.shape import RankShape
-from megazero.system.copy_thread import CopyThread
+from megazero.system.copy_thread import Copies
 from megazero.zero.gatherer import ParameterGatherer
 from megazero.zero.memories import PartSlot, Ring, Tiers
 from megazero.zero.parts import Key, Range, Resting, piece_name
@@ -376,7 +376,7 @@ def _always() -> bool:
 
 
 def _copied(
-    thread: CopyThread,
+    copies: Copies,
     target: Tensor,
     source: Tensor,
     after: tuple[Need, ...],
@@ -387,7 +387,7 @@ def _copied(
     """
     if target.data_ptr() == source.data_ptr():
         return wanted
-    return thread.copy(target, source, after=after, wanted=wanted).result
+    return copies.copy(target, source, after=after, wanted=wanted).result
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ class ModelState:
         """Where each bucket rests, by number in the list of `shape`: the trained ones come first."""
         groups = state_groups(grid.axes, grid.at)
         shape = rank_shape(_specs(chunks), layouts, frozen, row, widths, groups, self.resting)
-        shares_memory = devices.shares_host_memory(grid.device.type)
+        shares_memory = devices.shares_host_memory(grid.device.type) and not grid.memory_apart
         self.shape = with_slots(shape, self.residents, widths, offload, shares_memory=shares_memory)
         pieces = pieces_of(self.shape, self.residents, widths.state)
         assert open_stores is not None or not pieces, "validated: state in files has folders"

@@ -115,29 +115,16 @@ def test_text_names_the_layout_and_its_memory(capsys: pytest.CaptureFixture[str]
     assert "The step" in html and "Layouts" in html and "--micro-batch-size 4" in html
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--num-layers 24 --hidden-size 5120 --tp 1 --pp 1 --zero-stage 0 --offload-optimizer none --gpus 4",
-        "--num-layers 16 --hidden-size 2048 --micro-batch-size 16 --seq-length 4096 --recompute-granularity none "
-        "--gpus 1 --offload-optimizer none --offload-activations none",
-        "--num-layers 16 --hidden-size 8192 --gpus 1",
-    ],
-)
-def test_a_change_that_it_names_fits(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    own = f"{MODEL} --gpu a100-40gb {words}"
-    status, _, err = plan(own, capsys)
-    assert status == 1 and "Nothing fits" in err and "a100-40gb has" in err
-    changed = err.split("\nFits: ")[1]
-    if changed.startswith("in place of "):
-        dropped, flags = changed.removeprefix("in place of ").split(": ", 1)
-        for flag in dropped.split(", "):
-            own = own.replace(f" {flag}", "", 1)
-        status = plan(f"{own} {flags.split(' (')[0]}", capsys)[0]
-    else:
-        more, flags = changed.split(": ", 1)
-        status = plan(f"{own} {more} {flags.split(' (')[0]}", capsys)[0]
-    assert status == 0
+def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One that the user gives, in a file too, has to divide it."""
+    words = f"{MODEL.replace('--global-batch-size 16', '--global-batch-size 15')} {CLUSTER} --tp 1 --pp 4"
+    status, out, _ = plan(f"{words} --json", capsys)
+    assert status == 0 and json.loads(out)["best"][0]["flags"].startswith("--tp 1 --pp 4 --micro-batch-size ")
+    file = tmp_path / "run.yaml"
+    file.write_text("schedule:\n  micro_batch_size: 2\n")
+    for given in ("--micro-batch-size 2", f"--config {file}"):
+        status, _, err = plan(f"{words} {given}", capsys)
+        assert status == 2 and "--global-batch-size 15 is not a multiple of --micro-batch-size 2" in err
 
 
 @pytest.mark.parametrize(

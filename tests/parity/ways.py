@@ -147,5 +147,6 @@ def delay(tiers: Tiers, chance: random.Random) -> None:
 
         lane.submit = lambda work, *rest, **more: submit(after_a_while, work, *rest, **more)
 
-    for lane in (tiers.to_host._thread, tiers.to_device._thread, tiers.host_updates):
+    copies: tuple[Any, Any] = tiers.to_host, tiers.to_device
+    for lane in (*(each._thread for each in copies), tiers.host_updates):
         slow(lane)

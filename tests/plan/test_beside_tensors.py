@@ -11,7 +11,7 @@ from megazero.mpu.axes import axes_of
 from megazero.mpu.grid import assembled, single_rank_group
 from megazero.plan.cluster.beside_tensors import allowance_of_run, groups_of, shared_bytes
 from tests.plan.test_activations import parsed
-from tests.plan.test_cluster_times import DESK, DEVICE, MODEL
+from tests.plan.test_cluster_times import DESK, DEVICE, MODEL, desk
 
 MIB = 1 << 20
 WORDS = f"{MODEL} --device cpu --micro-batch-size 1 --seq-length 256 --hidden-size 512"
@@ -47,8 +47,8 @@ def test_an_allowance_is_of_the_run() -> None:
     constants = {**DESK.constants, "context": 3e8, "fragmentation": 0.1, "group": 2e7, "compiler": 5e7}
     device = replace(DESK, constants=MappingProxyType(constants))
     run = parsed(f"{WORDS} --tp 2 --recompute-granularity full", 4)
-    allowance = allowance_of_run(device, run, axes_of(run, 4))
+    allowance = allowance_of_run(replace(desk(4), device=device), run, axes_of(run, 4))
     assert allowance.fixed == 3e8 + 2 * 2e7 + 40 * MIB + 5e7
     assert allowance.of(1e9) == pytest.approx(1.1e9 + allowance.fixed) and allowance.room(2e9) < 2e9 / 1.1
     card = replace(DEVICE, constants=device.constants)
-    assert allowance_of_run(card, run, axes_of(run, 4)).fixed == 3e8
+    assert allowance_of_run(replace(desk(4), device=card), run, axes_of(run, 4)).fixed == 3e8

@@ -14,7 +14,9 @@ from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
 from megazero.plan.cluster.layout_search import LayoutSearch
 from megazero.plan.cluster.least_memory import equal_stages, least_activations, least_states
+from megazero.plan.cluster.misfit import cheapest_change, short_words
 from megazero.plan.placement import EQUAL
+from megazero.plan.recompute import activation_peaks
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import stage_memories
 from megazero.program.simulate import step_time
@@ -29,7 +31,9 @@ TIGHT = 3.2e9
 
 def open_run(flags: str, gpus: int, memory: float = 80e9, model: str = MODEL) -> OpenRun:
     cluster = known_hardware().cluster("a100-80gb", gpus, 4, None)
-    device = replace(cluster.device, memory=memory, constants={**cluster.device.constants, "context": 0.0})
+    device = replace(
+        cluster.device, memory=memory, constants={**cluster.device.constants, "context": 0.0, "communicators": 0.0}
+    )
     parsed = parse_arguments(["--device", "cuda", *model.split(), *flags.split()], None)
     return OpenRun.of(parsed.run, replace(cluster, device=device), parsed.explicit)
 
@@ -87,7 +91,11 @@ def step_of(settings: Settings, micro_batches: int = 26) -> ClusterStep:
 def test_bounds_hold(settings: Settings) -> None:
     """No step is faster than the bound of its time, and none takes less memory than the bound of its memory."""
     step = step_of(settings)
-    assert 0.4 * step.seconds < step.least_seconds <= step.seconds * (1 + 1e-9)
+    exact = 1 + 1e-9
+    assert 0.4 * step.seconds < step.least_seconds <= step.seconds * exact
+    assert step.least_seconds <= step.scheduled_least * exact or step.run.parallel.zero_stage > 1
+    assert 0.4 * step.seconds < step.scheduled_least <= step.seconds * exact
+    assert step.scheduled <= step.begun_least * exact <= step.seconds * exact * exact
     states, kept = least_states(step.run, step.axes), least_activations(step.run, step.axes, step.kind)
     for stage, least in zip(step.alike, map(sum, zip(states, kept, strict=True)), strict=True):
         assert 0.3 * step.taken(stage).device_bytes < least <= step.taken(stage).device_bytes
@@ -129,6 +137,32 @@ def test_what_the_user_says_is_fixed() -> None:
     for step in steps:
         p, schedule = step.run.parallel, step.run.schedule
         assert (p.tp, p.zero_stage, p.recompute_granularity, schedule.micro_batch_size) == (2, 3, "full", 3)
+
+
+def test_shards_that_the_user_says_are_fixed() -> None:
+    asked = open_run("--tp 2 --pp 1 --zero-stage 1 --zero-shard-size 2 --micro-batch-size 3 --no-sequence-parallel", 8)
+    (step,) = LayoutSearch(asked, wanted=1).run().steps
+    assert (step.run.parallel.zero_shard_size, step.axes.shard_size, step.axes.dp) == (2, 2, 4)
+
+
+def test_a_budget_of_activations_is_kept_on_every_layout() -> None:
+    flags = "--tp 1 --pp 2 --zero-stage 1 --pipeline-schedule 1f1b --micro-batch-size {} --activation-memory-budget {}"
+    free = open_run(flags.format(3, 10**12), 4)
+    (whole,) = LayoutSearch(free, wanted=1).run().steps
+    budget = int(0.7 * max(activation_peaks(whole.run, whole.axes, "cuda")))
+    (kept,) = LayoutSearch(open_run(flags.format(3, budget), 4), wanted=1).run().steps
+    assert max(activation_peaks(kept.run, kept.axes, "cuda")) <= budget and kept.seconds > whole.seconds
+    small = open_run(flags.format(3, 1000), 4)
+    none = LayoutSearch(small, wanted=1).run()
+    assert not none.steps and "keeps --activation-memory-budget 1,000" in short_words(none, small)
+    change = cheapest_change(small)
+    assert change is not None and change.words.startswith("in place of --activation-memory-budget 1000: ")
+
+
+def test_settings_that_are_no_run_are_named() -> None:
+    asked = open_run("--tp 1 --pp 1 --zero-stage 1 --zero-shard-size 3 --micro-batch-size 1", 8)
+    words = short_words(LayoutSearch(asked, wanted=1).run(), asked)
+    assert "no layout of 8 ranks is legal: --zero-shard-size 3 does not divide the 8 data-parallel ranks" in words
 
 
 def test_offload_is_for_what_does_not_fit_without() -> None:

@@ -7,6 +7,7 @@ import pytest
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError, ConfigSource
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON
 from megazero.plan.cluster.table_rows import COLUMNS, NEEDED, RowRun, run_of_row
 
 PLAIN = {
@@ -89,6 +90,21 @@ def test_rows_of_the_machine_of_bloom_have_its_links() -> None:
     row = run_of_row(FULL | {"source": "bigscience bloom", "gpu": "A100-80GB", "micro_batch": "1"})
     assert (row.gpu, row.interconnect) == ("a100-80gb-nv4", "4xopa")
     assert runs(row)[0].model.position_embedding == "alibi"
+    assert (row.program, run_of_row(FULL).program) == (DEEPSPEED_BF16, MEGATRON)
+
+
+def test_an_old_program_stores_scores_even_where_nothing_is_computed_again() -> None:
+    nothing = FULL | {"recompute": "none", "precision": "fp16", "micro_batch": "1"}
+    (old,), (new,) = (runs(run_of_row(nothing | {"gpu": gpu})) for gpu in ("A100-80GB", "H100-80GB"))
+    assert (old.parallel.recompute_granularity, new.parallel.recompute_granularity) == ("none", "none")
+    assert (old.parallel.attention, old.model.attention_dropout) == ("softmax", 0.1)
+    assert (new.parallel.attention, new.model.attention_dropout) == ("auto", 0.0)
+
+
+def test_an_empty_cell_of_recompute_goes_with_sequence_parallelism() -> None:
+    row = FULL | {"recompute": "", "sequence_parallel": "", "micro_batch": "1", "virtual_stages": "1"}
+    (open_cells,), (said,) = (runs(run_of_row(each)) for each in (row, row | {"sequence_parallel": "0"}))
+    assert open_cells.parallel.sequence_parallel and not said.parallel.sequence_parallel
 
 
 @pytest.mark.parametrize("name", NEEDED)

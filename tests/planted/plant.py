@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -34,12 +35,18 @@ OF_A_TEST = re.compile(r"^(\w+\.)*(AssertionError|Failed|GradcheckError)\b", re.
 REFUSED = re.compile(r"^(megazero\.program\.\w+\.)?(ProgramError|IllegalMove): ", re.MULTILINE)
 """What the checker of a step's list raises."""
 
+NAMED = re.compile(r"^differs: the .+ at [a-z].+, step \d|number \d+ of its list| \([a-z][a-z ]*( \([^()]*\))?\)$")
+"""What `megazero verify-layout` says of a value that differs, or of an instruction."""
+
 
 class Judge(StrEnum):
-    """What has caught a fault: the test itself, or the checker of a step's list, which the test has called."""
+    """What has caught a fault: the test itself, or the checker of a step's list, which the test has called; beside them
+    the second judge, a proof by `megazero verify-layout`.
+    """
 
     TEST = "test"
     CHECKER = "checker"
+    PROOF = "proof"
 
 
 class Verdict(NamedTuple):
@@ -56,6 +63,32 @@ class Verdict(NamedTuple):
     judge: Judge | None
     seconds: float
     output: str
+
+
+class Proven(NamedTuple):
+    """What proofs of layouts say.
+
+    judge    `Judge.PROOF` if a layout differs; None: all of them are equal, or none could be run
+    layouts  the names of those that were proven
+    told     the line that says what differs, as `megazero verify-layout` prints it; "" where none does
+    refused  why layouts could not be run
+    seconds  processor time
+    output   of the program
+    """
+
+    judge: Judge | None
+    layouts: tuple[str, ...]
+    told: str
+    refused: tuple[str, ...]
+    seconds: float
+    output: str
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it names a value with the instruction that made it, or the instruction of a list that is refused, and
+        not an error alone that has ended a rank.
+        """
+        return NAMED.search(self.told) is not None
 
 
 class Copy:
@@ -110,15 +143,29 @@ class Copy:
             "no:randomly",
         ]
         words += [f"--junit-xml={self.report}", *OPTIONS, *tests]
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))
-        }
         before = _child_seconds()
-        status, output = _run(words, self.folder, environment, seconds)
+        status, output = _run(words, self.folder, _environment(), seconds)
         used = _child_seconds() - before
         failures, errors = _reported(self.report)
         judges = list(filter(None, map(judge_of, failures))) if status == 1 and not errors else []
         return Verdict(status == 0, judges[0] if judges else None, used, output)
+
+    def prove(self, layouts: Sequence[str], seconds: int = SECONDS) -> Proven:
+        """Prove layouts of the table in the copy, one after the other until one differs."""
+        words = [sys.executable, "-m", "tests.planted.prove", *layouts]
+        before = _child_seconds()
+        _, output = _run(words, self.folder, _environment(), seconds)
+        used = _child_seconds() - before
+        said = [json.loads(line) for line in output.splitlines() if line.startswith('{"layout": ')]
+        told = next((one["differs"] for one in said if one.get("differs")), "")
+        refused = tuple(f"{one['layout']}: {one['refused']}" for one in said if "refused" in one)
+        names = tuple(one["layout"] for one in said)
+        return Proven(Judge.PROOF if told else None, names, told, refused, used, output)
+
+
+def _environment() -> dict[str, str]:
+    """The variables of a program in the copy: pytest's own do not reach it, and it imports the copy."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
 
 
 def faulty(sound: str, fault: Fault) -> str:

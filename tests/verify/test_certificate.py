@@ -65,6 +65,14 @@ def test_a_difference_is_the_last_line(
     assert status == 1 and lines[-1].startswith(last)
 
 
+def test_flags_that_take_no_part_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On the terminal and in the certificate, in the same words."""
+    status, lines, made = proven(capsys, tmp_path / "layout.json", "--lr-warmup-iters", "10", "--train-iters", "90")
+    told = [line.removeprefix("not covered: ") for line in lines if line.startswith("not covered: ")]
+    assert status == 0 and told == made["left_out"]
+    assert [note.partition(":")[0] for note in told] == ["--precision bf16", "--lr-warmup-iters"]
+
+
 def test_every_source_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = code_hash()
     assert before == code_hash() and len(before) == 64

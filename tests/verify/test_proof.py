@@ -17,6 +17,7 @@ from megazero.mpu.axes import Axes
 from megazero.mpu.collectives import CommunicationHandle
 from megazero.mpu.parameter import StateGroup
 from megazero.train.state import TrainingPosition
+from megazero.verify.local import LocalMail
 from megazero.verify.proof import CannotRun, Proof, prove
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.reducer import GradientReducer
@@ -167,7 +168,17 @@ def test_ranks_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(collectives, "reduce_scatter", once)
     proof = proof_of("--zero-stage 2", 2)
-    assert proof.failure is not None and "from the seed" in proof.failure
+    assert proof.failure is not None and proof.failure.startswith("from the seed: ")
+    assert proof.failure.endswith(" (norm)"), proof.failure
+
+
+@pytest.mark.slow
+def test_a_message_that_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both stages wait for ever, and the failure ends with the instruction of the first of them."""
+    monkeypatch.setattr(LocalMail, "send", lambda *message: None)
+    proof = proof_of("--pp 2", 2)
+    assert proof.failure is not None and "2 ranks wait for each other for ever: rank 0 in " in proof.failure
+    assert proof.failure.endswith("(backward (micro-batch 0, chunk 0))"), proof.failure
 
 
 def test_what_one_process_cannot_run_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

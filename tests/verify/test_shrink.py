@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.config.checks_layout import least_buffer
+from megazero.config.inventory import parameters_per_layer
 from megazero.config.layers.kinds import kinds, pattern_items
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
@@ -48,8 +50,33 @@ def test_bloom() -> None:
 def test_padding_of_the_vocabulary(vocabulary: int, multiple: int, padded: bool) -> None:
     flags = f"--vocab-size {vocabulary} --make-vocab-size-divisible-by {multiple} --tp 2"
     model = small_of(flags, 2).model
-    assert model.vocab_size is not None and model.vocab_size < 100
+    assert model.vocab_size is not None and model.vocab_size < 500
     assert (model.vocab_size % (2 * model.make_vocab_size_divisible_by) > 0) is padded
+
+
+@pytest.mark.parametrize(("vocabulary", "larger"), [(1000, False), (50_000, True)])
+def test_an_embedding_that_is_larger_than_a_block_stays_so(vocabulary: int, larger: bool) -> None:
+    """Its gather starts earlier than those of blocks."""
+    flags = f"--vocab-size {vocabulary} --tp 2"
+    for run in (parse_run(flags.split(), 2), small_of(flags, 2)):
+        sizes = parameters_per_layer(run.model)
+        assert (sizes.embedding > max(sizes.blocks)) is larger
+
+
+@pytest.mark.parametrize(
+    ("flags", "few"),
+    [("--offload-optimizer nvme --offload-params nvme", True), ("--offload-activations nvme", False)],
+)
+def test_parts_take_turns_in_few_slots(flags: str, few: bool) -> None:
+    run = small_of(f"{flags} --nvme-path disk --vocab-size 1000 --zero-stage 1", 2)
+    assert (run.offload.nvme_buffer_bytes == least_buffer(run)) is few
+
+
+@pytest.mark.parametrize(("data", "packed"), [("--data-path words", False), ("--instruction-data talks.jsonl", True)])
+def test_conversations_are_packed(data: str, packed: bool) -> None:
+    words = [*data.split(), "--vocab-size", "1000", *["--tokenizer", "byte"] * packed]
+    made = shrunk(parse_run(words, 2), 2)
+    assert made.packed is packed is made.run.model.document_mask
 
 
 @pytest.mark.parametrize(
@@ -131,4 +158,10 @@ def test_as_many_units_are_gathered(units: int) -> None:
 def test_what_has_no_small_form_is_said() -> None:
     words = "--fp8 --bf16 --compile --zero-quantized-weights --zero-stage 1 --vocab-size 1000".split()
     notes = shrunk(parse_run(words, 2), 2).notes
-    assert [note.partition(":")[0] for note in notes] == ["--fp8", "--zero-quantized-weights", "--compile"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "--precision bf16",
+        "--fp8",
+        "--zero-quantized-weights",
+        "--compile",
+        "--exit-duration-in-mins",
+    ]

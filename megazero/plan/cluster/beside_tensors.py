@@ -1,5 +1,13 @@
-"""What a process takes of memory beside the tensors of its step: the allowance of a kind of device, and on a CPU what
-depends on the run, since there everything that a process has is in the same memory.
+"""What a process takes of a device beside the tensors of its step: what the driver and communicators take, and what the
+allocator cannot use.
+
+Of a device of `hardware.yaml` its constants say it: `context` are bytes of the driver's context with the kernels that
+are loaded into it, `communicators` bytes of all communicators of a rank, and `fragmentation` is the share of tensors
+that the allocator cannot use between them. An entry without them takes nothing.
+
+On a CPU everything that a process has is in the same memory, and some of it depends on the run: the memory in which the
+ranks of a host exchange tensors, the groups of ranks (`group` bytes each), and torch's compiler, which the first
+recomputation imports (`compiler` bytes). There `context` is the process itself.
 """
 
 from __future__ import annotations
@@ -10,15 +18,18 @@ from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, Coordinates
 from megazero.mpu.parameter import StateGroup
 from megazero.mpu.shared_memory import SLOT, SLOTS
-from megazero.plan.cluster.hardware import Device
+from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.recompute import activation_plan
+
+BESIDE = "driver and communicators"
+"""What a process takes beside tensors, in a table of what is alive."""
 
 
 @dataclass(frozen=True)
 class Allowance:
     """What a process takes of a device beside the tensors of its step.
 
-    fixed  bytes of the driver's context, of communicators and of the workspaces of products
+    fixed  bytes of the driver's context and of communicators
     share  of the tensors: what the allocator cannot use between them
     """
 
@@ -34,21 +45,20 @@ class Allowance:
         return max(0, int((memory - self.fixed) / (1 + self.share)))
 
 
-def allowance_of(device: Device) -> Allowance:
-    """That of a kind of device: its constants `context` and `fragmentation`."""
-    return Allowance(device.constants.get("context", 0.0), device.constants.get("fragmentation", 0.0))
+def allowance_of(cluster: Cluster) -> Allowance:
+    """That of a device of a cluster. One device alone has no communicators."""
+    constants = cluster.device.constants
+    between = constants.get("communicators", 0.0) if cluster.gpus > 1 else 0.0
+    return Allowance(constants.get("context", 0.0) + between, constants.get("fragmentation", 0.0))
 
 
-def allowance_of_run(device: Device, run: Run, axes: Axes) -> Allowance:
-    """That of a run: on a CPU with its groups, their shared memory, and the compiler that recomputation imports.
-
-    The constants `group` and `compiler` are bytes of a group of ranks beside the world, and of torch's compiler.
-    """
-    known = allowance_of(device)
-    if device.kind != "cpu":
+def allowance_of_run(cluster: Cluster, run: Run, axes: Axes) -> Allowance:
+    """That of a run, on a CPU with what depends on the run."""
+    known, constants = allowance_of(cluster), cluster.device.constants
+    if cluster.device.kind != "cpu":
         return known
-    groups = len(groups_of(axes)) * device.constants.get("group", 0.0)
-    compiler = device.constants.get("compiler", 0.0) * (run.parallel.recompute_granularity != "none")
+    groups = len(groups_of(axes)) * constants.get("group", 0.0)
+    compiler = constants.get("compiler", 0.0) * (run.parallel.recompute_granularity != "none")
     return Allowance(known.fixed + groups + shared_bytes(run, axes) + compiler, known.share)
 
 

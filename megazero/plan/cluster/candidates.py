@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 from megazero.config.layers.kinds import layers
 from megazero.config.placement import applied
 from megazero.config.schema import Run
+from megazero.config.source import ConfigError
 from megazero.config.validate import problems_of
+from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.beside_tensors import allowance_of
 from megazero.plan.cluster.hardware import Cluster
+from megazero.plan.recompute import recompute_table
 
 Settings = dict[str, Any]
 """Field of a run -> value."""
@@ -133,7 +136,7 @@ class OpenRun:
         ):
             if order["pipeline_schedule"] == "interleaved" and order["virtual_stages"] < 2:
                 continue
-            yield {
+            settings = {
                 "tp": split.tp,
                 "pp": split.pp,
                 **order,
@@ -141,6 +144,23 @@ class OpenRun:
                 "recompute_granularity": again,
                 "sequence_parallel": shared,
             }
+            if self._keeps_activations(settings):
+                yield settings
+
+    def _keeps_activations(self, settings: Settings) -> bool:
+        """Whether something can be computed again with which the user's budget of activations is kept, if there is
+        one.
+        """
+        if self.run.parallel.activation_memory_budget is None:
+            return True
+        run = self.run_with(settings)
+        if run is None:
+            return False
+        try:
+            recompute_table(run, axes_of(run, self.cluster.gpus), self.kind)
+        except ConfigError:
+            return False
+        return True
 
     def placed(self, split: Split, offload: Settings) -> Iterator[Settings]:
         """What decides where the model state lies: ZeRO and its shards, with what leaves the device."""
@@ -151,9 +171,10 @@ class OpenRun:
     @property
     def offloads(self) -> list[Settings]:
         """What may leave the device, from the least to the most: what moves more is for a run that does not fit with
-        less on any layout.
+        less on any layout. Nothing leaves a CPU for the host's memory, which is its own.
         """
-        return [offload for offload in OFFLOADS if not {*offload} & self.fixed]
+        offloads = OFFLOADS[: 1 if self.kind == "cpu" else None]
+        return [offload for offload in offloads if not {*offload} & self.fixed]
 
     def _shards(self, split: Split, stage: int) -> tuple[int | None, ...]:
         """All replicas; or those of one node, where there are others."""
@@ -173,7 +194,7 @@ class OpenRun:
     def rooms(self) -> Rooms:
         """What a rank has room for."""
         device = self.cluster.device
-        tensors = allowance_of(device).room(device.memory)
+        tensors = allowance_of(self.cluster).room(device.memory)
         return Rooms(tensors, tensors if device.kind == "cpu" else device.host_memory)
 
     def with_settings(self, settings: Settings) -> Run:

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megazero.config.derive import gathers_parameters
-from megazero.config.inventory import parameters
+from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
-from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.budgets import keeps_all
-from megazero.plan.cluster.beside_tensors import Allowance, allowance_of_run
+from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of_run
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
-from megazero.plan.cluster.least_memory import SPLIT, equal_stages
-from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
+from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, equal_stages, schedule_orders, short_step
+from megazero.plan.cluster.least_seconds import least_messages, least_step, state_messages
+from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
 from megazero.plan.recompute import recompute_table
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
-from megazero.plan.traffic import run_traffic
-from megazero.program.instruction import Instruction, Lane
+from megazero.program.instruction import Instruction
+from megazero.program.schedule_time import NONE, ScheduleGraph, StateMessages
 from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
 
-FILLINGS = 2
-"""So often the micro-batches of a short step fill the pipeline, at least."""
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
+LONG = 60_000
+"""Computations of all stages up to which the schedule of a step is looked at to its end."""
+
+
+@lru_cache(maxsize=512)
+def schedule_graph(name: str, stages: int, micro_batches: int, virtual_stages: int) -> ScheduleGraph:
+    """The computations of a schedule: many layouts of a search have the same."""
+    orders, chunks = schedule_orders(name, stages, micro_batches, virtual_stages)
+    return ScheduleGraph.of(orders, [chunks.of(stage) for stage in range(stages)])
 
 
 class TakenBytes(NamedTuple):
@@ -68,7 +73,7 @@ class ClusterStep:
 
     @cached_property
     def allowance(self) -> Allowance:
-        return allowance_of_run(self.cluster.device, self.run, self.axes)
+        return allowance_of_run(self.cluster, self.run, self.axes)
 
     @cached_property
     def limits(self) -> SearchLimits:
@@ -81,20 +86,17 @@ class ClusterStep:
 
     @cached_property
     def _lists(self) -> StageLists:
-        """Of a short step: its micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds
-        more of them in the whole step.
+        """Of a step whose micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds more
+        of them in the whole step.
         """
-        return self._lists_of(self._few)
+        return self._lists_of(self._short(FILLINGS))
 
     def _lists_of(self, micro_batches: int) -> StageLists:
-        schedule = self.run.schedule
-        batch = micro_batches * schedule.micro_batch_size * self.axes.dp
-        run = replace(self.run, schedule=replace(schedule, global_batch_size=batch))
-        return StageLists(run, self.axes, nccl=self._nccl)
+        return self._whole_lists.with_micro_batches(micro_batches)
 
-    @property
-    def _nccl(self) -> bool:
-        return has_nccl(self.run.parallel, self.axes)
+    @cached_property
+    def _whole_lists(self) -> StageLists:
+        return StageLists(self.run, self.axes, nccl=has_nccl(self.run.parallel, self.axes))
 
     @cached_property
     def alike(self) -> Mapping[int, range]:
@@ -126,6 +128,11 @@ class ClusterStep:
             self._taken[stage] = TakenBytes(device, fullest.host + resting.host, resting.disk)
         return self._taken[stage]
 
+    @property
+    def first_fits(self) -> bool:
+        """Whether a rank of the first stage, which holds the activations of most micro-batches, fits."""
+        return self.limits.hold(self.taken(0))
+
     @cached_property
     def fits(self) -> bool:
         """Whether the fullest rank of each tier fits. A step that does not is not looked at to its end."""
@@ -133,8 +140,13 @@ class ClusterStep:
 
     @property
     def peaks(self) -> list[TierPeaks]:
-        """The fullest moment of the first of equal stages, and what is alive then."""
-        return [self.memory(stage).peaks for stage in self.alike]
+        """The fullest moment of the first of equal stages, and what is alive then, with what is beside tensors."""
+        return [self._with_allowance(self.memory(stage).peaks) for stage in self.alike]
+
+    def _with_allowance(self, peaks: TierPeaks) -> TierPeaks:
+        tensors = peaks.total_bytes if self.limits.is_one else peaks.device_bytes
+        beside = self.allowance.of(tensors) - tensors
+        return replace(peaks, device={**peaks.device, BESIDE: beside}) if beside else peaks
 
     @cached_property
     def tensors(self) -> int:
@@ -162,41 +174,17 @@ class ClusterStep:
     @cached_property
     def least_seconds(self) -> float:
         """What the step never falls below: `least_step` of its times, and its messages on model state."""
-        split = self.run.parallel.pipeline_schedule in SPLIT
-        computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
+        split = pipeline_schedule(self.run.parallel) in SPLIT
+        computed = least_step(self._alone, chunks_of(self.run), self.micro_batches, split=split)
         return max(computed, least_messages(self.run, self.axes, self.times.per_byte))
 
-    @property
-    def _repeated(self) -> int:
-        """How often the last filling of the pipeline in a short step is repeated in the whole step."""
-        if keeps_all(self.run):
-            return 0
-        return max(0, self.micro_batches // self.axes.pp - FILLINGS)
-
-    @property
-    def _few(self) -> int:
-        """Micro-batches of a short step."""
-        return self.micro_batches - self._repeated * self.axes.pp
-
     @cached_property
-    def simulated(self) -> SimulationReport:
-        """All stages through their whole lists once."""
-        lists = self._lists_of(self.micro_batches)
-        return simulate(*self._simulation(lists), border=lists.of(0).border)
+    def _alone(self) -> ChunkTimes:
+        """The times, where stages share processors those of one that does not wait for the others."""
+        return self.times.alone(self.axes.pp)
 
-    @cached_property
-    def short(self) -> SimulationReport:
-        """All stages through the lists of a short step, or of the whole one if it has no more micro-batches."""
-        return simulate(*self._simulation(self._lists), border=self._lists.of(0).border)
-
-    def _simulation(self, lists: StageLists) -> tuple[list[tuple[Instruction, ...]], ChunkTimes, list[RankShape]]:
-        """What a simulation takes of lists."""
-        stages = [lists.of(stage) for stage in range(self.axes.pp)]
-        return [stage.instructions for stage in stages], self.times, [stage.shape for stage in stages]
-
-    def _ends(self, lists: StageLists, steps: int) -> tuple[float, ...]:
-        """When each of several steps ends."""
-        return step_ends(*self._simulation(lists), lists.of(0).border, steps)
+    def _short(self, fillings: int) -> int:
+        return short_step(self.run, self.axes, fillings)
 
     @property
     def work(self) -> list[float]:
@@ -205,36 +193,106 @@ class ClusterStep:
         return [sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp)]
 
     @cached_property
-    def _short_ends(self) -> tuple[float, ...]:
-        """Of short steps. The second one begins with what the first has left: gathers of updated parameters."""
-        return self._ends(self._lists, STEPS)
-
-    @property
-    def _short_seconds(self) -> float:
-        return self._short_ends[-1] - self._short_ends[-2]
-
-    @property
-    def short_seconds(self) -> float:
-        """What the step never falls below where it repeats itself: a short step, and the work of the busiest stage for
-        the other micro-batches.
+    def scheduled_least(self) -> float:
+        """What the step never falls below: its schedule with few micro-batches, and the work of the busiest stage for
+        the others.
         """
-        return self._short_seconds + self._repeated * self.axes.pp * self._busiest
+        few, state = self._short(FILLINGS), state_messages(self.run, self.axes, self.times)
+        return self._scheduled(few, state) + (self.micro_batches - few) * self._busiest
 
     @property
     def _busiest(self) -> float:
-        """Seconds of a micro-batch on the busiest stage; of the mean of stages that share processors, at least."""
-        return max(max(self.work) * self.times.alone(self.axes.pp), sum(self.work) / self.axes.pp)
+        """Seconds of a micro-batch on the busiest stage, at least."""
+        chunks, times = chunks_of(self.run), self._alone
+        return max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
+
+    @cached_property
+    def scheduled(self) -> float:
+        """Seconds of the schedule of all micro-batches, without messages on model state. The middle of a long step
+        repeats itself with each filling of the pipeline.
+        """
+        p = self.run.parallel
+        many = self._short(max(FILLINGS, LONG // (2 * p.pp * p.pp * p.virtual_stages)))
+        seconds = self._scheduled(many)
+        if many == self.micro_batches:
+            return seconds
+        return seconds + (self.micro_batches - many) / p.pp * (seconds - self._scheduled(many - p.pp))
+
+    def _scheduled(self, micro_batches: int, state: StateMessages = NONE) -> float:
+        """The same of so many micro-batches, with these messages; 0 in an order that is not the schedule's own."""
+        p = self.run.parallel
+        if micro_batch_order(self.run) == "vertical":
+            return 0.0
+        return schedule_graph(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages).seconds(self._alone, state)
+
+    @cached_property
+    def simulated(self) -> SimulationReport:
+        """All stages through their whole lists once."""
+        return self._simulated(self.micro_batches)
+
+    @cached_property
+    def short(self) -> SimulationReport:
+        """All stages through the lists of a short step, or of the whole one if it has no more micro-batches."""
+        return self._simulated(self._short(FILLINGS))
+
+    def _simulated(self, micro_batches: int) -> SimulationReport:
+        lists = self._lists_of(micro_batches)
+        return simulate(*self._simulation(lists), border=lists.of(0).border)
+
+    def _simulation(self, lists: StageLists) -> tuple[list[tuple[Instruction, ...]], ChunkTimes, list[RankShape]]:
+        """What a simulation takes of lists."""
+        stages = [lists.of(stage) for stage in range(self.axes.pp)]
+        return [stage.instructions for stage in stages], self.times, [stage.shape for stage in stages]
+
+    def _ends(self, lists: StageLists, steps: int) -> tuple[float, ...]:
+        """When each of several steps with these lists ends."""
+        return step_ends(*self._simulation(lists), lists.of(0).border, steps)
+
+    @cached_property
+    def _shortest(self) -> StageLists:
+        """Of a step whose micro-batches fill the pipeline once."""
+        return self._lists_of(self._short(1))
+
+    @cached_property
+    def _shortest_scheduled(self) -> float:
+        return self._scheduled(self._shortest.micro_batches)
+
+    @cached_property
+    def begun_least(self) -> float:
+        """What the step never falls below: its schedule, and what messages on model state add to a short step before
+        which there is none. Worth its time where they come with each micro-batch.
+        """
+        if not self._sends_inside:
+            return self.scheduled
+        (first,) = self._ends(self._shortest, 1)
+        return self.scheduled + first - self._shortest_scheduled
 
     @cached_property
     def seconds(self) -> float:
-        """The time of a step that follows another. Between its first and its last micro-batches a step repeats itself
-        with each filling of the pipeline, so that two short steps say how long the whole one takes. Where it hardly
-        waits, the shorter one may wait more than its share.
+        """The time of a step that follows another: that of its schedule, and what messages on model state add. They add
+        as much to a short step, of which the second begins with what the first has left: gathers of updated parameters.
+        What they add for each filling of the pipeline is the difference between two short steps.
+
+        On a CPU all of these share processors, so that nothing adds up, and the whole step is simulated.
         """
-        if not self._repeated:
-            return self._short_seconds
-        fewer = self._ends(self._lists_of(self._few - self.axes.pp), 1)
-        return max(self.short_seconds, self._short_seconds + self._repeated * (self._short_ends[0] - fewer[0]))
+        if self.kind == "cpu":
+            first, second = self._ends(self._lists_of(self.micro_batches), STEPS)
+            return second - first
+        few, pp = self._shortest.micro_batches, self.axes.pp
+        first, second = self._ends(self._shortest, STEPS)
+        seconds = self.scheduled + second - first - self._shortest_scheduled
+        if few == self.micro_batches or not self._sends_inside:
+            return seconds
+        (more,) = self._ends(self._lists_of(few + pp), 1)
+        added = more - first - (self._scheduled(few + pp) - self._shortest_scheduled)
+        return max(seconds, seconds + (self.micro_batches - few) / pp * added)
+
+    @property
+    def _sends_inside(self) -> bool:
+        """Whether messages on model state, or copies of it, come with each micro-batch."""
+        off = self.run.offload
+        copied = off.offload_gradients, off.offload_params, off.offload_activations
+        return self.run.parallel.zero_stage > 1 or any(map(bool, copied))
 
     @property
     def model_flops(self) -> float:
@@ -256,50 +314,3 @@ class ClusterStep:
     @property
     def tokens_per_second(self) -> float:
         return self.run.schedule.global_batch_size * self.run.model.seq_length / self.seconds
-
-
-def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split: bool) -> float:
-    """A time that no step of these chunks falls below, whatever the order of its computations.
-
-    A stage computes its chunks for all micro-batches one after the other. Before its first computation the chunks in
-    front of its first one have computed a forward, each after the other, and behind its last one these chunks compute a
-    backward, with a message from stage to stage. Where the weights' part of a backward is apart (split), that may be a
-    stage's last computation, and nothing has to follow.
-    """
-
-    alone = times.alone(chunks.stages)
-
-    def least(stage: int) -> float:
-        numbers = list(chunks.of(stage))
-        work = micro_batches * sum(times.forward[n] + times.backward[n] for n in numbers)
-        before = range(min(numbers))
-        reach = sum(times.forward[n] for n in before)
-        back = 0.0 if split else sum(times.backward[n] for n in before)
-        messages = times.message * len(before) * (1 if split else 2)
-        return alone * (work + reach + back) + messages
-
-    return max(least(stage) for stage in range(chunks.stages))
-
-
-TURNS = 4
-"""Units that a rank keeps gathered, at most, where a micro-batch turns back, and where the next one follows."""
-
-
-IN_CHUNKS = 0.75
-"""The share of its messages that a list with several chunks on a rank sends at least: some of them bring a bucket for
-two chunks.
-"""
-
-
-def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> float:
-    """Seconds in which the messages on the model state of some stage pass their lanes, at least: an even share of the
-    parameters that tp divides.
-    """
-    traffic = run_traffic(run, axes)
-    inside, units = traffic.inside, run.model.num_layers / axes.pp
-    if gathers_parameters(run):
-        inside *= max(0.0, 1 - TURNS / (2 * units))
-    if run.parallel.virtual_stages > 1:
-        inside *= IN_CHUNKS
-    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
-    return share * (inside * per_byte[Lane.SHARDS] + traffic.across * per_byte[Lane.ACROSS])

@@ -93,7 +93,7 @@ class ClusterRates:
     def lanes(self, axes: Axes) -> LaneTimes:
         """Those of messages on model state, of copies and updates, and of disks."""
         nodes_of, replicas = self.cluster.nodes_of, axes.dp * axes.cp
-        shards = axes.shard_size or replicas
+        shards = min(axes.shard_size or replicas, replicas)  # a search asks for the layers of one replica, too
         near = place_of(shards, axes.tp, nodes_of)
         far = place_of(replicas // shards, axes.tp * shards, nodes_of)
         device, messages = self.cluster.device, self._messages

@@ -26,6 +26,8 @@ OPTIONAL = "update_host read write carried beside".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
 """Numbers of which ranks that share a CPU have a part each."""
+USUAL_NODE = 8
+"""Devices of a node where nobody says it, and there are as many."""
 _INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
 
 
@@ -166,7 +168,7 @@ class Hardware:
                 number, link = int(match[1]), self.links[name]
         if problems or device is None or link is None:
             raise ConfigError(problems)
-        of_node = min(8, gpus) if nodes_of is None else nodes_of
+        of_node = min(USUAL_NODE, gpus) if nodes_of is None else nodes_of
         device = device.of_rank(min(gpus, of_node))
         if gpus > of_node and gpus % of_node:
             raise ConfigError([f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full"])

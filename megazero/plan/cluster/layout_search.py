@@ -1,10 +1,12 @@
 """The fastest layouts of a run on a cluster, one for each split of its ranks.
 
-Candidates are walked through in the order of a time that none falls below: the model's operations, shared out evenly
-over the stages, or the messages on its state. Of each the next checks are made in the order of what they cost, and the
-first that it fails leaves it out: the least memory of its stages, the bound of its own stages
-(`plan.cluster.cluster_step.least_step`), its simulation, its memory. The walk ends when all that is left takes at least
-as long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit.
+Candidates are walked through in the order of a time that none falls below. At first it is that of the model's
+operations, shared out evenly over the stages, or of the messages on its state. A candidate whose turn has come, and
+whose stages have room for the least that they hold, gets the time of its schedule without messages on model state, and
+takes its turn by that. When that turn has come it is simulated. The walk ends when all that is left takes at least as
+long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit; or it sends more
+than another one that fits, with the same computations: what ZeRO-2 sends comes on top of what ZeRO-1 sends, and what
+ZeRO-3 sends on top of that.
 """
 
 from __future__ import annotations
@@ -19,28 +21,49 @@ from typing import NamedTuple
 from megazero.config.inventory import parameters
 from megazero.mpu.axes import axes_of
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
-from megazero.plan.cluster.cluster_step import ClusterStep, least_messages
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.least_memory import Activations, least_states, state_width
+from megazero.plan.cluster.least_seconds import least_messages
 from megazero.plan.placement import EQUAL
 from megazero.system.collector import without_collections
 
 WANTED = 10
 SLOW = 1.5
 """Times the fastest step: what takes longer is not shown."""
+BY_SCHEDULE = "slower by the schedule of its stages"
+MOST_STAGE = 3
+"""Of ZeRO."""
 
 
 class Candidate(NamedTuple):
-    """Settings of a split whose operations, shared out evenly over the stages, or whose messages take `least` seconds.
+    """Settings of a split.
 
     computed  number of the settings that decide how long computations take, which several candidates share
     """
 
-    least: float
-    number: int
     computed: int
     split: Split
     settings: Settings
+
+    @property
+    def zero_stage(self) -> int:
+        stage: int = self.settings["zero_stage"]
+        return stage
+
+    @property
+    def rivals(self) -> tuple[object, ...]:
+        """What it shares with candidates that differ in the ZeRO stage alone."""
+        return self.computed, self.settings["zero_shard_size"]
+
+
+class Turn(NamedTuple):
+    """A candidate that takes `least` seconds at least. step: once its bound is that of its schedule."""
+
+    least: float
+    number: int
+    candidate: Candidate
+    step: ClusterStep | None = None
 
 
 @dataclass
@@ -75,19 +98,22 @@ class LayoutSearch:
     least: tuple[float, ClusterStep | None] = (inf, None)
     least_state: float = inf
     _kept: dict[int, Activations] = field(default_factory=dict)
+    _turns: list[Turn] = field(default_factory=list)
+    _fitting: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """By what rivals share the least ZeRO stage that fits."""
 
     def run(self) -> BestLayouts:
         """The walk. Communicates nothing; the result depends on the run and the cluster alone."""
         looked_at = 0
         with without_collections():
             for offload in self.asked.offloads:
-                candidates = self._candidates(offload)
-                looked_at += len(candidates)
-                self._kept = {}
-                heapq.heapify(candidates)
-                while candidates and candidates[0].least < self._worst:
-                    self._try(heapq.heappop(candidates))
-                self.left_out["slower by operations or messages alone"] += len(candidates)
+                self._turns = self._first_turns(offload)
+                looked_at += len(self._turns)
+                self._kept, self._fitting = {}, {}
+                heapq.heapify(self._turns)
+                while self._turns and self._turns[0].least < self._worst:
+                    self._take(heapq.heappop(self._turns))
+                self.left_out["slower by operations or messages alone"] += len(self._turns)
                 if self.best:
                     break
         steps = sorted(self.best.values(), key=lambda step: step.seconds)[: self.wanted]
@@ -110,8 +136,8 @@ class LayoutSearch:
         """
         return min(self._worst, (1 - EQUAL) * self.best[split].seconds if split in self.best else inf)
 
-    def _candidates(self, offload: Settings) -> list[Candidate]:
-        candidates, computed = list[Candidate](), 0
+    def _first_turns(self, offload: Settings) -> list[Turn]:
+        turns, computed = list[Turn](), 0
         for split in self.asked.splits():
             placements = [each for each in self.asked.placed(split, offload) if self._has_room(split, each)]
             for settings in self.asked.computed(split):
@@ -120,9 +146,9 @@ class LayoutSearch:
                 least = micro_batches * self._model_seconds(settings) / split.pp
                 for placement in placements:
                     messages = self._message_seconds(split, settings, placement)
-                    whole = {**settings, **placement}
-                    candidates.append(Candidate(max(least, messages), len(candidates), computed, split, whole))
-        return candidates
+                    candidate = Candidate(computed, split, {**settings, **placement})
+                    turns.append(Turn(max(least, messages), len(turns), candidate))
+        return turns
 
     def _message_seconds(self, split: Split, settings: Settings, placement: Settings) -> float:
         """The seconds of messages on the model state, at least."""
@@ -140,7 +166,7 @@ class LayoutSearch:
         key = tuple(settings[name] for name in names)
         if key not in self._known:
             whole = {name: settings[name] for name in names} | {"pp": 1, "virtual_stages": 1, "pipeline_schedule": None}
-            run = self.asked.with_settings(whole)
+            run = self.asked.with_settings(whole | {"activation_memory_budget": None})
             times = ClusterRates(self.asked.cluster).times(run, axes_of(run, run.parallel.tp), self.asked.kind)
             self._known[key] = sum(times.forward) + sum(times.backward)
         return self._known[key]
@@ -149,39 +175,64 @@ class LayoutSearch:
     def _known(self) -> dict[tuple[object, ...], float]:
         return {}
 
-    def _try(self, candidate: Candidate) -> None:
-        """Keep the step of a candidate, if it is faster than its split's so far."""
-        if candidate.least >= self._limit(candidate.split):
-            self.left_out["slower by operations or messages alone"] += 1
-            return
+    def _take(self, turn: Turn) -> None:
+        """Give a candidate its next bound; or keep its step, if it is faster than its split's so far."""
+        candidate = turn.candidate
+        if turn.least >= self._limit(candidate.split):
+            self.left_out["slower by operations or messages alone" if turn.step is None else BY_SCHEDULE] += 1
+        elif 0 < self._fitting.get(candidate.rivals, 0) < candidate.zero_stage:
+            self.left_out["sends more than a lower ZeRO stage that fits"] += 1
+        elif turn.step is not None:
+            self._simulate(turn.step, candidate)
+        elif (step := self._roomy(candidate)) is not None:
+            self._bound(step, turn)
+
+    def _roomy(self, candidate: Candidate) -> ClusterStep | None:
+        """The step of a candidate, if it is legal and the least that it holds has room."""
         run = self.asked.run_with(candidate.settings)
         if run is None:
             self.left_out["not legal"] += 1
-            return
+            return None
         step = ClusterStep(run, self.asked.cluster)
         kept = self._kept.setdefault(candidate.computed, Activations(run, step.axes, step.kind))
         least = kept.least_tensors(least_states(run, step.axes), self.asked.rooms.device)
-        if least > self.asked.rooms.device:
-            self._misfits(step, least)
-        else:
-            self._look_at(step, candidate.split)
+        if least <= self.asked.rooms.device:
+            return step
+        self._misfits(step, least)
+        return None
 
-    def _look_at(self, step: ClusterStep, split: Split) -> None:
+    def _bound(self, step: ClusterStep, turn: Turn) -> None:
+        """Give a candidate another turn, by the time of its schedule."""
+        limit = self._limit(turn.candidate.split)
+        if step.least_seconds >= limit or step.scheduled_least >= limit:
+            self.left_out[BY_SCHEDULE] += 1
+        else:
+            least = max(turn.least, step.least_seconds, step.scheduled_least)
+            heapq.heappush(self._turns, turn._replace(least=least, step=step))
+
+    def _simulate(self, step: ClusterStep, candidate: Candidate) -> None:
         """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
-        limit = self._limit(split)
-        if step.least_seconds >= limit:
-            self.left_out["slower by the work of its stages"] += 1
-            return
-        if 2 * len(step.alike) < step.axes.pp and not step.fits:  # a few stages say so, and a simulation takes all
-            self._misfits(step, step.tensors)
-            return
-        self.simulated += 1
-        if step.short_seconds >= limit or step.seconds >= limit:
+        limit = self._limit(candidate.split)
+        if step.scheduled >= limit:
+            self.left_out[BY_SCHEDULE] += 1
+        elif not step.first_fits:
+            self._misfits(step, step.taken(0).device_bytes)
+        elif self._is_slow(step, limit):
             self.left_out["slower in the simulation"] += 1
+            self._note(candidate)
         elif not step.fits:
             self._misfits(step, step.tensors)
         else:
-            self.best[split] = step
+            self.best[candidate.split] = step
+            self._note(candidate)
+
+    def _is_slow(self, step: ClusterStep, limit: float) -> bool:
+        self.simulated += 1
+        return step.begun_least >= limit or step.seconds >= limit
+
+    def _note(self, candidate: Candidate) -> None:
+        """Leave out rivals that send more, and are slower than what is known."""
+        self._fitting[candidate.rivals] = min(candidate.zero_stage, self._fitting.get(candidate.rivals, MOST_STAGE))
 
     def _misfits(self, step: ClusterStep, tensors: int) -> None:
         self.left_out["does not fit"] += 1

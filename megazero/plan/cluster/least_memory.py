@@ -16,16 +16,20 @@ from megazero.config.schema import Run
 from megazero.config.tiers import TierShare
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
-from megazero.pipeline.schedule import make_schedule
+from megazero.mpu.chunks import ChunkMap
+from megazero.pipeline.schedule import make_orders
 from megazero.pipeline.stage_specs import specs_of_stage
 from megazero.plan.activations import Moment, binding, chunk_bytes, moments, places
-from megazero.plan.budgets import shortened
+from megazero.plan.budgets import keeps_all
 from megazero.plan.rank_state import micro_batches_of
 from megazero.plan.recompute import activation_plan, recompute_table
+from megazero.program.instruction import Instruction
 from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, shardings
 
 SPLIT = frozenset({"zb-h1", "zb-v"})
 """Schedules that compute the backward of the weights apart."""
+FILLINGS = 2
+"""So often the micro-batches of a step whose memory is looked at fill the pipeline, at least."""
 
 
 def least_states(run: Run, axes: Axes) -> list[int]:
@@ -46,12 +50,12 @@ def least_activations(run: Run, axes: Axes, kind: str) -> list[int]:
     if run.offload.offload_activations:
         return [0 for _ in equal_stages(run)]
     plan, table = activation_plan(run, kind), recompute_table(run, axes, kind)
-    p, micro_batches = run.parallel, micro_batches_of(run, axes)
+    p, micro_batches = run.parallel, short_step(run, axes, FILLINGS)
     most = list[int]()
-    of_stages = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages)
     for stage in equal_stages(run):
         chunks = [chunk_bytes(plan, spec, table) for spec in specs_of_stage(run, stage)]
-        most.append(max(max(places(moment, chunks)) for moment in of_stages[stage]))
+        when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
+        most.append(max(max(places(moment, chunks)) for moment in when))
     return most
 
 
@@ -80,7 +84,7 @@ class Activations:
 
     @cached_property
     def _all(self) -> list[int]:
-        return least_activations(shortened(self.run, self.axes), self.axes, self.kind)
+        return least_activations(self.run, self.axes, self.kind)
 
     def least_tensors(self, states: Sequence[int], room: float) -> int:
         """Bytes of tensors on the fullest device with these model states (`least_states`), at least. The schedule is
@@ -90,12 +94,30 @@ class Activations:
         return of_first if of_first > room else max(map(sum, zip(states, self._all, strict=True)))
 
 
+def short_step(run: Run, axes: Axes, fillings: int) -> int:
+    """Micro-batches of a step that fill the pipeline so often at least, and leave as many over as the whole step does;
+    all of them where all count.
+    """
+    micro_batches = micro_batches_of(run, axes)
+    if keeps_all(run):
+        return micro_batches
+    return micro_batches - max(0, micro_batches // axes.pp - fillings) * axes.pp
+
+
 # A search asks for the same schedule with every micro-batch of the same number, recompute and ZeRO stage.
-@lru_cache(maxsize=256)
-def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[Moment, ...], ...]:
-    """By stage the computations of its schedule at which it may hold most."""
-    lists = make_schedule(name, pp, micro_batches, virtual_stages)
-    return tuple(tuple(binding(moments(instructions, virtual_stages))) for instructions in lists)
+@lru_cache(maxsize=128)
+def schedule_orders(
+    name: str, pp: int, micro_batches: int, virtual_stages: int
+) -> tuple[list[list[Instruction]], ChunkMap]:
+    """`pipeline.schedule.make_orders`, once for all who ask."""
+    return make_orders(name, pp, micro_batches, virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def _moments(name: str, pp: int, micro_batches: int, virtual_stages: int, stage: int) -> tuple[Moment, ...]:
+    """The computations of a stage's schedule at which it may hold most."""
+    orders, _ = schedule_orders(name, pp, micro_batches, virtual_stages)
+    return tuple(binding(moments(orders[stage], virtual_stages)))
 
 
 def equal_stages(run: Run) -> dict[int, range]:

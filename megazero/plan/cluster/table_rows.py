@@ -5,9 +5,10 @@ Tables name the same things differently, and leave out what their authors took f
 
 - precision fp16, a vocabulary of 50,257 (GPT-2's) and every block recomputed: of a table without these columns;
 - attention as products and a softmax, whose scores are stored, and dropout of 0.1 in fp16, as in programs from before
-  flash attention: where blocks are recomputed as a whole or in their core. An empty cell in a column of recompute means
-  the core on an A100, and on newer kinds a program with flash attention, which computes nothing again; virtual stages
-  are open then too;
+  flash attention: on an A100 or a V100, and where blocks are recomputed as a whole or in their core. An empty cell in a
+  column of recompute means the core on an A100, and on newer kinds a program with flash attention, which computes
+  nothing again. Virtual stages are open then too, and an empty cell in a column of sequence parallelism means that
+  there is some, which is of the same age as recomputing the core;
 - as many layers in every model chunk, the embedding and the head in addition, where that divides;
 - gradients reduced behind the last backward, as one bucket, in the precision of parameters, without ZeRO; bf16 that is
   accumulated in fp32 is reduced in fp32;
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.config.source import ConfigError
+from megazero.plan.cluster.programs import DEEPSPEED_BF16, MEGATRON, Program
 
 COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -76,6 +78,7 @@ class RowRun:
     choices       the command lines of runs that a row may be of: one, where it says all. Else the fastest of those that
                   fit stands for the row
     gpu, gpus, nodes_of, interconnect  the cluster, as `Hardware.cluster` takes it
+    program       whose run it is, which decides what it holds beside what ours does
     """
 
     choices: tuple[tuple[str, ...], ...]
@@ -83,6 +86,7 @@ class RowRun:
     gpus: int
     nodes_of: int | None
     interconnect: str | None
+    program: Program
 
 
 def run_of_row(row: Mapping[str, str]) -> RowRun:
@@ -105,8 +109,10 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     virtual = [int(said.get("virtual", 1))]
     if is_open and "virtual" not in said and pp > 1:
         virtual = [each for each in range(1, MOST_VIRTUAL + 1) if int(said["layers"]) % (pp * each) == 0]
+    if is_open:
+        said.setdefault("sequence", "1")
     said.setdefault("again", ("selective" if _before_hopper(said) else "none") if is_open else "full")
-    is_bloom = _cell(row, ("source",)).startswith("bigscience")
+    is_bloom = _is_bloom(row)
     flags = [*_model(said, tp, is_bloom=is_bloom), *_layout(said, tp, pp), *_numbers(said)]
     choices = tuple(
         (*flags, *_chunks(said, pp, chunks), "--micro-batch-size", str(size)) for chunks in virtual for size in samples
@@ -115,11 +121,22 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
         each = f"{said['layers']} layers, {gpus} GPUs, tp {tp}, pp {pp} and a batch of {said['batch']}"
         raise ConfigError([f"no virtual stages and no micro-batch divide {each}"])
     nodes_of = int(said["nodes_of"]) if "nodes_of" in said else None
-    return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, said.get("interconnect") or _links(row))
+    links, program = said.get("interconnect") or _links(row), DEEPSPEED_BF16 if is_bloom else MEGATRON
+    return RowRun(choices, _gpu(row, said.get("gpu", GPU)), gpus, nodes_of, links, program)
 
 
 def _cell(row: Mapping[str, str], columns: tuple[str, ...]) -> str:
     return next((value for column in columns if (value := (row.get(column) or "").strip())), "")
+
+
+def _is_bloom(row: Mapping[str, str]) -> bool:
+    """Whether a row is of BigScience's trials: BLOOM's program on Jean Zay."""
+    return _cell(row, ("source",)).startswith("bigscience")
+
+
+def _is_old(said: Mapping[str, str]) -> bool:
+    """Whether a row is of a program from before flash attention."""
+    return said["again"] != "none" or _before_hopper(said)
 
 
 def _before_hopper(said: Mapping[str, str]) -> bool:
@@ -129,14 +146,14 @@ def _before_hopper(said: Mapping[str, str]) -> bool:
 def _gpu(row: Mapping[str, str], name: str) -> str:
     """The key of a GPU in the file of hardware."""
     plain = name.lower()
-    if _cell(row, ("source",)).startswith("bigscience"):
+    if _is_bloom(row):
         return f"{plain}-nv4"
     return plain.removesuffix("-80gb") if plain.startswith("h100") else plain
 
 
 def _links(row: Mapping[str, str]) -> str | None:
     """The links of a row that names none: those of the machines whose tables these are."""
-    if _cell(row, ("source",)).startswith("bigscience"):
+    if _is_bloom(row):
         return "4xopa"  # Jean Zay
     return None if row.get("source") else MEASURED_LINKS
 
@@ -160,7 +177,7 @@ def _model(said: Mapping[str, str], tp: int, *, is_bloom: bool) -> list[str]:
 def _layout(said: Mapping[str, str], tp: int, pp: int) -> list[str]:
     words = ["--tp", str(tp), "--pp", str(pp), "--recompute-granularity", said["again"]]
     words += ["--sequence-parallel"] * (said.get("sequence", "0") not in ("0", "") and tp > 1)
-    if said["again"] != "none":
+    if _is_old(said):
         words += ["--attention", "softmax"]
         if not said.get("precision", "").startswith("bf16"):
             words += ["--hidden-dropout", DROPOUT, "--attention-dropout", DROPOUT]
@@ -179,7 +196,7 @@ def _numbers(said: Mapping[str, str]) -> list[str]:
     precision, zero = said.get("precision", "fp16"), said.get("zero", "0")
     words = ["--device", "cuda", "--train-iters", "1", "--global-batch-size", said["batch"], "--zero-stage", zero]
     words.append("--bf16" if precision.startswith("bf16") else f"--{precision.split()[0]}")
-    if said["again"] != "none":
+    if _is_old(said):
         reduced = "fp32" if "fp32" in precision.split(maxsplit=1)[-1] else precision.split()[0]
         words += ["--grad-reduce-dtype", reduced, "--bucket-size", str(WHOLE)]
     return words

@@ -49,9 +49,14 @@ class UnitTimer:
         """The cluster without what does not matter to a unit."""
         return replace(self.cluster, gpus=min(self.cluster.gpus, self.cluster.nodes_of))
 
+    @cached_property
+    def _timed(self) -> dict[tuple[StageSpec, str, bool], UnitSeconds]:
+        """By what tells units of this run apart. Its hundreds of fields make a case a slow key of a cache."""
+        return {}
+
     def chunk(self, spec: StageSpec, table: RecomputeTable) -> tuple[UnitSeconds, ...]:
         """Those of the units of a chunk, in forward order. table: what backward computes again of every block."""
-        known = dict[tuple[StageSpec, str, bool], UnitSeconds]()
+        known = self._timed
         for case in (cases := self.cases(spec, table)):
             key = case.spec, case.recompute, case.graded
             if key not in known:

@@ -1,0 +1,111 @@
+"""Seconds that a step on a cluster never falls below, by arithmetic: what its stages compute, the messages on model
+state, and those of them that stand at the two ends of a step, where nothing is computed beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megazero.config.derive import bucket_size, gathers_parameters, micro_batch_order
+from megazero.config.inventory import block_shapes, parameters, parameters_per_layer
+from megazero.config.layers.kinds import kinds
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes
+from megazero.pipeline.build import step_options
+from megazero.pipeline.schedule import ChunkMap
+from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
+from megazero.plan.flops import trained_parameters
+from megazero.plan.rank_state import has_nccl
+from megazero.plan.traffic import element_widths, run_traffic
+from megazero.program.instruction import Lane
+from megazero.program.schedule_time import NONE, StateMessages
+from megazero.program.shape import IN_FLIGHT
+from megazero.program.times import ChunkTimes
+
+GRADIENT = 4
+"""Bytes of a gradient of which an update counts."""
+
+
+def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split: bool) -> float:
+    """A time that no step of these chunks falls below, whatever the order of its computations.
+
+    A stage computes its chunks for all micro-batches one after the other. Before its first computation the chunks in
+    front of its first one have computed a forward, each after the other, and behind its last one these chunks compute a
+    backward, with a message from stage to stage. Where the weights' part of a backward is apart (split), that may be a
+    stage's last computation, and nothing has to follow.
+    """
+
+    def least(stage: int) -> float:
+        numbers = list(chunks.of(stage))
+        work = micro_batches * sum(times.forward[n] + times.backward[n] for n in numbers)
+        before = range(min(numbers))
+        reach = sum(times.forward[n] for n in before) + times.message * len(before)
+        return work + reach + (0.0 if split else sum(times.backward[n] for n in before) + times.message * len(before))
+
+    return max(least(stage) for stage in range(chunks.stages))
+
+
+TURNS = 4
+"""Units that a rank keeps gathered, at most, where a micro-batch turns back, and where the next one follows."""
+
+
+IN_CHUNKS = 0.75
+"""The share of its messages that a list with several chunks on a rank sends at least: some of them bring a bucket for
+two chunks.
+"""
+
+
+def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> float:
+    """Seconds in which the messages on the model state of some stage pass their lanes, at least: an even share of the
+    parameters that tp divides.
+    """
+    traffic = run_traffic(run, axes)
+    inside, units = traffic.inside, run.model.num_layers / axes.pp
+    if gathers_parameters(run):
+        inside *= max(0.0, 1 - TURNS / (2 * units))
+    if run.parallel.virtual_stages > 1:
+        inside *= IN_CHUNKS
+    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
+    return share * (inside * per_byte[Lane.SHARDS] + traffic.across * per_byte[Lane.ACROSS])
+
+
+def state_messages(run: Run, axes: Axes, times: ChunkTimes) -> StateMessages:
+    """The messages at the two ends of a step: parameters that were updated are gathered before they are used, and the
+    gradients of the last micro-batch are reduced behind the begin of its backward. Of the parameters of blocks alone:
+    those of tables may be tied, and their gradients come early.
+
+    None where a step begins with what the one before has left undone, or where columns leave the device.
+    """
+    off, options = run.offload, step_options(run)
+    away = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
+    shards = axes.shard_size or axes.dp * axes.cp
+    late = options.late or options.early or micro_batch_order(run) == "vertical"
+    if shards == 1 or late or any(map(bool, away)) or run.lora.lora_rank is not None:
+        return NONE
+    widths, blocks = element_widths(run), parameters_per_layer(run.model).blocks
+    reduced, gathered = widths.gradient, widths.parameter
+    if run.parallel.zero_stage == 0:
+        reduced, gathered = widths.gradient + (widths.summed or widths.gradient), 0.0
+    byte, chunks = times.per_byte[Lane.SHARDS] / axes.tp, chunks_of(run)
+    gathers, every, reductions, updated = dict[int, float](), dict[int, float](), list[float](), 0.0
+    for stage in range(axes.pp):
+        elements = 0
+        for chunk, spec in zip(chunks.of(stage), specs_of_stage(run, stage), strict=True):
+            of_chunk = sum(blocks[number] for number in spec.blocks)
+            elements += of_chunk
+            gathers[chunk], every[chunk] = elements * gathered * byte, of_chunk * reduced * byte
+        reductions.append(elements * reduced * byte)
+        updated = max(updated, elements / axes.tp * GRADIENT / shards * times.update)
+    # the gathers of one stage may begin while another one still updates
+    waits = {chunk: max(0.0, seconds - updated) for chunk, seconds in gathers.items()}
+    if not options.reduce_every:
+        return StateMessages(waits, reductions)
+    return StateMessages(waits, reductions, every, IN_FLIGHT * _largest_bucket(run, axes) * reduced * byte * axes.tp)
+
+
+def _largest_bucket(run: Run, axes: Axes) -> float:
+    """Elements of blocks that a bucket has at most: a parameter is never split."""
+    most = bucket_size(run.parallel, axes.dp * axes.cp, nccl=has_nccl(run.parallel, axes))
+    largest = max(math.prod(shape) for layer in kinds(run.model) for shape in block_shapes(layer).values())
+    return max(most, largest / axes.tp)
