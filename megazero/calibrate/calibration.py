@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from megazero.calibrate.effort import UNTIMED, Effort
-from megazero.calibrate.entry import WATTS, FittedDevice, Machine, fitted_device
+from megazero.calibrate.entry import WATTS, FittedDevice, MachineFacts, fitted_device
 from megazero.calibrate.ranks import measured
 from megazero.plan.cluster.hardware import NUMBERS, OPTIONAL, Device
 from megazero.system import device as devices
@@ -78,16 +78,16 @@ def calibrate(target: Path, name: str, effort: Effort, say: Callable[[str], None
     replace_file(Path(os.path.realpath(target)), text.encode(), uuid4().hex)
 
 
-def machine_here() -> Machine:
+def machine_here() -> MachineFacts:
     """What is known of this machine."""
     kind = devices.kind("auto")
     device = devices.resolve(kind, 0)
     host = float(available_bytes() or devices.total_memory_bytes(devices.resolve("cpu", 0)) or 1 << 30)
     if kind == "cpu":
-        return Machine(kind, devices.name(device), host, host, float(os_cores()))
+        return MachineFacts(kind, devices.name(device), host, host, float(os_cores()))
     facts = devices.card_facts(device)
     memory = float(devices.total_memory_bytes(device) or 1)
-    return Machine(kind, devices.name(device), memory, host, float(facts["multiprocessors"]))
+    return MachineFacts(kind, devices.name(device), memory, host, float(facts["multiprocessors"]))
 
 
 def line_of(one: FittedDevice) -> str:
@@ -107,7 +107,7 @@ def errors_words(one: FittedDevice) -> str:
     return f"steps of {counted(runs, 'run')} are met to {mean:.1%} in the mean, {most:.1%} at most"
 
 
-def entry_lines(machine: Machine, fitted: Sequence[FittedDevice], effort: Effort) -> Iterator[str]:
+def entry_lines(machine: MachineFacts, fitted: Sequence[FittedDevice], effort: Effort) -> Iterator[str]:
     """The lines of the file."""
     first, *others = fitted
     yield f"{HEAD} by `megazero plan {FLAG}`. It may be written again by the same command."
@@ -135,7 +135,7 @@ def quoted(text: str) -> str:
     return '"' + text.replace("\\", "/").replace('"', "'") + '"'
 
 
-def sources(machine: Machine, fitted: Sequence[FittedDevice]) -> Mapping[str, str]:
+def sources(machine: MachineFacts, fitted: Sequence[FittedDevice]) -> Mapping[str, str]:
     """Where the numbers come from."""
     known = {SYSTEM: f"what the operating system says of {machine.name}, of which each rank has a part"}
     for one in fitted:

@@ -59,7 +59,7 @@ class FittedDevice:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """What is known of the machine without measuring. memory: bytes for all ranks; cores: processors, or of a GPU its
     own.
     """
@@ -71,7 +71,7 @@ class Machine:
     cores: float
 
 
-def fitted_device(name: str, machine: Machine, measurements: RankMeasurements) -> FittedDevice:
+def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasurements) -> FittedDevice:
     """The device that these measurements describe."""
     latency, inside = message_times(measurements.collectives, measurements.ranks)
     rates, shared = measurements.rates, measurements.ranks if machine.kind == "cpu" else 1

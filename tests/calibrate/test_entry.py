@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 
 from megazero.calibrate.effort import FIRST, SECOND, MeasuredRun, RankMeasurements
-from megazero.calibrate.entry import START, Machine, fitted_device, message_times, planned
+from megazero.calibrate.entry import START, MachineFacts, fitted_device, message_times, planned
 from megazero.calibrate.runs import run_of
 from megazero.plan.cluster.beside_tensors import shared_bytes
 from megazero.plan.cluster.hardware import Device
@@ -32,7 +32,7 @@ RATES = {
     "carried": 3e9,
     "bandwidth": 2e10,
 }
-MACHINE = Machine("cpu", "a processor", 16e9, 16e9, 2.0)
+MACHINE = MachineFacts("cpu", "a processor", 16e9, 16e9, 2.0)
 
 
 def measured(ranks: int = 1) -> RankMeasurements:
