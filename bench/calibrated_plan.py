@@ -98,9 +98,9 @@ class Seen:
 
 
 @contextmanager
-def data() -> Iterator[Path]:
-    """A folder with the words that runs train on."""
-    with tempfile.TemporaryDirectory(prefix="megazero-calibrated-", dir=".") as name:
+def data(within: Path | None) -> Iterator[Path]:
+    """A folder with the words that runs train on. within: None: the system's folder of temporary files."""
+    with tempfile.TemporaryDirectory(prefix="megazero-calibrated-", dir=within) as name:
         folder = Path(name).resolve()
         for model, flags in MODELS.items():
             words = flags.split()
@@ -188,10 +188,11 @@ def main() -> None:
     parser.add_argument("--hardware", type=Path, metavar="FILE.yaml", help="an entry that is there; else: one is made")
     parser.add_argument("--only", metavar="N,M", help="numbers of layouts, from 1")
     parser.add_argument("--measured", type=Path, metavar="FILE.json", help="runs of an earlier call")
+    parser.add_argument("--folder", type=Path, help="for swap files, on a disk (default: of temporary files)")
     args = parser.parse_args()
     numbers = [1] if args.quick else [int(word) for word in (args.only or "").split(",") if word]
     layouts = [LAYOUTS[number - 1] for number in numbers] or list(LAYOUTS)
-    with data() as folder:
+    with data(args.folder) as folder:
         if args.hardware is None:
             calibrated(folder / "here.yaml", args.quick)
         hardware = args.hardware or folder / "here.yaml"

@@ -45,7 +45,7 @@ class Effort:
     runs        the runs of a process, by process. The first one has all ranks as its replicas
     steps       steps of a run that are timed
     precisions  of products
-    largest     bytes of the largest message, and of what is copied
+    largest     bytes of the largest message, a quarter of what is copied
     """
 
     ranks: tuple[int, ...] = (1, 2, 4)

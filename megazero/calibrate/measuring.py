@@ -141,7 +141,7 @@ def _rates(grid: ProcessGrid, folder: Path, effort: Effort) -> tuple[dict[str, f
         if not rates:
             rates = {name: measured[name] for name in COPIED if name in measured}
     barrier(grid.world)
-    source = torch.ones(effort.largest // 4, device=grid.device)
+    source = torch.ones(effort.largest, device=grid.device)  # four times its bytes: more than caches hold
     target = torch.empty_like(source)
     own = per_second(Work(lambda: target.copy_(source), 2.0 * source.nbytes), grid.device)
     barrier(grid.world)
