@@ -19,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megazero.config.parse import parse_run
 from megazero.config.schema import Run
@@ -28,6 +27,8 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.measured import MeasuredCase
 from megazero.pipeline.stage_specs import chunks_of, stage_specs
 from megazero.plan.cluster.cluster_times import ClusterRates
+from megazero.plan.cluster.fit import Floats
+from megazero.plan.cluster.fit import fitted as least_errors
 from megazero.plan.cluster.hardware import Cluster, known_hardware
 from megazero.plan.cluster.kernels import Constants, constants_of
 from megazero.plan.cluster.predict import RowStep
@@ -40,7 +41,6 @@ from megazero.program.instruction import Lane
 from megazero.program.simulate import step_time
 from megazero.program.traffic import traffic, updated_bytes
 
-Floats = NDArray[np.float64]
 ONE_NODE, MANY_NODES, PUBLISHED = "vtrain_single_node.csv", "vtrain_multi_node.csv", "published_runs.csv"
 NAMES = ("vTrain, one node", "vTrain, many nodes", "published runs")
 WEIGHT = 1.5
@@ -213,28 +213,8 @@ def fitted(works: Sequence[RowWork], weights: Floats, start: Constants = START, 
     def off(values: Floats) -> Floats:
         return np.log(closed_form(works, Constants(*values)) / measured)
 
-    values, damping = np.array(list(asdict(start).values())), 1e-2
-    errors = off(values)
-    for _ in range(rounds):
-        # residuals are weighted by 1/|residual|, so that the sum of squares is that of absolute values
-        square = weights / np.maximum(np.abs(errors), 0.01)
-        step = 1e-3 * (high - low)
-        columns = [
-            (off(values + step * (index == np.arange(len(names)))) - errors) / step[index]
-            for index in range(len(names))
-        ]
-        slope = np.stack(columns, 1) * (high - low)
-        normal, side = slope.T @ (square[:, None] * slope), slope.T @ (square * errors)
-        for _ in range(8):
-            change = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), side)
-            tried = np.clip(values - change * (high - low), low, high)
-            better = off(tried)
-            if (weights * np.abs(better)).sum() < (weights * np.abs(errors)).sum():
-                values, errors, damping = tried, better, damping / 3
-                break
-            damping *= 4
-        else:
-            break
+    first = np.array([asdict(start)[name] for name in names])
+    values = least_errors(off, first, (low, high), weights, rounds)
     return Constants(*values.tolist())
 
 
@@ -333,8 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         works = works_of([*fit_one, *fit_many])
         weights = np.array([1.0] * len(fit_one) + [WEIGHT] * len(fit_many))
         constants = fitted(works, weights)
-    for name, value in asdict(constants).items():
-        print(f"      {name}: [{value:.4g}, fit]")
+    for name in BOUNDS:
+        print(f"      {name}: [{getattr(constants, name):.4g}, fit]")
     seen = {name: judged(rows, constants) for name, rows in zip(NAMES, (one, many, published), strict=True)}
     print(*report(*seen.values()), sep="\n")
     if args.record is not None:

@@ -17,6 +17,7 @@ from megazero.config.source import ConfigError
 from megazero.system.status import FAILED, MISTAKEN
 
 if TYPE_CHECKING:
+    from megazero.calibrate.effort import Effort
     from megazero.config.parse import ParsedArguments
     from megazero.plan.cluster.candidates import OpenRun
     from megazero.plan.cluster.hardware import Cluster
@@ -36,11 +37,14 @@ EXAMPLES = (
     "megazero plan --preset bloom-7b1 --gpus 8 --gpu a100-40gb --report plan.html",
     "python tools/plan.py --preset bloom-7b1 --gpus 8 --gpu a100-40gb --emit-flags",
     "megazero plan --predict measured.csv --json",
+    "megazero plan --calibrate here.yaml",
 )
 
 
 SEARCHED = "gpus gpu nodes_of interconnect tokens price report measured emit_flags".split()
 """The fields of flags that are of a search."""
+NOT_OF_CALIBRATION = "nodes_of interconnect hardware tokens price predict json report measured emit_flags".split()
+"""The fields of flags that a calibration has no use for."""
 
 
 def arguments() -> Parser:
@@ -55,6 +59,9 @@ def arguments() -> Parser:
     add("--tokens", type=float, metavar="N", help="tokens of the whole training (default: of the run's length)")
     add("--price", type=float, metavar="X", help="price of a device and hour")
     add("--predict", type=given_path, metavar="FILE.csv", help="predict each row of a table of runs, a JSON line each")
+    add(
+        "--calibrate", type=given_path, metavar="FILE.yaml", help="measure this machine, and write a file of --hardware"
+    )
     add("--json", action="store_true", help="print JSON")
     add("--report", type=given_path, metavar="FILE.html", help="write a page with the search, the memory and the step")
     add("--measured", type=given_path, metavar="FILE", help="with --report: metrics of a run of the first layout")
@@ -70,6 +77,8 @@ def arguments() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     args, run_flags = arguments().parse_known_args(argv)
+    if args.calibrate is not None:
+        return calibrated(args, run_flags)
     if args.predict is not None:
         return status_of(lambda: _predict(args, run_flags), (ConfigError,))
     try:
@@ -80,6 +89,27 @@ def main(argv: Sequence[str]) -> int:
     from megazero.report.metrics_lines import UnreadableRun
 
     return status_of(lambda: _plan(args, run_flags, asked), (UnreadableRun, FileExistsError))
+
+
+def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None = None) -> int:
+    """Measure this machine, write its entry, and return the status. effort: how much is measured; None: all."""
+    from megazero.calibrate.calibration import DEFAULT_NAME, calibrate, numbers_of_ranks, require_calibration
+    from megazero.calibrate.effort import Effort
+    from megazero.calibrate.ranks import NotMeasured
+    from megazero.system.device import kind
+
+    name = (args.gpu or DEFAULT_NAME).lower()
+
+    def work() -> None:
+        given = [flag for flag in NOT_OF_CALIBRATION if getattr(args, flag) not in (None, False)]
+        if words := [*map(flag_of, given), *run_flags]:
+            raise ConfigError([f"{' '.join(words)}: --calibrate takes --gpu NAME, of its entry, and --gpus N alone"])
+        require_calibration(args.calibrate, name, args.gpus)
+        much = Effort(ranks=numbers_of_ranks(args.gpus, kind("auto"))) if effort is None else effort
+        calibrate(args.calibrate, name, much, lambda line: print(line, flush=True))
+        print(f"{args.calibrate}: megazero plan --hardware {args.calibrate} --gpu {name} --gpus N ...")
+
+    return status_of(work, (ConfigError, ValueError, FileExistsError), failures=(NotMeasured,))
 
 
 class PlanRequest(NamedTuple):

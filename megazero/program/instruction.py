@@ -243,6 +243,8 @@ _LANES: Mapping[Kind, Lane] = {
     **dict.fromkeys((Op.ADD_GRADIENT, Op.COUNT_GRADIENT, UPDATE_HOST), Lane.HOST),
     **{move: _BETWEEN[move.source, move.destination].lane for move in moves_of(*Piece)},
 }
+DISK_LANES = frozenset({*READ_LANES, *WRITE_LANES})
+"""Lanes of reads and writes."""
 LOCAL_LANES = frozenset({Lane.HOST, *(way.lane for way in _BETWEEN.values())})
 """Lanes on which a rank meets no other: each of them works off its instructions beside the computation."""
 

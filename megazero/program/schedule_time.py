@@ -35,7 +35,7 @@ class Computation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StateMessages:
+class StateDelays:
     """Messages on model state that no order of them avoids.
 
     gathers     by model chunk the time before which its first forward cannot end
@@ -50,7 +50,7 @@ class StateMessages:
     spared: float = 0.0
 
 
-NONE = StateMessages()
+NONE = StateDelays()
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class ScheduleGraph:
         """
         return _Ordering(orders, chunks).graph()
 
-    def seconds(self, times: ChunkTimes, state: StateMessages = NONE) -> float:
+    def seconds(self, times: ChunkTimes, state: StateDelays = NONE) -> float:
         """From the start of the first computation to the end of the last, in the unit of the times, and to the end of
         the messages on model state.
 
@@ -104,7 +104,7 @@ class ScheduleGraph:
             starts[number], ends[number], clocks[stage] = start, end, end
         return max([*clocks, *self._reduced(starts, state.reductions)])
 
-    def _every(self, state: StateMessages) -> list[float]:
+    def _every(self, state: StateDelays) -> list[float]:
         """By kind of computation the time of reductions behind each."""
         last = {chunk: kind for kind, chunk in self.kinds if kind in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
         return [state.every.get(chunk, 0.0) * (last[chunk] is kind) for kind, chunk in self.kinds]

@@ -24,14 +24,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megazero.program.effects import Effects
-from megazero.program.instruction import GRADIENTS_LEAVE, LOCAL_LANES, UPDATE, Instruction, Lane, Op, ProgramError
+from megazero.program.instruction import (
+    DISK_LANES,
+    GRADIENTS_LEAVE,
+    LOCAL_LANES,
+    UPDATE,
+    Instruction,
+    Lane,
+    Op,
+    ProgramError,
+)
 from megazero.program.meetings import Meetings, Message
 from megazero.program.passes.kept_graphs import peak_activations
 from megazero.program.scope import ON_TIME, Border, Scope
 from megazero.program.shape import IN_FLIGHT, RankShape, without_state
-from megazero.program.simulated_rank import SHARED_LANES, Processors, RankWork, SimulatedRank
+from megazero.program.simulated_rank import SHARED_LANES, ProcessorQueue, Processors, RankWork, SimulatedRank
 from megazero.program.times import ChunkTimes, Span
 from megazero.program.traffic import message_bytes, updated_bytes
 from megazero.program.values import Value, describe
@@ -137,12 +147,15 @@ class _Simulation:
             SimulatedRank(number, own, Scope(shape, len(times.forward), trains, border), Processors(times.beside))
             for number, (own, shape) in enumerate(zip(lists, shapes, strict=True))
         ]
+        self.queue = None if times.at_once is None else ProcessorQueue(times.at_once)
         for rank in self.ranks:
             rank.values.update(dict.fromkeys(rank.scope.at_start(), 0.0))
             rank.ends += [0.0] * (steps * rank.is_done)  # a list without instructions
         self.meetings = Meetings(shapes, times.message)
 
     def run(self, pick: Callable[[list[int]], int] | None) -> None:
+        if pick is None and self.queue is not None:  # who comes first is served first
+            pick = partial(min, key=lambda number: self.ranks[number].clock)
         able = deque(rank.number for rank in self.ranks)
         blocked: dict[int, Message] = {}
         while able:
@@ -215,17 +228,24 @@ class _Simulation:
         if i.is_compute:
             units = rank.scope.units_of(i)
             alone = self.times.computation(i, units, len(rank.scope.shape.units[i.chunk]))
-            rank.clock = rank.processors.end(start, alone)
+            rank.clock = rank.processors.end(start, self._in_turn(start, alone))
             rank.spans.append(Span(i, start, rank.clock))
         elif i.op == UPDATE:
             size = sum(updated_bytes(rank.scope.shape, bucket, i.part) for bucket in i.buckets)
-            rank.clock = rank.processors.end(start, self.times.update * size)
+            rank.clock = rank.processors.end(start, self._in_turn(start, self.times.update * size))
             if rank.clock > start:
                 rank.spans.append(Span(i, start, rank.clock))
         else:
             rank.clock = start  # what is freed is waited for
         rank.processors.forget(rank.clock)
         self._write(rank, work.does, rank.clock)
+
+    def _in_turn(self, start: float, work: float) -> float:
+        """The time from `start` on that work takes while all stages compute, with its wait for processors."""
+        if self.queue is None:
+            return work
+        self.queue.forget(min(rank.clock for rank in self.ranks if not rank.is_done))
+        return self.queue.end(start, work * self.times.share(len(self.ranks))) - start
 
     def _transfer(self, rank: SimulatedRank, i: Instruction, work: RankWork, start: float) -> None:
         """Post one end of a message between stages."""
@@ -264,6 +284,10 @@ class _Simulation:
         if work.lane in SHARED_LANES:
             end = rank.processors.end(start, alone)
             rank.processors.take(start, end)
+        elif work.lane in DISK_LANES and self.times.carrying:
+            carried = rank.processors.end(start, self.times.carrying * work.moved)
+            rank.processors.take(start, carried)
+            end = max(end, carried)
         rank.slots.ran(i, end)
         rank.lanes[work.lane] = message = Message("", end)
         rank.messages.append(Span(i, start, end))

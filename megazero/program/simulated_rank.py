@@ -66,6 +66,27 @@ class Processors:
             del self._busy[0]
 
 
+class ProcessorQueue:
+    """Processors that compute for so many stages at a time. Who comes first is served first, and what is left of the
+    time before that is used.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._places = [Processors(0.0) for _ in range(at_once)]
+
+    def end(self, start: float, work: float) -> float:
+        """When work that may begin at `start` ends, at the place where it ends first."""
+        place = min(self._places, key=lambda place: place.end(start, work))
+        end = place.end(start, work)
+        place.take(start, end)
+        return end
+
+    def forget(self, until: float) -> None:
+        """Nothing will begin before this time."""
+        for place in self._places:
+            place.forget(until)
+
+
 class RankWork(NamedTuple):
     """What an instruction of a rank is, in every step alike.
 

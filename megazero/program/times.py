@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megazero.program.instruction import Instruction, Kind, Lane, Op, Units
 from megazero.system.given import given_count, given_time
@@ -24,7 +24,10 @@ class ChunkTimes:
     update    of an update, for each byte of gradients that the rank updates
     beside    the share of its speed that work keeps while a lane of the host's processors is at work
               (`program.simulated_rank`): 1 where the computation runs elsewhere
+    carrying  of the host's processors for each byte that disks read or write: 0 where a disk moves them by itself
     waits     whether a rank waits for each message on model state before it goes on (--no-overlap)
+    at_once   where stages share processors: how many of them compute at a time. Times are those of a stage while all of
+              them compute, so that so many alone are faster; None: none waits for the processors of another
     """
 
     forward: tuple[float, ...]
@@ -36,7 +39,22 @@ class ChunkTimes:
     latency: float = 0.0
     update: float = 0.0
     beside: float = 1.0
+    carrying: float = 0.0
     waits: bool = False
+    at_once: int | None = None
+
+    def alone(self, stages: int) -> ChunkTimes:
+        """The times of a stage while no more than `at_once` of so many compute."""
+        share = self.share(stages)
+        if share == 1:
+            return self
+        forward, backward = (tuple(seconds * share for seconds in of) for of in (self.forward, self.backward))
+        weight = None if self.weight is None else tuple(seconds * share for seconds in self.weight)
+        return replace(self, forward=forward, backward=backward, weight=weight)
+
+    def share(self, stages: int) -> float:
+        """The share of its time that a stage takes while no more than `at_once` of so many compute."""
+        return 1.0 if self.at_once is None else min(1.0, self.at_once / stages)
 
     def computation(self, i: Instruction, units: Units, count: int) -> float:
         """The time of a computation of the units [first, stop) of a chunk of `count` units."""

@@ -36,6 +36,9 @@ ELSEWHERE: Mapping[str, str] = {
     r"megazero verify-layout .* --activation swiglu": (
         "tests/verify/test_example.py::test_a_layer_is_proven_and_a_subtle_fault_is_caught"
     ),
+    r"megazero plan --(calibrate|hardware) here[.]yaml": (
+        "tests/calibrate/test_calibration.py::test_an_entry_is_measured_and_a_plan_takes_it"
+    ),
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
 }
 """Commands, as a regular expression that their beginning matches -> the test that runs them, or their like."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -12,8 +12,9 @@ import pytest
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, Coordinates, axes_of
 from megazero.pipeline.recorded import PassWork, Product, Sent
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.cluster_times import ClusterRates
-from megazero.plan.cluster.hardware import Cluster, Device, known_hardware
+from megazero.plan.cluster.hardware import Cluster, Device, Link, known_hardware
 from megazero.plan.cluster.kernels import Constants, Kernels, constants_of, tiled_flops
 from megazero.plan.cluster.messages import Messages, place_of
 from megazero.program.instruction import Lane
@@ -144,6 +145,64 @@ def test_more_ranks_of_a_layer_divide_its_products_and_add_messages() -> None:
     assert all(2 * after > before for before, after in pairwise(seconds)), seconds
     across = times(f"{words} --tp 8", 16, known_hardware().cluster("a100-80gb", 16, 4, "1xhdr")).forward[0]
     assert across > 1.2 * seconds[3], "a group over two nodes"
+
+
+DESK = replace(
+    DEVICE,
+    kind="cpu",
+    processors=2,
+    bandwidth=2e10,
+    inside=2e9,
+    host=5e9,
+    flops=MappingProxyType({"bf16": 2e11}),
+    update_host=1e9,
+    read=2e9,
+    write=1e9,
+    carried=4e9,
+    beside=0.1,
+    constants=MappingProxyType(asdict(replace(PLAIN, hiding=1.0, blocking=1.0, stages=0.25, attention=0.5))),
+)
+
+
+def desk(ranks: int) -> Cluster:
+    return Cluster(DESK, ranks, ranks, 1, Link("link", 1e9, 1e-5))
+
+
+def cpu_times(words: str, ranks: int) -> ChunkTimes:
+    run = parsed(f"{MODEL} {words} --device cpu", ranks)
+    return ClusterRates(desk(ranks)).times(run, axes_of(run, ranks), "cpu")
+
+
+def test_a_processor_takes_operations_and_bytes_one_after_the_other() -> None:
+    k = Kernels(DESK, constants_of(DESK))
+    odd = product(2559, 1279, 8)
+    assert k.product(odd) == pytest.approx(odd.flops / 1e11), "neither tiles, nor alignment, nor bytes"
+    inside = Product(4, 256, 256, 64, 0.5, "bfloat16", 0, 0)
+    assert k.product(inside) == pytest.approx(inside.flops / 0.5e11)
+    assert k.together(3.0, 4.0) == 7.0
+
+
+def test_ranks_of_a_processor_carry_their_messages_and_share_its_cores() -> None:
+    alone, staged = cpu_times("--micro-batch-size 4", 1), cpu_times("--micro-batch-size 4 --pp 2", 2)
+    assert alone.waits and alone.beside == 0.1 and alone.at_once is None is staged.at_once
+    assert (alone.per_byte[Lane.HOST], alone.per_byte[Lane.FROM_DISK]) == (1e-9, 0.5e-9)
+    assert alone.per_byte[Lane.TO_DISK] == 1e-9 and alone.carrying == 0.25e-9
+    # a message of 1 MiB by its own rate, which both stages carry and nothing hides
+    message = 1e-5 + 256 * 4 * 512 * 2 / 0.5e9
+    assert staged.message == 0.0
+    assert sum(staged.forward) == pytest.approx(sum(alone.forward) + 2 * message)
+    assert cpu_times("--micro-batch-size 4 --pp 4", 4).at_once == 2
+    assert cpu_times("--micro-batch-size 4 --pp 2", 4).at_once == 1
+    assert ClusterRates(desk(1)).has_disks and not ClusterRates(cluster(1)).has_disks
+
+
+def test_memory_of_one_kind_counts_once() -> None:
+    """What has left the device of a CPU for host memory is where it was."""
+    run = "--micro-batch-size 4 --device cpu"
+    here, left = (
+        ClusterStep(parsed(f"{MODEL} {run} {more}", 1), desk(1)).tensors for more in ("", "--offload-optimizer cpu")
+    )
+    assert here == pytest.approx(left, rel=1e-3)
 
 
 def test_a_device_without_constants_is_refused_by_name() -> None:

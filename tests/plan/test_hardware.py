@@ -106,3 +106,46 @@ def test_a_files_mistake_is_told(tmp_path: Path, old: str, new: str, message: st
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--hardware .*nowhere\.yaml"):
         known_hardware(str(tmp_path / "nowhere.yaml"))
+
+
+SHARED = (
+    ENTRY.replace("kind: cuda", "kind: cpu")
+    + """    beside: [0, me]
+    read: [2e9, me]
+    ranks:
+      2:
+        kind: cpu
+        memory: [8e9, me]
+        flops: {bf16: [60e12, me]}
+        bandwidth: [500e9, me]
+        processors: [60, me]
+        inside: [25e9, me]
+        host: [9e9, me]
+        host_memory: [32e9, me]
+        watts: [125, me]
+        interconnect: [1xeth25, me]
+        constants: {launch: [1e-5, me]}
+"""
+)
+
+
+def test_ranks_that_share_a_processor_have_what_was_measured_or_a_part_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "desk.yaml"
+    file.write_text(SHARED)
+    alone, two, four = (known_hardware(str(file)).cluster("desk", ranks, 8, None).device for ranks in (1, 2, 4))
+    assert (alone.memory, alone.flops["bf16"], alone.beside, alone.read, alone.write) == (16e9, 100e12, 0.0, 2e9, None)
+    assert (two.memory, two.flops["bf16"], two.constants["launch"], two.read) == (8e9, 60e12, 1e-5, None)
+    assert (four.memory, four.flops["bf16"], four.host) == (4e9, 30e12, 4.5e9)
+    assert (four.processors, four.constants["launch"]) == (60, 1e-5)
+    # of a node, which is what is shared
+    assert known_hardware(str(file)).cluster("desk", 4, 2, None).device == two
+    for number, (old, new, told) in enumerate(
+        (
+            ("      2:", "      1:", r"desk: ranks: .* is no table of numbers of ranks from 2"),
+            ("[9e9, me]", "[0, me]", r"desk: ranks: 2: host: '0' is not a number above 0"),
+        )
+    ):
+        wrong = tmp_path / f"{number}.yaml"
+        wrong.write_text(SHARED.replace(old, new))
+        with pytest.raises(ConfigError, match=told):
+            known_hardware(str(wrong))

@@ -12,6 +12,7 @@ from megazero.program.scope import LATE, ON_TIME
 from megazero.program.simulate import simulate, step_time
 from megazero.program.simulated_rank import Processors
 from megazero.program.times import ChunkTimes
+from megazero.program.traffic import traffic
 from tests.program.steps import Model, step_of
 
 SIZES = (70, 90, 90, 90, 90, 50)
@@ -66,6 +67,20 @@ def test_on_shared_processors_a_step_takes_all_of_its_work(border: object) -> No
     assert shared.step == pytest.approx(300 + moved) and apart.step < shared.step - 50
     half = simulate(lists, replace(times, beside=0.5), shapes, border=step.border, steps=3)
     assert apart.step < half.step < shared.step
+
+
+def test_processors_carry_what_a_disk_moves() -> None:
+    """Disks that take no time of their own: a step is longer by the processors' work on what they read and write."""
+    step = step_of(Model(pp=1, parts=(Tier.DISK,), border=LATE))
+    lists, shapes = [step.lists[0, 0]], [step.shapes[0, 0]]
+    times = ChunkTimes((100.0,), (200.0,), beside=0.0)
+    computed = simulate(lists, times, shapes, border=step.border, steps=3).step
+    carried = simulate(lists, replace(times, carrying=0.01), shapes, border=step.border, steps=3)
+    moved = traffic(lists[0], shapes[0])
+    nbytes = sum(moved[lane] for lane in (Lane.FROM_DISK, Lane.TO_DISK))
+    assert nbytes > 0 and carried.step == pytest.approx(computed + 0.01 * nbytes)
+    elsewhere = simulate(lists, replace(times, carrying=0.01, beside=1.0), shapes, border=step.border, steps=3)
+    assert elsewhere.step < computed + 0.2 * 0.01 * nbytes, "beside the computation, but for the first read"
 
 
 @pytest.mark.parametrize("model", [Model(), Model(zero=3), Model(pp=1, parts=(Tier.DISK,), border=LATE)])

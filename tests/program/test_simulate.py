@@ -158,3 +158,17 @@ def two_stages(stage: int) -> RankShape:
     """A chunk of one unit with a bucket of 200 bytes of gradients, which two ranks hold."""
     bucket = BucketShape(0, 100, 200, True, False, False, False, 2, 1)
     return RankShape(((UnitShape((0,), (0,), (0,)),),), (bucket,))
+
+
+def test_stages_that_share_processors_compute_in_turn() -> None:
+    """Forwards of 2 and backwards of 4 while both stages compute. One alone takes half of that, and the other waits."""
+    lists = make_schedule("1f1b", 2, 2)
+    apart, shared = (simulate(lists, replace(uniform_times(2, 2.0, 4.0), at_once=most)) for most in (None, 1))
+    assert apart.makespan == 18.0
+    # four forwards of 1 and four backwards of 2: the processors are never idle
+    assert shared.makespan == 12.0
+    four = make_schedule("1f1b", 4, 4)
+    two_at_once = simulate(four, replace(uniform_times(4, 2.0, 4.0), at_once=2))
+    everybody = simulate(four, uniform_times(4, 1.0, 2.0)).makespan
+    work = 4 * 4 * 3 / 2
+    assert max(everybody, work) <= two_at_once.makespan <= everybody + work / 2

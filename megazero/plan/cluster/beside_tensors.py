@@ -3,14 +3,23 @@ allocator cannot use.
 
 Of a device of `hardware.yaml` its constants say it: `context` are bytes of the driver's context with the kernels that
 are loaded into it, `communicators` bytes of all communicators of a rank, and `fragmentation` is the share of tensors
-that the allocator cannot use between them. An entry without them takes nothing: a CPU has neither a context nor NCCL.
+that the allocator cannot use between them. An entry without them takes nothing.
+
+On a CPU everything that a process has is in the same memory, and some of it depends on the run: the memory in which the
+ranks of a host exchange tensors, the groups of ranks (`group` bytes each), and torch's compiler, which the first
+recomputation imports (`compiler` bytes). There `context` is the process itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.config.schema import Run
+from megazero.mpu.axes import Axes, Coordinates
+from megazero.mpu.parameter import StateGroup
+from megazero.mpu.shared_memory import SLOT, SLOTS
 from megazero.plan.cluster.hardware import Cluster
+from megazero.plan.recompute import activation_plan
 
 BESIDE = "driver and communicators"
 """What a process takes beside tensors, in a table of what is alive."""
@@ -41,3 +50,40 @@ def allowance_of(cluster: Cluster) -> Allowance:
     constants = cluster.device.constants
     between = constants.get("communicators", 0.0) if cluster.gpus > 1 else 0.0
     return Allowance(constants.get("context", 0.0) + between, constants.get("fragmentation", 0.0))
+
+
+def allowance_of_run(cluster: Cluster, run: Run, axes: Axes) -> Allowance:
+    """That of a run, on a CPU with what depends on the run."""
+    known, constants = allowance_of(cluster), cluster.device.constants
+    if cluster.device.kind != "cpu":
+        return known
+    groups = len(groups_of(axes)) * constants.get("group", 0.0)
+    compiler = constants.get("compiler", 0.0) * (run.parallel.recompute_granularity != "none")
+    return Allowance(known.fixed + groups + shared_bytes(run, axes) + compiler, known.share)
+
+
+def groups_of(axes: Axes) -> set[tuple[int, ...]]:
+    """The groups of the first rank that are neither one rank nor the world."""
+    at = Coordinates(0, 0, 0, 0)
+    sets = [axes.tensor_ranks(at), axes.data_ranks(at), axes.pipeline_ranks(at), axes.context_ranks(at)]
+    return {ranks for ranks in (*sets, *_state_groups(axes)) if 1 < len(ranks) < axes.world_size}
+
+
+def _state_groups(axes: Axes) -> set[tuple[int, ...]]:
+    at = Coordinates(0, 0, 0, 0)
+    kinds = [axes.inner_ranks, axes.across_ranks]
+    return {ranks for kind in StateGroup for of_kind in kinds if len(ranks := of_kind(kind, at)) > 1}
+
+
+def shared_bytes(run: Run, axes: Axes) -> int:
+    """Bytes of the memory through which the groups of the first rank exchange tensors (`mpu.exchange`), as far as it is
+    touched: a slot of each rank as far as a message fills it.
+    """
+    if not run.parallel.shared_memory:
+        return 0
+    filled = dict.fromkeys(_state_groups(axes), SLOT)
+    tensor = axes.tensor_ranks(Coordinates(0, 0, 0, 0))
+    if len(tensor) > 1:
+        hidden = min(SLOT, activation_plan(run, "cpu").hidden_bytes)
+        filled[tensor] = max(filled.get(tensor, 0), hidden)
+    return sum(SLOTS * len(ranks) * nbytes for ranks, nbytes in filled.items())

@@ -11,11 +11,11 @@ from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of
+from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of_run
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, fullest_stages, schedule_orders, short_step
-from megazero.plan.cluster.least_seconds import least_messages, least_step, state_messages
+from megazero.plan.cluster.least_seconds import least_messages, least_step, state_delays
 from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
 from megazero.plan.recompute import recompute_table
@@ -23,7 +23,7 @@ from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
 from megazero.program.instruction import Instruction
-from megazero.program.schedule_time import NONE, ScheduleGraph, StateMessages
+from megazero.program.schedule_time import NONE, ScheduleGraph, StateDelays
 from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
@@ -73,7 +73,7 @@ class ClusterStep:
 
     @cached_property
     def allowance(self) -> Allowance:
-        return allowance_of(self.cluster)
+        return allowance_of_run(self.cluster, self.run, self.axes)
 
     @cached_property
     def limits(self) -> SearchLimits:
@@ -123,7 +123,9 @@ class ClusterStep:
         if stage not in self._taken:
             memory = self.memory(stage)
             fullest, resting = memory.fullest, memory.resting
-            self._taken[stage] = TakenBytes(fullest.nbytes, fullest.host + resting.host, resting.disk)
+            # where the two are one memory, the walk has counted what rests in the host's as well
+            device = fullest.nbytes - resting.host * self.limits.is_one
+            self._taken[stage] = TakenBytes(device, fullest.host + resting.host, resting.disk)
         return self._taken[stage]
 
     def has_room(self, stage: int) -> bool:
@@ -177,8 +179,13 @@ class ClusterStep:
     def least_seconds(self) -> float:
         """What the step never falls below: `least_step` of its times, and its messages on model state."""
         split = pipeline_schedule(self.run.parallel) in SPLIT
-        computed = least_step(self.times, chunks_of(self.run), self.micro_batches, split=split)
+        computed = least_step(self._alone, chunks_of(self.run), self.micro_batches, split=split)
         return max(computed, least_messages(self.run, self.axes, self.times.per_byte))
+
+    @cached_property
+    def _alone(self) -> ChunkTimes:
+        """The times, where stages share processors those of one that does not wait for the others."""
+        return self.times.alone(self.axes.pp)
 
     def _short(self, fillings: int) -> int:
         return short_step(self.run, self.axes, fillings)
@@ -194,8 +201,14 @@ class ClusterStep:
         """What the step never falls below: its schedule with few micro-batches, and the work of the busiest stage for
         the others.
         """
-        few, state = self._short(FILLINGS), state_messages(self.run, self.axes, self.times)
-        return self._scheduled(few, state) + (self.micro_batches - few) * max(self.work)
+        few, state = self._short(FILLINGS), state_delays(self.run, self.axes, self.times)
+        return self._scheduled(few, state) + (self.micro_batches - few) * self._busiest
+
+    @property
+    def _busiest(self) -> float:
+        """Seconds of a micro-batch on the busiest stage, at least."""
+        chunks, times = chunks_of(self.run), self._alone
+        return max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
 
     @cached_property
     def scheduled(self) -> float:
@@ -209,12 +222,12 @@ class ClusterStep:
             return seconds
         return seconds + (self.micro_batches - many) / p.pp * (seconds - self._scheduled(many - p.pp))
 
-    def _scheduled(self, micro_batches: int, state: StateMessages = NONE) -> float:
+    def _scheduled(self, micro_batches: int, state: StateDelays = NONE) -> float:
         """The same of so many micro-batches, with these messages; 0 in an order that is not the schedule's own."""
         p = self.run.parallel
         if micro_batch_order(self.run) == "vertical":
             return 0.0
-        return schedule_graph(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages).seconds(self.times, state)
+        return schedule_graph(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages).seconds(self._alone, state)
 
     @cached_property
     def simulated(self) -> SimulationReport:
@@ -263,7 +276,12 @@ class ClusterStep:
         """The time of a step that follows another: that of its schedule, and what messages on model state add. They add
         as much to a short step, of which the second begins with what the first has left: gathers of updated parameters.
         What they add for each filling of the pipeline is the difference between two short steps.
+
+        On a CPU all of these share processors, so that nothing adds up, and the whole step is simulated.
         """
+        if self.kind == "cpu":
+            first, second = self._ends(self._lists_of(self.micro_batches), STEPS)
+            return second - first
         few, pp = self._shortest.micro_batches, self.axes.pp
         first, second = self._ends(self._shortest, STEPS)
         seconds = self.scheduled + second - first - self._shortest_scheduled

@@ -15,7 +15,7 @@ from megazero.plan.cluster.kernels import Constants, Kernels, constants_of
 from megazero.plan.cluster.messages import Messages, place_of
 from megazero.plan.cluster.unit_times import unit_timer
 from megazero.plan.recompute import activation_plan, recompute_table
-from megazero.program.instruction import Lane
+from megazero.program.instruction import READ_LANES, WRITE_LANES, Lane
 from megazero.program.times import ChunkTimes
 
 GRADIENT = 4
@@ -37,7 +37,7 @@ class ClusterRates:
 
     @property
     def has_disks(self) -> bool:
-        return False
+        return self.cluster.device.read is not None and self.cluster.device.write is not None
 
     @cached_property
     def _constants(self) -> Constants:
@@ -60,6 +60,7 @@ class ClusterRates:
         lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
         blocked = [self.blocked(message) * ((number > 0) + (number < len(chunks) - 1)) for number in range(len(chunks))]
+        device = self.cluster.device
         return ChunkTimes(
             tuple(sum(unit.forward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
             tuple(sum(unit.backward for unit in chunk) + lost for chunk, lost in zip(chunks, blocked, strict=True)),
@@ -68,8 +69,19 @@ class ClusterRates:
             per_byte=lanes.per_byte,
             latency=lanes.latency,
             update=self.update,
-            waits=not run.parallel.overlap,
+            beside=1.0 if device.beside is None else device.beside,
+            carrying=1 / device.carried if device.carried else 0.0,
+            # a CPU carries its messages itself
+            waits=not run.parallel.overlap or kind == "cpu",
+            at_once=self.stages_at_once(axes) if kind == "cpu" else None,
         )
+
+    def stages_at_once(self, axes: Axes) -> int | None:
+        """How many stages a CPU computes at full speed, where their ranks are more than its cores; None: all."""
+        ranks, cores = min(self.cluster.gpus, self.cluster.nodes_of), self.cluster.device.processors
+        if ranks <= cores or axes.pp == 1:
+            return None
+        return max(1, int(cores * axes.pp // ranks))
 
     def message(self, axes: Axes, nbytes: int) -> float:
         """Seconds of hidden states on their way to the next stage."""
@@ -80,13 +92,17 @@ class ClusterRates:
         return self._constants.blocking * message
 
     def lanes(self, axes: Axes) -> LaneTimes:
-        """Those of messages on model state, and of copies to the host and back."""
+        """Those of messages on model state, of copies and updates, and of disks."""
         nodes_of, replicas = self.cluster.nodes_of, axes.dp * axes.cp
         shards = min(axes.shard_size or replicas, replicas)  # a search asks for the layers of one replica, too
         near = place_of(shards, axes.tp, nodes_of)
         far = place_of(replicas // shards, axes.tp * shards, nodes_of)
-        host, messages = 1 / self.cluster.device.host, self._messages
+        device, messages = self.cluster.device, self._messages
+        host = 1 / device.host
         per_byte = {
+            Lane.HOST: 1 / device.update_host if device.update_host else 0.0,
+            **dict.fromkeys(READ_LANES, 1 / device.read if device.read else 0.0),
+            **dict.fromkeys(WRITE_LANES, 1 / device.write if device.write else 0.0),
             Lane.SHARDS: messages.per_byte(near),
             Lane.ACROSS: messages.per_byte(far),
             Lane.TENSOR: messages.per_byte(place_of(axes.tp, 1, nodes_of)),

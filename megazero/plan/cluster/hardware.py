@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,10 @@ from megazero.system.yaml_file import load_yaml
 OUR_FILE = Path(__file__).with_name("hardware.yaml")
 NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
 """The numbers of a device that are one pair each."""
+OPTIONAL = "update_host read write carried beside".split()
+"""The same of those that an entry may leave out: a plan then counts no time for what they are of."""
+PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
+"""Numbers of which ranks that share a CPU have a part each."""
 USUAL_NODE = 8
 """Devices of a node where nobody says it, and there are as many."""
 _INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
@@ -52,6 +56,11 @@ class Device:
     watts         under load
     interconnect  links between nodes where none is given, as `8xhdr`
     constants     what was fitted or measured of this kind beside the data sheet, by name
+    update_host   bytes of gradients whose parameters the host's processors update in a second
+    read, write   bytes that it reads from disks, and writes there, in a second
+    carried       bytes that disks read or write while the host's processors work on them for a second
+    beside        as in `program.times.ChunkTimes`
+    shared        of a CPU: what a rank has where so many ranks share it, as measured
     """
 
     name: str
@@ -66,10 +75,30 @@ class Device:
     watts: float
     interconnect: str
     constants: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    update_host: float | None = None
+    read: float | None = None
+    write: float | None = None
+    carried: float | None = None
+    beside: float | None = None
+    shared: Mapping[int, Device] = field(default_factory=lambda: MappingProxyType({}))
 
     def __hash__(self) -> int:
         """Of a key of caches, though its tables are none."""
         return hash((self.name, *self.constants.values()))
+
+    def of_rank(self, ranks: int) -> Device:
+        """What each of so many ranks has of a CPU that they share; a GPU is a rank's alone. Of a number that was not
+        measured, that of the nearest smaller one, divided further.
+        """
+        if not self.shared:
+            return self
+        measured = max((number for number in self.shared if number <= ranks), default=1)
+        near, part = self.shared.get(measured, self), measured / ranks
+        if part == 1:
+            return near
+        numbers = {name: value * part for name in PER_RANK if (value := getattr(near, name)) is not None}
+        rates = MappingProxyType({precision: rate * part for precision, rate in near.flops.items()})
+        return replace(near, flops=rates, **numbers)
 
 
 @dataclass(frozen=True)
@@ -140,6 +169,7 @@ class Hardware:
         if problems or device is None or link is None:
             raise ConfigError(problems)
         of_node = min(USUAL_NODE, gpus) if nodes_of is None else nodes_of
+        device = device.of_rank(min(gpus, of_node))
         if gpus > of_node and gpus % of_node:
             raise ConfigError([f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full"])
         return Cluster(device, gpus, of_node, number, link)
@@ -194,7 +224,23 @@ class _Entry:
             self.problems.append(f"{named}: {shown(entry)} is no table")
 
     def device(self, name: str) -> Device:
-        numbers = {key: self.number(key) for key in NUMBERS}
+        """The device; of a CPU with what its ranks have where several share it, each of which is an entry, too."""
+        ranks, shared = self.entry.get("ranks") or {}, dict[int, Device]()
+        if not isinstance(ranks, dict) or not all(str(number).isdecimal() and int(number) > 1 for number in ranks):
+            self.problems.append(f"{self.named}: ranks: {shown(ranks)} is no table of numbers of ranks from 2")
+            ranks = {}
+        for number, entry in ranks.items():
+            reader = _Entry(f"{self.named}: ranks: {number}", entry, self.sources)
+            shared[int(number)] = reader._alone(name)
+            self.problems += reader.problems
+        return replace(self._alone(name), shared=MappingProxyType(shared))
+
+    def _alone(self, name: str) -> Device:
+        numbers: dict[str, Any] = {key: self.number(key) for key in NUMBERS}
+        least = {"beside": -math.inf}  # a share, which may be 0
+        numbers |= {
+            key: self._number(key, self.entry[key], least.get(key, 0.0)) for key in OPTIONAL if key in self.entry
+        }
         kind, links = self.entry.get("kind"), self._sourced("interconnect", self.entry.get("interconnect"))
         if kind not in ("cuda", "cpu"):
             self.problems.append(f"{self.named}: kind: {shown(kind)} is neither cuda nor cpu")
@@ -205,7 +251,7 @@ class _Entry:
         rates = {str(precision): self._number(f"flops: {precision}", pair) for precision, pair in flops.items()}
         constants = self.entry.get("constants") or {}
         fitted = {str(key): self._number(f"constants: {key}", pair, least=-math.inf) for key, pair in constants.items()}
-        for key in {*self.entry} - {*NUMBERS, "kind", "flops", "interconnect", "constants"}:
+        for key in {*self.entry} - {*NUMBERS, *OPTIONAL, "kind", "flops", "interconnect", "constants", "ranks"}:
             self.problems.append(f"{self.named}: there is no {key}")
         return Device(
             name,

@@ -7,6 +7,9 @@ less. A product is never faster than its bytes.
 
 The host launches kernels while the device computes. Where it takes longer, the device waits. Between the two extremes
 the time is a norm of both, since neither is always ahead: h and g seconds take (h^p + g^p)^(1/p).
+
+A CPU launches its kernels itself, one behind the other: p is 1. It has no waves of tiles and no wide loads: a product
+takes its operations.
 """
 
 from __future__ import annotations
@@ -72,6 +75,8 @@ class Constants:
     strided     share of that which groups reach together that have several ranks on a node, but not neighbours
     blocking    share of a message between stages in which neither of the two computes
     update      bytes that an update moves for each parameter
+    stages      share of `Device.inside` that messages between stages of a node reach; 0: as collectives
+    attention   share of what the largest tile reaches that products in attention's kernels do
     """
 
     products: float
@@ -86,15 +91,17 @@ class Constants:
     strided: float
     blocking: float
     update: float
+    stages: float = 0.0
+    attention: float = TILES[2].speed
 
 
 def constants_of(device: Device) -> Constants:
     """Those of a device. Raises ConfigError if its entry in the file lacks one."""
-    names = list(Constants.__dataclass_fields__)
-    missing = [name for name in names if name not in device.constants]
+    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention"}
+    missing = [name for name in names if name not in device.constants and name not in optional]
     if missing:
         raise ConfigError([f"--gpu {device.name}: its entry has no constants {', '.join(missing)}"])
-    return Constants(**{name: device.constants[name] for name in names})
+    return Constants(**{name: device.constants[name] for name in names if name in device.constants})
 
 
 @cache
@@ -119,11 +126,13 @@ class Kernels:
     def product(self, product: Product) -> float:
         """The seconds of a product.
 
-        A product of attention's kernels, which has no bytes of its own, is cut into tiles of one head's queries.
+        A product of attention's kernels has no bytes of its own, and is cut into tiles of one head's queries.
         """
         rate = self._rate(product.dtype) * self.constants.products
         if not product.made:
-            return product.flops / (rate * TILES[2].speed)
+            return product.flops / (rate * self.constants.attention)
+        if self.device.kind == "cpu":
+            return product.flops / rate
         seconds = tiled_flops(product, self.device.processors) / rate
         if product.columns % ALIGNED or product.depth % ALIGNED or product.rows % ALIGNED:
             seconds *= self.constants.misaligned

@@ -15,16 +15,14 @@ from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
+from megazero.plan.cluster.cluster_times import GRADIENT
 from megazero.plan.flops import trained_parameters
 from megazero.plan.rank_state import has_nccl
 from megazero.plan.traffic import element_widths, run_traffic
 from megazero.program.instruction import Lane
-from megazero.program.schedule_time import NONE, StateMessages
+from megazero.program.schedule_time import NONE, StateDelays
 from megazero.program.shape import IN_FLIGHT
 from megazero.program.times import ChunkTimes
-
-GRADIENT = 4
-"""Bytes of a gradient of which an update counts."""
 
 
 def least_step(times: ChunkTimes, chunks: ChunkMap, micro_batches: int, *, split: bool) -> float:
@@ -70,7 +68,7 @@ def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> floa
     return share * (inside * per_byte[Lane.SHARDS] + traffic.across * per_byte[Lane.ACROSS])
 
 
-def state_messages(run: Run, axes: Axes, times: ChunkTimes) -> StateMessages:
+def state_delays(run: Run, axes: Axes, times: ChunkTimes) -> StateDelays:
     """The messages at the two ends of a step: parameters that were updated are gathered before they are used, and the
     gradients of the last micro-batch are reduced behind the begin of its backward. Of the parameters of blocks alone:
     those of tables may be tied, and their gradients come early.
@@ -100,8 +98,8 @@ def state_messages(run: Run, axes: Axes, times: ChunkTimes) -> StateMessages:
     # the gathers of one stage may begin while another one still updates
     waits = {chunk: max(0.0, seconds - updated) for chunk, seconds in gathers.items()}
     if not options.reduce_every:
-        return StateMessages(waits, reductions)
-    return StateMessages(waits, reductions, every, IN_FLIGHT * _largest_bucket(run, axes) * reduced * byte * axes.tp)
+        return StateDelays(waits, reductions)
+    return StateDelays(waits, reductions, every, IN_FLIGHT * _largest_bucket(run, axes) * reduced * byte * axes.tp)
 
 
 def _largest_bucket(run: Run, axes: Axes) -> float:

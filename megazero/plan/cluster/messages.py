@@ -78,6 +78,7 @@ class Messages:
         Where some stages have their next one on the same node and others do not, this is that of the slower ones.
         """
         if self.cluster.gpus <= self.cluster.nodes_of:
-            return self.constants.latency + nbytes / (self.cluster.device.inside * self.constants.inside)
+            reached = self.constants.stages or self.constants.inside
+            return self.constants.latency + nbytes / (self.cluster.device.inside * reached)
         crossing = min(stride, self.cluster.nodes_of)
         return self.cluster.link.latency + nbytes * crossing / (self.cluster.node_rate * self.constants.between)

@@ -1,0 +1,202 @@
+"""What the ranks of a calibration measure: steps of small runs, and rates of the machine.
+
+All ranks do the same at a time, and what counts is the slowest. The first process of ranks measures everything, others
+only runs of their own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megazero.calibrate.effort import GROUPS, UNTIMED, Effort, Flags, MeasuredRun, RankMeasurements
+from megazero.calibrate.runs import run_of
+from megazero.config.schema import Run
+from megazero.data.own import OwnData
+from megazero.data.progress import silent
+from megazero.disk.measure import DiskTrial
+from megazero.disk.transports import DiskOptions
+from megazero.launch import launch
+from megazero.mpu.collectives import all_gather, all_reduce, barrier, reduce_scatter
+from megazero.mpu.grid import ProcessGrid, join_group, single_process_grid
+from megazero.mpu.meeting import Environment
+from megazero.pipeline.measured import first_checkpoint
+from megazero.system import device as devices
+from megazero.train.job import Job, build_job
+from megazero.train.measured_rates import Work, measured_rates, per_second
+from megazero.train.prepare import prepare
+
+TIMES = 9
+"""A message is timed so often; the median counts."""
+SMALLEST, LARGER = 1 << 12, 16
+"""Bytes of the smallest message, and times the bytes of the next larger one."""
+COPIED = ("to_host", "update", "update_host", "read", "write", "beside")
+"""Rates that a placement is chosen by, and a plan too."""
+DISK_BYTES, DISK_SECONDS = 64 << 20, 0.2
+"""Of the file that is written and read, and for how long."""
+DISKS = "--offload-optimizer", "nvme", "--nvme-path"
+PRODUCT = "--num-layers 1 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 1024"
+"""The run whose product is timed, and whose model state is updated."""
+
+
+class RandomRows:
+    """Samples of uniformly drawn ids."""
+
+    def __init__(self, run: Run) -> None:
+        self._length, self._ids = run.model.seq_length, run.model.vocab_size
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        return np.random.default_rng(index).integers(0, self._ids, self._length + 1)
+
+
+def measurements(environment: Environment, process: int, folder: Path, effort: Effort) -> RankMeasurements:
+    """What this process of each rank measures. A collective of all ranks. folder: for the trial of a disk."""
+    ranks, kind = environment.world_size, devices.kind("auto")
+    first, *others = effort.runs[process]
+    together = run_of(first, ranks, kind)
+    with launch(together, environment) as grid:
+        timed = [_timed(first, together, grid, grid, effort.steps)]
+        memory = {} if process else _beside_tensors(grid)
+        alone = single_process_grid(grid.device)
+        for words in others:
+            of_others = _timed(words, run_of(words, 1, kind), alone, grid, effort.steps)
+            timed.append(replace(of_others, memory=None))  # it has what was there before, too
+        known = RankMeasurements(ranks, torch.get_num_threads(), {}, {}, memory, (), (), tuple(timed))
+        if process:
+            return known
+        flops, rates = _rates(grid, folder, effort)
+        messages = (tuple(_collectives(grid, effort)), tuple(_stages(grid, effort))) if ranks > 1 else ((), ())
+    return replace(known, flops=flops, rates=rates, collectives=messages[0], stages=messages[1])
+
+
+def _beside_tensors(grid: ProcessGrid) -> dict[str, float]:
+    """Bytes that a process takes of a CPU's memory for what some runs have, beside tensors: torch's compiler, which the
+    first recomputation imports, and each group of ranks beside the world. They stay.
+    """
+    devices.return_free_memory(grid.device)  # what is there already is not what they take
+    resident = [devices.memory_bytes(grid.device)]
+    first_checkpoint()
+    resident.append(devices.memory_bytes(grid.device))
+    if grid.world.handle is not None and grid.world.is_on_host:
+        for _ in range(GROUPS):
+            dist.barrier(group=join_group(grid.world.ranks, grid.timeout))
+    resident.append(devices.memory_bytes(grid.device))
+    compiler, groups = _largest([after - before for before, after in pairwise(resident)], grid)
+    return {"compiler": compiler, "group": groups / GROUPS}
+
+
+def _timed(words: Flags, run: Run, grid: ProcessGrid, machine: ProcessGrid, steps: int) -> MeasuredRun:
+    """The steps of a run on a grid, which is that of all ranks of the machine or this rank alone."""
+    prepared = prepare(run, grid.axes.world_size, silent, OwnData(RandomRows(run)))
+    with closing(build_job(prepared, grid)) as job:
+        for _ in range(UNTIMED):
+            _step(job)
+        barrier(machine.world)
+        seconds = statistics.median(_step(job) for _ in range(steps))
+        memory = devices.peak_memory_bytes(grid.device)
+        job.trainer.batches.close()
+        barrier(machine.world)  # until all have ended, none goes on
+    slowest, most = _largest([seconds, float(memory)], machine)
+    return MeasuredRun(words, grid.axes.world_size, slowest, int(most))
+
+
+def _step(job: Job) -> float:
+    seconds = job.trainer.train_step(stop=False).step_seconds
+    devices.synchronize(job.grid.device)
+    job.trainer.after_step()
+    return seconds
+
+
+def _largest(values: Sequence[float], grid: ProcessGrid) -> list[float]:
+    """Each value of the rank where it is largest."""
+    packed = torch.tensor(values, dtype=torch.float64, device=grid.device)
+    all_reduce(packed, grid.world, "max").wait()
+    numbers: list[float] = packed.tolist()
+    return numbers
+
+
+def _rates(grid: ProcessGrid, folder: Path, effort: Effort) -> tuple[dict[str, float], dict[str, float]]:
+    """(operations of products in a second by precision, other amounts in a second)."""
+    flops, rates = dict[str, float](), dict[str, float]()
+    for precision in effort.precisions:
+        disks = [] if rates else [*DISKS, str(folder)]  # once
+        words = [*PRODUCT.split(), "--precision", precision, *disks]
+        run = run_of(words, grid.axes.world_size, grid.device.type)
+        measured = measured_rates(run, grid).plain()
+        flops[precision] = measured["flops"]
+        if not rates:
+            rates = {name: measured[name] for name in COPIED if name in measured}
+    barrier(grid.world)
+    source = torch.ones(effort.largest, device=grid.device)  # four times its bytes: more than caches hold
+    target = torch.empty_like(source)
+    own = per_second(Work(lambda: target.copy_(source), 2.0 * source.nbytes), grid.device)
+    barrier(grid.world)
+    rates["bandwidth"], rates["carried"] = (-slowest for slowest in _largest([-own, -_carried(folder)], grid))
+    return flops, rates
+
+
+def _carried(folder: Path) -> float:
+    """Bytes that a disk reads and writes while processors work on them for a second: they copy and sum them."""
+    with DiskTrial(folder, DiskOptions(), DISK_BYTES, DISK_BYTES // 8) as trial:
+        trial.fill()
+        began, worked = time.perf_counter(), time.process_time()
+        rates = [trial.rates(writes, seconds=DISK_SECONDS)[0] for writes in (True, False)]
+        seconds, worked = time.perf_counter() - began, time.process_time() - worked
+    return statistics.fmean(rates) * seconds / max(worked, 1e-6)
+
+
+def _collectives(grid: ProcessGrid, effort: Effort) -> Iterator[tuple[float, float]]:
+    """(bytes by the convention of `Group.traffic`, seconds) of collectives of all ranks."""
+    nbytes = SMALLEST
+    while nbytes <= effort.largest:
+        whole = torch.ones(nbytes // 4 // grid.world.size * grid.world.size, device=grid.device)
+        piece = torch.empty(whole.numel() // grid.world.size, device=grid.device)
+        yield 2.0 * whole.nbytes, _seconds(lambda: all_reduce(whole, grid.world).wait(), grid)  # noqa: B023
+        yield float(whole.nbytes), _seconds(lambda: reduce_scatter(piece, whole, grid.world).wait(), grid)  # noqa: B023
+        yield float(whole.nbytes), _seconds(lambda: all_gather(whole, piece, grid.world).wait(), grid)  # noqa: B023
+        nbytes *= LARGER
+
+
+def _stages(grid: ProcessGrid, effort: Effort) -> Iterator[tuple[float, float]]:
+    """(bytes, seconds) of messages from each rank of a pair to the other. A rank without another waits."""
+    other = grid.rank ^ 1
+    nbytes = SMALLEST
+    while nbytes <= effort.largest:
+        sent, taken = (torch.ones(nbytes // 4, device=grid.device) for _ in range(2))
+
+        def exchange(sent: Tensor = sent, taken: Tensor = taken) -> None:
+            if other < grid.world.size:
+                for work in (dist.isend(sent, other), dist.irecv(taken, other)):
+                    assert work is not None
+                    work.wait()
+
+        yield float(nbytes), _seconds(exchange, grid)
+        nbytes *= LARGER
+
+
+def _seconds(call: Callable[[], object], grid: ProcessGrid) -> float:
+    """The median of the seconds of a call, which all ranks begin together, of the slowest rank."""
+    call()
+    measured = list[float]()
+    for _ in range(TIMES):
+        barrier(grid.world)
+        devices.synchronize(grid.device)
+        began = time.perf_counter()
+        call()
+        devices.synchronize(grid.device)
+        measured.append(time.perf_counter() - began)
+    return statistics.median(_largest(measured, grid))

@@ -1,0 +1,100 @@
+"""Constants that are fitted to measured steps: those by which the seconds were made, and a fault among them is seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+
+import pytest
+
+from megazero.calibrate.effort import FIRST, SECOND, MeasuredRun, RankMeasurements
+from megazero.calibrate.entry import START, MachineFacts, fitted_device, message_times, planned
+from megazero.calibrate.runs import run_of
+from megazero.plan.cluster.beside_tensors import shared_bytes
+from megazero.plan.cluster.hardware import Device
+
+TRUE: Mapping[str, float] = MappingProxyType({"attention": 0.5, "bandwidth": 1.7, "launch": 2.3e-5, "update": 34.0})
+LARGE = {"bf16": 2e11, "fp32": 8e10, "fp64": 4e10}
+SHARES = {"bf16": 0.5, "fp32": 0.9}
+CONTEXT, FRAGMENTATION = 3.3e8, 0.07
+COMPILER, GROUP = 5e7, 2e7
+BESIDE = {"compiler": COMPILER, "group": GROUP}
+LATENCY, RATE = 2e-5, 3e9
+RATES = {
+    "to_host": 6e9,
+    "update": 2e9,
+    "update_host": 1.5e9,
+    "read": 2e9,
+    "write": 1e9,
+    "beside": 0.1,
+    "carried": 3e9,
+    "bandwidth": 2e10,
+}
+MACHINE = MachineFacts("cpu", "a processor", 16e9, 16e9, 2.0)
+
+
+def measured(ranks: int = 1) -> RankMeasurements:
+    """What a machine with these constants measures."""
+    constants = replace(START, **TRUE, latency=LATENCY)
+    flops = MappingProxyType({precision: share * LARGE[precision] for precision, share in SHARES.items()})
+    inside = RATE if ranks > 1 else RATES["bandwidth"]
+    device = Device("x", "cpu", 16e9, flops, 2e10, 2.0, inside, 6e9, 16e9, 30.0, "1xeth10")
+    device = replace(device, constants=MappingProxyType(asdict(constants)))
+    runs = list[MeasuredRun]()
+    for words in (*FIRST, *SECOND):
+        is_first = words in (FIRST[0], SECOND[0])
+        together = ranks if is_first else 1
+        step = planned(run_of(words, together, "cpu"), device, together)
+        memory = round(step.tensors * (1 + FRAGMENTATION) + CONTEXT + shared_bytes(step.run, step.axes))
+        runs.append(MeasuredRun(words, together, step.seconds, memory if is_first else None))
+    sizes = (1e3, 1e5, 1e7) if ranks > 1 else ()
+    messages = tuple((size, LATENCY + size / 2 / RATE) for size in sizes)
+    stages = tuple((size, LATENCY + size / RATE) for size in sizes)
+    return RankMeasurements(ranks, 2 // ranks, LARGE, RATES, BESIDE, messages, stages, tuple(runs))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fit_finds_the_constants_by_which_the_seconds_were_made(ranks: int) -> None:
+    fitted = fitted_device("here", MACHINE, measured(ranks))
+    known = fitted.device.constants
+    assert {name: known[name] for name in TRUE} == pytest.approx(dict(TRUE), rel=0.02)
+    assert max(map(abs, fitted.errors)) < 0.005
+    reached = {precision: rate / LARGE[precision] for precision, rate in fitted.device.flops.items()}
+    assert reached == pytest.approx({**SHARES, "fp64": math.sqrt(0.5 * 0.9)}, rel=0.02)
+    assert known["context"] == pytest.approx(CONTEXT, rel=1e-3)
+    assert known["fragmentation"] == pytest.approx(FRAGMENTATION, rel=1e-2)
+    assert fitted.device.memory == 16e9 / ranks and fitted.device.read == 2e9
+
+
+def test_a_run_that_took_too_long_is_seen_and_moves_no_constant() -> None:
+    true, at = measured(), len(FIRST)
+    slow = replace(true.runs[at], seconds=2 * true.runs[at].seconds)
+    fitted = fitted_device("here", MACHINE, replace(true, runs=(*true.runs[:at], slow, *true.runs[at + 1 :])))
+    assert fitted.errors[at] == pytest.approx(-0.5, abs=0.02)
+    assert max(abs(error) for number, error in enumerate(fitted.errors) if number != at) < 0.02
+    assert fitted.device.constants["launch"] == pytest.approx(TRUE["launch"], rel=0.05)
+
+
+def test_latency_and_rate_of_messages_are_found() -> None:
+    ranks, sizes = 4, (1e3, 3e4, 1e6, 3e7)
+    sent = [(size, 2 * LATENCY + size * 3 / 4 / RATE) for size in sizes]  # two doublings of ranks
+    latency, rate = message_times(sent, ranks)
+    assert latency == pytest.approx(LATENCY, rel=1e-3) and rate == pytest.approx(RATE, rel=1e-3)
+    odd = [*sent[:3], (sent[3][0], 3 * sent[3][1])]
+    assert message_times(odd, ranks)[1] != pytest.approx(RATE, rel=0.1)
+
+
+def test_less_than_the_tensors_is_noise() -> None:
+    """Two runs whose measured memory grows less than their tensors: no share below none."""
+    true = measured()
+    small, large = (run for run in true.runs if run.memory)
+    grown = replace(large, memory=(small.memory or 0) + 1000)
+    runs = tuple(grown if run is large else run for run in true.runs)
+    fitted = fitted_device("here", MACHINE, replace(true, runs=runs))
+    assert fitted.device.constants["fragmentation"] == 0.0 and fitted.device.constants["context"] >= 0.0
+
+
+def test_measurements_pass_between_processes_as_they_are() -> None:
+    assert RankMeasurements.read(measured(2).text()) == measured(2)

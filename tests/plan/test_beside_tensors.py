@@ -1,0 +1,54 @@
+"""What a process of a CPU has beside its tensors, counted by hand, and its groups beside those of a real grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+
+from megazero.mpu.axes import axes_of
+from megazero.mpu.grid import assembled, single_rank_group
+from megazero.plan.cluster.beside_tensors import allowance_of_run, groups_of, shared_bytes
+from tests.plan.test_activations import parsed
+from tests.plan.test_cluster_times import DESK, DEVICE, MODEL, desk
+
+MIB = 1 << 20
+WORDS = f"{MODEL} --device cpu --micro-batch-size 1 --seq-length 256 --hidden-size 512"
+"""Hidden states of 256 KiB."""
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "shared", "groups"),
+    [
+        ("", 1, 0, 0),
+        ("", 2, 16 * 2, 0),  # the world itself
+        ("--tp 2", 2, 16 * 2 // 4, 0),
+        ("--tp 2", 4, 16 * 2 // 4 + 16 * 2, 2),
+        ("--pp 2", 4, 16 * 2 + 16 * 4, 2),  # a tied embedding's are those of both stages
+        ("--pp 2 --no-shared-memory", 4, 0, 2),
+    ],
+)
+def test_shared_memory_and_groups(words: str, ranks: int, shared: int, groups: int) -> None:
+    run = parsed(f"{WORDS} {words}", ranks)
+    axes = axes_of(run, ranks)
+    assert shared_bytes(run, axes) == shared * MIB and len(groups_of(axes)) == groups
+    made = list[tuple[int, ...]]()
+
+    def make(ranks_of):
+        made.append(ranks_of(axes.coordinates(0)))
+        return replace(single_rank_group(), ranks=made[-1])
+
+    assembled(axes, 0, "cpu", make)
+    assert {each for each in made if 1 < len(each) < ranks} == groups_of(axes)
+
+
+def test_an_allowance_is_of_the_run() -> None:
+    constants = {**DESK.constants, "context": 3e8, "fragmentation": 0.1, "group": 2e7, "compiler": 5e7}
+    device = replace(DESK, constants=MappingProxyType(constants))
+    run = parsed(f"{WORDS} --tp 2 --recompute-granularity full", 4)
+    allowance = allowance_of_run(replace(desk(4), device=device), run, axes_of(run, 4))
+    assert allowance.fixed == 3e8 + 2 * 2e7 + 40 * MIB + 5e7
+    assert allowance.of(1e9) == pytest.approx(1.1e9 + allowance.fixed) and allowance.room(2e9) < 2e9 / 1.1
+    card = replace(DEVICE, constants=device.constants)
+    assert allowance_of_run(replace(desk(4), device=card), run, axes_of(run, 4)).fixed == 3e8
