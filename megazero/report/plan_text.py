@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from megazero.plan.cluster.beside_tensors import BESIDE
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.explained import is_fragile, memory_words, parts, schedule_words, why_slower
 from megazero.plan.cluster.layout_flags import layout_flags
 from megazero.plan.cluster.layout_search import BestLayouts
+from megazero.program.memory import MemoryColumn
 from megazero.report import text_blocks as blocks
+from megazero.system.words import counted
 from megazero.telemetry.units import count, size
 
 DAY = 86_400
+SHORT: Mapping[str, str] = MappingProxyType(
+    {
+        MemoryColumn.OFFLOADED.value: "offloaded",
+        MemoryColumn.GATHERED.value: "gathered",
+        MemoryColumn.BUFFERS.value: "whole",
+        MemoryColumn.TRAVELLING.value: "travelling",
+        MemoryColumn.SPARE.value: "spare",
+        MemoryColumn.HIDDEN.value: "messages",
+        MemoryColumn.WORKING.value: "working",
+        BESIDE: "driver",
+    }
+)
+"""Headings of what is alive, where the words above the table are too wide for a terminal."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +120,24 @@ def _details(step: ClusterStep, costs: Costs) -> Iterator[tuple[str, str]]:
 
 
 def memory_table(step: ClusterStep) -> str:
-    """The peak of each set of equal stages, by what is alive."""
+    """The peak of each set of equal stages, by what is alive. Stages that follow each other with the same bytes share a
+    row.
+    """
     peaks = step.peaks
     names = [*dict.fromkeys(name for peak in peaks for name in peak.device)]
-    stages = [blocks.span(range_of) for range_of in step.alike.values()]
-    rows = [
-        (stage, *(size(peak.device.get(name, 0)) for name in names), size(peak.device_bytes), size(peak.host_bytes))
-        for stage, peak in zip(stages, peaks, strict=True)
-    ]
-    return blocks.table(("stage", *names, "together", "host"), rows)
+    rows = list[tuple[range, tuple[str, ...]]]()
+    for stages, peak in zip(step.alike.values(), peaks, strict=True):
+        sizes = [*(peak.device.get(name, 0) for name in names), peak.device_bytes, peak.host_bytes]
+        words, together = tuple(map(size, sizes)), stages
+        if rows and rows[-1][1] == words and rows[-1][0].stop == stages.start:
+            together = range(rows.pop()[0].start, stages.stop)
+        rows.append((together, words))
+    shown = [(blocks.span(stages), *words) for stages, words in rows]
+    return blocks.table(("stage", *(SHORT.get(name, name) for name in names), "together", "host"), shown)
 
 
 def _search(layouts: BestLayouts) -> Iterator[str]:
-    yield f"{layouts.looked_at:,} layouts were looked at, and {layouts.simulated} steps simulated"
+    yield f"{layouts.looked_at:,} layouts were looked at, and {counted(layouts.simulated, 'step')} simulated"
     for reason, number in layouts.left_out.most_common():
         if number:
             yield f"{number:,} left out: {reason}"

@@ -115,6 +115,16 @@ def test_text_names_the_layout_and_its_memory(capsys: pytest.CaptureFixture[str]
     assert "The step" in html and "Layouts" in html and "--micro-batch-size 4" in html
 
 
+def test_stages_with_the_same_bytes_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under zb-h1 each stage is looked at for itself."""
+    fixed = "--tp 1 --pp 8 --pipeline-schedule zb-h1 --micro-batch-size 1 --zero-stage 0 --num-layers 14"
+    status, out, err = plan(f"{MODEL} --gpus 8 --gpu a100-40gb {fixed}", capsys)
+    assert status == 0, err
+    lines = out.split("Memory of a rank of each stage\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1-2", "3-4", "5-6", "7"]
+    assert all(len(line) <= 100 for line in lines)
+
+
 def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One that the user gives, in a file too, has to divide it."""
     words = f"{MODEL.replace('--global-batch-size 16', '--global-batch-size 15')} {CLUSTER} --tp 1 --pp 4"
