@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         return MISTAKEN
     from megazero.report.metrics_lines import UnreadableRun
 
-    return status_of(lambda: _plan(args, run_flags, asked), (UnreadableRun, FileExistsError))
+    return status_of(lambda: _plan(args, run_flags, asked), (ConfigError, UnreadableRun, FileExistsError))
 
 
 def calibrated(args: Namespace, run_flags: Sequence[str], effort: Effort | None = None) -> int:
@@ -167,6 +167,8 @@ def asked_of(args: Namespace, run_flags: Sequence[str]) -> PlanRequest:
     from megazero.report.plan_text import Costs
 
     costs = Costs(_tokens(args, parsed), args.price)
+    if costs.price is not None and costs.tokens is None:
+        raise ConfigError([f"--price {args.price:g}: goes with --tokens N, or with the length of the run"])
     fixed = parsed.explicit | ({"nodes_of"} if args.nodes_of is not None else set())
     return PlanRequest(OpenRun.of(parsed.run, cluster, fixed), costs, parsed.run.schedule.rampup_batch_size)
 

@@ -163,6 +163,10 @@ class _Log:
     def called(self, name: str, tensors: Sequence[Tensor]) -> None:
         """A fused kernel reads or writes each of its tensors once, and those that it overwrites twice."""
         plain = name.rpartition("_")[0]
+        if plain == "weight_gradient":
+            grad, x, into = tensors
+            self.multiplied(grad.t(), x, into, adds=True)
+            return
         sizes = [tensor.nbytes for tensor in tensors]
         if plain in _SCATTERS:
             sizes[0] = 2 * tensors[-1].numel() * tensors[0].element_size()
@@ -190,7 +194,14 @@ class _Log:
 _OVERWRITTEN: Mapping[str, int] = MappingProxyType({"softmax": 1, "softmax_backward": 1, "write_gradient": 1})
 """Kernels that read what they overwrite -> how many of their first tensors that is."""
 _FACTORS: Mapping[str, int] = MappingProxyType(
-    {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_scaled_mm": 0}
+    {
+        "aten::mm": 0,
+        "aten::bmm": 0,
+        "aten::addmm": 1,
+        "aten::addmm_": 1,
+        "aten::baddbmm": 1,
+        "aten::_scaled_mm": 0,
+    }
 )
 """Products of torch -> the place of their first factor; the second one follows."""
 _ALLOCATIONS = frozenset(

@@ -148,6 +148,7 @@ def test_an_open_micro_batch_divides_every_batch(capsys: pytest.CaptureFixture[s
         (f"{MODEL} {CLUSTER} --tokens 0 --price -1", ["--tokens 0: must be", "--price -1: must be"]),
         (f"{MODEL} {CLUSTER} --tp 3x", ["--tp"]),
         (f"{MODEL} {CLUSTER} --measured runs/x", ["--measured runs/x: goes with --report FILE.html"]),
+        (f"{MODEL} {CLUSTER} --price 2", ["--price 2: goes with --tokens N"]),
         (f"{MODEL} {CLUSTER} --price nan", ["--price nan: must be a finite number above 0"]),
         (f"{MODEL} {CLUSTER} --device cpu", ["--device cpu: a100-40gb is a device of another kind"]),
         (f"{MODEL} {CLUSTER} --json --emit-flags", ["--json and --emit-flags print different things"]),

@@ -93,6 +93,8 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
         ("{bf16: [100e12, me]}", "[100e12, me]", r"desk: flops: .* is no table of precisions"),
         ("    watts", "    wats", r"desk: there is no wats"),
         ("gpus:", "cards:", r"is no table of sources, gpus and links"),
+        ("gpus:", "links: 3\ngpus:", r"links: '?3'? is no table"),
+        ("[250, me]", "[250, [me]]", r"desk: watts: there is no source"),
     ],
 )
 def test_a_files_mistake_is_told(tmp_path: Path, old: str, new: str, message: str) -> None:

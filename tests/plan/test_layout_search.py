@@ -72,6 +72,8 @@ LAYOUTS: tuple[Settings, ...] = (
     {"tp": 2, "pp": 4, "pipeline_schedule": "zb-h1", "zero_stage": 0, "sequence_parallel": True},
     {"tp": 1, "pp": 2, "pipeline_schedule": "zb-v", "virtual_stages": 2, "zero_stage": 3},
     {"tp": 1, "pp": 8, "pipeline_schedule": "zb-h1", "zero_stage": 1, "num_layers": 14},
+    {"tp": 4, "pp": 4, "pipeline_schedule": "1f1b", "zero_stage": 3},
+    {"tp": 1, "pp": 2, "pipeline_schedule": "1f1b", "zero_stage": 2, "zero_shard_size": 4},
     {"tp": 1, "pp": 4, "pipeline_schedule": "zb-v", "virtual_stages": 2, "zero_stage": 1},
     {"tp": 1, "pp": 8, "pipeline_schedule": "interleaved", "virtual_stages": 2, "zero_stage": 1, "num_layers": 14},
     {"tp": 4, "pp": 1, "zero_stage": 3, "recompute_granularity": "full"},
@@ -194,6 +196,13 @@ def test_offload_is_for_what_does_not_fit_without() -> None:
     assert whole and not whole[0].run.offload.offload_optimizer
     away = LayoutSearch(open_run("--tp 1 --pp 1 --micro-batch-size 1", 1, 4.5e9), wanted=1).run().steps
     assert away and away[0].run.offload.offload_optimizer and away[0].fits
+
+
+def test_state_on_disks_takes_no_host_memory() -> None:
+    asked = open_run("--offload-optimizer nvme --nvme-path /x --tp 1 --pp 1 --micro-batch-size 1", 1, 8e9)
+    small = replace(asked.cluster, device=replace(asked.cluster.device, host_memory=1e9))
+    steps = LayoutSearch(OpenRun.of(asked.run, small, asked.fixed), wanted=1).run().steps
+    assert steps and steps[0].host_bytes < 1e9 < steps[0].taken(0).disk
 
 
 def test_splits_share_heads_and_ranks() -> None:

@@ -15,7 +15,7 @@ from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
 from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, fullest_stages, schedule_orders, short_step
-from megazero.plan.cluster.least_seconds import least_messages, least_step, state_delays
+from megazero.plan.cluster.least_seconds import largest_update, least_messages, least_step, state_delays
 from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
 from megazero.plan.recompute import recompute_table
@@ -264,12 +264,14 @@ class ClusterStep:
     @cached_property
     def begun_least(self) -> float:
         """What the step never falls below: its schedule, and what messages on model state add to a short step before
-        which there is none. Worth its time where they come with each micro-batch.
+        which there is none. Worth its time where they come with each micro-batch. A stage with little to update begins
+        the next step while the one with most still updates.
         """
         if not self._sends_inside:
             return self.scheduled
         (first,) = self._ends(self._shortest, 1)
-        return self.scheduled + first - self._shortest_scheduled
+        added = first - self._shortest_scheduled - largest_update(self.run, self.axes, self.times)
+        return self.scheduled + max(0.0, added)
 
     @cached_property
     def seconds(self) -> float:

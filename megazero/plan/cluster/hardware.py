@@ -26,6 +26,8 @@ OPTIONAL = "update_host read write carried beside".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
 """Numbers of which ranks that share a CPU have a part each."""
+DIVISORS = frozenset("products bandwidth hiding inside between strided attention".split())
+"""Constants by which times are divided, and so above 0."""
 USUAL_NODE = 8
 """Devices of a node where nobody says it, and there are as many."""
 _INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
@@ -108,6 +110,7 @@ class Cluster:
     gpus      number of devices, which is the number of ranks
     nodes_of  devices of a node
     links     between nodes: of each node so many of a kind
+    whole     of a CPU: the device that the ranks of a node share; None: `device` is a rank's alone
     """
 
     device: Device
@@ -115,6 +118,12 @@ class Cluster:
     nodes_of: int
     links: int
     link: Link
+    whole: Device | None = None
+
+    def of(self, gpus: int, nodes_of: int) -> Cluster:
+        """The same with another number of devices. Ranks of a CPU share it anew."""
+        device = self.device if self.whole is None else self.whole.of_rank(min(gpus, nodes_of))
+        return replace(self, device=device, gpus=gpus, nodes_of=nodes_of)
 
     @property
     def nodes(self) -> int:
@@ -169,10 +178,10 @@ class Hardware:
         if problems or device is None or link is None:
             raise ConfigError(problems)
         of_node = min(USUAL_NODE, gpus) if nodes_of is None else nodes_of
-        device = device.of_rank(min(gpus, of_node))
         if gpus > of_node and gpus % of_node:
             raise ConfigError([f"--gpus {gpus} on nodes of {of_node} (--nodes-of): the last node would not be full"])
-        return Cluster(device, gpus, of_node, number, link)
+        whole = device if device.shared else None
+        return Cluster(device.of_rank(min(gpus, of_node)), gpus, of_node, number, link, whole)
 
 
 def _unknown(name: str, known: Mapping[str, Any], what: str) -> str:
@@ -199,6 +208,8 @@ def _read(path: Path) -> Hardware:
         raise ConfigError([f"--hardware {reason}"]) from None
     if not isinstance(content, dict) or not {*content} <= {"sources", "gpus", "links"}:
         raise ConfigError([f"{named}: is no table of sources, gpus and links"])
+    if wrong := [key for key, table in content.items() if not isinstance(table or {}, dict)]:
+        raise ConfigError([f"{named}: {key}: {shown(content[key])} is no table" for key in wrong])
     sources, problems = content.get("sources") or {}, list[str]()
     devices, links = dict[str, Device](), dict[str, Link]()
     for name, entry in (content.get("gpus") or {}).items():
@@ -250,7 +261,13 @@ class _Entry:
             flops = {}
         rates = {str(precision): self._number(f"flops: {precision}", pair) for precision, pair in flops.items()}
         constants = self.entry.get("constants") or {}
-        fitted = {str(key): self._number(f"constants: {key}", pair, least=-math.inf) for key, pair in constants.items()}
+        if not isinstance(constants, dict):
+            self.problems.append(f"{self.named}: constants: {shown(constants)} is no table")
+            constants = {}
+        fitted = {
+            str(key): self._number(f"constants: {key}", pair, 0.0 if key in DIVISORS else -math.inf)
+            for key, pair in constants.items()
+        }
         for key in {*self.entry} - {*NUMBERS, *OPTIONAL, "kind", "flops", "interconnect", "constants", "ranks"}:
             self.problems.append(f"{self.named}: there is no {key}")
         return Device(
@@ -282,6 +299,6 @@ class _Entry:
             self.problems.append(f"{self.named}: {key}: {shown(pair)} is no pair of a value and its source")
             return None
         value, source = pair
-        if source not in self.sources:
+        if not isinstance(source, str) or source not in self.sources:
             self.problems.append(f"{self.named}: {key}: there is no source {shown(source)}")
         return value

@@ -6,7 +6,7 @@ whose stages have room for the least that they hold, gets the time of its schedu
 takes its turn by that. When that turn has come it is simulated. The walk ends when all that is left takes at least as
 long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit; or it sends more
 than another one that fits, with the same computations: what ZeRO-2 sends comes on top of what ZeRO-1 sends, and what
-ZeRO-3 sends on top of that.
+ZeRO-3 sends on top of that, where no stage waits for copies or for buckets of a size that the user sets.
 """
 
 from __future__ import annotations
@@ -180,12 +180,23 @@ class LayoutSearch:
         candidate = turn.candidate
         if turn.least >= self._limit(candidate.split):
             self.left_out["slower by operations or messages alone" if turn.step is None else BY_SCHEDULE] += 1
-        elif 0 < self._fitting.get(candidate.rivals, 0) < candidate.zero_stage:
+        elif self._sends_more(candidate):
             self.left_out["sends more than a lower ZeRO stage that fits"] += 1
         elif turn.step is not None:
             self._simulate(turn.step, candidate)
         elif (step := self._roomy(candidate)) is not None:
             self._bound(step, turn)
+
+    def _sends_more(self, candidate: Candidate) -> bool:
+        """Whether it sends more than a rival that fits. ZeRO-3 gathers unit by unit: where other stages wait for copies
+        or for large buckets it may be faster for all that it sends.
+        """
+        if not 0 < self._fitting.get(candidate.rivals, 0) < candidate.zero_stage:
+            return False
+        off = self.asked.with_settings(candidate.settings).offload
+        away = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
+        waits = any(map(bool, away)) or self.asked.run.parallel.bucket_size is not None
+        return candidate.zero_stage < MOST_STAGE or not waits
 
     def _roomy(self, candidate: Candidate) -> ClusterStep | None:
         """The step of a candidate, if it is legal and the least that it holds has room."""

@@ -12,7 +12,7 @@ from megazero.config.derive import RecomputeTable, pipeline_schedule
 from megazero.config.inventory import LayerCounts, parameters_per_layer
 from megazero.config.layers.kinds import layers
 from megazero.config.schema import Run
-from megazero.config.tiers import TierShare
+from megazero.config.tiers import Tier, TierShare
 from megazero.model.stage import StageSpec
 from megazero.mpu.axes import Axes
 from megazero.mpu.chunks import ChunkMap
@@ -199,8 +199,10 @@ def state_width(run: Run, shard_size: int | None, replicas: int) -> StateWidth:
     device = away = whole = 0.0
     for column, dtype in run_columns(run.optimizer, run.parallel, run.offload).items():
         width = dtype.itemsize / (shards if row[column] is Sharding.SHARDED else 1)
-        share = leaves[column].share if leaves[column] else 0.0
-        away += share * width
+        left = leaves[column]
+        share = left.share if left else 0.0
+        # what rests in files takes no host memory, and how much some units are is not asked
+        away += share * width if left.tier is Tier.HOST and not left.units else 0.0
         device += (1 - share) * width
         whole += (dtype.itemsize - width) * (column in (Column.GRADIENT, Column.PARAMETER))
     return StateWidth(device, away, whole)

@@ -55,8 +55,9 @@ two chunks.
 
 
 def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> float:
-    """Seconds in which the messages on the model state of some stage pass their lanes, at least: an even share of the
-    parameters that tp divides.
+    """Seconds in which the messages on the model state of some stage pass a lane, at least: an even share of the
+    parameters that tp divides. The two lanes work beside each other. A tied embedding of two stages, whose gradients
+    are reduced once, does not count.
     """
     traffic = run_traffic(run, axes)
     inside, units = traffic.inside, run.model.num_layers / axes.pp
@@ -64,8 +65,11 @@ def least_messages(run: Run, axes: Axes, per_byte: Mapping[Lane, float]) -> floa
         inside *= max(0.0, 1 - TURNS / (2 * units))
     if run.parallel.virtual_stages > 1:
         inside *= IN_CHUNKS
-    share = (parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)) / (axes.tp * axes.pp)
-    return share * (inside * per_byte[Lane.SHARDS] + traffic.across * per_byte[Lane.ACROSS])
+    elements = parameters(run.model) if run.lora.lora_rank is None else trained_parameters(run)
+    if axes.pp > 1 and run.lora.lora_rank is None and not run.model.untie_embeddings_and_output_weights:
+        elements = sum(parameters_per_layer(run.model).blocks)
+    share = elements / (axes.tp * axes.pp)
+    return share * max(inside * per_byte[Lane.SHARDS], traffic.across * per_byte[Lane.ACROSS])
 
 
 def state_delays(run: Run, axes: Axes, times: ChunkTimes) -> StateDelays:
@@ -100,6 +104,21 @@ def state_delays(run: Run, axes: Axes, times: ChunkTimes) -> StateDelays:
     if not options.reduce_every:
         return StateDelays(waits, reductions)
     return StateDelays(waits, reductions, every, IN_FLIGHT * _largest_bucket(run, axes) * reduced * byte * axes.tp)
+
+
+def largest_update(run: Run, axes: Axes, times: ChunkTimes) -> float:
+    """Seconds in which the stage with most parameters updates those that are its ranks'."""
+    counts, shards = parameters_per_layer(run.model), axes.shard_size or axes.dp * axes.cp
+    elements = (
+        sum(
+            sum(counts.blocks[number] for number in spec.blocks)
+            + counts.embedding * spec.has_embedding
+            + (counts.head + counts.output) * spec.has_head
+            for spec in specs_of_stage(run, stage)
+        )
+        for stage in range(axes.pp)
+    )
+    return max(elements) / axes.tp * GRADIENT / (shards if run.parallel.zero_stage else 1) * times.update
 
 
 def _largest_bucket(run: Run, axes: Axes) -> float:

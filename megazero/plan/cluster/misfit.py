@@ -139,7 +139,7 @@ def _clusters(asked: OpenRun) -> Iterator[Cluster]:
     for number in (*fewer, *(gpus << doubled for doubled in range(1, MOST_TIMES.bit_length()))):
         nodes_of = asked.cluster.nodes_of if "nodes_of" in asked.fixed else min(USUAL_NODE, number)
         if number <= nodes_of or number % nodes_of == 0:
-            yield replace(asked.cluster, gpus=number, nodes_of=nodes_of)
+            yield asked.cluster.of(number, nodes_of)
 
 
 def _without(asked: OpenRun, fields: list[str]) -> OpenRun:

@@ -56,6 +56,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 NEEDED = ("layers", "hidden", "heads", "length", "gpus", "batch")
 COUNTS = (*NEEDED, *"groups ffn vocab tp pp dp cp virtual samples nodes_of".split())
 """What is a number from 1."""
+NO = ("", "0", "false", "no", "none")
+"""Words for a setting that a row's run does not have."""
 SAMPLES = (1, 2, 4, 8, 16)
 """Samples of a micro-batch that are tried where a row does not say it."""
 MOST_VIRTUAL = 8
@@ -100,6 +102,8 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
         for name in COUNTS
         if name in said and not (said[name].isdecimal() and int(said[name]))
     ]
+    if said.get("cp", "1").isdecimal() and int(said.get("cp", "1")) > 1:
+        wrong.append(f"cp {said['cp']}: a row's run does not split samples over ranks")
     if wrong:
         raise ConfigError(wrong)
     is_open = "again" not in said and any(column in row for column in COLUMNS["again"])
@@ -176,7 +180,7 @@ def _model(said: Mapping[str, str], tp: int, *, is_bloom: bool) -> list[str]:
 
 def _layout(said: Mapping[str, str], tp: int, pp: int) -> list[str]:
     words = ["--tp", str(tp), "--pp", str(pp), "--recompute-granularity", said["again"]]
-    words += ["--sequence-parallel"] * (said.get("sequence", "0") not in ("0", "") and tp > 1)
+    words += ["--sequence-parallel"] * (said.get("sequence", "0").lower() not in NO and tp > 1)
     if _is_old(said):
         words += ["--attention", "softmax"]
         if not said.get("precision", "").startswith("bf16"):
