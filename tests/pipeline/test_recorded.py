@@ -48,7 +48,10 @@ def test_products_of_a_block_are_those_of_the_formula(words: str) -> None:
     assert work(run, again=SELECTIVE).backward.flops == pytest.approx(2 * whole + core / 2)
 
 
-@pytest.mark.parametrize(("kind", "words"), [("cpu", ""), ("cpu", "--precision fp32"), ("cuda", "--precision fp32"), ("cpu", "--tp 2")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("cpu", ""), ("cpu", "--precision fp32"), ("cuda", "--precision fp32"), ("cpu", "--tp 2")],
+)
 def test_products_of_weight_gradients_are_counted_on_every_device(kind: str, words: str) -> None:
     """They are added to sums of gradients, by a kernel or by torch in place."""
     run = parsed(f"{MODEL.replace('--bf16', '')} {words or '--bf16'}", 4)
