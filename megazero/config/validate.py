@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megazero.config.checks import CheckContext
@@ -131,6 +132,12 @@ def _range_problem(known: Option, value: Any) -> str | None:
     return None
 
 
+@cache
+def _with_range() -> Mapping[str, Option]:
+    """The fields that have a range: those of words and switches have none."""
+    return {name: known for name, known in run_options().items() if known.kind not in (str, bool)}
+
+
 CHECKS = (*MODEL_CHECKS, *LAYOUT_CHECKS, *TRAINING_CHECKS)
 """Relations between fields, in the order of the message. Those of flags without effect follow."""
 
@@ -154,7 +161,7 @@ def problems_of(
     decided     fields whose values are not the user's, but follow from facts
     """
     bad, problems = set(bad or ()), list[str]()
-    for name, known in run_options().items():
+    for name, known in _with_range().items():
         problem = None if name in bad else _range_problem(known, known.value_in(run))
         if problem is not None:
             problems.append(problem)

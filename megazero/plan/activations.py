@@ -38,6 +38,11 @@ class ActivationPlan:
     )
 
     @cached_property
+    def chunks(self) -> dict[object, ChunkBytes]:
+        """By what tells chunks apart, those that `chunk_bytes` has made."""
+        return {}
+
+    @cached_property
     def first_equal(self) -> tuple[int, ...]:
         """By block the number of the first block that computes the same."""
         first = dict[Layer, int]()
@@ -167,7 +172,12 @@ def chunk_bytes(
     plan: ActivationPlan, spec: StageSpec, table: RecomputeTable, group: ChunkGroup | None = None
 ) -> ChunkBytes:
     """The activations of the chunk `spec` under a table of what is computed again. group: in vertical order."""
-    return ChunkBytes(plan.units(spec, table), 0 if spec.has_embedding else plan.hidden_bytes, group)
+    units = tuple((plan.first_equal[number], table[number], number == 0) for number in spec.blocks)
+    key = units, spec.has_embedding, spec.has_head, group
+    if key not in plan.chunks:
+        entering = 0 if spec.has_embedding else plan.hidden_bytes
+        plan.chunks[key] = ChunkBytes(plan.units(spec, table), entering, group)
+    return plan.chunks[key]
 
 
 @dataclass(frozen=True)

@@ -131,10 +131,16 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
 
 def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:
     if kind == "cuda" and not devices.cuda_available():
-        case = replace(workload.case(torch.device("cpu")), kind=kind, kernel=False, capability=(9, 0))
-        return choose(case, static_support(run.parallel.attention, workload.length)).body
+        return _assumed_body(workload, run.parallel.attention)
     device = torch.device(kind)
     return choose(workload.case(device), attention_support(run, device)).body
+
+
+@lru_cache(maxsize=256)
+def _assumed_body(workload: AttentionWorkload, attention: str) -> Body:
+    """The body that `ASSUMED` has."""
+    case = replace(workload.case(torch.device("cpu")), kind="cuda", kernel=False, capability=(9, 0))
+    return choose(case, static_support(attention, workload.length)).body
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 from megazero.config.derive import (
     GATED,
@@ -129,9 +130,10 @@ def layers(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(made[item] for item in items)
 
 
+@lru_cache(maxsize=256)
 def kinds(model: ModelConfig) -> Mapping[Layer, int]:
     """The kinds of layers of a model in the order in which they come, each with the number of its layers."""
-    return Counter(layers(model))
+    return MappingProxyType(Counter(layers(model)))
 
 
 def ffn_widths(model: ModelConfig) -> tuple[int, ...]:

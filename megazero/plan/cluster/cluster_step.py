@@ -14,7 +14,7 @@ from megazero.pipeline.stage_specs import chunks_of
 from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of_run
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
-from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, fullest_stages, schedule_orders, short_step
+from megazero.plan.cluster.least_memory import FILLINGS, SPLIT, full_step, fullest_stages, schedule_orders, short_step
 from megazero.plan.cluster.least_seconds import largest_update, least_messages, least_step, state_delays
 from megazero.plan.flops import recomputed_flops, step_flops
 from megazero.plan.rank_state import has_nccl, micro_batches_of, stage_state
@@ -22,11 +22,12 @@ from megazero.plan.recompute import recompute_table
 from megazero.plan.search import SearchLimits
 from megazero.plan.step_lists import StageLists
 from megazero.plan.step_memory import StageMemory, TierPeaks
-from megazero.program.instruction import Instruction
+from megazero.program.instruction import UPDATE, Instruction
 from megazero.program.schedule_time import NONE, ScheduleGraph, StateDelays
 from megazero.program.shape import RankShape
 from megazero.program.simulate import SimulationReport, simulate, step_ends
 from megazero.program.times import ChunkTimes
+from megazero.program.traffic import updated_bytes
 
 STEPS = 2
 """Steps that are simulated: the time of the last one counts, which follows another."""
@@ -86,10 +87,8 @@ class ClusterStep:
 
     @cached_property
     def _lists(self) -> StageLists:
-        """Of a step whose micro-batches fill the pipeline, empty it and fill it again, so that a rank never holds more
-        of them in the whole step.
-        """
-        return self._lists_of(self._short(FILLINGS))
+        """Of a step in which a rank holds as much as in the whole one."""
+        return self._lists_of(full_step(self.run, self.axes))
 
     def _lists_of(self, micro_batches: int) -> StageLists:
         return self._whole_lists.with_micro_batches(micro_batches)
@@ -193,7 +192,10 @@ class ClusterStep:
     @property
     def work(self) -> list[float]:
         """By stage the seconds in which it computes a micro-batch."""
-        chunks, times = chunks_of(self.run), self.times
+        return self._work(self.times)
+
+    def _work(self, times: ChunkTimes) -> list[float]:
+        chunks = chunks_of(self.run)
         return [sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp)]
 
     @cached_property
@@ -202,13 +204,7 @@ class ClusterStep:
         the others.
         """
         few, state = self._short(FILLINGS), state_delays(self.run, self.axes, self.times)
-        return self._scheduled(few, state) + (self.micro_batches - few) * self._busiest
-
-    @property
-    def _busiest(self) -> float:
-        """Seconds of a micro-batch on the busiest stage, at least."""
-        chunks, times = chunks_of(self.run), self._alone
-        return max(sum(times.forward[n] + times.backward[n] for n in chunks.of(stage)) for stage in range(self.axes.pp))
+        return self._scheduled(few, state) + (self.micro_batches - few) * max(self._work(self._alone))
 
     @cached_property
     def scheduled(self) -> float:
@@ -232,15 +228,7 @@ class ClusterStep:
     @cached_property
     def simulated(self) -> SimulationReport:
         """All stages through their whole lists once."""
-        return self._simulated(self.micro_batches)
-
-    @cached_property
-    def short(self) -> SimulationReport:
-        """All stages through the lists of a short step, or of the whole one if it has no more micro-batches."""
-        return self._simulated(self._short(FILLINGS))
-
-    def _simulated(self, micro_batches: int) -> SimulationReport:
-        lists = self._lists_of(micro_batches)
+        lists = self._lists_of(self.micro_batches)
         return simulate(*self._simulation(lists), border=lists.of(0).border)
 
     def _simulation(self, lists: StageLists) -> tuple[list[tuple[Instruction, ...]], ChunkTimes, list[RankShape]]:
@@ -299,6 +287,14 @@ class ClusterStep:
         off = self.run.offload
         copied = off.offload_gradients, off.offload_params, off.offload_activations
         return self.run.parallel.zero_stage > 1 or any(map(bool, copied))
+
+    def update_seconds(self, stage: int) -> float:
+        """Seconds of the updates of a rank of a stage on its device."""
+        step = self._lists.of(stage)
+        updates = (i for i in step.instructions if i.op == UPDATE)
+        return self.times.update * sum(
+            updated_bytes(step.shape, bucket, i.part) for i in updates for bucket in i.buckets
+        )
 
     @property
     def model_flops(self) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from megazero.config.derive import pipeline_schedule
 from megazero.config.schema import Run
 from megazero.plan.cluster.cluster_step import ClusterStep
-from megazero.program.instruction import UPDATE
 from megazero.telemetry.units import size
 
 COMPUTING, UPDATING, WAITING = "computation", "updates", "waiting"
@@ -21,7 +20,7 @@ def parts(step: ClusterStep) -> dict[str, float]:
     """
     work = step.work
     busiest = work.index(max(work))
-    updates = sum(span.end - span.start for span in step.short.spans[busiest] if span.instruction.op == UPDATE)
+    updates = step.update_seconds(busiest)
     computing = step.micro_batches * work[busiest]
     return {COMPUTING: computing, UPDATING: updates, WAITING: max(0.0, step.seconds - computing - updates)}
 

@@ -3,8 +3,9 @@
 Candidates are walked through in the order of a time that none falls below. At first it is that of the model's
 operations, shared out evenly over the stages, or of the messages on its state. A candidate whose turn has come, and
 whose stages have room for the least that they hold, gets the time of its schedule without messages on model state, and
-takes its turn by that. When that turn has come it is simulated. The walk ends when all that is left takes at least as
-long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit; or it sends more
+takes its turn by that. When that turn has come its fullest stage has to have room, and where messages on model state come
+with each micro-batch it takes one more turn, by a short step with these. Then it is simulated. The walk ends when all
+that is left takes at least as long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit; or it sends more
 than another one that fits, with the same computations: what ZeRO-2 sends comes on top of what ZeRO-1 sends, and what
 ZeRO-3 sends on top of that, where no stage waits for copies or for buckets of a size that the user sets.
 """
@@ -31,9 +32,11 @@ from megazero.system.collector import without_collections
 WANTED = 10
 SLOW = 1.5
 """Times the fastest step: what takes longer is not shown."""
+BY_OPERATIONS = "slower by operations or messages alone"
 BY_SCHEDULE = "slower by the schedule of its stages"
-MOST_STAGE = 3
-"""Of ZeRO."""
+SIMULATED = "slower in the simulation"
+SENT_ONCE, MOST_STAGE = 1, 3
+"""Stages of ZeRO: the first one that shards, and the last one."""
 
 
 class Candidate(NamedTuple):
@@ -58,12 +61,20 @@ class Candidate(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A candidate that takes `least` seconds at least. step: once its bound is that of its schedule."""
+    """A candidate that takes `least` seconds at least. step: once its bound is that of its schedule; is_begun: once it
+    is that of a short step.
+    """
 
     least: float
     number: int
     candidate: Candidate
     step: ClusterStep | None = None
+    is_begun: bool = False
+
+    @property
+    def why_slow(self) -> str:
+        """What has found the bound."""
+        return SIMULATED if self.is_begun else BY_OPERATIONS if self.step is None else BY_SCHEDULE
 
 
 @dataclass
@@ -100,7 +111,9 @@ class LayoutSearch:
     _kept: dict[int, LeastMemory] = field(default_factory=dict)
     _turns: list[Turn] = field(default_factory=list)
     _fitting: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """By what rivals share the least ZeRO stage that fits."""
+    """By what rivals share the least ZeRO stage that fits, of those that shard."""
+    _waiting: dict[tuple[object, ...], dict[int, float]] = field(default_factory=dict)
+    """By what rivals share, and by ZeRO stage, the bounds of those that wait for another turn."""
 
     def run(self) -> BestLayouts:
         """The walk. Communicates nothing; the result depends on the run and the cluster alone."""
@@ -109,11 +122,11 @@ class LayoutSearch:
             for offload in self.asked.offloads:
                 self._turns = self._first_turns(offload)
                 looked_at += len(self._turns)
-                self._kept, self._fitting = {}, {}
+                self._kept, self._fitting, self._waiting = {}, {}, {}
                 heapq.heapify(self._turns)
                 while self._turns and self._turns[0].least < self._worst:
                     self._take(heapq.heappop(self._turns))
-                self.left_out["slower by operations or messages alone"] += len(self._turns)
+                self.left_out.update(turn.why_slow for turn in self._turns)
                 if self.best:
                     break
         steps = sorted(self.best.values(), key=lambda step: step.seconds)[: self.wanted]
@@ -175,28 +188,41 @@ class LayoutSearch:
     def _known(self) -> dict[tuple[object, ...], float]:
         return {}
 
+    def _push(self, turn: Turn) -> None:
+        """Give a candidate another turn."""
+        self._waiting.setdefault(turn.candidate.rivals, {})[turn.candidate.zero_stage] = turn.least
+        heapq.heappush(self._turns, turn)
+
     def _take(self, turn: Turn) -> None:
         """Give a candidate its next bound; or keep its step, if it is faster than its split's so far."""
         candidate = turn.candidate
+        self._waiting.get(candidate.rivals, {}).pop(candidate.zero_stage, None)
         if turn.least >= self._limit(candidate.split):
-            self.left_out["slower by operations or messages alone" if turn.step is None else BY_SCHEDULE] += 1
-        elif self._sends_more(candidate):
+            self.left_out[turn.why_slow] += 1
+            if turn.is_begun:
+                self._note(candidate)
+        elif self._sends_more(candidate, self._fitting.get(candidate.rivals, MOST_STAGE)):
             self.left_out["sends more than a lower ZeRO stage that fits"] += 1
         elif turn.step is not None:
-            self._simulate(turn.step, candidate)
+            self._look_at(turn.step, turn)
         elif (step := self._roomy(candidate)) is not None:
             self._bound(step, turn)
 
-    def _sends_more(self, candidate: Candidate) -> bool:
-        """Whether it sends more than a rival that fits. ZeRO-3 gathers unit by unit: where other stages wait for copies
-        or for large buckets it may be faster for all that it sends.
+    def _sends_more(self, candidate: Candidate, stage: int) -> bool:
+        """Whether it sends more than its rival of this ZeRO stage. ZeRO-3 gathers unit by unit: where other stages wait
+        for copies or for large buckets it may be faster for all that it sends.
         """
-        if not 0 < self._fitting.get(candidate.rivals, 0) < candidate.zero_stage:
+        if not SENT_ONCE <= stage < candidate.zero_stage:
             return False
         off = self.asked.with_settings(candidate.settings).offload
         away = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
         waits = any(map(bool, away)) or self.asked.run.parallel.bucket_size is not None
         return candidate.zero_stage < MOST_STAGE or not waits
+
+    def _rivals_least(self, candidate: Candidate) -> float:
+        """The seconds that rivals take at least which send less, and wait for their turns."""
+        waiting = self._waiting.get(candidate.rivals, {})
+        return max((least for stage, least in waiting.items() if self._sends_more(candidate, stage)), default=0.0)
 
     def _roomy(self, candidate: Candidate) -> ClusterStep | None:
         """The step of a candidate, if it is legal and the least that it holds has room."""
@@ -219,17 +245,34 @@ class LayoutSearch:
             self.left_out[BY_SCHEDULE] += 1
         else:
             least = max(turn.least, step.least_seconds, step.scheduled_least)
-            heapq.heappush(self._turns, turn._replace(least=least, step=step))
+            self._push(turn._replace(least=least, step=step))
 
-    def _simulate(self, step: ClusterStep, candidate: Candidate) -> None:
-        """Keep the step if it fits, and is faster than its split's so far. What takes least is asked first."""
-        limit, fullest = self._limit(candidate.split), self._kept[candidate.computed].fullest(_width(step))
+    def _look_at(self, step: ClusterStep, turn: Turn) -> None:
+        """Simulate a step whose fullest stage has room; or give it one more turn, if a short step takes longer, or
+        behind a rival that sends less.
+        """
+        limit = self._limit(turn.candidate.split)
+        if (least := self._rivals_least(turn.candidate)) > turn.least:
+            self._push(turn._replace(least=least))
+            return
         if step.scheduled >= limit:
             self.left_out[BY_SCHEDULE] += 1
-        elif not step.has_room(fullest):
-            self._misfits(step, step.tensors_of(fullest))
-        elif self._is_slow(step, limit):
-            self.left_out["slower in the simulation"] += 1
+            return
+        if not turn.is_begun:
+            fullest = self._kept[turn.candidate.computed].fullest(_width(step))
+            if not step.has_room(fullest):
+                self._misfits(step, step.tensors_of(fullest))
+                return
+            if step.begun_least > turn.least:
+                self._push(turn._replace(least=step.begun_least, is_begun=True))
+                return
+        self._simulate(step, turn.candidate, limit)
+
+    def _simulate(self, step: ClusterStep, candidate: Candidate, limit: float) -> None:
+        """Keep the step if it is faster than its split's so far, and fits."""
+        self.simulated += 1
+        if step.seconds >= limit:
+            self.left_out[SIMULATED] += 1
             self._note(candidate)
         elif not step.fits:
             self._misfits(step, step.tensors)
@@ -237,13 +280,11 @@ class LayoutSearch:
             self.best[candidate.split] = step
             self._note(candidate)
 
-    def _is_slow(self, step: ClusterStep, limit: float) -> bool:
-        self.simulated += 1
-        return step.begun_least >= limit or step.seconds >= limit
-
     def _note(self, candidate: Candidate) -> None:
         """Leave out rivals that send more, and are slower than what is known."""
-        self._fitting[candidate.rivals] = min(candidate.zero_stage, self._fitting.get(candidate.rivals, MOST_STAGE))
+        if candidate.zero_stage >= SENT_ONCE:
+            stage = self._fitting.get(candidate.rivals, MOST_STAGE)
+            self._fitting[candidate.rivals] = min(candidate.zero_stage, stage)
 
     def _misfits(self, step: ClusterStep, tensors: int) -> None:
         self.left_out["does not fit"] += 1

@@ -27,8 +27,12 @@ from megazero.zero.sharding import OPTIMIZER, Column, Sharding, run_columns, sha
 
 SPLIT = frozenset({"zb-h1", "zb-v"})
 """Schedules that compute the backward of the weights apart."""
+REPEATED = frozenset({"1f1b", "zb-h1"})
+"""Schedules whose middle repeats itself with each micro-batch, and not only with each filling of the pipeline."""
 FILLINGS = 2
-"""So often the micro-batches of a step whose memory is looked at fill the pipeline, at least."""
+"""So often the micro-batches of a step that is short, but tells of the whole one, fill the pipeline."""
+BEHIND = 4
+"""Micro-batches behind those that fill the pipeline, of a step whose memory is looked at: what is on its way then."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ class LeastMemory:
     def _elements(self) -> tuple[list[int], int]:
         """The parameters of each stage, and those of the smallest block."""
         counts = parameters_per_layer(self.run.model)
-        of_stages = [sum(_elements(counts, spec) for spec in specs_of_stage(self.run, stage)) for stage in self.stages]
+        of_stages = [
+            sum(elements_of(counts, spec) for spec in specs_of_stage(self.run, stage)) for stage in self.stages
+        ]
         return of_stages, min(counts.blocks, default=0)
 
     @cached_property
@@ -67,7 +73,7 @@ class LeastMemory:
         """The most bytes of activations, without messages on their way."""
         if self.run.offload.offload_activations:
             return [0 for _ in self.stages]
-        p, micro_batches = self.run.parallel, short_step(self.run, self.axes, FILLINGS)
+        p, micro_batches = self.run.parallel, full_step(self.run, self.axes)
         most = list[int]()
         for stage in self.stages:
             when = _moments(pipeline_schedule(p), p.pp, micro_batches, p.virtual_stages, stage)
@@ -86,24 +92,12 @@ class LeastMemory:
         return len(kept) * min(self.axes.pp, micro_batches_of(self.run, self.axes)) * min(kept)
 
     @cached_property
-    def _known(self) -> dict[object, ChunkBytes]:
-        """By what tells the chunks of a model apart."""
-        return {}
-
-    @cached_property
     def _unit_bytes(self) -> tuple[ActivationPlan, RecomputeTable]:
         return activation_plan(self.run, self.kind), recompute_table(self.run, self.axes, self.kind)
 
     def _chunks(self, stage: int) -> list[ChunkBytes]:
         plan, table = self._unit_bytes
-        chunks = list[ChunkBytes]()
-        for spec in specs_of_stage(self.run, stage):
-            units = tuple((plan.first_equal[number], table[number], number == 0) for number in spec.blocks)
-            key = units, spec.has_embedding, spec.has_head
-            if key not in self._known:
-                self._known[key] = chunk_bytes(plan, spec, table)
-            chunks.append(self._known[key])
-        return chunks
+        return [chunk_bytes(plan, spec, table) for spec in specs_of_stage(self.run, stage)]
 
     def tensors(self, width: StateWidth, room: float) -> int:
         """Bytes of tensors on the fullest device with model state of this width, at least. The schedule is asked only
@@ -122,13 +116,21 @@ class LeastMemory:
 
 
 def short_step(run: Run, axes: Axes, fillings: int) -> int:
-    """Micro-batches of a step that fill the pipeline so often at least, and leave as many over as the whole step does;
-    all of them where all count.
+    """Micro-batches of a step that fill the pipeline so often, and leave as many over as the whole step does where that
+    matters to the schedule; all of them where all count.
     """
-    micro_batches = micro_batches_of(run, axes)
+    micro_batches, pp = micro_batches_of(run, axes), axes.pp
     if keeps_all(run):
         return micro_batches
-    return micro_batches - max(0, micro_batches // axes.pp - fillings) * axes.pp
+    if pipeline_schedule(run.parallel) in REPEATED:
+        return min(micro_batches, fillings * pp)
+    return micro_batches - max(0, micro_batches // pp - fillings) * pp
+
+
+def full_step(run: Run, axes: Axes) -> int:
+    """Micro-batches of a step in which each rank holds as much as in the whole one."""
+    short = short_step(run, axes, FILLINGS)
+    return min(short, axes.pp + BEHIND) if pipeline_schedule(run.parallel) in REPEATED and not keeps_all(run) else short
 
 
 # A search asks for the same schedule with every micro-batch of the same number, recompute and ZeRO stage.
@@ -164,7 +166,8 @@ def fullest_stages(run: Run) -> dict[int, range]:
     return {equal[0]: range(equal[0], equal[-1] + 1) for equal in stages.values()}
 
 
-def _elements(counts: LayerCounts, spec: StageSpec) -> int:
+def elements_of(counts: LayerCounts, spec: StageSpec) -> int:
+    """The parameters of a chunk, without an output weight that is tied."""
     blocks = sum(counts.blocks[number] for number in spec.blocks)
     return blocks + counts.embedding * spec.has_embedding + counts.head * spec.has_head
 

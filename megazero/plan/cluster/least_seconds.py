@@ -16,6 +16,7 @@ from megazero.pipeline.build import step_options
 from megazero.pipeline.schedule import ChunkMap
 from megazero.pipeline.stage_specs import chunks_of, specs_of_stage
 from megazero.plan.cluster.cluster_times import GRADIENT
+from megazero.plan.cluster.least_memory import elements_of
 from megazero.plan.flops import trained_parameters
 from megazero.plan.rank_state import has_nccl
 from megazero.plan.traffic import element_widths, run_traffic
@@ -110,12 +111,7 @@ def largest_update(run: Run, axes: Axes, times: ChunkTimes) -> float:
     """Seconds in which the stage with most parameters updates those that are its ranks'."""
     counts, shards = parameters_per_layer(run.model), axes.shard_size or axes.dp * axes.cp
     elements = (
-        sum(
-            sum(counts.blocks[number] for number in spec.blocks)
-            + counts.embedding * spec.has_embedding
-            + (counts.head + counts.output) * spec.has_head
-            for spec in specs_of_stage(run, stage)
-        )
+        sum(elements_of(counts, spec) + counts.output * spec.has_head for spec in specs_of_stage(run, stage))
         for stage in range(axes.pp)
     )
     return max(elements) / axes.tp * GRADIENT / (shards if run.parallel.zero_stage else 1) * times.update
