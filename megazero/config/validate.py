@@ -7,12 +7,12 @@ mistake is reported once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megazero.config.checks import CheckContext
+from megazero.config.checks import Check, CheckContext
 from megazero.config.checks_layout import LAYOUT_CHECKS
 from megazero.config.checks_training import TRAINING_CHECKS
 from megazero.config.idle_flags import effect_checks
@@ -142,6 +142,13 @@ CHECKS = (*MODEL_CHECKS, *LAYOUT_CHECKS, *TRAINING_CHECKS)
 """Relations between fields, in the order of the message. Those of flags without effect follow."""
 
 
+@cache
+def _checks_of(fields: frozenset[str] | None) -> tuple[Check, ...]:
+    """The checks that read one of these fields, in the order of the message; None: all."""
+    checks = (*CHECKS, *effect_checks())
+    return checks if fields is None else tuple(check for check in checks if not fields.isdisjoint(check.reads))
+
+
 def problems_of(
     run: Run,
     world_size: int | None,
@@ -150,6 +157,7 @@ def problems_of(
     given: frozenset[str] = frozenset(),
     own_data: bool = False,
     decided: frozenset[str] = frozenset(),
+    looked_at: Set[str] | None = None,
 ) -> list[str]:
     """A sentence for everything that is wrong with a run.
 
@@ -159,17 +167,20 @@ def problems_of(
                 file may contain settings for another precision or optimizer
     own_data    whether a program passes the training data
     decided     fields whose values are not the user's, but follow from facts
+    looked_at   only what reads one of these fields is looked at: others are those of a run that was looked at before.
+                None: all
     """
     bad, problems = set(bad or ()), list[str]()
     for name, known in _with_range().items():
-        problem = None if name in bad else _range_problem(known, known.value_in(run))
+        is_left_out = name in bad or (looked_at is not None and name not in looked_at)
+        problem = None if is_left_out else _range_problem(known, known.value_in(run))
         if problem is not None:
             problems.append(problem)
             bad.add(name)  # its number means nothing to the checks below
     if world_size is not None and world_size < 1:
         return [*problems, f"--world-size {world_size}: must be at least 1"]
     context = CheckContext(run, world_size, given, own_data, decided)
-    for check in (*CHECKS, *effect_checks()):
+    for check in _checks_of(None if looked_at is None else frozenset(looked_at)):
         if bad.isdisjoint(check.reads):
             problems += check.find(context)
     return problems

@@ -66,7 +66,8 @@ def specs_of(run: Run, pp_index: int, tp_index: int, *, trained: bool = True) ->
     The stages are built on the meta device, which takes no memory. trained=False: the specs of the parameters that the
     rank holds and does not train (with --lora-rank, all but the adapters).
     """
-    return [[[*unit] for unit in chunk] for chunk in _specs(_read_by_specs(run), pp_index, tp_index, trained)]
+    specs = _specs(_read_by_specs(run), pp_index, tp_index)[0 if trained else 1]
+    return [[[*unit] for unit in chunk] for chunk in specs]
 
 
 def _read_by_specs(run: Run) -> Run:
@@ -80,10 +81,11 @@ def _read_by_specs(run: Run) -> Run:
 
 # Both are of runs without a placement, on which they do not depend: a search asks for them hundreds of times.
 @lru_cache(maxsize=2048)
-def _specs(run: Run, pp_index: int, tp_index: int, trained: bool) -> list[list[list[ParameterSpec]]]:
+def _specs(run: Run, pp_index: int, tp_index: int) -> tuple[list[list[list[ParameterSpec]]], ...]:
+    """Those that the rank trains, and those that it does not."""
     tp = Group(tuple(range(run.parallel.tp)), tp_index, None)
-    stages = stages_of(run, pp_index, tp, torch.device("meta"))
-    return specs_by_unit([stage.units() for stage in stages], trained=trained)
+    units = [stage.units() for stage in stages_of(run, pp_index, tp, torch.device("meta"))]
+    return tuple(specs_by_unit(units, trained=trained) for trained in (True, False))
 
 
 @lru_cache(maxsize=512)

@@ -333,13 +333,23 @@ def effects(i: Instruction, scope: Scope) -> Effects:
     """What an instruction of this rank reads and writes."""
     row = EFFECTS[i.op]  # most columns of a row are empty, and a loop over nothing takes time in long lists
     if not i.is_compute:
-        return Effects(*(_values(column, i, scope) for column in (row.needs, row.takes, row.makes, row.adds)))
+        if i.micro_batch >= 0 or not i.buckets:
+            return _of_row(row, i, scope)
+        # what moves model state comes with each micro-batch, which it does not ask for
+        moved = i.op, i.buckets, i.part
+        if moved not in scope.moved:
+            scope.moved[moved] = _of_row(row, i, scope)
+        return Effects(*scope.moved[moved])
     # a micro-batch changes what a computation takes and makes, and not the buckets that it reads and adds to
     key = i.op, i.chunk, i.units
     if key not in scope.computed:
         scope.computed[key] = tuple(_values(row.needs, i, scope)), tuple(_values(row.adds, i, scope))
     needs, adds = scope.computed[key]
     return Effects(needs, _values(row.takes, i, scope), _values(row.makes, i, scope), adds)
+
+
+def _of_row(row: EffectRow, i: Instruction, scope: Scope) -> Effects:
+    return Effects(*(_values(column, i, scope) for column in (row.needs, row.takes, row.makes, row.adds)))
 
 
 def _values(column: tuple[Which, ...], i: Instruction, scope: Scope) -> Sequence[Value]:

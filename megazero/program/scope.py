@@ -10,7 +10,7 @@ where the norm says otherwise, a list of updates alone makes these updates again
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,6 +120,11 @@ class Scope:
         """By kind, chunk and units of computations what all micro-batches read and add to, as far as somebody asked
         (`program.effects`).
         """
+        return {}
+
+    @cached_property
+    def moved(self) -> dict[tuple[Kind, tuple[int, ...], int], tuple[Sequence[Value], ...]]:
+        """By kind, buckets and part of what moves model state its effects, as far as somebody asked."""
         return {}
 
     @cached_property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -202,8 +203,18 @@ class OpenRun:
 
     def run_with(self, settings: Settings) -> Run | None:
         """The run with these settings; None if it is not legal."""
-        run = self.with_settings(settings)
-        return None if problems_of(run, self.cluster.gpus, own_data=True) else run
+        run, fields = self.with_settings(settings), frozenset(settings)
+        if fields not in self._wrong_elsewhere:
+            self._wrong_elsewhere[fields] = len(self._problems(run)) > len(self._problems(run, fields))
+        return None if self._wrong_elsewhere[fields] or self._problems(run, fields) else run
+
+    def _problems(self, run: Run, fields: Set[str] | None = None) -> list[str]:
+        return problems_of(run, self.cluster.gpus, own_data=True, looked_at=fields)
+
+    @cached_property
+    def _wrong_elsewhere(self) -> dict[Set[str], bool]:
+        """By fields that are set, whether what reads none of them has problems: that is so for all values of them."""
+        return {}
 
 
 def _divisors(number: int, most: int) -> tuple[int, ...]:

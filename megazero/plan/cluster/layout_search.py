@@ -3,11 +3,12 @@
 Candidates are walked through in the order of a time that none falls below. At first it is that of the model's
 operations, shared out evenly over the stages, or of the messages on its state. A candidate whose turn has come, and
 whose stages have room for the least that they hold, gets the time of its schedule without messages on model state, and
-takes its turn by that. When that turn has come its fullest stage has to have room, and where messages on model state come
-with each micro-batch it takes one more turn, by a short step with these. Then it is simulated. The walk ends when all
-that is left takes at least as long as the slowest layout of those that are wanted. So what is left out is slower, or does not fit; or it sends more
-than another one that fits, with the same computations: what ZeRO-2 sends comes on top of what ZeRO-1 sends, and what
-ZeRO-3 sends on top of that, where no stage waits for copies or for buckets of a size that the user sets.
+takes its turn by that. When that turn has come its fullest stage has to have room, and where messages on model state
+come with each micro-batch it takes one more turn, by a short step with these. Then it is simulated. The walk ends when
+all that is left takes at least as long as the slowest layout of those that are wanted. So what is left out is slower,
+or does not fit; or it sends more than another one that fits, with the same computations: what ZeRO-2 sends comes on top
+of what ZeRO-1 sends, and what ZeRO-3 sends on top of that, where no stage waits for copies or for buckets of a size
+that the user sets. A candidate that sends more waits for the turns of those that send less.
 """
 
 from __future__ import annotations
