@@ -34,7 +34,7 @@ from megazero.config.derive import (
     micro_batch_order,
     recompute_by_flags,
 )
-from megazero.config.layers.kinds import kinds, layers
+from megazero.config.layers.kinds import kind_numbers, kinds
 from megazero.config.placement import unplaced
 from megazero.config.schema import Run
 from megazero.config.source import ConfigError
@@ -124,9 +124,9 @@ def activation_plan(run: Run, kind: str) -> ActivationPlan:
     """The sizes of a run's activations with the bodies of attention that this machine has for it; for cuda on a machine
     without a card, with those that `ASSUMED` has.
     """
-    bodies = {layer: _body_of(attention_workload(run, layer), run, kind) for layer in kinds(run.model)}
+    bodies = [_body_of(attention_workload(run, layer), run, kind) for layer in kinds(run.model)]
     read = read_by_a_unit(unplaced(run) if run.optimizer.fp8 != "off" else run)
-    return _plan(read, tuple(bodies[layer] for layer in layers(run.model)), kind)
+    return _plan(read, tuple(bodies[place] for place in kind_numbers(run.model)), kind)
 
 
 def _body_of(workload: AttentionWorkload, run: Run, kind: str) -> Body:

@@ -136,6 +136,13 @@ def kinds(model: ModelConfig) -> Mapping[Layer, int]:
     return MappingProxyType(Counter(layers(model)))
 
 
+@lru_cache(maxsize=256)
+def kind_numbers(model: ModelConfig) -> tuple[int, ...]:
+    """By layer of a model the place of its kind in `kinds`."""
+    places = {layer: place for place, layer in enumerate(kinds(model))}
+    return tuple(places[layer] for layer in layers(model))
+
+
 def ffn_widths(model: ModelConfig) -> tuple[int, ...]:
     """The widths of feed-forward layers that a model has, each once."""
     return tuple(dict.fromkeys(item.width or ffn_width(model) for item in pattern_items(model)))
