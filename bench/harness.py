@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.workload import Entry, Workload, to_json
+from megazero.system.loopback import ADDRESS, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 600
@@ -31,13 +31,6 @@ is cut off, its cache stays locked, and the next run waits in vain.
 
 class Unavailable(Exception):
     """A contestant cannot run here; the message says why."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Contestant:
@@ -51,7 +44,7 @@ class Contestant:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in stop
         self.folder = tempfile.TemporaryDirectory(prefix="bench-")
         environment = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": ADDRESS,
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(work.ranks),
         }

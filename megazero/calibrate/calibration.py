@@ -121,7 +121,7 @@ def entry_lines(machine: MachineFacts, fitted: Sequence[FittedDevice], effort: E
     yield "sources:"
     yield from (f"  {name}: {quoted(text)}" for name, text in sources(machine, fitted).items())
     yield "gpus:"
-    yield f"  {first.device.name}:"
+    yield f"  {quoted(first.device.name)}:"  # null and on are words, here
     yield from _device_lines(first, "    ")
     if others:
         yield "    ranks:"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from megazero.calibrate.effort import Effort, RankMeasurements
+from megazero.system.loopback import ADDRESS, free_port, interface_variables
 
-LOOPBACK = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 MOST_SECONDS = 600
 """For which one process of each rank may measure."""
 
 
 class NotMeasured(RuntimeError):
-    """A rank has ended without a result."""
+    """A rank has ended without a result, or has not ended."""
 
 
 def measured(ranks: int, folder: Path, effort: Effort) -> RankMeasurements:
@@ -30,20 +29,24 @@ def measured(ranks: int, folder: Path, effort: Effort) -> RankMeasurements:
 def _process(number: int, ranks: int, folder: Path, effort: Effort) -> RankMeasurements:
     """What the ranks of one process each measure."""
     with tempfile.TemporaryDirectory(prefix="megazero-calibration-") as own:
-        result = Path(own) / "result.json"
+        result, told = Path(own) / "result.json", [Path(own) / f"errors-{rank}" for rank in range(ranks)]
         words = [sys.executable, "-m", "megazero.calibrate.rank", str(result), str(number), str(folder), effort.text()]
-        children = list[subprocess.Popen[str]]()
+        children = list[subprocess.Popen[bytes]]()
         try:
-            port = _free_port()
+            port = free_port()
             for rank in range(ranks):
                 environment = {**os.environ, **_variables(rank, ranks, port)}
-                children.append(subprocess.Popen(words, env=environment, text=True, stderr=subprocess.PIPE))
-            errors = [child.communicate(timeout=MOST_SECONDS)[1] for child in children]
+                with told[rank].open("w") as errors:  # a pipe that nobody reads would hold up a rank that says much
+                    children.append(subprocess.Popen(words, env=environment, stderr=errors))
+            for child in children:
+                child.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise NotMeasured(f"{ranks} ranks on this machine: not done after {MOST_SECONDS} seconds") from None
         finally:
             for child in children:
                 child.kill()
                 child.wait()
-        failed = next((error for child, error in zip(children, errors, strict=True) if child.returncode), None)
+        failed = next((path.read_text() for child, path in zip(children, told, strict=True) if child.returncode), None)
         if failed is not None or not result.exists():
             reason = (failed or "").strip().splitlines()
             raise NotMeasured(f"{ranks} ranks on this machine: {reason[-1] if reason else 'a rank ended by itself'}")
@@ -53,15 +56,5 @@ def _process(number: int, ranks: int, folder: Path, effort: Effort) -> RankMeasu
 def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What a launcher says to a rank of one host."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    said = {name: str(number) for name, number in places.items()} | {"MASTER_PORT": str(port)}
-    said["MASTER_ADDR"] = "127.0.0.1"
-    if Path("/sys/class/net/lo").is_dir():
-        said |= dict.fromkeys(LOOPBACK, "lo")
-    return said
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
+    said = {name: str(number) for name, number in places.items()}
+    return said | {"MASTER_PORT": str(port), "MASTER_ADDR": ADDRESS} | interface_variables()

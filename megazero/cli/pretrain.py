@@ -18,6 +18,7 @@ from megazero.cli.parser import pop_flag
 from megazero.config.flags import read_command_line
 from megazero.config.help import requested_help
 from megazero.system.allocator import restart_with_settings
+from megazero.system.loopback import interface_variables
 from megazero.system.status import FAILED, MISTAKEN
 from megazero.telemetry.console import survive_lost_console
 from megazero.telemetry.watchdog import STOPPING, StopSignals
@@ -33,7 +34,6 @@ RESEND_SECONDS = 1.0
 """After so long a signal is sent to the ranks again, because it may come before they exist. A second has no effect."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900"
 """Seconds that ranks have to end when another one has failed. torch's default of 30 is less than a save may take."""
-LOOPBACK = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,9 +120,8 @@ def start_ranks(count: int, command: Sequence[str]) -> int:
     ranks_ended = threading.Event()
     threading.Thread(target=_pass_on, args=(kinds, ranks_ended), name="signals", daemon=True).start()
     os.environ.setdefault(*SHUTDOWN)
-    if Path("/sys/class/net/lo").is_dir():
-        for name in LOOPBACK:
-            os.environ.setdefault(name, "lo")
+    for name, interface in interface_variables().items():
+        os.environ.setdefault(name, interface)
     try:
         return _launched(count, command)
     finally:

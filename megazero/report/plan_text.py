@@ -51,7 +51,7 @@ class Costs:
 
 
 def plan_text(layouts: BestLayouts, costs: Costs) -> str:
-    """The table of the best layouts, and the first of them in detail. found: with steps."""
+    """The table of the best layouts, and the first of them in detail. layouts: with steps."""
     best = layouts.steps[0]
     head = f"{best.cluster}; global batch {best.run.schedule.global_batch_size:,}"
     return blocks.sections(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megazero.calibrate import ranks
 from megazero.calibrate.calibration import HEAD, numbers_of_ranks
 from megazero.calibrate.effort import Effort
 from megazero.cli.main import main
@@ -22,25 +23,32 @@ SHORT = Effort(ranks=(1, 2), runs=((TINY,),), steps=1, precisions=("fp32",), lar
 
 
 def test_an_entry_is_measured_and_a_plan_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "Null"  # lower case means nothing to YAML, if it is not a word
     file = tmp_path / "desk.yaml"
-    words = ["--calibrate", str(file), "--gpu", "Desk"]
+    words = ["--calibrate", str(file), "--gpu", name]
     args, run_flags = arguments().parse_known_args(words)
     status = calibrated(args, run_flags, SHORT)
     told = capsys.readouterr()
     assert status == 0, told.err
-    assert told.out.splitlines()[-1].startswith(f"{file}: megazero plan --hardware {file} --gpu desk")
+    assert told.out.splitlines()[-1].startswith(f"{file}: megazero plan --hardware {file} --gpu null")
     content = yaml.safe_load(file.read_text())
-    assert {*content["gpus"]["desk"]["ranks"]} == {2}
-    alone, shared = (known_hardware(str(file)).cluster("desk", ranks, None, None).device for ranks in (1, 2))
+    assert {*content["gpus"]["null"]["ranks"]} == {2}
+    alone, shared = (known_hardware(str(file)).cluster("null", count, None, None).device for count in (1, 2))
     assert alone.kind == "cpu" and alone.memory == pytest.approx(2 * shared.memory, rel=1e-3)
     for device in (alone, shared):
         assert device.flops["fp32"] > 1e6 and device.bandwidth > 1e6 and device.read is not None
         assert constants_of(device).launch > 0 and device.constants["context"] > 1e7
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 256 --seq-length 64 --data-path x"
     rest = "--eod-id 0 --global-batch-size 4 --precision fp32 --json"
-    assert main(["plan", "--hardware", str(file), "--gpu", "desk", "--gpus", "2", *model.split(), *rest.split()]) == 0
+    assert main(["plan", "--hardware", str(file), "--gpu", "null", "--gpus", "2", *model.split(), *rest.split()]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert best and all(layout["seconds"] > 0 and layout["fits"] for layout in best)
+
+
+def test_ranks_that_do_not_end_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "MOST_SECONDS", 0.1)  # no rank has imported torch by then
+    with pytest.raises(ranks.NotMeasured, match=r"2 ranks on this machine: not done after 0\.1 seconds"):
+        ranks.measured(2, tmp_path, SHORT)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.candidates import OpenRun, Settings, Split
 from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.cluster.hardware import known_hardware
+from megazero.plan.cluster.layout_flags import setting
 from megazero.plan.cluster.layout_search import LayoutSearch
 from megazero.plan.cluster.least_memory import FILLINGS, LeastMemory, fullest_stages, short_step, state_width
 from megazero.plan.cluster.misfit import cheapest_change, short_words
@@ -163,6 +164,14 @@ def test_what_the_user_says_is_fixed() -> None:
     for step in steps:
         p, schedule = step.run.parallel, step.run.schedule
         assert (p.tp, p.zero_stage, p.recompute_granularity, schedule.micro_batch_size) == (2, 3, "full", 3)
+
+
+def test_a_switch_that_is_off_is_named_by_its_negation() -> None:
+    run = open_run("--tp 2 --no-sequence-parallel", 8).run
+    assert setting(run, "sequence_parallel") == "--no-sequence-parallel"
+    assert setting(replace(run, parallel=replace(run.parallel, sequence_parallel=True)), "sequence_parallel") == (
+        "--sequence-parallel"
+    )
 
 
 def test_shards_that_the_user_says_are_fixed() -> None:

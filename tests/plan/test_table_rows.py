@@ -112,3 +112,8 @@ def test_a_row_without_what_is_needed_names_its_columns(name: str) -> None:
     row = {column: value for column, value in PLAIN.items() if column not in COLUMNS[name]}
     with pytest.raises(ConfigError, match=f"a row has no {' or '.join(COLUMNS[name])}"):
         run_of_row(row)
+
+
+def test_replicas_that_contradict_the_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gpus 16: tp 2 x pp 2 x dp 8 are 32 ranks"):
+        run_of_row(FULL | {"dp": "8"})

@@ -23,7 +23,9 @@ def setting(run: Run, field: str) -> str:
     """A field of a run as a flag."""
     known = run_options()[field]
     value = known.value_in(run)
-    return known.flag if value is True else f"{known.flag} {value}"
+    if isinstance(value, bool):
+        return known.flag if value else known.negations[0]
+    return f"{known.flag} {value}"
 
 
 def layout_flags(step: ClusterStep, given: Set[str] = frozenset()) -> str:

@@ -19,6 +19,7 @@ Tables name the same things differently, and leave out what their authors took f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,6 +57,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 NEEDED = ("layers", "hidden", "heads", "length", "gpus", "batch")
 COUNTS = (*NEEDED, *"groups ffn vocab tp pp dp cp virtual samples nodes_of".split())
 """What is a number from 1."""
+AXES = ("tp", "pp", "dp", "cp")
 NO = ("", "0", "false", "no", "none")
 """Words for a setting that a row's run does not have."""
 SAMPLES = (1, 2, 4, 8, 16)
@@ -104,6 +106,13 @@ def run_of_row(row: Mapping[str, str]) -> RowRun:
     ]
     if said.get("cp", "1").isdecimal() and int(said.get("cp", "1")) > 1:
         wrong.append(f"cp {said['cp']}: a row's run does not split samples over ranks")
+    elif (
+        not wrong
+        and "dp" in said
+        and (ranks := math.prod(int(said.get(name, 1)) for name in AXES)) != int(said["gpus"])
+    ):
+        sizes = " x ".join(f"{name} {said[name]}" for name in AXES if name in said)
+        wrong.append(f"gpus {said['gpus']}: {sizes} are {ranks} ranks")
     if wrong:
         raise ConfigError(wrong)
     is_open = "again" not in said and any(column in row for column in COLUMNS["again"])
