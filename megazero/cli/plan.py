@@ -60,7 +60,10 @@ def arguments() -> Parser:
     add("--price", type=float, metavar="X", help="price of a device and hour")
     add("--predict", type=given_path, metavar="FILE.csv", help="predict each row of a table of runs, a JSON line each")
     add(
-        "--calibrate", type=given_path, metavar="FILE.yaml", help="measure this machine, and write a file of --hardware"
+        "--calibrate",
+        type=given_path,
+        metavar="FILE.yaml",
+        help="measure this machine, and write a file of --hardware; a run that has it predicts its step in the banner",
     )
     add("--json", action="store_true", help="print JSON")
     add("--report", type=given_path, metavar="FILE.html", help="write a page with the search, the memory and the step")

@@ -27,7 +27,14 @@ from megazero.plan.step_memory import rank_of, rank_words
 from megazero.plan.traffic import GatheredBytes, Traffic
 from megazero.program.instruction import Lane, lanes_of_files
 from megazero.report import text_blocks as blocks
-from megazero.report.run_report import LeavingReport, MachineReport, RecomputeReport, RunReport, StateMessages
+from megazero.report.run_report import (
+    LeavingReport,
+    MachineReport,
+    PredictionReport,
+    RecomputeReport,
+    RunReport,
+    StateMessages,
+)
 from megazero.system.words import counted
 from megazero.telemetry.units import count, size
 
@@ -346,8 +353,18 @@ def _run_lines(report: RunReport) -> list[Line]:
         ("optimizer", f"{o.optimizer}{by}, weight decay {o.weight_decay:g}, clip {o.clip_grad:g}"),
         ("device", machine.device if machine else ""),
         ("allocator", machine.allocator if machine else ""),
+        ("predicted", prediction_sentence(report.prediction) if report.prediction else ""),
         ("start", report.start),
     ]
+
+
+def prediction_sentence(predicted: PredictionReport) -> str:
+    """What a plan says of a step of this run, and of which devices."""
+    speed = f"{predicted.seconds:.4g} s a step, {count(predicted.tokens_per_second)} tokens a second"
+    speed += "" if predicted.mfu is None else f" ({predicted.mfu:.1%} MFU)"
+    short = ", which is too much" * (predicted.memory > predicted.room)
+    memory = f"the fullest rank takes {size(predicted.memory)} of {size(predicted.room)}{short}"
+    return f"{speed}; {memory}; as `megazero plan` says of {predicted.cluster}"
 
 
 def length_words(run: Run, samples: int | None) -> str:

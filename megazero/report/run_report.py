@@ -20,6 +20,7 @@ from megazero.mpu.axes import Axes
 from megazero.pipeline.build import step_options
 from megazero.pipeline.graphs import replayed
 from megazero.plan.budgets import budgets_of, has_budgets
+from megazero.plan.cluster.cluster_step import ClusterStep
 from megazero.plan.flops import recomputed_flops, step_flops, trained_parameters
 from megazero.plan.rank_state import StageBytes
 from megazero.plan.recompute import activation_peaks, activation_plan, gathered_inputs, recompute_choice
@@ -128,6 +129,23 @@ class MachineReport:
 
 
 @dataclass(frozen=True)
+class PredictionReport:
+    """What a plan says of a step of the run on its own devices. mfu: None on a CPU, whose peak is not known."""
+
+    cluster: str
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory: int
+    room: int
+
+    @classmethod
+    def of(cls, step: ClusterStep) -> PredictionReport:
+        mfu, room = step.mfu if step.kind == "cuda" else None, round(step.cluster.device.memory)
+        return cls(str(step.cluster), step.seconds, step.tokens_per_second, mfu, step.memory_bytes, room)
+
+
+@dataclass(frozen=True)
 class RunReport:
     run: Run
     axes: Axes
@@ -141,6 +159,7 @@ class RunReport:
     state_messages: StateMessages
     messages: tuple[AxisMessages, ...]
     machine: MachineReport | None = None
+    prediction: PredictionReport | None = None
     data: str = ""
     start: str = ""
     samples: int | None = None

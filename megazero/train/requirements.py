@@ -28,6 +28,7 @@ from megazero.mpu.axes import Axes, axes_of
 from megazero.optim.lr_schedule import style_of
 from megazero.pipeline.build import attention_workloads, compiled_ops
 from megazero.plan.budgets import HostRoom, host_problems, memory_problems
+from megazero.plan.cluster.own_devices import hardware_problems
 from megazero.plan.rank_state import RankState, has_nccl
 from megazero.plan.step_lists import StageLists, buffer_problems
 from megazero.plan.traffic import unit_problems
@@ -77,7 +78,8 @@ PACKAGES = (
 
 def machine_problems(run: Run) -> list[str]:
     """Why this run cannot run on this machine, one sentence for each reason; empty if it can."""
-    return [*missing_packages(run), *_unusable_bodies(run), *unmet_requirements(run), *_unusable_extensions(run)]
+    needed = [*missing_packages(run), *_unusable_bodies(run), *unmet_requirements(run), *_unusable_extensions(run)]
+    return [*needed, *hardware_problems(run)]
 
 
 def missing_packages(run: Run) -> list[str]:

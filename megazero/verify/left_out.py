@@ -81,8 +81,8 @@ LEFT_OUT = (
         "the proof makes four steps, and evaluates one batch behind the second",
     ),
     LeftOut(
-        "log_interval metrics_file tensorboard_dir wandb wandb_group mlflow memory_trace report_json sinks "
-        "sample_prompt sample_tokens",
+        "log_interval metrics_file tensorboard_dir wandb wandb_group mlflow memory_trace report_json hardware "
+        "sinks sample_prompt sample_tokens",
         "nothing is printed or recorded of the small run",
     ),
 )

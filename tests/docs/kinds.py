@@ -39,6 +39,7 @@ ELSEWHERE: Mapping[str, str] = {
     r"megazero plan --(calibrate|hardware) here[.]yaml": (
         "tests/calibrate/test_calibration.py::test_an_entry_is_measured_and_a_plan_takes_it"
     ),
+    r"megazero pretrain .*--hardware here[.]yaml": "tests/train/test_predicted.py::test_a_run_says_what_a_plan_says",
     r"python -m pytest ": "tests/docs/test_commands.py::test_pytest_knows_the_tests",
 }
 """Commands, as a regular expression that their beginning matches -> the test that runs them, or their like."""

@@ -308,6 +308,7 @@ ROWS = (
     Row("metrics_file", "--metrics-file {out}/metrics.jsonl", "files"),
     Row("memory_trace", "--memory-trace {out}/step.html", "files"),
     Row("report_json", "--report-json {out}/report.json", "files"),
+    Row("hardware", "--hardware nowhere.yaml", "refused"),
     Row("sinks", "--sinks nowhere", "refused"),
     Row("wandb", "--wandb poems", "services"),
     Row("wandb_group", "--wandb-group small", "services", "--wandb poems"),

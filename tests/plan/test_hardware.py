@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megazero.config.source import ConfigError
-from megazero.plan.cluster.hardware import OUR_FILE, known_hardware
+from megazero.plan.cluster.hardware import OUR_FILE, FoundDevice, entry_of, known_hardware
 
 ENTRY = """
 sources: {me: "measured on my desk"}
@@ -95,6 +95,9 @@ def test_a_file_adds_a_device(tmp_path: Path) -> None:
         ("gpus:", "cards:", r"is no table of sources, gpus and links"),
         ("gpus:", "links: 3\ngpus:", r"links: '?3'? is no table"),
         ("[250, me]", "[250, [me]]", r"desk: watts: there is no source"),
+        ("    watts", "    named: card\n    watts", r"desk: named: 'card' is no pair of a list of names"),
+        ("    watts", "    named: [[3, [4]], me]\n    watts", r"desk: named: .* is no pair of a list of names"),
+        ("    watts", "    named: [[card], you]\n    watts", r"desk: named: there is no source 'you'"),
     ],
 )
 def test_a_files_mistake_is_told(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -151,3 +154,87 @@ def test_ranks_that_share_a_processor_have_what_was_measured_or_a_part_of_it(tmp
         wrong.write_text(SHARED.replace(old, new))
         with pytest.raises(ConfigError, match=told):
             known_hardware(str(wrong))
+
+
+CARDS = {
+    ("NVIDIA A100-SXM4-40GB", 42_505_273_344): "a100-40gb",
+    ("A100-SXM4-40GB", 42_505_273_344): "a100-40gb",
+    ("NVIDIA A100-SXM4-80GB", 85_094_825_984): "a100-80gb",
+    ("A100-SXM4-80GB", 85_198_045_184): "a100-80gb",
+    ("NVIDIA H100 80GB HBM3", 84_929_347_584): "h100",
+    ("NVIDIA H200", 150_109_880_320): "h200",
+    ("NVIDIA B200", 191_514_214_400): "b200",
+    ("NVIDIA GH200 480GB", 102_005_473_280): "gh200",
+    ("NVIDIA GH200 120GB", 101_468_602_368): "gh200",
+    ("Tesla V100-SXM2-32GB", 34_079_899_648): "v100",
+    ("AMD Instinct MI300X", 206_141_652_992): "mi300x",
+    ("AMD Instinct MI300X OAM", 206_141_652_992): "mi300x",
+}
+"""Name and memory of cards, and their entries."""
+
+
+def test_a_card_is_known_by_its_name() -> None:
+    for (name, memory), entry in CARDS.items():
+        found = entry_of(FoundDevice("cuda", name, memory))
+        assert found is not None and found.name == entry, name
+    names = [name for device in known_hardware().devices.values() for name in device.named]
+    assert sorted(names) == sorted(name for name, _ in CARDS), "each name is of one entry, and tried here"
+    unnamed = {name for name, device in known_hardware().devices.items() if not device.named}
+    assert unnamed == {"a100-80gb-nv4"}, "the same cards in a machine with other links"
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 42_505_273_344),
+        ("NVIDIA A100 80GB PCIe", 85_094_825_984),
+        ("NVIDIA A100-SXM-64GB", 68_000_000_000),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 42_000_000_000),
+        ("NVIDIA A100-SXM4-80GB", 42_505_273_344),
+        ("NVIDIA A800-SXM4-80GB", 85_094_825_984),
+        ("NVIDIA H100 PCIe", 84_929_347_584),
+        ("NVIDIA H100 NVL", 100_000_000_000),
+        ("NVIDIA H800", 84_929_347_584),
+        ("NVIDIA H20", 102_000_000_000),
+        ("NVIDIA H200 NVL", 150_109_880_320),
+        ("NVIDIA GH200 144G HBM3e", 150_000_000_000),
+        ("NVIDIA GB200", 191_514_214_400),
+        ("Tesla V100-SXM2-16GB", 16_900_000_000),
+        ("Tesla V100-PCIE-32GB", 34_079_899_648),
+        ("AMD Instinct MI300A", 137_000_000_000),
+        ("AMD Instinct MI325X", 274_000_000_000),
+        ("NVIDIA GeForce RTX 4090", 25_393_692_672),
+        ("h100", 84_929_347_584),
+        ("", 84_929_347_584),
+    ],
+)
+def test_a_card_of_another_name_or_memory_is_not_known(name: str, memory: int) -> None:
+    assert entry_of(FoundDevice("cuda", name, memory)) is None
+
+
+NAMED = ENTRY.replace("kind: cuda", "kind: cuda\n    named: [[Desk Card 16GB], me]")
+
+
+def test_of_a_users_file_the_name_decides_or_the_kind(tmp_path: Path) -> None:
+    """Entries without names may be of any device of their kind."""
+    card, other = FoundDevice("cuda", "Desk Card 16GB", 16_500_000_000), FoundDevice("cuda", "Card", 16_500_000_000)
+    of_cpu = ENTRY.partition("gpus:\n")[2].replace("  desk:", "  here:").replace("kind: cuda", "kind: cpu")
+    two = NAMED + of_cpu
+    for number, (text, found, entry) in enumerate(
+        (
+            (ENTRY, other, "desk"),
+            (NAMED, card, "desk"),
+            (two, card, "desk"),
+            (two, FoundDevice("cpu", "Processor"), "here"),
+            (two + of_cpu.replace("  here:", "  any:").replace("kind: cpu", "kind: cuda"), card, "desk"),
+            (two + of_cpu.replace("  here:", "  any:").replace("kind: cpu", "kind: cuda"), other, "any"),
+        )
+    ):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(text)
+        device = entry_of(found, str(file))
+        assert device is not None and device.name == entry, number
+    with pytest.raises(ConfigError, match=r"0\.yaml: has no entry for Processor, .* kind cpu; it has: desk \("):
+        entry_of(FoundDevice("cpu", "Processor"), str(tmp_path / "0.yaml"))
+    with pytest.raises(ConfigError, match=r"1\.yaml: has no entry for Card, which is of kind cuda"):
+        entry_of(other, str(tmp_path / "1.yaml"))

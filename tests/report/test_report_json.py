@@ -55,7 +55,7 @@ def keys_of(kind: Any, path: str) -> Iterator[str]:
         yield path
 
 
-PARENTS = {"recompute", "memory.leaving", "memory.budgets", "machine"}
+PARENTS = {"recompute", "memory.leaving", "memory.budgets", "machine", "prediction"}
 LISTS = {"memory.stages", "memory.gathered", "memory.peaks", "messages", "decisions"}
 """Objects that may be null and lists of objects. The page describes them beside their keys."""
 

@@ -47,6 +47,11 @@ class TrainerConfig:
     report_json: str | None = option(None, metavar="FILE", derived="none")
     """File that gets the run's report as one JSON object before the first step, or from --validate-only: decisions,
     memory, messages, schedule."""
+    hardware: str | None = option(
+        None, metavar="FILE.yaml", derived="the known entry of the GPU's name, if any", expert=True
+    )
+    """File with an entry of this run's devices, as --calibrate of megazero plan writes it. By that entry the banner
+    predicts the time and the memory of a step. Training does not depend on it."""
     sinks: tuple[str, ...] = option(
         (), many=True, metavar="NAME", choices=(), extended_by=extensions.SINKS, derived="none"
     )

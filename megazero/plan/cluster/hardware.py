@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.options import did_you_mean
 from megazero.config.source import ConfigError
@@ -24,10 +24,14 @@ NUMBERS = "memory bandwidth processors inside host host_memory watts".split()
 """The numbers of a device that are one pair each."""
 OPTIONAL = "update_host read write carried beside".split()
 """The same of those that an entry may leave out: a plan then counts no time for what they are of."""
+TABLES = "kind named flops interconnect constants ranks".split()
+"""What else an entry may have."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
 """Numbers of which ranks that share a CPU have a part each."""
 DIVISORS = frozenset("products bandwidth hiding inside between strided attention".split())
 """Constants by which times are divided, and so above 0."""
+MEMORY_OFF = 0.1
+"""By how much the memory of a device may differ from its entry's: drivers and error correction take some of it."""
 USUAL_NODE = 8
 """Devices of a node where nobody says it, and there are as many."""
 _INTERCONNECT = re.compile(r"([1-9][0-9]{0,3})x([a-z0-9-]+)")
@@ -63,6 +67,7 @@ class Device:
     carried       bytes that disks read or write while the host's processors work on them for a second
     beside        as in `program.times.ChunkTimes`
     shared        of a CPU: what a rank has where so many ranks share it, as measured
+    named         names that torch gives to such devices
     """
 
     name: str
@@ -83,6 +88,7 @@ class Device:
     carried: float | None = None
     beside: float | None = None
     shared: Mapping[int, Device] = field(default_factory=lambda: MappingProxyType({}))
+    named: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Of a key of caches, though its tables are none."""
@@ -101,6 +107,19 @@ class Device:
         numbers = {name: value * part for name in PER_RANK if (value := getattr(near, name)) is not None}
         rates = MappingProxyType({precision: rate * part for precision, rate in near.flops.items()})
         return replace(near, flops=rates, **numbers)
+
+    def has_name(self, found: FoundDevice) -> bool:
+        """Whether this is the entry of a device of that name. Cards of one name may have different memories."""
+        alike = found.memory is None or abs(found.memory / self.memory - 1) < MEMORY_OFF
+        return found.kind == self.kind and found.name in self.named and alike
+
+
+class FoundDevice(NamedTuple):
+    """A device as torch knows it. kind: cuda or cpu; memory: bytes, None if it says nothing of the device."""
+
+    kind: str
+    name: str
+    memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +219,28 @@ def known_hardware(path: str | None = None) -> Hardware:
     return Hardware({**ours.devices, **theirs.devices}, {**ours.links, **theirs.links})
 
 
+def entry_of(found: FoundDevice, path: str | None = None) -> Device | None:
+    """The entry of a device that a run has: of a user's file that with its name, else the only one without names of
+    this kind; without a file that of ours with its name, None if there is none. Raises ConfigError for a file with
+    mistakes, without an entry of the device, or with several.
+    """
+    devices = [*_read(OUR_FILE if path is None else Path(path)).devices.values()]
+    entries = [device for device in devices if device.has_name(found)]
+    if path is None:
+        return entries[0] if entries else None
+    entries = entries or [device for device in devices if device.kind == found.kind and not device.named]
+    if len(entries) != 1:
+        several = f"has several entries for {found.name}, and a run takes one: {_listed(entries)}"
+        none = f"has no entry for {found.name}, which is of kind {found.kind}; it has: {_listed(devices)}"
+        raise ConfigError([f"--hardware {path}: {several if entries else none}"])
+    return entries[0]
+
+
+def _listed(devices: Sequence[Device]) -> str:
+    return ", ".join(f"{device.name} ({device.kind})" for device in devices) or "nothing"
+
+
+@cache
 def _read(path: Path) -> Hardware:
     named = f"--hardware {path}"
     try:
@@ -268,7 +309,7 @@ class _Entry:
             str(key): self._number(f"constants: {key}", pair, 0.0 if key in DIVISORS else -math.inf)
             for key, pair in constants.items()
         }
-        for key in {*self.entry} - {*NUMBERS, *OPTIONAL, "kind", "flops", "interconnect", "constants", "ranks"}:
+        for key in {*self.entry} - {*NUMBERS, *OPTIONAL, *TABLES}:
             self.problems.append(f"{self.named}: there is no {key}")
         return Device(
             name,
@@ -276,8 +317,19 @@ class _Entry:
             flops=MappingProxyType(rates),
             interconnect=str(links),
             constants=MappingProxyType(fitted),
+            named=self._names(),
             **numbers,
         )
+
+    def _names(self) -> tuple[str, ...]:
+        pair = self.entry.get("named", [[], None])
+        names = pair[0] if isinstance(pair, list) and len(pair) == 2 else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.problems.append(f"{self.named}: named: {shown(pair)} is no pair of a list of names and its source")
+            return ()
+        if names and not self._known(pair[1]):
+            self.problems.append(f"{self.named}: named: there is no source {shown(pair[1])}")
+        return tuple(names)
 
     def number(self, key: str) -> float:
         """A number above 0."""
@@ -299,6 +351,9 @@ class _Entry:
             self.problems.append(f"{self.named}: {key}: {shown(pair)} is no pair of a value and its source")
             return None
         value, source = pair
-        if not isinstance(source, str) or source not in self.sources:
+        if not self._known(source):
             self.problems.append(f"{self.named}: {key}: there is no source {shown(source)}")
         return value
+
+    def _known(self, source: object) -> bool:
+        return isinstance(source, str) and source in self.sources
