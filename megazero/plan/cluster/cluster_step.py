@@ -11,7 +11,6 @@ from megazero.config.derive import micro_batch_order, pipeline_schedule
 from megazero.config.schema import Run
 from megazero.mpu.axes import Axes, axes_of
 from megazero.pipeline.stage_specs import chunks_of
-from megazero.plan.budgets import keeps_all
 from megazero.plan.cluster.beside_tensors import BESIDE, Allowance, allowance_of_run
 from megazero.plan.cluster.cluster_times import ClusterRates
 from megazero.plan.cluster.hardware import Cluster
@@ -258,9 +257,8 @@ class ClusterStep:
         """
         if not self._sends_inside:
             return self.scheduled
-        few = self.micro_batches if keeps_all(self.run) else min(self.micro_batches, self.axes.pp)
-        (first,) = self._ends(self._lists_of(few), 1)
-        added = first - self._scheduled(few) - largest_update(self.run, self.axes, self.times)
+        (first,) = self._ends(self._shortest, 1)
+        added = first - self._shortest_scheduled - largest_update(self.run, self.axes, self.times)
         return self.scheduled + max(0.0, added)
 
     @cached_property
