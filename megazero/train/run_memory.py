@@ -87,6 +87,8 @@ GROWTH = 1.25
 """Free memory of the host's allocator is returned to the system when a rank's resident set exceeds its size after the
 second step by this factor, or when the host's memory is short.
 """
+HOLES = 1 / 16
+"""Of what a process uses that has to keep an account, the part that may be free memory beside it."""
 
 
 class HostMemory:
@@ -115,11 +117,12 @@ class HostMemory:
             devices.return_free_memory(self._device)
 
     def _keep_account(self) -> None:
-        """Return free memory if more is held than the account. What libraries compile and keep counts as held: at the
-        peak of a step this may be after every computation, a few milliseconds each.
+        """Return free memory if more is held than the account. What stays is in use: the next return waits until a part
+        more than that is held, or what libraries keep would have every computation begin with pages that are new.
         """
         if devices.memory_bytes(self._device) > self._most:
             devices.return_free_memory(self._device)
+            self._most = max(self._most, int((1 + HOLES) * devices.memory_bytes(self._device)))
 
 
 def host_memory_of(run: Run, grid: ProcessGrid) -> HostMemory:

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -47,23 +48,24 @@ def test_holes_of_the_heap_return_to_the_system_above_the_account(account: int, 
     assert after == pytest.approx(0.5 if returned else with_holes, abs=0.1)
 
 
-def returns_on_rank(rank: int, flags: list[str]) -> tuple[int, int, int]:
-    """How many computations a step has, and how often it returns free memory: where far more is held than the account,
-    and where less is.
+def returns_on_rank(rank: int, flags: list[str]) -> tuple[int, int, int, int]:
+    """How many computations a step has, and how often it returns free memory: where more is held each time, far above
+    the account, where nothing of that comes back, and where less is held.
     """
     job, _ = job_on_rank(rank, 1, flags)
     assert isinstance(job.trainer.engine, PipelineEngine)
-    count = sum(i.is_compute for i in job.trainer.engine.lists.training(MICRO_BATCHES))
-    returned: list[None] = []
+    computations = sum(i.is_compute for i in job.trainer.engine.lists.training(MICRO_BATCHES))
+    returned, growing = list[None](), (1 << exponent for exponent in count(60))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "return_free_memory", lambda _: returned.append(None))
-        patch.setattr(devices, "memory_bytes", lambda _: 1 << 60)
-        job.trainer.train_step(stop=False)
-        above = len(returned)
-        patch.setattr(devices, "memory_bytes", lambda _: 0)
-        job.trainer.train_step(stop=False)
+        numbers = list[int]()
+        for held in (lambda _: next(growing), lambda _: 1 << 900, lambda _: 0):
+            patch.setattr(devices, "memory_bytes", held)
+            job.trainer.train_step(stop=False)
+            numbers.append(len(returned) - sum(numbers))
     job.state.model.tiers.close()
-    return count, above, len(returned) - above
+    above, in_use, below = numbers
+    return computations, above, in_use, below
 
 
 @pytest.mark.parametrize(
@@ -79,5 +81,5 @@ def test_a_step_with_something_on_disks_looks_at_its_memory_after_each_computati
 ) -> None:
     data = f"--data-path {corpus} --data-cache-path {tmp_path} --nvme-buffer-bytes 400KB"
     folder = f"--nvme-path {tmp_path}" if "nvme" in words else ""
-    ((computations, above, below),) = run_ranks(1, returns_on_rank, f"{MODEL} {data} {words} {folder}".split())
-    assert computations > 0 and (above, below) == (computations if returns else 0, 0)
+    ((computations, above, in_use, below),) = run_ranks(1, returns_on_rank, f"{MODEL} {data} {words} {folder}".split())
+    assert computations > 0 and (above, in_use, below) == ((computations, 1, 0) if returns else (0, 0, 0))
