@@ -23,6 +23,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "attention": (0.2, 1.0),
         "bandwidth": (0.02, 4.0),
         "launch": (5e-7, 1e-3),
+        "thin": (0.2, 1.3),
         "update": (4.0, 400.0),
     }
 )

@@ -15,7 +15,9 @@ from megazero.calibrate.runs import run_of
 from megazero.plan.cluster.beside_tensors import shared_bytes
 from megazero.plan.cluster.hardware import Device
 
-TRUE: Mapping[str, float] = MappingProxyType({"attention": 0.5, "bandwidth": 1.7, "launch": 2.3e-5, "update": 34.0})
+TRUE: Mapping[str, float] = MappingProxyType(
+    {"attention": 0.5, "bandwidth": 1.7, "launch": 2.3e-5, "thin": 0.6, "update": 34.0}
+)
 LARGE = {"bf16": 2e11, "fp32": 8e10, "fp64": 4e10}
 SHARES = {"bf16": 0.5, "fp32": 0.9}
 CONTEXT, FRAGMENTATION = 3.3e8, 0.07

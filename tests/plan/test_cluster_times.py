@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import pytest
 
+from fused_ops.products import LEAST
 from megazero.config.source import ConfigError
 from megazero.mpu.axes import Axes, Coordinates, axes_of
 from megazero.pipeline.recorded import PassWork, Product, Sent
@@ -180,6 +181,19 @@ def test_a_processor_takes_operations_and_bytes_one_after_the_other() -> None:
     inside = Product(4, 256, 256, 64, 0.5, "bfloat16", 0, 0)
     assert k.product(inside) == pytest.approx(inside.flops / 0.5e11)
     assert k.together(3.0, 4.0) == 7.0
+
+
+@pytest.mark.parametrize("shape", [(LEAST - 1, 512, 512), (512, LEAST - 1, 512), (512, 512, LEAST - 1)])
+def test_a_processor_multiplies_thin_matrices_of_fp32_at_a_rate_of_their_own(shape: tuple[int, int, int]) -> None:
+    flops = MappingProxyType({"bf16": 2e11, "fp32": 1e11})
+    desk = replace(DESK, flops=flops, constants=MappingProxyType({**DESK.constants, "thin": 0.5}))
+    for device, thin in ((desk, 0.5), (replace(desk, constants=DESK.constants), 1.0)):
+        k = Kernels(device, constants_of(device))
+        narrow, half = product(*shape, dtype="float32"), product(*shape)
+        wide = product(LEAST, LEAST, LEAST, dtype="float32")
+        assert k.product(narrow) == pytest.approx(narrow.flops / (thin * 0.5e11))
+        assert k.product(wide) == pytest.approx(wide.flops / 0.5e11), "fused_ops.products computes it"
+        assert k.product(half) == pytest.approx(half.flops / 1e11), "one library computes all of 16 bits"
 
 
 def test_ranks_of_a_processor_carry_their_messages_and_share_its_cores() -> None:

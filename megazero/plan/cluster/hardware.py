@@ -28,7 +28,7 @@ TABLES = "kind named flops interconnect constants ranks".split()
 """What else an entry may have."""
 PER_RANK = "memory bandwidth inside host host_memory watts update_host read write carried".split()
 """Numbers of which ranks that share a CPU have a part each."""
-DIVISORS = frozenset("products bandwidth hiding inside between strided attention".split())
+DIVISORS = frozenset("products bandwidth hiding inside between strided attention thin".split())
 """Constants by which times are divided, and so above 0."""
 MEMORY_OFF = 0.1
 """By how much the memory of a device may differ from its entry's: drivers and error correction take some of it."""

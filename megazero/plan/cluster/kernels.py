@@ -21,6 +21,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from fused_ops.products import LEAST
 from megazero.config.source import ConfigError
 from megazero.pipeline.recorded import PassWork, Product
 from megazero.plan.cluster.hardware import Device
@@ -77,6 +78,8 @@ class Constants:
     update      bytes that an update moves for each parameter
     stages      share of `Device.inside` that messages between stages of a node reach; 0: as collectives
     attention   share of what the largest tile reaches that products in attention's kernels do
+    thin        share of what other products of fp32 reach on a CPU that those do which another library computes
+                (`fused_ops.products`)
     """
 
     products: float
@@ -93,11 +96,12 @@ class Constants:
     update: float
     stages: float = 0.0
     attention: float = TILES[2].speed
+    thin: float = 1.0
 
 
 def constants_of(device: Device) -> Constants:
     """Those of a device. Raises ConfigError if its entry in the file lacks one."""
-    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention"}
+    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention", "thin"}
     missing = [name for name in names if name not in device.constants and name not in optional]
     if missing:
         raise ConfigError([f"--gpu {device.name}: its entry has no constants {', '.join(missing)}"])
@@ -116,6 +120,11 @@ def tiled_flops(product: Product, processors: float) -> float:
     return min(map(flops, TILES))
 
 
+def is_thin(product: Product) -> bool:
+    """Whether a CPU's product of fp32 is one that `fused_ops.products` leaves to torch's library for its shape."""
+    return PRECISIONS[product.dtype] == "fp32" and min(product.rows, product.columns, product.depth) < LEAST
+
+
 @dataclass(frozen=True)
 class Kernels:
     """A device and its constants."""
@@ -132,7 +141,7 @@ class Kernels:
         if not product.made:
             return product.flops / (rate * self.constants.attention)
         if self.device.kind == "cpu":
-            return product.flops / rate
+            return product.flops / (rate * (self.constants.thin if is_thin(product) else 1.0))
         seconds = tiled_flops(product, self.device.processors) / rate
         if product.columns % ALIGNED or product.depth % ALIGNED or product.rows % ALIGNED:
             seconds *= self.constants.misaligned
