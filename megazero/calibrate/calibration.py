@@ -174,6 +174,6 @@ def _device_lines(one: FittedDevice, indent: str) -> Iterator[str]:
 
 def _constant_lines(device: Device, ranks: int, indent: str) -> Iterator[str]:
     for name, value in device.constants.items():
-        of_ranks = MEASURED if name in ("group", "compiler") else FITTED
+        of_ranks = MEASURED if name in ("group", "compiler", "waking") else FITTED
         source = ASSUMED if name in _ASSUMED else f"{of_ranks}-{ranks}"
         yield f"{indent}{name}: [{value:.4g}, {source}]"

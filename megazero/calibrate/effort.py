@@ -86,7 +86,8 @@ class RankMeasurements:
 
     ranks, threads  of the machine, and with which each computes
     flops           operations of products in a second, by precision
-    rates           amounts in a second by name: bandwidth, host, update_host, read, write; and the share `beside`
+    rates           amounts in a second by name: bandwidth, host, update_host, read, write; the share `beside`, and the
+                    seconds `waking`
     memory          bytes beside tensors by name: of a `group`, and of the `compiler`; {} where they were not measured
     collectives     (bytes by the convention of `Group.traffic`, seconds) over all ranks
     stages          (bytes, seconds) of messages between two ranks, while all ranks send

@@ -76,6 +76,7 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
     """The device that these measurements describe."""
     latency, inside = message_times(measurements.collectives, measurements.ranks)
     rates, shared = measurements.rates, measurements.ranks if machine.kind == "cpu" else 1
+    own = min(1.0, machine.cores / shared)  # a rank has so much of a processor for what a processor's second does
     device = Device(
         name,
         machine.kind,
@@ -91,10 +92,10 @@ def fitted_device(name: str, machine: MachineFacts, measurements: RankMeasuremen
         update_host=rates["update_host"],
         read=rates.get("read"),
         write=rates.get("write"),
-        carried=rates.get("carried") if machine.kind == "cpu" else None,
+        carried=rates["carried"] * own if machine.kind == "cpu" and "carried" in rates else None,
         beside=rates.get("beside"),
     )
-    start = replace(START, latency=latency, update=update_bytes(rates, measurements))
+    start = replace(START, latency=latency, update=update_bytes(rates, measurements), waking=rates.get("waking", 0.0))
     if measurements.stages:
         start = replace(start, stages=message_times(measurements.stages, 2, halves=False)[1] / device.inside)
     if machine.kind == "cuda":

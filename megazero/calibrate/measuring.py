@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -45,6 +46,8 @@ COPIED = ("to_host", "update", "update_host", "read", "write", "beside")
 """Rates that a placement is chosen by, and a plan too."""
 DISK_BYTES, DISK_SECONDS = 64 << 20, 0.2
 """Of the file that is written and read, and for how long."""
+WOKEN = 1 << 17
+"""Elements of a tensor that a kernel divides among threads, and that a cache holds."""
 DISKS = "--offload-optimizer", "nvme", "--nvme-path"
 PRODUCT = "--num-layers 1 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 1024"
 """The run whose product is timed, and whose model state is updated."""
@@ -145,8 +148,23 @@ def _rates(grid: ProcessGrid, folder: Path, effort: Effort) -> tuple[dict[str, f
     target = torch.empty_like(source)
     own = per_second(Work(lambda: target.copy_(source), 2.0 * source.nbytes), grid.device)
     barrier(grid.world)
-    rates["bandwidth"], rates["carried"] = (-slowest for slowest in _largest([-own, -_carried(folder)], grid))
-    return flops, rates
+    bandwidth, carried, waking = _largest([-own, -_carried(folder), _waking(grid.device)], grid)
+    return flops, {**rates, "bandwidth": -bandwidth, "carried": -carried, "waking": waking}
+
+
+def _waking(device: torch.device) -> float:
+    """Seconds by which a small kernel takes longer while another thread has threads of its own to compute with: GNU's
+    OpenMP then has a rank's threads sleep between two kernels, where they else watch for the next one.
+    """
+    if device.type != "cpu" or torch.get_num_threads() == 1:
+        return 0.0
+    tensor = torch.ones(WOKEN)
+    add = Work(lambda: tensor.add_(1.0), 1.0)
+    alone = per_second(add, device)
+    with ThreadPoolExecutor(max_workers=1) as other:
+        other.submit(torch.ones(WOKEN).add_, 1.0).result()  # its threads stay as long as it does
+        beside = per_second(add, device)
+    return max(0.0, 1 / beside - 1 / alone)
 
 
 def _carried(folder: Path) -> float:

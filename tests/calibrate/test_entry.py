@@ -33,6 +33,7 @@ RATES = {
     "beside": 0.1,
     "carried": 3e9,
     "bandwidth": 2e10,
+    "waking": 1.3e-5,
 }
 MACHINE = MachineFacts("cpu", "a processor", 16e9, 16e9, 2.0)
 
@@ -68,6 +69,14 @@ def test_a_fit_finds_the_constants_by_which_the_seconds_were_made(ranks: int) ->
     assert known["context"] == pytest.approx(CONTEXT, rel=1e-3)
     assert known["fragmentation"] == pytest.approx(FRAGMENTATION, rel=1e-2)
     assert fitted.device.memory == 16e9 / ranks and fitted.device.read == 2e9
+    assert known["waking"] == 1.3e-5 and fitted.device.carried == 3e9
+
+
+def test_ranks_with_half_a_processor_carry_half_of_what_its_second_does() -> None:
+    own = MeasuredRun(FIRST[0], 1, 0.1, 10**9)  # too few to say anything of constants
+    for ranks, carried in ((1, 3e9), (2, 3e9), (4, 1.5e9), (8, 0.75e9)):
+        few = replace(measured(), ranks=ranks, runs=(own,))
+        assert fitted_device("here", MACHINE, few).device.carried == carried
 
 
 def test_a_run_that_took_too_long_is_seen_and_moves_no_constant() -> None:

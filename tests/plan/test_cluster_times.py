@@ -210,6 +210,18 @@ def test_ranks_of_a_processor_carry_their_messages_and_share_its_cores() -> None
     assert ClusterRates(desk(1)).has_disks and not ClusterRates(cluster(1)).has_disks
 
 
+@pytest.mark.parametrize(
+    ("more", "wakes"), [("", False), ("--offload-optimizer cpu", True), ("--offload-activations cpu", True)]
+)
+def test_kernels_of_a_processor_wake_their_threads_beside_lanes_of_the_host(more: str, wakes: bool) -> None:
+    words = f"--micro-batch-size 4 {more}"
+    run = parsed(f"{MODEL} {words} --device cpu", 1)
+    waking = replace(DESK, constants=MappingProxyType({**DESK.constants, "waking": 1e-3}))
+    other = ClusterRates(replace(desk(1), device=waking)).times(run, axes_of(run, 1), "cpu")
+    slower = sum(other.forward) - sum(cpu_times(words, 1).forward)
+    assert slower > 20e-3 if wakes else slower == 0.0, "a block alone launches some ten kernels"
+
+
 def test_memory_of_one_kind_counts_once() -> None:
     """What has left the device of a CPU for host memory is where it was."""
     run = "--micro-batch-size 4 --device cpu"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megazero.config.schema import Run
@@ -55,7 +56,7 @@ class ClusterRates:
     def times(self, run: Run, axes: Axes, kind: str) -> ChunkTimes:
         """The times of a rank's step in seconds. kind: of device, cpu or cuda."""
         plan = activation_plan(run, kind)
-        timer, table = unit_timer(self.cluster, read_by_a_unit(run), plan), recompute_table(run, axes, kind)
+        timer, table = unit_timer(self._while(run), read_by_a_unit(run), plan), recompute_table(run, axes, kind)
         chunks = [timer.chunk(spec, table) for spec in stage_specs(run)]
         lanes, message = self.lanes(axes), self.message(axes, plan.hidden_bytes)
         # a pass of a chunk in the middle has a message in front and one behind
@@ -75,6 +76,15 @@ class ClusterRates:
             waits=not run.parallel.overlap or kind == "cpu",
             at_once=self.stages_at_once(axes) if kind == "cpu" else None,
         )
+
+    def _while(self, run: Run) -> Cluster:
+        """The cluster as it computes: a CPU's kernels take longer where other threads update or copy model state."""
+        off, device, waking = run.offload, self.cluster.device, self._constants.waking
+        moved = off.offload_optimizer, off.offload_gradients, off.offload_params, off.offload_activations
+        if device.kind != "cpu" or not waking or not any(map(bool, moved)):
+            return self.cluster
+        constants = {**device.constants, "launch": self._constants.launch + waking}
+        return replace(self.cluster, device=replace(device, constants=MappingProxyType(constants)))
 
     def stages_at_once(self, axes: Axes) -> int | None:
         """How many stages a CPU computes at full speed, where their ranks are more than its cores; None: all."""

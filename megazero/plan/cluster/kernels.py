@@ -80,6 +80,8 @@ class Constants:
     attention   share of what the largest tile reaches that products in attention's kernels do
     thin        share of what other products of fp32 reach on a CPU that those do which another library computes
                 (`fused_ops.products`)
+    waking      seconds more of each kernel on a CPU while another thread computes with threads of its own: OpenMP's
+                are then more than the processors, and sleep between two kernels
     """
 
     products: float
@@ -97,11 +99,12 @@ class Constants:
     stages: float = 0.0
     attention: float = TILES[2].speed
     thin: float = 1.0
+    waking: float = 0.0
 
 
 def constants_of(device: Device) -> Constants:
     """Those of a device. Raises ConfigError if its entry in the file lacks one."""
-    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention", "thin"}
+    names, optional = list(Constants.__dataclass_fields__), {"stages", "attention", "thin", "waking"}
     missing = [name for name in names if name not in device.constants and name not in optional]
     if missing:
         raise ConfigError([f"--gpu {device.name}: its entry has no constants {', '.join(missing)}"])
